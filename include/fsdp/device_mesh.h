@@ -1,0 +1,66 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fsdp {
+
+namespace comm {
+class Communicator;
+}
+
+/// One named dimension of a mesh. A size of -1 (in at most one dimension) is inferred from the number of ranks.
+struct MeshDim {
+  std::string name;
+  std::int64_t size = -1;
+};
+
+struct MeshOptions {
+  /// How long a collective may wait for a peer before it fails with CommError.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+};
+
+/// Ranks arranged in an n-dimensional grid (the last dimension varies fastest), each row of which has a communicator.
+/// A cheap handle: copies share the groups, which are released with the last copy. Source of the idea: torch's DeviceMesh.
+class DeviceMesh {
+ public:
+  DeviceMesh() = default;  ///< An undefined mesh; `defined()` is false.
+
+  bool defined() const { return state_ != nullptr; }
+  c10::Device device() const;                        ///< This rank's device.
+  const std::vector<MeshDim>& dims() const;          ///< Names and sizes, outermost first.
+  std::int64_t rank() const;                         ///< This rank's global rank.
+  std::int64_t size() const;                         ///< Ranks in this (sub-)mesh.
+  std::int64_t size(const std::string& dim) const;   ///< Throws Error if there is no such dimension.
+  std::int64_t coordinate(const std::string& dim) const;  ///< This rank's position along `dim`.
+  DeviceMesh operator[](const std::string& dim) const;    ///< The 1-D sub-mesh through this rank.
+
+  /// The communicator of this rank's row along `dim`.
+  std::shared_ptr<comm::Communicator> communicator(const std::string& dim) const;
+
+  /// Blocks until every rank of the mesh has arrived. Throws CommError.
+  void barrier() const;
+
+  struct State;
+  explicit DeviceMesh(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+/// Joins the ranks that torchrun, mpirun, srun or launch_local started (see docs/launch.md for the variables that are read) and
+/// arranges them. Without any such variable the world is this one process. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, and the
+/// device LOCAL_RANK). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a name is
+/// empty or repeated, or the device type has no backend in this build; CommError if the ranks can't meet.
+DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options = {});
+
+/// A mesh of any size seen from any rank, whose collectives move no data and return at once: for tests and for measuring
+/// host time. Needs no other process.
+DeviceMesh null_device_mesh(std::vector<MeshDim> dims, std::int64_t rank = 0);
+
+}  // namespace fsdp

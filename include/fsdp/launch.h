@@ -1,0 +1,22 @@
+#pragma once
+
+#include <functional>
+
+namespace fsdp {
+
+/// Starts `nproc` ranks of `fn` on this machine, waits for them, and returns 0 if all returned 0 without an exception. Otherwise
+/// prints to stderr, for each rank that failed of its own, its rank and message (exception text, exit code or signal), ends the other
+/// ranks, and returns 1 (or the failing rank's exit code if it is not 0 or 1).
+///
+/// Each rank is a process with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set; OMP_NUM_THREADS is set to
+/// cores / nproc (at least 1) unless it is set already. If this process is itself a rank (torchrun, mpirun, srun), `fn` runs right here
+/// and `nproc` is ignored.
+///
+/// Ranks are forked while this process has one thread only. Once torch has started threads, a fork would copy locked locks: then
+/// the program runs itself again with its own arguments, once per rank, and in those processes this call runs `fn` and exits.
+int launch_local(int nproc, const std::function<int()>& fn);
+
+/// True if a launcher's variables (RANK and WORLD_SIZE, or those of mpirun or srun) say that this process is one of several ranks.
+bool is_launched();
+
+}  // namespace fsdp

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace fsdp {
+
+/// Parameters whose names `matches` accepts get these settings instead of the optimizer's own. The first group that matches wins.
+struct ParamGroup {
+  std::function<bool(const std::string& name)> matches;
+  std::optional<double> lr;
+  std::optional<double> weight_decay;
+};
+
+/// An optimizer on this rank's shards of a module that fully_shard has sharded. Elementwise, so sharding never changes an update: the same
+/// gradients give the same bits as torch's own optimizer on the whole parameters. Parameters without a gradient are skipped, as torch does.
+class Optimizer {
+ public:
+  virtual ~Optimizer();
+  Optimizer(Optimizer&&) noexcept;
+  Optimizer& operator=(Optimizer&&) noexcept;
+
+  /// Updates the main parameters from the reduced gradients, then tells the engine, so that stale gathered copies are dropped and the
+  /// parameters' versions are bumped (backward through an older graph raises torch's in-place error).
+  void step();
+  /// Drops the gradients.
+  void zero_grad();
+  /// Multiplies every group's base learning rate (as given at construction) from the next step on; what a schedule sets.
+  void set_lr_factor(double factor);
+  /// The current learning rate of the parameters that no ParamGroup matches.
+  double lr() const;
+
+ protected:
+  struct State;
+  explicit Optimizer(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+struct AdamWOptions {
+  double lr = 1e-3;
+  std::tuple<double, double> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+};
+
+/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019) through ATen's fused kernel.
+class AdamW : public Optimizer {
+ public:
+  AdamW(torch::nn::Module& module, AdamWOptions options = {}, std::vector<ParamGroup> groups = {});
+};
+
+struct SGDOptions {
+  double lr = 1e-3;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+};
+
+/// Stochastic gradient descent with momentum through ATen's fused kernel.
+class SGD : public Optimizer {
+ public:
+  SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> groups = {});
+};
+
+/// Makes a torch optimizer over the given parameters.
+using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
+
+/// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`.
+/// It sees one 1-D tensor per parameter (possibly empty). Exact for elementwise optimizers only; set_lr_factor scales the options' learning rate.
+class WrappedOptimizer : public Optimizer {
+ public:
+  WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
+  torch::optim::Optimizer& torch_optimizer();
+};
+WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
+
+/// Scales the gradients of all parameters so that their joint 2-norm is at most max_norm, and returns the norm before. Squares are summed in fp64
+/// and one small exchange adds the shards up in rank order, so every strategy gets the same norm. Collective. Throws Error if max_norm is not
+/// positive, or if the norm is not finite and error_if_nonfinite is set (the gradients are then left alone).
+double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_nonfinite = false);
+
+}  // namespace fsdp

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace fsdp {
+
+/// How one of the three things that training keeps (parameters, gradients, optimizer state with the main parameters) lies on the
+/// data-parallel dimension.
+enum class Placement : std::uint8_t { kReplicated, kSharded };
+
+/// The triple from which the engine derives every collective. The four sensible ones on a 1-D mesh have names:
+///
+/// | name                                  | parameters | gradients | optimizer |
+/// |---------------------------------------|------------|-----------|-----------|
+/// | no_shard (ZeRO-0, DDP)                | replicated | replicated| replicated|
+/// | optim (ZeRO-1)                        | replicated | replicated| sharded   |
+/// | optim_grads (ZeRO-2)                  | replicated | sharded   | sharded   |
+/// | optim_grads_params (ZeRO-3, FSDP)     | sharded    | sharded   | sharded   |
+struct Placements {
+  Placement parameters = Placement::kSharded;
+  Placement gradients = Placement::kSharded;
+  Placement optimizer = Placement::kSharded;
+
+  static constexpr Placements no_shard() { return {Placement::kReplicated, Placement::kReplicated, Placement::kReplicated}; }
+  static constexpr Placements optim() { return {Placement::kReplicated, Placement::kReplicated, Placement::kSharded}; }
+  static constexpr Placements optim_grads() { return {Placement::kReplicated, Placement::kSharded, Placement::kSharded}; }
+  static constexpr Placements optim_grads_params() { return {}; }
+
+  /// By one of the four names above or Megatron-FSDP's digits "0" to "3". Throws Error naming the choices.
+  static Placements from_name(const std::string& name);
+  bool operator==(const Placements&) const = default;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+
+namespace fsdp {
+
+/// Live and peak bytes of one kind of engine memory on this rank.
+struct MemoryUse {
+  std::int64_t live = 0;
+  std::int64_t peak = 0;
+};
+
+/// Exact accounting of all memory that the engine holds for a model on this rank, in bytes. Activations, and gradients on their way
+/// from autograd into the engine's buffers, are autograd's and are not counted.
+struct MemoryStats {
+  MemoryUse main_parameters;       ///< Shards (or replicas) that the optimizer updates.
+  MemoryUse main_gradients;        ///< Reduced gradients that the optimizer reads.
+  MemoryUse gathered_parameters;   ///< Whole units, present for computation.
+  MemoryUse unreduced_gradients;   ///< Whole units' gradients before reduction.
+  MemoryUse communication;         ///< Receive staging of reductions.
+  MemoryUse optimizer_state;
+  MemoryUse total;                 ///< Of all of the above; its peak is the peak of the sum.
+  MemoryUse slots;                 ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
+  std::int64_t slot_allocations = 0;  ///< Calls to the allocator so far; constant in the steady state.
+};
+
+/// Bytes that this rank sent and collectives that it started.
+struct WireStats {
+  std::int64_t all_gather_bytes = 0;
+  std::int64_t reduce_scatter_bytes = 0;
+  std::int64_t control_bytes = 0;  ///< Small host-side exchanges: usage flags, gradient norms, checks.
+  std::int64_t all_gathers = 0;
+  std::int64_t reduce_scatters = 0;
+};
+
+}  // namespace fsdp

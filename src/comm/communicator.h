@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+// Collectives over buffers. Knows ranks and bytes, not parameters or units.
+namespace fsdp::comm {
+
+/// What a collective is for: names it in errors and in the FSDP_DEBUG=1 check.
+struct Label {
+  const char* operation = "";  ///< "all-gather", "reduce-scatter", ... (a literal)
+  std::string_view unit;       ///< Lives as long as the collective is pending.
+};
+
+/// One sub-buffer of an all-gather. All 1-D and contiguous; full.numel() == size * shard.numel(). `shard` may be this rank's own
+/// region of `full`; otherwise it is copied there. Rank r's shard lands at [r * shard.numel(), (r + 1) * shard.numel()).
+struct GatherPiece {
+  at::Tensor full;
+  at::Tensor shard;
+};
+
+/// One sub-buffer of a reduce-scatter. `unreduced` has size * out.numel() elements; `staging` has staging_numel(out.numel())
+/// elements of unreduced's dtype; `out` may have another dtype. When the collective is done,
+/// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in fp32 (fp64
+/// for double) in the order of the ranks. `unreduced` and `staging` must stay alive and untouched until wait() returned.
+struct ReducePiece {
+  at::Tensor unreduced;
+  at::Tensor staging;
+  at::Tensor out;
+  bool accumulate = false;
+};
+
+/// A started collective. wait() blocks the host (Gloo) or the current stream (NCCL) until its results may be read; throws CommError naming
+/// operation, unit, rank and c10d's message. Idempotent. Destroying an unfinished one waits and swallows errors: the
+/// buffers must not be reused while a peer may still write into them.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  virtual void wait() = 0;
+};
+
+/// Bytes this rank sent and operations it started, since construction or reset.
+struct CommStats {
+  std::int64_t all_gather_bytes = 0;
+  std::int64_t reduce_scatter_bytes = 0;
+  std::int64_t control_bytes = 0;
+  std::int64_t all_gathers = 0;
+  std::int64_t reduce_scatters = 0;
+};
+
+/// The ranks of one mesh row. Every rank must make the same calls in the same order ("Order is collective"); with FSDP_DEBUG=1 each call
+/// first compares (sequence number, operation, unit) across ranks and throws one CommError that prints both sides.
+/// Not thread-safe: the engine serializes its calls.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs.
+  virtual std::int64_t staging_numel(std::int64_t shard_numel) const = 0;
+
+  virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) = 0;
+  virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) = 0;
+
+  /// Small host-side exchange: returns a CPU tensor [size, ...] with every rank's `value` (a contiguous CPU tensor of equal shape and
+  /// dtype on all ranks), in rank order. Blocks.
+  virtual at::Tensor exchange(const at::Tensor& value, const Label& label) = 0;
+
+  /// Compares a text (model description) across ranks: throws Error on every rank, naming two ranks and the first lines that differ.
+  virtual void expect_equal(const std::string& text, const Label& label) = 0;
+
+  virtual void barrier() = 0;
+
+  const CommStats& stats() const { return stats_; }
+  void reset_stats() { stats_ = {}; }
+
+ protected:
+  CommStats stats_;
+};
+
+}  // namespace fsdp::comm

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fsdp/granularity.h"
+
+// How the bytes of a unit are cut over the ranks. Pure arithmetic: no tensors, no processes; a layout for 16,384 ranks
+// costs microseconds.
+namespace fsdp::layout {
+
+/// Parameters of sub-buffers without row, block or whole-parameter constraints start at, and shards of all sub-buffers
+/// with element granularity are multiples of, this many bytes: vector loads and BLAS paths then see the same alignment
+/// as in a freshly allocated tensor (bit-identical results), and NCCL takes its fast path.
+inline constexpr std::int64_t kAlignment = 64;
+
+struct ParameterSpec {
+  std::string name;
+  std::vector<std::int64_t> shape;  ///< Any: 0-D, empty (a 0 in the shape), single-row.
+  std::int32_t dtype = 0;           ///< Opaque key; parameters of different dtypes never share a sub-buffer.
+  std::int64_t itemsize = 4;        ///< Bytes per element.
+  bool trainable = true;            ///< Frozen and trainable parameters never share a sub-buffer.
+  Granularity granularity;
+};
+
+/// A part of the unit's buffer that is cut into `world_size` equal shards: rank r owns its elements
+/// [r * shard_numel, (r + 1) * shard_numel).
+struct SubBuffer {
+  std::int32_t dtype = 0;
+  std::int64_t itemsize = 4;
+  bool trainable = true;
+  Granularity::Kind kind = Granularity::Kind::kElement;
+  std::int64_t quantum = 1;            ///< Elements; every shard boundary is a multiple of it.
+  std::int64_t shard_numel = 0;        ///< Elements per rank.
+  std::int64_t payload_numel = 0;      ///< Elements that belong to parameters; the rest is padding.
+  std::int64_t byte_offset = 0;        ///< Of its first byte in the unit's full buffer; a multiple of kAlignment.
+  std::int64_t shard_byte_offset = 0;  ///< Of its shard in a rank's shard buffer; a multiple of kAlignment.
+};
+
+/// Where a parameter lies.
+struct ParameterPlacement {
+  std::size_t sub_buffer = 0;
+  std::int64_t offset = 0;  ///< Elements from the start of the sub-buffer.
+  std::int64_t numel = 0;
+};
+
+/// The piece of one parameter that one rank owns; numel is 0 if it owns nothing of it (the offsets are then 0).
+struct LocalSlice {
+  std::int64_t parameter_offset = 0;  ///< Elements from the start of the (flattened) parameter.
+  std::int64_t shard_offset = 0;      ///< Elements from the start of the rank's shard of the sub-buffer.
+  std::int64_t numel = 0;
+  bool operator==(const LocalSlice&) const = default;
+};
+
+/// The layout of one unit over `world_size` ranks.
+///
+/// Parameters of equal (dtype, trainable, granularity, row or block size) share a sub-buffer, in their given order, so no
+/// padding to a common multiple of row sizes is ever needed. Trainable sub-buffers come first: the gradient buffer has
+/// the same layout as the prefix of `trainable_bytes()` bytes.
+class UnitLayout {
+ public:
+  /// Throws fsdp::Error if world_size < 1, a shape has a negative size, an itemsize is not in {1, 2, 4, 8, 16} or a block
+  /// is < 1; the message names the parameter.
+  UnitLayout(std::vector<ParameterSpec> parameters, std::int64_t world_size);
+
+  std::int64_t world_size() const { return world_size_; }
+  const std::vector<ParameterSpec>& parameters() const { return parameters_; }
+  const std::vector<ParameterPlacement>& placements() const { return placements_; }
+  const std::vector<SubBuffer>& sub_buffers() const { return sub_buffers_; }
+  std::size_t trainable_sub_buffers() const { return trainable_sub_buffers_; }
+
+  std::int64_t full_bytes() const { return full_bytes_; }                    ///< Of the gathered parameters.
+  std::int64_t trainable_bytes() const { return trainable_bytes_; }          ///< Of the unreduced gradients.
+  std::int64_t shard_bytes() const { return shard_bytes_; }                  ///< Of one rank's parameter shard.
+  std::int64_t trainable_shard_bytes() const { return trainable_shard_bytes_; }
+  std::int64_t padding_bytes() const;                                       ///< full_bytes() less the parameters' bytes.
+
+  LocalSlice local_slice(std::size_t parameter, std::int64_t rank) const;
+
+ private:
+  std::vector<ParameterSpec> parameters_;
+  std::int64_t world_size_;
+  std::vector<ParameterPlacement> placements_;
+  std::vector<SubBuffer> sub_buffers_;
+  std::size_t trainable_sub_buffers_ = 0;
+  std::int64_t full_bytes_ = 0;
+  std::int64_t trainable_bytes_ = 0;
+  std::int64_t shard_bytes_ = 0;
+  std::int64_t trainable_shard_bytes_ = 0;
+};
+
+}  // namespace fsdp::layout
