@@ -43,6 +43,10 @@ class DeviceMesh {
   /// The communicator of this rank's row along `dim`.
   std::shared_ptr<comm::Communicator> communicator(const std::string& dim) const;
 
+  /// The sum of a host value over the ranks of a 1-D mesh, added in rank order: the same on every rank. Collective; blocks. Throws CommError, or
+  /// Error if the mesh has several dimensions.
+  double sum(double value) const;
+
   /// Blocks until every rank of the mesh has arrived. Throws CommError.
   void barrier() const;
 

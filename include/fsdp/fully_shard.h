@@ -33,16 +33,16 @@ UnitPredicate each() {
 
 struct FullyShardOptions {
   /// The ranks to shard over; by default all of them, on the CPU.
-  DeviceMesh mesh;
+  DeviceMesh mesh = {};
   /// By default the whole module is one unit.
-  UnitPredicate units;
+  UnitPredicate units = {};
   Placements placements = Placements::optim_grads_params();
   /// Frees a unit's parameters once forward has moved on, to gather them again in backward; false keeps them in between.
   bool reshard_after_forward = true;
   /// How many units ahead all-gathers are started; 0 turns read-ahead off.
   int prefetch_depth = 1;
   /// Where each parameter may be cut; by default anywhere (element).
-  std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity;
+  std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
 };
 
 /// A name, this rank's part of the tensor (1-D, a view into the engine's memory, possibly empty), and where it lies.
@@ -96,7 +96,7 @@ class FSDPModule {
 
 /// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged: from now on its parameters
 /// hold no memory until an operator touches them. Each rank keeps its own slice of its own values, so all ranks must have
-/// initialised alike (the same seed). Can be called on blocks first and then on the module that contains them, as with FSDP2's fully_shard.
+/// initialised alike (the same seed). Called once, on the root.
 ///
 /// A parameter that several modules share belongs to the closest common ancestor of the units that reach it.
 ///

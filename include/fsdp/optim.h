@@ -79,6 +79,9 @@ class WrappedOptimizer : public Optimizer {
  public:
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
   torch::optim::Optimizer& torch_optimizer();
+
+ private:
+  struct Wrapped;
 };
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
 

@@ -26,9 +26,9 @@ struct GatherPiece {
 };
 
 /// One sub-buffer of a reduce-scatter. `unreduced` has size * out.numel() elements; `staging` has staging_numel(out.numel())
-/// elements of unreduced's dtype; `out` may have another dtype. When the collective is done,
-/// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in fp32 (fp64
-/// for double) in the order of the ranks. `unreduced` and `staging` must stay alive and untouched until wait() returned.
+/// elements of unreduced's dtype (undefined if that is 0); `out` may have another dtype. When the collective is done,
+/// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in
+/// fp32 (fp64 for double) in the order of the ranks. `unreduced` and `staging` must stay alive and untouched until wait() returned.
 struct ReducePiece {
   at::Tensor unreduced;
   at::Tensor staging;
@@ -63,8 +63,11 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs.
+  /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs, whatever unreduced's dtype.
   virtual std::int64_t staging_numel(std::int64_t shard_numel) const = 0;
+
+  /// The same for one dtype of `unreduced`: never more, and over NCCL much less for dtypes that it sums by itself.
+  virtual std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const { return staging_numel(shard_numel); }
 
   virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) = 0;
   virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) = 0;

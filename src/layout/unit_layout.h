@@ -11,9 +11,9 @@
 // costs microseconds.
 namespace fsdp::layout {
 
-/// Parameters of sub-buffers without row, block or whole-parameter constraints start at, and shards of all sub-buffers
-/// with element granularity are multiples of, this many bytes: vector loads and BLAS paths then see the same alignment
-/// as in a freshly allocated tensor (bit-identical results), and NCCL takes its fast path.
+/// Sub-buffers start at multiples of this many bytes. With element and whole granularity, so do the parameters and the
+/// shards in them: vector loads and BLAS paths then see the same alignment as in a freshly allocated tensor (bit-identical
+/// results), and NCCL takes its fast path. Rows and blocks set their own multiples and can't have this one as well.
 inline constexpr std::int64_t kAlignment = 64;
 
 struct ParameterSpec {
@@ -32,14 +32,17 @@ struct SubBuffer {
   std::int64_t itemsize = 4;
   bool trainable = true;
   Granularity::Kind kind = Granularity::Kind::kElement;
-  std::int64_t quantum = 1;            ///< Elements; every shard boundary is a multiple of it.
-  std::int64_t shard_numel = 0;        ///< Elements per rank.
+  /// Elements; every shard boundary and the start of every parameter that isn't empty is a multiple of it. kRows: the size of
+  /// a row, that is, the product of the sizes after the first (1 for 0-D, 1-D and rows without elements). kBlock: the block. kElement
+  /// and kWhole: kAlignment bytes.
+  std::int64_t quantum = 1;
+  std::int64_t shard_numel = 0;        ///< Elements per rank; 0 if all its parameters are empty.
   std::int64_t payload_numel = 0;      ///< Elements that belong to parameters; the rest is padding.
   std::int64_t byte_offset = 0;        ///< Of its first byte in the unit's full buffer; a multiple of kAlignment.
   std::int64_t shard_byte_offset = 0;  ///< Of its shard in a rank's shard buffer; a multiple of kAlignment.
 };
 
-/// Where a parameter lies.
+/// Where a parameter lies. An empty one has a valid offset, too (at most the size of the sub-buffer).
 struct ParameterPlacement {
   std::size_t sub_buffer = 0;
   std::int64_t offset = 0;  ///< Elements from the start of the sub-buffer.
@@ -56,13 +59,14 @@ struct LocalSlice {
 
 /// The layout of one unit over `world_size` ranks.
 ///
-/// Parameters of equal (dtype, trainable, granularity, row or block size) share a sub-buffer, in their given order, so no
-/// padding to a common multiple of row sizes is ever needed. Trainable sub-buffers come first: the gradient buffer has
-/// the same layout as the prefix of `trainable_bytes()` bytes.
+/// Parameters of equal (dtype, trainable, granularity, row or block size) share a sub-buffer, so no padding to a common
+/// multiple of row sizes is ever needed. They lie in their given order, except that whole parameters are packed into ranks,
+/// largest first. Trainable sub-buffers come first (and, within that, in the order of their first parameters): the gradient
+/// buffer has the same layout as the prefix of `trainable_bytes()` bytes. The same arguments give the same layout on all ranks.
 class UnitLayout {
  public:
-  /// Throws fsdp::Error if world_size < 1, a shape has a negative size, an itemsize is not in {1, 2, 4, 8, 16} or a block
-  /// is < 1; the message names the parameter.
+  /// Throws fsdp::Error if world_size < 1, a shape has a negative size, an itemsize is not in {1, 2, 4, 8, 16}, a block is < 1
+  /// or the buffer would exceed 2^63 - 1 bytes; the message names the parameter.
   UnitLayout(std::vector<ParameterSpec> parameters, std::int64_t world_size);
 
   std::int64_t world_size() const { return world_size_; }
@@ -71,12 +75,14 @@ class UnitLayout {
   const std::vector<SubBuffer>& sub_buffers() const { return sub_buffers_; }
   std::size_t trainable_sub_buffers() const { return trainable_sub_buffers_; }
 
-  std::int64_t full_bytes() const { return full_bytes_; }                    ///< Of the gathered parameters.
-  std::int64_t trainable_bytes() const { return trainable_bytes_; }          ///< Of the unreduced gradients.
-  std::int64_t shard_bytes() const { return shard_bytes_; }                  ///< Of one rank's parameter shard.
-  std::int64_t trainable_shard_bytes() const { return trainable_shard_bytes_; }
-  std::int64_t padding_bytes() const;                                       ///< full_bytes() less the parameters' bytes.
+  // All are multiples of kAlignment. Where shards are not, full_bytes() is less than world_size() * shard_bytes().
+  std::int64_t full_bytes() const { return full_bytes_; }                        ///< Of the gathered parameters.
+  std::int64_t trainable_bytes() const { return trainable_bytes_; }              ///< Of the unreduced gradients.
+  std::int64_t shard_bytes() const { return shard_bytes_; }                      ///< Of one rank's parameter shard.
+  std::int64_t trainable_shard_bytes() const { return trainable_shard_bytes_; }  ///< Of one rank's gradient shard.
+  std::int64_t padding_bytes() const;                                            ///< full_bytes() less the parameters' bytes.
 
+  /// What `rank` owns of a parameter (an index into parameters()), in constant time.
   LocalSlice local_slice(std::size_t parameter, std::int64_t rank) const;
 
  private:

@@ -1,0 +1,69 @@
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BUILD_DIR ?= build
+JOBS ?= $(shell nproc)
+# Most tests run two ranks.
+TEST_JOBS ?= $(shell echo $$(( ($(JOBS) + 1) / 2 )))
+export VENV
+# The environment's cmake, ninja and Python tools before any other.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+# The stamps lie in the virtual environment, so that they go when it goes.
+STAMP := $(VENV)/.setup
+CXX_FILES = $(shell find include src examples bench tests -name '*.h' -o -name '*.cpp')
+configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
+
+.PHONY: help setup build train test bench format check-format lint asan tsan tidy clean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+$(STAMP)-%: scripts/setup.sh
+	@scripts/setup.sh $*
+	@touch $@
+
+setup: $(STAMP)-build  ## Virtual environment with torch and CMake, header packages
+
+$(BUILD_DIR)/build.ninja: CMakePresets.json | $(STAMP)-build
+	$(configure) --preset release -B $(BUILD_DIR)
+
+build: $(BUILD_DIR)/build.ninja  ## Library, tests, examples and benchmark programs in $BUILD_DIR
+	cmake --build $(BUILD_DIR) -j $(JOBS)
+
+train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in ARGS="--help"
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt
+	$(BUILD_DIR)/examples/train_gpt $(ARGS)
+
+test: build  ## All tests; options for ctest in ARGS="-R name"
+	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
+
+bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
+	python bench/run.py $(ARGS)
+
+format: $(STAMP)-format  ## Rewrite all C++ files in the project's format
+	clang-format -i $(CXX_FILES)
+
+check-format: $(STAMP)-format  ## Fail if `make format` would change something
+	clang-format --dry-run --Werror $(CXX_FILES)
+
+lint: $(STAMP)-build $(STAMP)-bench $(STAMP)-lint  ## Check the Python files
+	ruff check
+	mypy
+
+asan:  ## Unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, in $BUILD_DIR-asan
+tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan
+asan tsan: | $(STAMP)-build
+	$(configure) --preset $@ -B $(BUILD_DIR)-$@
+	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
+	ctest --test-dir $(BUILD_DIR)-$@ -j $(TEST_JOBS) --output-on-failure --no-tests=error -L unit
+
+tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's sources
+	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
+
+clean:  ## Remove the build directories; the virtual environment stays
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan

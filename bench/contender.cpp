@@ -1,0 +1,329 @@
+// One rank of a C++ contender: this library, plain training, or the library's collectives.
+//
+// bench/run.py starts the ranks with torchrun's variables and drives each through stdin: a line `VERB COUNT` is answered by one line
+// of JSON on stdout. Between two lines the process sleeps in a read. bench/contender.py speaks the same protocol.
+
+#include <fsdp/fsdp.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "gpt.h"
+
+namespace {
+
+constexpr std::int64_t kFillChunk = 1 << 14;                   // as in gpt.py
+constexpr std::int64_t kCollectiveNumel = 16LL * 1024 * 1024;  // fp32 elements of the whole buffer: 64 MiB
+constexpr double kLearningRate = 3e-4, kBeta1 = 0.9, kBeta2 = 0.95, kEps = 1e-8, kWeightDecay = 0.1;
+
+struct Options {
+  std::string contender;
+  GPTConfig gpt = {};
+  std::int64_t batch = 0;
+  std::int64_t fake_world = 0;  ///< 0: the ranks that were started.
+};
+
+Options parse_options(int argc, char** argv) {
+  if (argc < 2 || argc % 2 != 0) {
+    throw std::invalid_argument("usage: bench_contender libfsdp|libfsdp_no_reshard|local|collectives [--dim N ...]");
+  }
+  Options options{.contender = argv[1]};
+  const std::map<std::string, std::int64_t*> fields = {
+      {"--vocab", &options.gpt.vocab},       {"--dim", &options.gpt.dim},         {"--layers", &options.gpt.layers},
+      {"--heads", &options.gpt.heads},       {"--context", &options.gpt.context}, {"--batch", &options.batch},
+      {"--fake-world", &options.fake_world},
+  };
+  for (int i = 2; i < argc; i += 2) {
+    const auto field = fields.find(argv[i]);
+    if (field == fields.end()) throw std::invalid_argument(std::string("no such option: ") + argv[i]);
+    *field->second = std::stoll(argv[i + 1]);
+  }
+  return options;
+}
+
+std::int64_t launcher_variable(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr) throw std::runtime_error(std::string(name) + " is not set; bench/run.py starts this program");
+  return std::stoll(value);
+}
+
+/// A line of /proc/self/status, in KiB.
+std::int64_t status_kib(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(field + ":")) return std::stoll(line.substr(field.size() + 1));
+  }
+  throw std::runtime_error("no " + field + " in /proc/self/status");
+}
+
+double milliseconds(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+std::string json_list(const std::vector<double>& values) {
+  std::ostringstream text;
+  text.precision(9);
+  for (const double value : values) text << (text.tellp() == 0 ? "[" : ", ") << value;
+  return values.empty() ? "[]" : text.str() + "]";
+}
+
+/// Gives every matrix the values that gpt.py's fill_parameters gives it.
+void fill_parameters(torch::nn::Module& model) {
+  torch::NoGradGuard no_grad;
+  std::int64_t index = 0;
+  for (const auto& parameter : model.parameters()) {
+    const auto phase = static_cast<double>(index++) * 78.233;
+    if (parameter.dim() < 2) continue;
+    std::int64_t first = 0;
+    for (auto& part : parameter.view(-1).split(kFillChunk)) {
+      const auto positions = at::arange(part.numel(), at::kDouble) + first;
+      part.copy_(at::frac(at::sin(positions * 12.9898 + phase) * 43758.5453) * 0.0346);
+      first += kFillChunk;
+    }
+  }
+}
+
+struct Batch {
+  at::Tensor tokens, targets;
+};
+
+/// What answers the lines of the protocol.
+class Contender {
+ public:
+  virtual ~Contender() = default;
+  virtual std::int64_t parameters() const = 0;
+  virtual std::string handle(const std::string& verb, int count) = 0;
+};
+
+/// A model that trains; how its gradients and updates are made is the subclass's.
+class Trainer : public Contender {
+ public:
+  explicit Trainer(const Options& options) : options_(options), rank_(launcher_variable("RANK")), world_(launcher_variable("WORLD_SIZE")) {}
+
+  std::int64_t parameters() const override { return parameter_count_; }
+
+  std::string handle(const std::string& verb, int count) override {
+    if (verb == "step") return repeat(count, /*with_update=*/true);
+    if (verb == "host") return repeat(count, /*with_update=*/false);
+    if (verb == "memory") return memory();
+    throw std::invalid_argument("no such verb: " + verb);
+  }
+
+ protected:
+  /// Remembers the resident set as it is without a model, then makes the model.
+  GPT build() {
+    base_kib_ = status_kib("VmRSS");
+    GPT model(options_.gpt);
+    fill_parameters(*model);
+    for (const auto& parameter : model->parameters()) parameter_count_ += parameter.numel();
+    return model;
+  }
+
+  virtual GPT& model() = 0;
+  virtual void update() = 0;
+  virtual void drop_gradients() = 0;
+  virtual void barrier() {}
+  /// What the engine itself counts, or nothing where there is none.
+  virtual std::optional<std::int64_t> counted_peak_bytes() const { return std::nullopt; }
+
+  const Options& options() const { return options_; }
+
+ private:
+  /// The batch that gpt.py's draw_batch gives.
+  Batch draw_batch() const {
+    const std::int64_t width = options_.gpt.context + 1, count = options_.batch * width;
+    const auto x = at::arange(count) + count * (steps_done_ * world_ + rank_);
+    const auto rows = (x * x * 48271 + x * 7).remainder(1'000'003).remainder(options_.gpt.vocab).view({options_.batch, width});
+    return {rows.narrow(1, 0, width - 1).contiguous(), rows.narrow(1, 1, width - 1).contiguous()};
+  }
+
+  std::string repeat(int count, bool with_update) {
+    std::vector<double> times, losses;
+    for (int i = 0; i < count; ++i) {
+      const auto batch = draw_batch();
+      barrier();
+      at::Tensor loss;
+      times.push_back(milliseconds([&] {
+        loss = model()->loss(batch.tokens, batch.targets);
+        loss.backward();
+        if (with_update) {
+          update();
+          drop_gradients();
+        }
+      }));
+      losses.push_back(loss.item<double>());
+      drop_gradients();  // Nothing is left to drop after a training step.
+      ++steps_done_;
+    }
+    return "{\"ms\": " + json_list(times) + ", \"loss\": " + json_list(losses) + "}";
+  }
+
+  std::string memory() const {
+    std::ostringstream text;
+    text << "{\"base_kib\": " << base_kib_ << ", \"now_kib\": " << status_kib("VmRSS") << ", \"high_water_kib\": " << status_kib("VmHWM");
+    if (const auto bytes = counted_peak_bytes()) text << ", \"engine_peak_kib\": " << *bytes / 1024;
+    text << "}";
+    return text.str();
+  }
+
+  Options options_;
+  std::int64_t rank_, world_;
+  std::int64_t steps_done_ = 0, parameter_count_ = 0, base_kib_ = 0;
+};
+
+/// The step without any communication, with the same fused kernel for the update.
+class Local : public Trainer {
+ public:
+  explicit Local(const Options& options) : Trainer(options), model_(build()), parameters_(model_->parameters()) {
+    for (const auto& parameter : parameters_) {
+      first_moments_.push_back(at::zeros_like(parameter));
+      second_moments_.push_back(at::zeros_like(parameter));
+      steps_.push_back(at::zeros({}));
+    }
+  }
+
+ private:
+  GPT& model() override { return model_; }
+
+  void update() override {
+    torch::NoGradGuard no_grad;
+    std::vector<at::Tensor> gradients;
+    for (const auto& parameter : parameters_) gradients.push_back(parameter.grad());
+    for (auto& step : steps_) step += 1;
+    at::_fused_adamw_(parameters_, gradients, first_moments_, second_moments_, /*max_exp_avg_sqs=*/{}, steps_, kLearningRate, kBeta1,
+                      kBeta2, kWeightDecay, kEps, /*amsgrad=*/false, /*maximize=*/false);
+  }
+
+  void drop_gradients() override { model_->zero_grad(); }
+
+  GPT model_;
+  std::vector<at::Tensor> parameters_, first_moments_, second_moments_, steps_;
+};
+
+/// This library, over the ranks that were started or over a mesh whose collectives move no data.
+class Sharded : public Trainer {
+ public:
+  explicit Sharded(const Options& options)
+      : Trainer(options),
+        mesh_(join(options)),
+        model_(build()),
+        handle_(fsdp::fully_shard(
+            *model_, {.mesh = mesh_, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender == "libfsdp"})),
+        optimizer_(*model_, {.lr = kLearningRate, .betas = {kBeta1, kBeta2}, .eps = kEps, .weight_decay = kWeightDecay}) {}
+
+ private:
+  static fsdp::DeviceMesh join(const Options& options) {
+    if (options.fake_world == 0) return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    at::globalContext().setFlushDenormal(true);  // What an all-gather without data leaves in a buffer must not slow arithmetic down.
+    return fsdp::null_device_mesh({{"dp_shard", options.fake_world}});
+  }
+
+  GPT& model() override { return model_; }
+  void update() override { optimizer_.step(); }
+  void drop_gradients() override { optimizer_.zero_grad(); }
+  void barrier() override { mesh_.barrier(); }
+  std::optional<std::int64_t> counted_peak_bytes() const override { return handle_.memory_stats().total.peak; }
+
+  fsdp::DeviceMesh mesh_;
+  GPT model_;
+  fsdp::FSDPModule handle_;
+  fsdp::AdamW optimizer_;
+};
+
+/// The library's collectives over two buffers of 64 MiB.
+class Collectives : public Contender {
+ public:
+  Collectives()
+      : mesh_(fsdp::init_device_mesh("cpu", {{"dp_shard", -1}})),
+        communicator_(mesh_.communicator("dp_shard")),
+        full_(at::zeros({kCollectiveNumel})),
+        shard_(at::full({kCollectiveNumel / mesh_.size()}, static_cast<double>(mesh_.rank() + 1), at::kFloat)),
+        unreduced_(at::full({kCollectiveNumel}, static_cast<double>(mesh_.rank() + 1), at::kFloat)),
+        staging_(at::zeros({communicator_->staging_numel(shard_.numel())})),
+        reduced_(at::zeros_like(shard_)) {}
+
+  std::int64_t parameters() const override { return 0; }
+
+  std::string handle(const std::string& verb, int count) override {
+    if (verb == "all_gather") return repeat(count, full_, [this] { all_gather(); });
+    if (verb == "reduce_scatter") return repeat(count, reduced_, [this] { reduce_scatter(); });
+    throw std::invalid_argument("no such verb: " + verb);
+  }
+
+ private:
+  void all_gather() {
+    const fsdp::comm::GatherPiece piece{.full = full_, .shard = shard_};
+    communicator_->all_gather({&piece, 1}, {.operation = "all-gather", .unit = "bench"})->wait();
+  }
+
+  void reduce_scatter() {
+    const fsdp::comm::ReducePiece piece{.unreduced = unreduced_, .staging = staging_, .out = reduced_};
+    communicator_->reduce_scatter({&piece, 1}, /*scale=*/1, {.operation = "reduce-scatter", .unit = "bench"})->wait();
+  }
+
+  std::string repeat(int count, const at::Tensor& result, const std::function<void()>& work) {
+    std::vector<double> times;
+    for (int i = 0; i < count; ++i) {
+      mesh_.barrier();
+      times.push_back(milliseconds(work));
+    }
+    const std::vector<double> check = {result[0].item<double>(), result[-1].item<double>()};
+    return "{\"ms\": " + json_list(times) + ", \"check\": " + json_list(check) + "}";
+  }
+
+  fsdp::DeviceMesh mesh_;
+  std::shared_ptr<fsdp::comm::Communicator> communicator_;
+  at::Tensor full_, shard_, unreduced_, staging_, reduced_;
+};
+
+std::unique_ptr<Contender> make_contender(const Options& options) {
+  if (options.contender == "collectives") return std::make_unique<Collectives>();
+  if (options.contender == "local") return std::make_unique<Local>(options);
+  if (options.contender == "libfsdp" || options.contender == "libfsdp_no_reshard") return std::make_unique<Sharded>(options);
+  throw std::invalid_argument("no such contender: " + options.contender);
+}
+
+/// Answers lines until stdin ends.
+void serve(const Options& options, std::FILE* replies) {
+  const auto reply = [replies](const std::string& text) {
+    std::fprintf(replies, "%s\n", text.c_str());
+    std::fflush(replies);
+  };
+  at::set_num_threads(1);
+  const auto contender = make_contender(options);
+  reply("{\"parameters\": " + std::to_string(contender->parameters()) + "}");
+  std::string verb;
+  for (int count = 0; std::cin >> verb >> count;) reply(contender->handle(verb, count));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::FILE* replies = fdopen(dup(STDOUT_FILENO), "w");
+  dup2(STDERR_FILENO, STDOUT_FILENO);  // What libraries print goes to the log, not between the replies.
+  try {
+    serve(parse_options(argc, argv), replies);
+  } catch (const std::exception& error) {
+    std::cerr << "bench_contender: " << error.what() << '\n';
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,268 @@
+"""The cases: which contenders step in turn, and what becomes a row of the results."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import truediv
+from pathlib import Path
+
+from fleet import BenchError, Contender, Fleet, Launch
+from gpt import GPTConfig
+from theory import FORMULA, theory_mib
+
+RANKS = 2
+WARM_UP_STEPS = 3
+LOSS_TOLERANCE = 1e-5  # Relative: some ulps of fp32, for sums in another order.
+
+# Each contender's program, and its name there.
+TRAINERS = {
+    "libfsdp": ("cpp", "libfsdp"),
+    "libfsdp_no_reshard": ("cpp", "libfsdp_no_reshard"),
+    "local_cpp": ("cpp", "local"),
+    "fsdp2": ("python", "fsdp2"),
+    "fsdp2_no_reshard": ("python", "fsdp2_no_reshard"),
+    "ddp": ("python", "ddp"),
+    "local": ("python", "local"),
+}
+# For host time: those that shard over a world of which one rank is there, and, for each, the same model unsharded.
+LONE_RANKS = {
+    "libfsdp": ("cpp", "libfsdp"),
+    "fsdp2": ("python", "fsdp2"),
+    "fsdp2_instant": ("python", "fsdp2_instant"),
+}
+HOST_BASELINES = {"libfsdp": "local_cpp", "fsdp2": "local", "fsdp2_instant": "local"}
+COLLECTIVES = {"libfsdp": ("cpp", "collectives"), "c10d": ("python", "collectives")}
+LOCALS = ("local", "local_cpp")
+REFERENCES = ("fsdp2", "ddp")
+HOST_REFERENCES = ("fsdp2", "fsdp2_instant")
+# First and last element of an operation's result on every rank r, whose own elements are r + 1 (for memcpy: all 1).
+COLLECTIVE_RESULTS = {"all_gather": [1.0, 2.0], "reduce_scatter": [3.0, 3.0], "memcpy": [1.0, 1.0]}
+
+Rounds = list[list[float]]  # For each round, the milliseconds of its steps.
+Losses = dict[str, list[list[float]]]  # By contender, rank and step.
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results."""
+
+    case: str
+    contender: str
+    metric: str
+    unit: str
+    median: float
+    min: float
+    max: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What ranks are started with, and which contenders take part (all, if none is named)."""
+
+    python: str
+    binary: Path
+    only: frozenset[str]
+
+    def launches(self, contenders: dict[str, tuple[str, str]], arguments: Sequence[str], ranks: int) -> list[Launch]:
+        """How to start those of the contenders that take part."""
+        commands = {"cpp": (str(self.binary),), "python": (self.python, str(Path(__file__).with_name("contender.py")))}
+        return [
+            Launch(name, (*commands[program], kind, *arguments), ranks)
+            for name, (program, kind) in contenders.items()
+            if not self.only or name in self.only
+        ]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Rounds of a case, and the steps that a contender makes each time its turn comes."""
+
+    rounds: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model to train over RANKS ranks, or (world > 0) on one rank of `world` whose collectives move no data."""
+
+    name: str
+    config: GPTConfig
+    sequences: int
+    world: int = 0
+
+    def arguments(self) -> list[str]:
+        """The sizes, as both programs take them."""
+        fields = ("vocab", "dim", "layers", "heads", "context")
+        sizes = [text for field in fields for text in (f"--{field}", str(getattr(self.config, field)))]
+        return [*sizes, "--batch", str(self.sequences)]
+
+
+def row(case: str, contender: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+    """Median and range of the values."""
+    return Row(case, contender, metric, unit, statistics.median(values), min(values), max(values), len(values))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Who does what when its turn comes."""
+
+    contender: Contender
+    verb: str
+
+    def take(self, steps: int) -> list[float]:
+        """Milliseconds of each step: the slowest rank's."""
+        replies = self.contender.ask(self.verb, steps)
+        return [max(times) for times in zip(*(reply["ms"] for reply in replies), strict=True)]
+
+
+def interleave(case: str, turns: Sequence[Turn], pace: Pace) -> list[Rounds]:
+    """Everybody steps once a round; the order rotates, so that none is always first. Results are in turns' order."""
+    samples: list[Rounds] = [[] for _ in turns]
+    for number in range(pace.rounds):
+        print(f"{case}: round {number + 1} of {pace.rounds}", file=sys.stderr)
+        for place in range(len(turns)):
+            index = (number + place) % len(turns)
+            samples[index].append(turns[index].take(pace.turn))
+    return samples
+
+
+def flat(rounds: Rounds) -> list[float]:
+    """All steps of all rounds."""
+    return [value for steps in rounds for value in steps]
+
+
+def paired(one: Rounds, other: Rounds, combine: Callable[[float, float], float]) -> list[float]:
+    """For each round, both medians combined: what slows a whole round down cancels out."""
+    return [combine(statistics.median(a), statistics.median(b)) for a, b in zip(one, other, strict=True)]
+
+
+def ratio_rows(case: str, metric: str, samples: dict[str, Rounds], references: Sequence[str]) -> list[Row]:
+    """Each contender against each reference, paired by round."""
+    return [
+        row(case, name, f"{metric}_ratio_to_{reference}", "x", paired(rounds, samples[reference], truediv))
+        for reference in references
+        if reference in samples
+        for name, rounds in samples.items()
+        if name != reference
+    ]
+
+
+def warm_up(contenders: Sequence[Contender], verb: str) -> Losses:
+    """Makes the first steps of every contender."""
+    return {c.name: [reply["loss"] for reply in c.ask(verb, WARM_UP_STEPS)] for c in contenders}
+
+
+def check_losses(case: str, losses: Losses, steps: int) -> None:
+    """Stops the benchmark unless the contenders computed the same in their first steps: times would mean nothing."""
+    for (reference, expected), (name, got) in pairwise(losses.items()):
+        for rank, both in enumerate(zip(expected, got, strict=True)):
+            for step, (a, b) in enumerate(zip(both[0][:steps], both[1][:steps], strict=True)):
+                if not math.isclose(a, b, rel_tol=LOSS_TOLERANCE):
+                    raise BenchError(
+                        f"{case}: at step {step} on rank {rank}, {reference} has loss {a} and {name} has {b}: "
+                        "they do not train the same model on the same data"
+                    )
+
+
+def memory_rows(case: ModelCase, contenders: Sequence[Contender]) -> list[Row]:
+    """Resident set over what it was before the model was built (a value per rank), beside the theoretical minimum."""
+    rows: list[Row] = []
+    high_water: dict[str, float] = {}
+    for contender in contenders:
+        replies = contender.ask("memory")
+        over_base = [(reply["high_water_kib"] - reply["base_kib"]) / 1024 for reply in replies]
+        high_water[contender.name] = statistics.median(over_base)
+        rows.append(row(case.name, contender.name, "rss_over_base_mib", "MiB", over_base))
+        if "engine_peak_kib" in replies[0]:
+            counted = [reply["engine_peak_kib"] / 1024 for reply in replies]
+            rows.append(row(case.name, contender.name, "engine_peak_mib", "MiB", counted))
+    least = theory_mib(case.config, case.sequences, RANKS)
+    rows.append(row(case.name, "theory", "rss_over_base_mib", f"MiB: {FORMULA}", [least]))
+    high_water["theory"] = least
+    for reference in REFERENCES:
+        if reference in high_water:
+            pairs = {name: mib / high_water[reference] for name, mib in high_water.items() if name != reference}
+            rows += [row(case.name, name, f"rss_ratio_to_{reference}", "x", [value]) for name, value in pairs.items()]
+    return rows
+
+
+def measure_steps(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
+    """(a) step time and (c) memory of a training step, optimizer included."""
+    with Fleet(programs.launches(TRAINERS, case.arguments(), RANKS)) as contenders:
+        losses = warm_up(contenders, "step")
+        check_losses(case.name, losses, steps=1)
+        check_losses(case.name, {name: v for name, v in losses.items() if name not in LOCALS}, WARM_UP_STEPS)
+        rounds = interleave(case.name, [Turn(contender, "step") for contender in contenders], pace)
+        samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
+        rows = [row(case.name, name, "step_ms", "ms", flat(of_it)) for name, of_it in samples.items()]
+        return rows + ratio_rows(case.name, "step", samples, REFERENCES) + memory_rows(case, contenders)
+
+
+def measure_host(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
+    """(b) what sharding adds to forward and backward on the host, where collectives cost nothing."""
+    plain = {name: TRAINERS[name] for name in LOCALS}
+    fake_world = ["--fake-world", str(case.world)]
+    launches = [
+        *programs.launches(LONE_RANKS, [*case.arguments(), *fake_world], ranks=1),
+        *programs.launches(plain, case.arguments(), ranks=1),
+    ]
+    with Fleet(launches) as contenders:
+        losses = warm_up(contenders, "host")
+        check_losses(case.name, {name: v for name, v in losses.items() if name in LOCALS}, WARM_UP_STEPS)
+        rounds = interleave(case.name, [Turn(contender, "host") for contender in contenders], pace)
+    samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
+    return host_rows(case, samples)
+
+
+def host_rows(case: ModelCase, samples: dict[str, Rounds]) -> list[Row]:
+    """Per unit and step: (sharded - plain) / units, paired by round."""
+
+    def added_us(sharded_ms: float, plain_ms: float) -> float:
+        return (sharded_ms - plain_ms) * 1e3 / case.config.layers
+
+    added = {
+        name: [[us] for us in paired(samples[name], samples[plain], added_us)]
+        for name, plain in HOST_BASELINES.items()
+        if name in samples and plain in samples
+    }
+    return [
+        *(row(case.name, name, "forward_backward_ms", "ms", flat(rounds)) for name, rounds in samples.items()),
+        *(row(case.name, name, "host_us_per_unit", "us", flat(rounds)) for name, rounds in added.items()),
+        *ratio_rows(case.name, "host", added, HOST_REFERENCES),
+    ]
+
+
+def measure_collectives(pace: Pace, programs: Programs) -> list[Row]:
+    """(d) collectives over a whole buffer of 64 MiB, and a plain copy of 64 MiB on every rank at once."""
+    case = "collectives"
+    with Fleet(programs.launches(COLLECTIVES, (), RANKS)) as contenders:
+        turns = [Turn(contender, verb) for verb in ("all_gather", "reduce_scatter") for contender in contenders]
+        turns += [Turn(contender, "memcpy") for contender in contenders if contender.name == "c10d"]
+        for turn in turns:
+            check_collective(turn)
+        rounds = interleave(case, turns, pace)
+    rows = []
+    for verb in ("all_gather", "reduce_scatter"):
+        samples = {
+            "memcpy" if turn.verb == "memcpy" else turn.contender.name: of_it
+            for turn, of_it in zip(turns, rounds, strict=True)
+            if turn.verb in (verb, "memcpy")
+        }
+        rows += [row(case, name, f"{verb}_ms", "ms", flat(of_it)) for name, of_it in samples.items()]
+        rows += ratio_rows(case, verb, samples, ("c10d", "memcpy"))
+    return rows
+
+
+def check_collective(turn: Turn) -> None:
+    """Warms an operation up, and stops the benchmark if its result is wrong."""
+    expected = COLLECTIVE_RESULTS[turn.verb]
+    for rank, reply in enumerate(turn.contender.ask(turn.verb, WARM_UP_STEPS)):
+        if reply["check"] != expected:
+            got = f"{turn.contender.name}'s {turn.verb} gave {reply['check']} on rank {rank}, not {expected}"
+            raise BenchError(f"collectives: {got}")

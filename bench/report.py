@@ -1,0 +1,179 @@
+"""The results as JSON, as a table and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from measure import Row
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the project promises: the row's median is at most `limit`."""
+
+    case: str
+    contender: str
+    metric: str
+    limit: float
+
+
+TARGETS = (
+    Target("d512", "libfsdp", "step_ratio_to_fsdp2", 0.65),
+    Target("d512", "libfsdp", "step_ratio_to_ddp", 1.15),
+    Target("d512", "libfsdp_no_reshard", "step_ratio_to_ddp", 1.0),
+    Target("d512", "libfsdp", "rss_ratio_to_fsdp2", 0.6),
+    Target("world8", "libfsdp", "host_ratio_to_fsdp2", 1 / 40),
+    Target("world1024", "libfsdp", "host_ratio_to_fsdp2", 1 / 100),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of the benchmark."""
+
+    command: str
+    machine: dict[str, str]
+    rows: list[Row]
+
+    def find(self, case: str, metric: str) -> list[Row]:
+        """The rows of a metric, one per contender."""
+        return [row for row in self.rows if (row.case, row.metric) == (case, metric)]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Each target whose row was measured, with the median and whether it is met."""
+        return [
+            {**asdict(target), "median": row.median, "met": row.median <= target.limit}
+            for target in TARGETS
+            for row in self.find(target.case, target.metric)
+            if row.contender == target.contender
+        ]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One part of the plot: a metric of a case."""
+
+    title: str
+    case: str
+    metric: str
+    axis: str
+
+
+PANELS = (
+    Panel("Step, d=256, 8 layers, 2 ranks", "d256", "step_ms", "ms"),
+    Panel("Step, d=512, 12 layers, 2 ranks", "d512", "step_ms", "ms"),
+    Panel("Memory, d=256", "d256", "rss_over_base_mib", "MiB, high water over base"),
+    Panel("Memory, d=512", "d512", "rss_over_base_mib", "MiB, high water over base"),
+    Panel("Host time added, world 8", "world8", "host_us_per_unit", "µs per unit and step"),
+    Panel("Host time added, world 1,024", "world1024", "host_us_per_unit", "µs per unit and step"),
+    Panel("All-gather, 64 MiB, 2 ranks", "collectives", "all_gather_ms", "ms"),
+    Panel("Reduce-scatter, 64 MiB, 2 ranks", "collectives", "reduce_scatter_ms", "ms"),
+)
+
+# Okabe and Ito's colours, which people who see colours differently can tell apart.
+COLOURS = {
+    "libfsdp": "#0072B2",
+    "libfsdp_no_reshard": "#56B4E9",
+    "fsdp2": "#D55E00",
+    "fsdp2_no_reshard": "#E69F00",
+    "fsdp2_instant": "#E69F00",
+    "ddp": "#009E73",
+    "c10d": "#CC79A7",
+}
+OTHER_COLOUR = "#999999"  # Limits: plain training, theory, memcpy.
+
+
+def write(result: Result, json_path: Path) -> None:
+    """Writes the JSON file, and the table and the plot beside it."""
+    json_path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "command": result.command,
+        "machine": result.machine,
+        "targets": result.targets(),
+        "rows": [asdict(row) for row in result.rows],
+    }
+    json_path.write_text(json.dumps(document, indent=2) + "\n")
+    json_path.with_suffix(".md").write_text(markdown(result))
+    plot(result, json_path.with_suffix(".png"))
+
+
+def markdown(result: Result) -> str:
+    """Targets, then all rows (units without their explanation), then where it was measured."""
+    target_lines = [
+        (
+            *(t[key] for key in ("case", "contender", "metric")),
+            number(t["limit"]),
+            number(t["median"]),
+            verdict(t["met"]),
+        )
+        for t in result.targets()
+    ]
+    row_lines = [
+        (r.case, r.contender, r.metric, number(r.median), number(r.min), number(r.max), str(r.n), r.unit.split(":")[0])
+        for r in result.rows
+    ]
+    parts = [
+        "# Benchmark",
+        f"`{result.command}`",
+        table(("case", "contender", "metric", "at most", "median", ""), target_lines) if target_lines else "",
+        table(("case", "contender", "metric", "median", "min", "max", "n", "unit"), row_lines),
+        table(("machine", ""), list(result.machine.items())),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def verdict(met: bool) -> str:
+    """A word for whether a target is met."""
+    return "met" if met else "missed"
+
+
+def number(value: float) -> str:
+    """Few digits, no exponent for what is measured here."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A markdown table whose columns line up as plain text, too."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    rules = ["-" * width for width in widths]
+    padded = ((cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, rules, *lines))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+
+
+def plot(result: Result, path: Path) -> None:
+    """A bar per contender: its median, with a whisker from least to most. Every axis is linear and shows its 0."""
+    panels = [(panel, rows) for panel in PANELS if (rows := result.find(panel.case, panel.metric))]
+    columns = 2
+    lines = max(1, -(-len(panels) // columns))
+    figure, grid = pyplot.subplots(lines, columns, figsize=(12, 0.6 + 2.6 * lines), layout="constrained", squeeze=False)
+    for axes, (panel, rows) in zip(grid.flat, panels, strict=False):
+        draw(axes, panel, rows)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.suptitle(f"Medians with ranges. {result.machine['cpu']}, torch {result.machine['torch']}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+    """One panel; the first contender on top, each bar with its number."""
+    for place, row in enumerate(rows):
+        whisker = [[row.median - row.min], [row.max - row.median]]
+        colour = COLOURS.get(row.contender, OTHER_COLOUR)
+        axes.barh(place, row.median, color=colour, xerr=whisker, error_kw={"elinewidth": 1, "capsize": 2})
+        axes.text(max(row.max, 0), place, f"  {number(row.median)}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row.contender for row in rows], fontsize=8)
+    axes.set_ylim(max(len(rows), 4) - 0.5, -0.5)
+    axes.set_xlim(left=min(0.0, *(row.min for row in rows)), right=1.15 * max(row.max for row in rows))
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.set_xlabel(panel.axis, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+
+// A decoder-only transformer in plain LibTorch: RMSNorm, rotary embeddings, SwiGLU, no biases. It knows nothing about sharding.
+
+struct GPTConfig {
+  std::int64_t vocab = 256;    ///< Tokens: bytes by default.
+  std::int64_t dim = 256;      ///< Width of the residual stream.
+  std::int64_t layers = 6;     ///< Blocks.
+  std::int64_t heads = 4;      ///< Attention heads; dim / heads must be whole and even.
+  std::int64_t hidden = 0;     ///< Width of SwiGLU; 0 takes 8/3 of dim, rounded up to a multiple of 64.
+  std::int64_t context = 256;  ///< The longest sequence.
+  bool tied = false;           ///< The output layer is the embedding.
+  double rotary_base = 10'000;
+  double norm_eps = 1e-5;
+};
+
+/// Root-mean-square norm with a learned scale (Zhang and Sennrich, 2019).
+class RMSNormImpl : public torch::nn::Module {
+ public:
+  RMSNormImpl(std::int64_t dim, double eps);
+  at::Tensor forward(const at::Tensor& x);
+
+  at::Tensor weight;
+
+ private:
+  double eps_;
+};
+TORCH_MODULE(RMSNorm);
+
+/// Causal self-attention and a SwiGLU layer, each behind a norm and around a residual.
+class GPTBlockImpl : public torch::nn::Module {
+ public:
+  explicit GPTBlockImpl(const GPTConfig& config);
+
+  /// x is [batch, time, dim]; rotary the first `time` rows of the model's table.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotary);
+
+ private:
+  at::Tensor attend(const at::Tensor& x, const at::Tensor& rotary);
+  at::Tensor swiglu(const at::Tensor& x);
+
+  std::int64_t heads_;
+  RMSNorm attention_norm_, mlp_norm_;
+  torch::nn::Linear qkv_, attention_out_;   // queries, keys and values in one product
+  torch::nn::Linear gate_up_, mlp_out_;     // both inputs of SwiGLU in one product
+};
+TORCH_MODULE(GPTBlock);
+
+/// The model. Initialised as GPT-2: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block adds to the residual
+/// stream. Equal seeds (torch::manual_seed) give equal models.
+class GPTImpl : public torch::nn::Module {
+ public:
+  /// Throws c10::Error if the sizes do not fit each other.
+  explicit GPTImpl(const GPTConfig& config);
+
+  /// Logits [batch, time, vocab] of the tokens [batch, time] (int64) that follow.
+  at::Tensor forward(const at::Tensor& tokens);
+  /// Mean cross-entropy, in nats, of the targets [batch, time].
+  at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
+
+  const GPTConfig& config() const { return config_; }
+
+ private:
+  GPTConfig config_;
+  torch::nn::Embedding embedding_;
+  torch::nn::ModuleList blocks_;
+  RMSNorm norm_;
+  torch::nn::Linear head_{nullptr};  // empty if tied
+  at::Tensor rotary_;                // [context, head_dim / 2, 2]: cosines and sines
+};
+TORCH_MODULE(GPT);

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
+#
+#   scripts/setup.sh build | bench | format | lint | tidy
+#
+# Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
+# the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+target=${1:?usage: scripts/setup.sh build|bench|format|lint|tidy}
+venv=${VENV:-.venv}
+
+die() {
+  echo "setup: $*" >&2
+  exit 1
+}
+
+apt_install() {
+  local as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    as_root=(sudo -n)
+  fi
+  if ! command -v apt-get >/dev/null || ! "${as_root[@]}" true 2>/dev/null; then
+    die "missing Debian/Ubuntu packages; as root, run: apt-get install $*"
+  fi
+  echo "setup: apt-get install $*"
+  local install=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@")
+  # The package lists of a fresh machine are empty or old, but refreshing them is slow and mostly not needed.
+  "${install[@]}" >/dev/null 2>&1 || { "${as_root[@]}" apt-get update -qq && "${install[@]}" >/dev/null; }
+}
+
+need_venv() {
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    command -v python3 >/dev/null || apt_install python3 python3-venv
+    # Debian's python3 has the venv module without ensurepip, which is what fills the environment.
+    python3 -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
+    echo "setup: creating $venv"
+    python3 -m venv "$venv"
+  fi
+}
+
+need_python_packages() {
+  need_venv
+  echo "setup: pip install $*"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+}
+
+# The compiler is asked, not dpkg, so that headers in /usr/local or on CPATH count.
+missing_headers() {
+  "${CXX:-c++}" -E -P -x c++ - <<'CPP' | sed '/^ *$/d'
+#if !__has_include(<gtest/gtest.h>)
+libgtest-dev
+#endif
+#if !__has_include(<gloo/config.h>)
+libgloo-dev
+#endif
+#if !__has_include(<CLI/CLI.hpp>)
+libcli11-dev
+#endif
+#if !__has_include(<nlohmann/json.hpp>)
+nlohmann-json3-dev
+#endif
+CPP
+}
+
+need_headers() {
+  command -v "${CXX:-c++}" >/dev/null || apt_install g++
+  local missing
+  missing=$(missing_headers | tr '\n' ' ')
+  if [ -n "$missing" ]; then
+    # shellcheck disable=SC2086  # one word per package
+    apt_install $missing
+  fi
+}
+
+# Tools whose output is compared or gates a change are pinned: another version formats or warns differently.
+case $target in
+  build)
+    need_headers
+    need_python_packages torch==2.13.0 numpy 'cmake>=3.25' ninja
+    ;;
+  bench) need_python_packages matplotlib ;;
+  format) need_python_packages clang-format==14.0.6 ;;
+  lint) need_python_packages ruff==0.17.5 mypy==2.4.1 ;;
+  tidy) need_python_packages clang-tidy==22.1.7 ;;
+  *) die "unknown target '$target'" ;;
+esac

@@ -1,0 +1,211 @@
+#include "fsdp/device_mesh.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <atomic>
+#include <set>
+
+#include "comm/device_mesh_state.h"
+#include "comm/native_communicator.h"
+#include "comm/null_communicator.h"
+#include "comm/pairwise_communicator.h"
+#include "comm/rendezvous.h"
+#include "comm/world.h"
+#include "fsdp/error.h"
+
+namespace fsdp {
+namespace {
+
+std::string describe(const std::vector<MeshDim>& dims) {
+  std::string text;
+  for (const MeshDim& dim : dims) text += (text.empty() ? "" : " x ") + dim.name + "=" + std::to_string(dim.size);
+  return "{" + text + "}";
+}
+
+void check_names(const std::vector<MeshDim>& dims) {
+  if (dims.empty()) throw Error("a mesh needs at least one dimension, such as {{\"dp_shard\", -1}}");
+  std::set<std::string> names;
+  for (const MeshDim& dim : dims) {
+    if (dim.name.empty()) throw Error("mesh " + describe(dims) + ": a dimension has no name");
+    if (!names.insert(dim.name).second) throw Error("mesh " + describe(dims) + ": two dimensions are named '" + dim.name + "'");
+  }
+}
+
+// Replaces the size -1, and checks that the sizes multiply to the number of ranks.
+void resolve_sizes(std::vector<MeshDim>& dims, std::int64_t world_size) {
+  const std::string asked = describe(dims);
+  MeshDim* inferred = nullptr;
+  std::int64_t known = 1;
+  for (MeshDim& dim : dims) {
+    if (dim.size == -1 && inferred == nullptr) {
+      inferred = &dim;
+    } else if (dim.size == -1) {
+      throw Error("mesh " + asked + ": only one size can be -1 (inferred)");
+    } else if (dim.size < 1) {
+      throw Error("mesh " + asked + ": the size of '" + dim.name + "' must be positive, or -1 to infer it");
+    } else {
+      known *= dim.size;
+    }
+  }
+  if (inferred != nullptr && world_size % known == 0) {
+    inferred->size = world_size / known;
+  } else if (inferred != nullptr || known != world_size) {
+    throw Error("mesh " + asked + " does not fit " + std::to_string(world_size) + (world_size == 1 ? " rank" : " ranks") +
+                ": the sizes must multiply to the number of ranks that were launched");
+  }
+}
+
+std::vector<std::int64_t> coordinates_of(std::int64_t rank, const std::vector<MeshDim>& dims) {
+  std::vector<std::int64_t> coordinates(dims.size());
+  for (std::size_t d = dims.size(); d-- > 0;) {
+    coordinates[d] = rank % dims[d].size;
+    rank /= dims[d].size;
+  }
+  return coordinates;
+}
+
+// The row through `rank` along dims[d].
+comm::Row row_through(std::int64_t rank, const std::vector<MeshDim>& dims, std::size_t d) {
+  std::int64_t stride = 1;
+  std::int64_t world_size = 1;
+  for (std::size_t i = 0; i < dims.size(); ++i) {
+    world_size *= dims[i].size;
+    if (i > d) stride *= dims[i].size;
+  }
+  const std::int64_t position = rank / stride % dims[d].size;
+  comm::Row row{.dim = dims[d].name, .rank = static_cast<int>(position), .global_ranks = {}, .world_size = world_size};
+  for (std::int64_t k = 0; k < dims[d].size; ++k) row.global_ranks.push_back(rank + (k - position) * stride);
+  return row;
+}
+
+c10::Device local_device(const std::string& device_type, const comm::World& world) {
+  if (device_type == "cpu") return c10::Device(c10::kCPU);
+  if (device_type != "cuda") throw Error("device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");
+  if (!comm::has_nccl()) {
+    throw Error("device type \"cuda\" needs NCCL, which this build of libfsdp does not have; configure it with -DFSDP_CUDA=ON");
+  }
+  if (!world.local_rank) {
+    throw Error("LOCAL_RANK is not set: rank " + std::to_string(world.rank) + " can't tell which of this machine's GPUs is its own");
+  }
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(*world.local_rank));
+  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+  if (device.index() >= guard.deviceCount()) {
+    throw Error("rank " + std::to_string(world.rank) + " is the machine's local rank " + std::to_string(*world.local_rank) + ", but only " +
+                std::to_string(guard.deviceCount()) + " GPUs are visible; start one rank per GPU");
+  }
+  guard.setDevice(device);
+  return device;
+}
+
+std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device) {
+  const std::string name = row.dim + "/" + std::to_string(row.global_ranks.front());
+  auto gloo = rendezvous.gloo_group(row, name + "/gloo");
+  if (device.is_cpu()) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
+  auto nccl = rendezvous.nccl_group(row, name + "/nccl", device);
+  return std::make_shared<comm::NativeCommunicator>(row, std::move(nccl), std::move(gloo));
+}
+
+// Meshes are made in the same order on all ranks, so that the number of one is a name that all know.
+std::string next_mesh_prefix() {
+  static std::atomic<int> count{0};
+  return "mesh" + std::to_string(count++);
+}
+
+std::size_t index_of(const std::vector<MeshDim>& dims, const std::string& name) {
+  const auto found = std::find_if(dims.begin(), dims.end(), [&](const MeshDim& dim) { return dim.name == name; });
+  if (found == dims.end()) throw Error("mesh " + describe(dims) + " has no dimension '" + name + "'");
+  return static_cast<std::size_t>(found - dims.begin());
+}
+
+const DeviceMesh::State& defined(const std::shared_ptr<DeviceMesh::State>& state) {
+  if (state == nullptr) throw Error("this DeviceMesh is undefined; make one with init_device_mesh()");
+  return *state;
+}
+
+}  // namespace
+
+c10::Device DeviceMesh::device() const { return fsdp::defined(state_).device; }
+
+const std::vector<MeshDim>& DeviceMesh::dims() const { return fsdp::defined(state_).dims; }
+
+std::int64_t DeviceMesh::rank() const { return fsdp::defined(state_).rank; }
+
+std::int64_t DeviceMesh::size() const {
+  std::int64_t size = 1;
+  for (const MeshDim& dim : dims()) size *= dim.size;
+  return size;
+}
+
+std::int64_t DeviceMesh::size(const std::string& dim) const { return dims()[index_of(dims(), dim)].size; }
+
+std::int64_t DeviceMesh::coordinate(const std::string& dim) const { return fsdp::defined(state_).coordinates[index_of(dims(), dim)]; }
+
+DeviceMesh DeviceMesh::operator[](const std::string& dim) const {
+  const State& state = fsdp::defined(state_);
+  const std::size_t d = index_of(state.dims, dim);
+  return DeviceMesh(std::make_shared<State>(State{.device = state.device,
+                                                  .rank = state.rank,
+                                                  .dims = {state.dims[d]},
+                                                  .coordinates = {state.coordinates[d]},
+                                                  .communicators = {state.communicators[d]}}));
+}
+
+std::shared_ptr<comm::Communicator> DeviceMesh::communicator(const std::string& dim) const {
+  return fsdp::defined(state_).communicators[index_of(dims(), dim)];
+}
+
+double DeviceMesh::sum(double value) const {
+  const auto& communicators = fsdp::defined(state_).communicators;
+  if (communicators.size() != 1) throw Error("DeviceMesh::sum needs a 1-D mesh, this is " + describe(dims()) + "; index it by a dimension's name");
+  const auto all = communicators.front()->exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
+  double sum = 0;
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
+  return sum;
+}
+
+void DeviceMesh::barrier() const {
+  // Whoever leaves the barrier of dimension d knows that all ranks that differ from it in dimensions 0 to d only have arrived.
+  for (const auto& communicator : fsdp::defined(state_).communicators) communicator->barrier();
+}
+
+DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options) {
+  const comm::World world = comm::read_world(comm::process_environment);
+  check_names(dims);
+  resolve_sizes(dims, world.size);
+  auto state = std::make_shared<DeviceMesh::State>();
+  state->device = local_device(device_type, world);
+  state->rank = world.rank;
+  state->dims = std::move(dims);
+  state->coordinates = coordinates_of(world.rank, state->dims);
+  comm::Rendezvous rendezvous(world, next_mesh_prefix(), options.timeout);
+  for (std::size_t d = 0; d < state->dims.size(); ++d) {
+    state->communicators.push_back(make_communicator(rendezvous, row_through(world.rank, state->dims, d), state->device));
+  }
+  DeviceMesh mesh(std::move(state));
+  mesh.barrier();  // The last rank has read the store now, so that rank 0, which serves it, may leave.
+  return mesh;
+}
+
+DeviceMesh null_device_mesh(std::vector<MeshDim> dims, std::int64_t rank) {
+  check_names(dims);
+  std::int64_t world_size = 1;
+  for (const MeshDim& dim : dims) {
+    if (dim.size < 1) throw Error("null mesh " + describe(dims) + ": the size of '" + dim.name + "' must be given");
+    world_size *= dim.size;
+  }
+  if (rank < 0 || rank >= world_size) throw Error("null mesh " + describe(dims) + " has no rank " + std::to_string(rank));
+  auto state = std::make_shared<DeviceMesh::State>();
+  state->rank = rank;
+  state->coordinates = coordinates_of(rank, dims);
+  for (std::size_t d = 0; d < dims.size(); ++d) {
+    const int position = static_cast<int>(state->coordinates[d]);
+    state->communicators.push_back(std::make_shared<comm::NullCommunicator>(position, static_cast<int>(dims[d].size)));
+  }
+  state->dims = std::move(dims);
+  return DeviceMesh(std::move(state));
+}
+
+}  // namespace fsdp

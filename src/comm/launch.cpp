@@ -1,0 +1,368 @@
+#include "fsdp/launch.h"
+
+#include <ATen/Parallel.h>
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/exception_text.h"
+#include "comm/launch.h"
+#include "comm/world.h"
+#include "fsdp/error.h"
+
+extern char** environ;
+
+namespace fsdp {
+namespace comm {
+namespace {
+
+// Tells a re-executed copy of the program that it is a rank, and where to report how it failed.
+constexpr const char* kReportFd = "FSDP_LAUNCH_REPORT_FD";
+
+// The first character of a report. A rank that only noticed that a peer failed is not printed where a rank failed of its own.
+constexpr char kFailed = 'F';
+constexpr char kPeerFailed = 'P';
+
+using Environment = std::vector<std::pair<std::string, std::string>>;
+
+struct RankProcess {
+  int rank = 0;
+  pid_t pid = -1;
+  int report_fd = -1;  ///< -1 once its other end is closed.
+  std::string report;
+  bool running = true;
+  bool stopped_by_us = false;
+  int status = 0;
+
+  bool failed() const { return !running && !(WIFEXITED(status) && WEXITSTATUS(status) == 0); }
+};
+
+[[noreturn]] void throw_errno(const std::string& what) { throw Error("launch_local: " + what + ": " + std::strerror(errno)); }
+
+void set_close_on_exec(int fd, bool on) { fcntl(fd, F_SETFD, on ? FD_CLOEXEC : 0); }
+
+// A listening socket on a free port, handed to rank 0: choosing a port number and binding it later would be a race.
+int listen_on_loopback(std::uint16_t& port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) throw_errno("socket");
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  if (bind(fd, reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(fd, SOMAXCONN) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    throw_errno("can't listen on 127.0.0.1");
+  }
+  port = ntohs(address.sin_port);
+  return fd;
+}
+
+int threads_per_rank(int nproc) {
+  cpu_set_t cores;
+  const int count = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  return std::max(1, count / nproc);
+}
+
+Environment rank_environment(int rank, int nproc, std::uint16_t port, int listen_fd) {
+  Environment environment = {{"RANK", std::to_string(rank)},       {"WORLD_SIZE", std::to_string(nproc)},
+                             {"LOCAL_RANK", std::to_string(rank)}, {"LOCAL_WORLD_SIZE", std::to_string(nproc)},
+                             {"MASTER_ADDR", "127.0.0.1"},         {"MASTER_PORT", std::to_string(port)}};
+  if (rank == 0) environment.emplace_back(kListenFd, std::to_string(listen_fd));
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) environment.emplace_back("OMP_NUM_THREADS", std::to_string(threads_per_rank(nproc)));
+  return environment;
+}
+
+void write_report(int fd, char kind, const std::string& text) {
+  const std::string report = kind + text;
+  for (std::size_t done = 0; done < report.size();) {
+    const ssize_t n = write(fd, report.data() + done, report.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return;  // The parent is gone, and nobody is left to tell.
+    done += static_cast<std::size_t>(n);
+  }
+}
+
+// Leaves by _exit: exit handlers and static objects belong to the parent, which runs them itself.
+[[noreturn]] void run_rank(const std::function<int()>& fn, int report_fd) {
+  int code = 1;
+  try {
+    code = fn();
+  } catch (const CommError& error) {
+    write_report(report_fd, kPeerFailed, error.what());
+  } catch (...) {
+    write_report(report_fd, kFailed, current_exception_text());
+  }
+  std::cout.flush();
+  std::cerr.flush();
+  std::fflush(nullptr);
+  _exit(code);
+}
+
+// "rank 3", or nothing more than "this rank" where the launcher's variables are the very thing that is wrong.
+std::string own_name() {
+  try {
+    return "rank " + std::to_string(read_world(process_environment).rank);
+  } catch (const Error&) {
+    return "this rank";
+  }
+}
+
+// In a process that another launcher started: its exit code is all that the launcher sees, so the message is printed here.
+int run_here(const std::function<int()>& fn) {
+  try {
+    return fn();
+  } catch (...) {
+    std::cerr << own_name() + " failed: " + current_exception_text() + "\n" << std::flush;
+    return 1;
+  }
+}
+
+// A rank must not outlive the parent, however that ends: Ctrl-C, SIGTERM, SIGKILL.
+void die_with_parent(pid_t parent) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1);  // It ended before the request above.
+}
+
+RankProcess fork_rank(const std::function<int()>& fn, const Environment& environment, int listen_fd,
+                      const std::vector<RankProcess>& earlier) {
+  int report[2];
+  if (pipe2(report, O_CLOEXEC) != 0) throw_errno("pipe");
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  if (pid < 0) throw_errno("fork");
+  if (pid == 0) {
+    die_with_parent(parent);
+    close(report[0]);
+    for (const RankProcess& other : earlier) close(other.report_fd);
+    for (const auto& [name, value] : environment) {
+      setenv(name.c_str(), value.c_str(), 1);
+      // OpenMP read its variable when this program was loaded.
+      if (name == "OMP_NUM_THREADS") at::set_num_threads(std::stoi(value));
+    }
+    if (environment.front().second != "0") close(listen_fd);  // Else clients of a dead rank 0 would still be let in.
+    run_rank(fn, report[1]);
+  }
+  close(report[1]);
+  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report[0], .report = {}};
+}
+
+std::vector<std::string> own_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  const std::string bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  std::vector<std::string> arguments;
+  for (std::size_t begin = 0; begin < bytes.size();) {
+    const std::size_t end = std::min(bytes.find('\0', begin), bytes.size());
+    arguments.push_back(bytes.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return arguments;
+}
+
+std::vector<std::string> merged_environment(const Environment& environment) {
+  std::vector<std::string> merged;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const auto overridden = [&](const auto& variable) { return text.starts_with(variable.first + "="); };
+    if (std::none_of(environment.begin(), environment.end(), overridden)) merged.push_back(text);
+  }
+  for (const auto& [name, value] : environment) merged.push_back(name + "=" + value);
+  return merged;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  for (std::string& text : strings) result.push_back(text.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+RankProcess execute_rank(Environment environment, int listen_fd, const std::vector<RankProcess>& earlier) {
+  int report[2];
+  if (pipe2(report, O_CLOEXEC) != 0) throw_errno("pipe");
+  const bool first = earlier.empty();
+  environment.emplace_back(kReportFd, std::to_string(report[1]));
+  // Other threads may hold the allocator's locks, so everything is made ready before the fork.
+  std::vector<std::string> arguments = own_arguments();
+  std::vector<std::string> variables = merged_environment(environment);
+  const std::vector<char*> argv = pointers(arguments);
+  const std::vector<char*> envp = pointers(variables);
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  if (pid < 0) throw_errno("fork");
+  if (pid == 0) {
+    die_with_parent(parent);
+    set_close_on_exec(report[1], false);
+    if (first) set_close_on_exec(listen_fd, false);
+    execve("/proc/self/exe", argv.data(), envp.data());
+    _exit(127);
+  }
+  close(report[1]);
+  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report[0], .report = {}};
+}
+
+void read_report(RankProcess& process) {
+  char buffer[4096];
+  const ssize_t n = read(process.report_fd, buffer, sizeof(buffer));
+  if (n > 0) {
+    process.report.append(buffer, static_cast<std::size_t>(n));
+  } else if (n == 0 || errno != EINTR) {
+    close(process.report_fd);
+    process.report_fd = -1;
+  }
+}
+
+// Sleeps until a rank reports or ends. The end of a rank closes its pipe, unless a process that it started keeps it open: hence a limit.
+void wait_for_news(std::vector<RankProcess>& ranks) {
+  std::vector<pollfd> fds;
+  std::vector<RankProcess*> owners;
+  bool ending = false;
+  for (RankProcess& process : ranks) {
+    if (process.report_fd < 0) {
+      ending = ending || process.running;
+      continue;
+    }
+    fds.push_back({.fd = process.report_fd, .events = POLLIN, .revents = 0});
+    owners.push_back(&process);
+  }
+  poll(fds.data(), fds.size(), ending ? 1 : 100);
+  for (std::size_t i = 0; i < fds.size(); ++i) {
+    if (fds[i].revents != 0) read_report(*owners[i]);
+  }
+}
+
+void signal_running(std::vector<RankProcess>& ranks, int signal) {
+  for (RankProcess& process : ranks) {
+    if (!process.running) continue;
+    kill(process.pid, signal);
+    process.stopped_by_us = true;
+  }
+}
+
+// Waits for all ranks, and returns those that failed, in the order in which they ended.
+std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, const LaunchOptions& options) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kNever = Clock::time_point::max();
+  constexpr auto kTermToKill = std::chrono::seconds(2);
+  std::vector<RankProcess*> failures;
+  Clock::time_point next_signal = kNever;
+  int signal = SIGTERM;
+  const auto running = [](const RankProcess& process) { return process.running; };
+  while (std::any_of(ranks.begin(), ranks.end(), running)) {
+    wait_for_news(ranks);
+    for (RankProcess& process : ranks) {
+      if (!process.running || waitpid(process.pid, &process.status, WNOHANG) != process.pid) continue;
+      process.running = false;
+      if (!process.failed()) continue;
+      failures.push_back(&process);
+      if (next_signal == kNever) next_signal = Clock::now() + options.grace;
+    }
+    if (Clock::now() >= next_signal) {
+      signal_running(ranks, signal);
+      signal = SIGKILL;
+      next_signal = Clock::now() + kTermToKill;
+    }
+  }
+  for (RankProcess& process : ranks) {
+    // What a rank wrote is in the pipe even when its end was seen first. A process that it left behind may hold the pipe open.
+    if (process.report_fd >= 0) {
+      fcntl(process.report_fd, F_SETFL, O_NONBLOCK);
+      while (process.report_fd >= 0) read_report(process);
+    }
+  }
+  return failures;
+}
+
+std::string describe(const RankProcess& process) {
+  const std::string rank = "rank " + std::to_string(process.rank);
+  if (!process.report.empty()) return rank + " failed: " + process.report.substr(1);
+  if (WIFSIGNALED(process.status)) {
+    const int signal = WTERMSIG(process.status);
+    return rank + " was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
+  }
+  return rank + " failed: exit code " + std::to_string(WEXITSTATUS(process.status));
+}
+
+int report_failures(const std::vector<RankProcess*>& failures, const LaunchOptions& options) {
+  const auto own = [](const RankProcess* process) {
+    return !process->stopped_by_us && (process->report.empty() || process->report.front() != kPeerFailed);
+  };
+  const bool any_own = std::any_of(failures.begin(), failures.end(), own);
+  int result = 0;
+  for (const RankProcess* process : failures) {
+    if (process->stopped_by_us) {
+      std::cerr << "rank " << process->rank << " did not end within " << std::chrono::duration<double>(options.grace).count()
+                << " s after the first failure and was stopped\n";
+    } else if (own(process) || !any_own) {
+      std::cerr << describe(*process) << "\n";
+      const int code = WIFEXITED(process->status) ? WEXITSTATUS(process->status) : 1;
+      if (result == 0 || result == 1) result = code;
+    }
+  }
+  std::cerr.flush();
+  return result;
+}
+
+}  // namespace
+
+bool is_single_threaded() {
+#ifdef __SANITIZE_THREAD__
+  constexpr int kOwnThreads = 2;  // ThreadSanitizer's own thread takes care of itself in a fork.
+#else
+  constexpr int kOwnThreads = 1;
+#endif
+  using Tasks = std::filesystem::directory_iterator;
+  return std::distance(Tasks("/proc/self/task"), Tasks()) <= kOwnThreads;
+}
+
+int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions& options) {
+  if (const char* fd = std::getenv(kReportFd)) {
+    const int report_fd = std::stoi(fd);
+    unsetenv(kReportFd);
+    set_close_on_exec(report_fd, true);
+    run_rank(fn, report_fd);
+  }
+  if (fsdp::is_launched()) return run_here(fn);
+  if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
+
+  std::uint16_t port = 0;
+  const int listen_fd = listen_on_loopback(port);
+  const bool can_fork = is_single_threaded();
+  // A forked copy would print what is still buffered a second time.
+  std::cout.flush();
+  std::fflush(nullptr);
+  std::vector<RankProcess> ranks;
+  for (int rank = 0; rank < nproc; ++rank) {
+    const Environment environment = rank_environment(rank, nproc, port, listen_fd);
+    ranks.push_back(can_fork ? fork_rank(fn, environment, listen_fd, ranks) : execute_rank(environment, listen_fd, ranks));
+  }
+  close(listen_fd);
+  return report_failures(supervise(ranks, options), options);
+}
+
+}  // namespace comm
+
+int launch_local(int nproc, const std::function<int()>& fn) { return comm::launch_ranks(nproc, fn, {}); }
+
+bool is_launched() { return comm::is_launched(comm::process_environment); }
+
+}  // namespace fsdp

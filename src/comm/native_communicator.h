@@ -1,0 +1,26 @@
+#pragma once
+
+#include <memory>
+
+#include "comm/group_communicator.h"
+
+namespace fsdp::comm {
+
+/// Collectives by the backend's own all-gather, reduce-scatter and all-to-all, without waiting on the host: for NCCL (any c10d backend
+/// does). fp32 and fp64 are summed by the backend; bfloat16 and half, which it would also add up in bfloat16 and half, travel by
+/// all-to-all and are summed here, in fp32 and rank order.
+class NativeCommunicator final : public GroupCommunicator {
+ public:
+  /// `backend` moves tensors, `control` (Gloo) the small CPU messages. Both null in a row of one.
+  NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control);
+
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return size() * shard_numel; }
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
+  std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
+  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
+
+ private:
+  const std::shared_ptr<Group> data_;
+};
+
+}  // namespace fsdp::comm

@@ -1,0 +1,36 @@
+#include "comm/null_communicator.h"
+
+#include <ATen/ops/stack.h>
+
+#include <vector>
+
+#include "comm/pieces.h"
+
+namespace fsdp::comm {
+namespace {
+
+class Nothing final : public Pending {
+ public:
+  void wait() override {}
+};
+
+}  // namespace
+
+std::unique_ptr<Pending> NullCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
+  stats_.all_gather_bytes += (size_ - 1) * check_pieces(pieces, size_);
+  ++stats_.all_gathers;
+  return std::make_unique<Nothing>();
+}
+
+std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
+  stats_.reduce_scatter_bytes += (size_ - 1) * check_pieces(pieces, *this);
+  ++stats_.reduce_scatters;
+  return std::make_unique<Nothing>();
+}
+
+at::Tensor NullCommunicator::exchange(const at::Tensor& value, const Label& label) {
+  stats_.control_bytes += (size_ - 1) * static_cast<std::int64_t>(value.nbytes());
+  return at::stack(std::vector<at::Tensor>(static_cast<std::size_t>(size_), value));
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,29 @@
+#pragma once
+
+#include "comm/communicator.h"
+
+namespace fsdp::comm {
+
+/// A row of any size in which nothing moves: collectives return at once, leave all buffers as they are, and count the bytes that pairwise
+/// messages would take. Measures host time and memory for worlds that no machine at hand has.
+class NullCommunicator final : public Communicator {
+ public:
+  NullCommunicator(int rank, int size) : rank_(rank), size_(size) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size_ - 1) * shard_numel; }
+  std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
+  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
+
+  /// Every rank is taken to have given the same value as this one.
+  at::Tensor exchange(const at::Tensor& value, const Label& label) override;
+  void expect_equal(const std::string& text, const Label& label) override {}
+  void barrier() override {}
+
+ private:
+  const int rank_;
+  const int size_;
+};
+
+}  // namespace fsdp::comm

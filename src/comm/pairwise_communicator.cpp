@@ -1,0 +1,146 @@
+#include "comm/pairwise_communicator.h"
+
+#include <vector>
+
+#include "comm/pieces.h"
+#include "comm/rank_order_sum.h"
+#include "comm/transfers.h"
+
+namespace fsdp::comm {
+namespace {
+
+// Rank r first exchanges with its neighbours, then with those further away: no rank is everybody's first peer.
+int nth_source(const Row& row, int k) { return (row.rank + k) % row.size(); }
+int nth_target(const Row& row, int k) { return (row.rank + row.size() - k) % row.size(); }
+
+class PendingGather final : public GroupPending {
+ public:
+  PendingGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
+      : GroupPending(std::move(group), label), transfers_(group_->backend), pieces_(pieces.begin(), pieces.end()) {}
+  ~PendingGather() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    const std::size_t messages = pieces_.size() * static_cast<std::size_t>(row.size() - 1);
+    transfers_.reserve(messages, messages);
+    const std::uint32_t first = group_->take_messages(pieces_.size());
+    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+      const std::int64_t numel = pieces_[i].shard.numel();
+      if (numel == 0) continue;
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(flat_view(pieces_[i].full, peer * numel, numel), peer, Group::tag(first + i));
+      }
+    }
+    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+      const std::int64_t numel = pieces_[i].shard.numel();
+      if (numel == 0) continue;
+      for (int k = 1; k < row.size(); ++k)
+        transfers_.send(flat_view(pieces_[i].shard, 0, numel), nth_target(row, k), Group::tag(first + i));
+    }
+    for (const GatherPiece& piece : pieces_) copy_own_shard(piece, row.rank);  // While the messages travel.
+  }
+  void finish() override {
+    transfers_.wait_receives();
+    transfers_.wait_sends();
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+ private:
+  Transfers transfers_;
+  const std::vector<GatherPiece> pieces_;
+};
+
+class PendingReduce final : public GroupPending {
+ public:
+  PendingReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
+      : GroupPending(std::move(group), label),
+        transfers_(group_->backend),
+        pieces_(pieces.begin(), pieces.end()),
+        sources_(static_cast<std::size_t>(group_->row.size())),
+        scale_(scale) {}
+  ~PendingReduce() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    const std::size_t messages = pieces_.size() * static_cast<std::size_t>(row.size() - 1);
+    transfers_.reserve(messages, messages);
+    const std::uint32_t first = group_->take_messages(pieces_.size());
+    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+      const std::int64_t numel = pieces_[i].out.numel();
+      if (numel == 0) continue;
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(flat_view(pieces_[i].staging, staging_slot(peer) * numel, numel), peer, Group::tag(first + i));
+      }
+    }
+    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+      const std::int64_t numel = pieces_[i].out.numel();
+      if (numel == 0) continue;
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_target(row, k);
+        transfers_.send(flat_view(pieces_[i].unreduced, peer * numel, numel), peer, Group::tag(first + i));
+      }
+    }
+  }
+
+  // Sums each piece as soon as it is here, while those behind it travel.
+  void finish() override {
+    std::size_t receives = 0;
+    for (const ReducePiece& piece : pieces_) {
+      if (piece.out.numel() == 0) continue;
+      receives += sources_.size() - 1;
+      transfers_.wait_receives(receives);
+      sum(piece);
+    }
+    transfers_.wait_sends();
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+ private:
+  // Staging holds the peers' pieces in rank order, without a hole for this rank's.
+  std::int64_t staging_slot(int peer) const { return peer < group_->row.rank ? peer : peer - 1; }
+
+  void sum(const ReducePiece& piece) {
+    const int own = group_->row.rank;
+    const std::int64_t bytes = piece.out.numel() * static_cast<std::int64_t>(piece.unreduced.itemsize());
+    for (int rank = 0; rank < group_->row.size(); ++rank) {
+      const at::Tensor& from = rank == own ? piece.unreduced : piece.staging;
+      const std::int64_t slot = rank == own ? own : staging_slot(rank);
+      sources_[static_cast<std::size_t>(rank)] = static_cast<const char*>(from.const_data_ptr()) + slot * bytes;
+    }
+    rank_order_sum(sources_, piece.unreduced.scalar_type(), piece.out.mutable_data_ptr(), piece.out.scalar_type(), piece.out.numel(),
+                   scale_, piece.accumulate);
+  }
+
+  Transfers transfers_;
+  const std::vector<ReducePiece> pieces_;
+  std::vector<const void*> sources_;
+  const double scale_;
+};
+
+}  // namespace
+
+std::unique_ptr<Pending> PairwiseCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
+  const std::int64_t bytes = check_pieces(pieces, size());
+  begin(label, bytes);
+  auto pending = std::make_unique<PendingGather>(control(), label, pieces);
+  pending->start();
+  stats_.all_gather_bytes += (size() - 1) * bytes;
+  ++stats_.all_gathers;
+  return pending;
+}
+
+std::unique_ptr<Pending> PairwiseCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
+  const std::int64_t bytes = check_pieces(pieces, *this);
+  begin(label, bytes);
+  auto pending = std::make_unique<PendingReduce>(control(), label, pieces, scale);
+  pending->start();
+  stats_.reduce_scatter_bytes += (size() - 1) * bytes;
+  ++stats_.reduce_scatters;
+  return pending;
+}
+
+}  // namespace fsdp::comm

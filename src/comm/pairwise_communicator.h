@@ -1,0 +1,21 @@
+#pragma once
+
+#include <memory>
+
+#include "comm/group_communicator.h"
+
+namespace fsdp::comm {
+
+/// Collectives as messages between all pairs of ranks, from and into the callers' own buffers: for Gloo, whose native ones allocate, copy,
+/// and send twice the bytes (docs/design.md has the numbers). A reduce-scatter receives into staging and sums there in rank order when it
+/// is waited for.
+class PairwiseCommunicator final : public GroupCommunicator {
+ public:
+  using GroupCommunicator::GroupCommunicator;
+
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size() - 1) * shard_numel; }
+  std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
+  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
+};
+
+}  // namespace fsdp::comm

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "comm/communicator.h"
+
+// What all communicators do with the pieces of a collective.
+namespace fsdp::comm {
+
+/// Throw Error where the tensors of a piece do not fit together (their contract is in communicator.h). Return the bytes of all shards,
+/// of the dtype that travels.
+std::int64_t check_pieces(std::span<const GatherPiece> pieces, int size);
+std::int64_t check_pieces(std::span<const ReducePiece> pieces, const Communicator& communicator);
+
+/// Elements [offset, offset + numel) of a 1-D contiguous tensor. Not narrow(): this costs no dispatch, and drops dispatch keys, such as the
+/// one that pages parameters in.
+at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t numel);
+
+/// Fills this rank's own region of the gathered buffer from its shard, unless the shard is that region.
+void copy_own_shard(const GatherPiece& piece, int rank);
+
+}  // namespace fsdp::comm

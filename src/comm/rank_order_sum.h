@@ -1,0 +1,26 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+
+namespace fsdp::comm {
+
+/// Throws Error unless gradients of this dtype can be summed: float, double, bfloat16 or half.
+void check_summable(at::ScalarType dtype);
+
+/// out = scale * (sources[0] + sources[1] + ...), added to out's old value if `accumulate`. The sum runs from left to right in fp32 (fp64
+/// for double sources) and is multiplied there by `scale` (rounded to fp32 for an fp32 sum); each element of `out` is rounded at the end.
+/// All 1-D, contiguous, of equal length; sources of one dtype; `out` may be of another, and may be one of the sources.
+/// On the CPU one fused pass without temporary tensors; elsewhere operators on the current stream.
+void rank_order_sum(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate);
+
+/// The same for raw memory on the CPU: each source points to `numel` elements of `source_dtype`.
+void rank_order_sum(std::span<const void* const> sources, at::ScalarType source_dtype, void* out, at::ScalarType out_dtype,
+                    std::int64_t numel, double scale, bool accumulate);
+
+/// The same by tensor operators, for devices without a fused pass of ours. Bit-identical to the others.
+void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate);
+
+}  // namespace fsdp::comm

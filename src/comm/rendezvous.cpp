@@ -1,0 +1,116 @@
+#include "comm/rendezvous.h"
+
+#include <fcntl.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include "comm/exception_text.h"
+
+namespace fsdp::comm {
+namespace {
+
+std::string meeting_point(const World& world) { return world.master_addr + ":" + std::to_string(world.master_port); }
+
+c10::intrusive_ptr<c10d::Store> connect_store(const World& world, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = world.master_port;
+  options.isServer = world.rank == 0 && !world.agent_store;
+  options.numWorkers = static_cast<std::size_t>(world.size);
+  options.waitWorkers = !world.agent_store;  // The agent's count is of agents, not of ranks.
+  options.timeout = timeout;
+  if (options.isServer && world.listen_fd) {
+    options.masterListenFd = world.listen_fd;
+    fcntl(*world.listen_fd, F_SETFD, FD_CLOEXEC);  // Programs that this rank starts have no use for it.
+  }
+  try {
+    auto store = c10::make_intrusive<c10d::TCPStore>(world.master_addr, options);
+    return c10::make_intrusive<c10d::PrefixStore>("fsdp/attempt_" + std::to_string(world.restart_count), std::move(store));
+  } catch (...) {
+    throw CommError("rank " + std::to_string(world.rank) + " of " + std::to_string(world.size) + " could not meet the others at " +
+                    meeting_point(world) + " (" + world.launcher + "): " + current_exception_text() +
+                    ". Check that all ranks started, that MASTER_ADDR names rank 0's machine and that MASTER_PORT is free there.");
+  }
+}
+
+// One store serves all meshes of the process: its server can't be closed and opened again while other ranks still use it. It is never
+// destroyed, since its thread can't be joined safely among the destructors of static objects.
+c10::intrusive_ptr<c10d::Store> world_store(const World& world, std::chrono::milliseconds timeout) {
+  static std::mutex mutex;  // Two threads may make their process's first meshes at once.
+  static auto& store = *new c10::intrusive_ptr<c10d::Store>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!store) store = connect_store(world, timeout);
+  return store;
+}
+
+bool is_loopback(const std::string& host) { return host == "localhost" || host.starts_with("127.") || host == "::1"; }
+
+std::shared_ptr<gloo::transport::Device> make_gloo_device(const World& world) {
+  using Gloo = c10d::ProcessGroupGloo;
+  if (is_loopback(world.master_addr)) return Gloo::createDeviceForHostname("127.0.0.1");
+  if (const auto interface = process_environment("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
+  // A host name that resolves to no address of this machine is common in containers, and needless where no rank is elsewhere.
+  if (world.one_machine()) return Gloo::createDeviceForHostname("127.0.0.1");
+  return Gloo::createDefaultDevice();
+}
+
+}  // namespace
+
+Rendezvous::Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout) : world_(world), timeout_(timeout) {
+  if (world.size == 1) return;
+  store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), world_store(world, timeout));
+  gloo_device_ = make_gloo_device(world);
+}
+
+template <typename Make>
+c10::intrusive_ptr<c10d::Backend> Rendezvous::group(const Row& row, const std::string& name, const Make& make) {
+  if (row.size() == 1) return {};
+  try {
+    return make(c10::make_intrusive<c10d::PrefixStore>(name, store_));
+  } catch (...) {
+    throw CommError(
+        "rank " + std::to_string(world_.rank) + " of " + std::to_string(world_.size) +
+        " could not connect to its peers of mesh dimension '" + row.dim + "': " + current_exception_text() +
+        ". Check that all ranks make the same mesh; with several network interfaces, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME).");
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> Rendezvous::gloo_group(const Row& row, const std::string& name) {
+  return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
+    auto options = c10d::ProcessGroupGloo::Options::create(timeout_);
+    options->devices.push_back(gloo_device_);
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, row.rank, row.size(), options);
+  });
+}
+
+#ifdef USE_C10D_NCCL
+
+bool has_nccl() { return true; }
+
+c10::intrusive_ptr<c10d::Backend> Rendezvous::nccl_group(const Row& row, const std::string& name, c10::Device device) {
+  return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
+    auto options = c10d::ProcessGroupNCCL::Options::create();
+    options->timeout = timeout_;
+    auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, row.rank, row.size(), options);
+    backend->setBoundDeviceId(device);
+    return backend;
+  });
+}
+
+#else
+
+bool has_nccl() { return false; }
+
+c10::intrusive_ptr<c10d::Backend> Rendezvous::nccl_group(const Row&, const std::string&, c10::Device) {
+  throw Error("this build of libfsdp has no NCCL; configure it with -DFSDP_CUDA=ON and a CUDA build of torch");
+}
+
+#endif
+
+}  // namespace fsdp::comm

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/group_communicator.h"
+#include "comm/world.h"
+
+namespace gloo::transport {
+class Device;
+}
+
+// How the ranks of a world find each other and form groups.
+namespace fsdp::comm {
+
+/// Makes the groups of one mesh. All ranks make the same groups in the same order; `prefix` keeps their keys in the store apart
+/// from those of other meshes. Throws CommError where the ranks can't meet.
+class Rendezvous {
+ public:
+  Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout);
+
+  /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
+  c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
+  c10::intrusive_ptr<c10d::Backend> nccl_group(const Row& row, const std::string& name, c10::Device device);
+
+ private:
+  template <typename Make>
+  c10::intrusive_ptr<c10d::Backend> group(const Row& row, const std::string& name, const Make& make);
+
+  const World world_;
+  const std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
+};
+
+/// True if this build has NCCL.
+bool has_nccl();
+
+}  // namespace fsdp::comm

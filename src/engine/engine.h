@@ -1,0 +1,108 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/reducer.h"
+#include "engine/schedule.h"
+#include "engine/unit.h"
+#include "memory/accounting.h"
+#include "memory/slot_pool.h"
+
+namespace fsdp::engine {
+
+/// Where a backward stands. Transitions:
+///   kNone -> kRunning   begin_backward, at the first touch or gradient of a backward
+///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
+enum class BackwardState : std::uint8_t { kNone, kRunning };
+
+/// One training step over units: gathers them when they are touched, evicts them when the computation has moved on, reduces their gradients when backward
+/// departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be used, that a
+/// gradient is ready, and that backward has begun and ended.
+///
+/// All public methods lock: a backward may run on another thread than the forward. The lock is held while a collective is waited
+/// for, since nothing else could proceed then. Every rank must touch units in the same order [Order is collective].
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(c10::Device device, int prefetch_depth);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// Takes a unit in. Enclosing units are added before enclosed ones.
+  Unit& add(std::unique_ptr<Unit> unit);
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+
+  // What triggers tell.
+
+  /// An operator is about to use all of these units at once [Present before use].
+  void touch(std::span<Unit* const> units);
+  /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
+  void wrote(Unit& unit);
+  void gradient_ready(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
+  /// A backward that holds `alive` for as long as it exists began. If one before it died of an exception, resets first [Nothing survives an
+  /// exception].
+  void begin_backward(std::weak_ptr<void> alive);
+  void end_backward();
+  /// True between begin_backward and end_backward.
+  bool in_backward();
+  /// Resets if a backward died of an exception.
+  void recover();
+
+  // What users tell, through FSDPModule and the optimizers.
+
+  void unshard(Unit& unit);
+  void reshard(Unit& unit);
+  void reset();
+  void zero_grad();
+  /// Writes of operators to present parameters reach the main parameters.
+  void flush_writes();
+  /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
+  /// older graph raises torch's in-place error.
+  void main_parameters_changed();
+  void set_prefetch_depth(int depth);
+  void set_requires_gradient_sync(bool sync) { requires_gradient_sync_ = sync; }
+
+  memory::Accounting& accounting() { return accounting_; }
+  c10::Device device() const { return device_; }
+
+ private:
+  void move_to(Unit& unit, std::span<Unit* const> together);
+  void depart_to(Unit& destination, std::span<Unit* const> together);
+  void start_gather(Unit& unit);
+  void ensure_present(Unit& unit);
+  void read_ahead();
+  void evict(Unit& unit);
+  void evict_all();
+  void write_back(Unit& unit);
+  void reset_locked();
+  void validate() const;
+  [[noreturn]] void rethrow_with_history(const std::exception& error) const;
+  template <typename Body>
+  void guarded(const Body& body);
+
+  // Serializes forward, backward (which autograd may run on another thread) and the optimizer.
+  std::mutex mutex_;
+  c10::Device device_;
+  int prefetch_depth_;
+  bool requires_gradient_sync_ = true;
+  memory::Accounting accounting_;
+  memory::SlotPool pool_;
+  std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it
+  Reducer reducer_;
+  Schedule schedule_;
+  Unit* current_ = nullptr;
+  BackwardState backward_ = BackwardState::kNone;
+  std::weak_ptr<void> backward_alive_;
+  std::array<const Unit*, 8> history_{};  // the last moves, a ring, for error messages
+  std::size_t moves_ = 0;
+};
+
+}  // namespace fsdp::engine

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace fsdp::engine {
+
+enum class Phase : std::uint8_t { kForward, kBackward };
+
+/// Remembers which unit came after which, forward and backward apart, to predict the next ones [Read ahead].
+///
+/// The record is a second-order successor table: (unit before, unit) -> unit that followed last time. It needs no notion of where a pass begins
+/// or ends, so validation passes, skipped layers and changed orders correct it as they happen, and a unit that is used in several places
+/// (A B A C) is predicted by what came before it. A wrong prediction costs time, never correctness. Predictions depend on the order
+/// of moves only, never on timing: all ranks predict the same.
+class Schedule {
+ public:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  /// A pass begins: what follows has no predecessor, and nothing follows the last unit of the pass before.
+  void begin(Phase phase);
+  /// The computation moved to `unit`.
+  void move_to(std::size_t unit);
+  /// The units expected next, nearest first: at most `depth` different ones.
+  std::vector<std::size_t> next(int depth) const;
+  Phase phase() const { return phase_; }
+
+ private:
+  static std::uint64_t key(std::size_t before, std::size_t unit) {
+    return (static_cast<std::uint64_t>(before + 1) << 32) | static_cast<std::uint64_t>(unit + 1);
+  }
+
+  Phase phase_ = Phase::kForward;
+  std::size_t before_ = kNone;
+  std::size_t current_ = kNone;
+  std::array<std::unordered_map<std::uint64_t, std::size_t>, 2> successor_;
+};
+
+}  // namespace fsdp::engine

@@ -1,0 +1,53 @@
+#include "memory/accounting.h"
+
+#include <algorithm>
+
+namespace fsdp::memory {
+namespace {
+
+void grow(MemoryUse& use, std::int64_t bytes) {
+  use.live += bytes;
+  use.peak = std::max(use.peak, use.live);
+}
+
+}  // namespace
+
+void Accounting::add(Kind kind, std::int64_t bytes) {
+  grow(by_kind_[static_cast<std::size_t>(kind)], bytes);
+  grow(total_, bytes);
+}
+
+void Accounting::remove(Kind kind, std::int64_t bytes) {
+  by_kind_[static_cast<std::size_t>(kind)].live -= bytes;
+  total_.live -= bytes;
+}
+
+void Accounting::pool_grew(std::int64_t bytes) {
+  grow(pool_, bytes);
+  ++pool_allocations_;
+}
+
+void Accounting::pool_shrank(std::int64_t bytes) { pool_.live -= bytes; }
+
+MemoryStats Accounting::stats() const {
+  const auto of = [&](Kind kind) { return by_kind_[static_cast<std::size_t>(kind)]; };
+  return {
+      .main_parameters = of(Kind::kMainParameters),
+      .main_gradients = of(Kind::kMainGradients),
+      .gathered_parameters = of(Kind::kGatheredParameters),
+      .unreduced_gradients = of(Kind::kUnreducedGradients),
+      .communication = of(Kind::kCommunication),
+      .optimizer_state = of(Kind::kOptimizerState),
+      .total = total_,
+      .slots = pool_,
+      .slot_allocations = pool_allocations_,
+  };
+}
+
+void Accounting::reset_peaks() {
+  for (auto& use : by_kind_) use.peak = use.live;
+  total_.peak = total_.live;
+  pool_.peak = pool_.live;
+}
+
+}  // namespace fsdp::memory

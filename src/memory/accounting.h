@@ -1,0 +1,40 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "fsdp/stats.h"
+
+namespace fsdp::memory {
+
+enum class Kind : std::uint8_t {
+  kMainParameters,
+  kMainGradients,
+  kGatheredParameters,
+  kUnreducedGradients,
+  kCommunication,
+  kOptimizerState,
+};
+
+/// Counts live and peak bytes by kind, and of the pool behind the slots. Every byte that the engine holds is entered here where
+/// it is taken and given back; nothing is estimated. Not thread-safe: the engine serializes.
+class Accounting {
+ public:
+  void add(Kind kind, std::int64_t bytes);
+  void remove(Kind kind, std::int64_t bytes);
+  void pool_grew(std::int64_t bytes);
+  void pool_shrank(std::int64_t bytes);
+
+  MemoryStats stats() const;
+  /// Peaks start again from what is live now.
+  void reset_peaks();
+
+ private:
+  std::array<MemoryUse, 6> by_kind_{};
+  MemoryUse total_;
+  MemoryUse pool_;
+  std::int64_t pool_allocations_ = 0;
+};
+
+}  // namespace fsdp::memory

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+
+#include "memory/accounting.h"
+
+namespace fsdp::memory {
+
+class SlotPool;
+
+/// A leased block of device memory; returns to its pool when destroyed. Its bytes are not initialised.
+class Slot {
+ public:
+  Slot() = default;
+  Slot(Slot&& other) noexcept { *this = std::move(other); }
+  Slot& operator=(Slot&& other) noexcept;
+  ~Slot() { release(); }
+
+  explicit operator bool() const { return pool_ != nullptr; }
+  void* data() const { return memory_.get(); }
+  /// What was asked for; the block may be larger.
+  std::int64_t bytes() const { return bytes_; }
+  void release();
+
+ private:
+  friend class SlotPool;
+  SlotPool* pool_ = nullptr;
+  c10::DataPtr memory_;
+  std::int64_t bytes_ = 0;
+  std::int64_t capacity_ = 0;
+  Kind kind_ = Kind::kCommunication;
+};
+
+/// Blocks that are reused across units and steps [Bounded memory]: fresh pages cost more than the copies into them (page faults on
+/// a CPU, allocator traffic on a GPU). A request takes the smallest free block that fits; where none fits, the largest free block is given
+/// back to the allocator and a block of the exact size is taken instead, so the pool holds no more blocks than were ever live at once. The
+/// same sequence of requests in each step therefore allocates nothing from some early step on.
+///
+/// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives start
+/// after what that stream holds at their call, and waiting for one orders the stream behind it.
+///
+/// Must outlive its slots. Not thread-safe: the engine serializes.
+class SlotPool {
+ public:
+  SlotPool(c10::Device device, Accounting& accounting);
+  ~SlotPool();
+  SlotPool(const SlotPool&) = delete;
+  SlotPool& operator=(const SlotPool&) = delete;
+
+  /// Throws torch's out-of-memory error if the allocator has no memory.
+  Slot acquire(std::int64_t bytes, Kind kind);
+
+ private:
+  friend class Slot;
+  void give_back(Slot& slot);
+
+  c10::Device device_;
+  Accounting& accounting_;
+  std::multimap<std::int64_t, c10::DataPtr> free_;  // by capacity in bytes
+};
+
+}  // namespace fsdp::memory

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+
+#include "memory/slot_pool.h"
+
+namespace fsdp::memory {
+
+/// Lends bytes to a storage, so that tensors that view it have memory; they are created once and keep their identity while the memory under
+/// them comes and goes. The storage does not own the bytes: detach before they are released.
+inline void attach(c10::StorageImpl& storage, void* data, std::int64_t bytes) {
+  storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
+  storage.set_nbytes(static_cast<std::size_t>(bytes));
+}
+
+inline void attach(c10::StorageImpl& storage, const Slot& slot) { attach(storage, slot.data(), slot.bytes()); }
+
+/// The storage has no bytes any more.
+inline void detach(c10::StorageImpl& storage) {
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  storage.set_nbytes(static_cast<std::size_t>(0));
+}
+
+/// A storage without bytes, for attach.
+inline c10::Storage empty_storage(c10::Device device) {
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
+                                                            c10::GetAllocator(device.type()), /*resizable=*/false));
+}
+
+}  // namespace fsdp::memory

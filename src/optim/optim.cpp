@@ -1,0 +1,188 @@
+#include "fsdp/optim.h"
+
+#include <torch/torch.h>
+
+#include <array>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
+#include "optim/shard_optimizer.h"
+
+namespace fsdp {
+namespace {
+
+/// The fused kernels take segments of one dtype.
+std::map<at::ScalarType, std::vector<optim::Segment*>> by_dtype(const std::vector<optim::Segment*>& segments) {
+  std::map<at::ScalarType, std::vector<optim::Segment*>> parts;
+  for (auto* segment : segments) parts[segment->value.scalar_type()].push_back(segment);
+  return parts;
+}
+
+struct Lists {
+  std::vector<at::Tensor> values, gradients, steps;
+  std::vector<std::vector<at::Tensor>> states;
+};
+
+Lists lists_of(const std::vector<optim::Segment*>& segments) {
+  Lists lists;
+  lists.states.resize(segments.front()->state.size());
+  for (auto* segment : segments) {
+    lists.values.push_back(segment->value);
+    lists.gradients.push_back(segment->gradient);
+    lists.steps.push_back(segment->step);
+    for (std::size_t s = 0; s < segment->state.size(); ++s) lists.states[s].push_back(segment->state[s]);
+  }
+  return lists;
+}
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw Error(what);
+}
+
+/// Sum of squares in fp64, with independent partial sums so that the compiler can use vector registers; the order is fixed by the numbers of elements alone.
+template <typename T>
+double sum_of_squares(const T* data, std::int64_t numel) {
+  constexpr std::int64_t kLanes = 8;
+  std::array<double, kLanes> partial{};
+  std::int64_t i = 0;
+  for (; i + kLanes <= numel; i += kLanes) {
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      const auto x = static_cast<double>(data[i + lane]);
+      partial[static_cast<std::size_t>(lane)] += x * x;
+    }
+  }
+  for (; i < numel; ++i) partial[0] += static_cast<double>(data[i]) * static_cast<double>(data[i]);
+  double sum = 0;
+  for (const double part : partial) sum += part;
+  return sum;
+}
+
+double sum_of_squares(const at::Tensor& tensor) {
+  if (tensor.is_cpu() && tensor.scalar_type() == at::kFloat) return sum_of_squares(tensor.const_data_ptr<float>(), tensor.numel());
+  return tensor.to(at::kDouble).square().sum().item<double>();
+}
+
+}  // namespace
+
+AdamW::AdamW(torch::nn::Module& module, AdamWOptions options, std::vector<ParamGroup> groups)
+    : Optimizer(std::make_unique<State>(
+          module, optim::Group{options.lr, options.weight_decay}, groups, 2,
+          [options](const optim::Group& group, double lr, std::vector<optim::Segment*>& segments) {
+            for (auto& [dtype, part] : by_dtype(segments)) {
+              auto lists = lists_of(part);
+              at::_fused_adamw_(lists.values, lists.gradients, lists.states[0], lists.states[1], /*max_exp_avg_sqs=*/{}, lists.steps, lr,
+                                std::get<0>(options.betas), std::get<1>(options.betas), group.weight_decay, options.eps,
+                                /*amsgrad=*/false, /*maximize=*/false);
+            }
+          })) {
+  const auto [beta1, beta2] = options.betas;
+  require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW: betas must lie in [0, 1)");
+  require(options.eps >= 0, "AdamW: eps must be at least 0");
+}
+
+SGD::SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> groups)
+    : Optimizer(std::make_unique<State>(
+          module, optim::Group{options.lr, options.weight_decay}, groups, options.momentum != 0 ? 1 : 0,
+          [options](const optim::Group& group, double lr, std::vector<optim::Segment*>& segments) {
+            // The first update of a segment sets its momentum to the gradient instead of damping it in, as torch does.
+            std::map<std::pair<at::ScalarType, bool>, std::vector<optim::Segment*>> parts;
+            for (auto* segment : segments) {
+              parts[{segment->value.scalar_type(), segment->step.item<float>() == 1}].push_back(segment);
+            }
+            for (auto& [key, part] : parts) {
+              auto lists = lists_of(part);
+              at::_fused_sgd_(lists.values, lists.gradients, options.momentum != 0 ? lists.states[0] : std::vector<at::Tensor>{},
+                              group.weight_decay, options.momentum, lr, options.dampening, options.nesterov, /*maximize=*/false,
+                              /*is_first_step=*/key.second);
+            }
+          })) {
+  require(options.momentum >= 0, "SGD: momentum must be at least 0");
+  require(!options.nesterov || (options.momentum > 0 && options.dampening == 0), "SGD: nesterov needs momentum and no dampening");
+}
+
+struct WrappedOptimizer::Wrapped : Optimizer::State {
+  Wrapped(torch::nn::Module& module, const TorchOptimizerFactory& factory) : State(module) {
+    for (const auto& unit : engine->units()) {
+      for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+        if (!unit->parameters[i].trainable) continue;
+        const auto slice = unit->main_slice(i);
+        auto value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel).detach().requires_grad_();
+        entries.push_back({unit.get(), i, std::move(value)});
+      }
+    }
+    std::vector<at::Tensor> parameters;
+    for (const auto& entry : entries) parameters.push_back(entry.value);
+    optimizer = factory(std::move(parameters));
+    require(optimizer != nullptr, "wrap: the factory returned no optimizer");
+    for (auto& group : optimizer->param_groups()) base_lrs.push_back(group.options().get_lr());
+  }
+
+  void step() override {
+    for (auto& entry : entries) {
+      if (!entry.unit->parameters[entry.parameter].has_gradient) {
+        entry.value.mutable_grad() = at::Tensor();
+        continue;
+      }
+      const auto slice = entry.unit->main_slice(entry.parameter);
+      entry.value.mutable_grad() = entry.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+    }
+    optimizer->step();
+  }
+
+  double lr() const override { return optimizer->param_groups().front().options().get_lr(); }
+  void set_lr_factor(double factor) override {
+    for (std::size_t g = 0; g < base_lrs.size(); ++g) optimizer->param_groups()[g].options().set_lr(base_lrs[g] * factor);
+  }
+
+  struct Entry {
+    engine::Unit* unit;
+    std::size_t parameter;
+    at::Tensor value;
+  };
+  std::vector<Entry> entries;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<double> base_lrs;
+};
+
+WrappedOptimizer::WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory)
+    : Optimizer(std::make_unique<Wrapped>(module, factory)) {}
+
+torch::optim::Optimizer& WrappedOptimizer::torch_optimizer() { return *static_cast<Wrapped&>(*state_).optimizer; }
+
+WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory) { return WrappedOptimizer(module, factory); }
+
+double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_nonfinite) {
+  require(max_norm > 0, "clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
+  const torch::NoGradGuard no_grad;
+  const auto engine = handle(module).engine();
+  double mine = 0;
+  for (const auto& unit : engine->units()) {
+    if (!unit->main_gradient_valid) continue;
+    // Each rank's own region only, also where every rank holds the whole: the same sums for every strategy.
+    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
+      mine += sum_of_squares(unit->replicated_optimizer() ? unit->own_region(unit->main_gradient[k], k) : unit->main_gradient[k]);
+    }
+  }
+  const auto all = engine->units().front()->communicator->exchange(at::full({1}, mine, at::kDouble),
+                                                                   {.operation = "gradient norm", .unit = "(all)"});
+  double sum = 0;
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
+  const double norm = std::sqrt(sum);
+  if (!std::isfinite(norm)) {
+    require(!error_if_nonfinite, "clip_grad_norm: the gradients' norm is " + std::to_string(norm) + " on all ranks; gradients are unchanged");
+  }
+  const double factor = max_norm / (norm + 1e-6);
+  if (factor < 1 || !std::isfinite(norm)) {
+    for (const auto& unit : engine->units()) {
+      if (!unit->main_gradient_valid) continue;
+      for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
+    }
+  }
+  return norm;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,20 @@
+#include "paging/backward.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace fsdp::paging {
+
+void watch_backward(const std::shared_ptr<engine::Engine>& engine) {
+  if (torch::autograd::get_current_graph_task_id() == -1) {
+    engine->recover();
+    return;
+  }
+  if (engine->in_backward()) return;
+  // The callback, and with it the token, lives exactly as long as the backward: autograd drops it unrun if the backward throws.
+  const auto alive = std::make_shared<char>();
+  engine->begin_backward(alive);
+  torch::autograd::Engine::get_default_engine().queue_callback([engine, alive] { engine->end_backward(); });
+}
+
+}  // namespace fsdp::paging

@@ -1,0 +1,67 @@
+#include "paging/paged_storage.h"
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/torch.h>
+
+#include <utility>
+
+#include "fsdp/error.h"
+#include "paging/backward.h"
+
+namespace fsdp::paging {
+namespace {
+
+/// Hands a parameter's accumulated gradient to the engine. Owned by the parameter, and holds the engine: a model that dies takes its
+/// engine along.
+class GradientHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradientHook(std::shared_ptr<engine::Engine> engine, engine::Unit& unit, std::size_t index)
+      : engine_(std::move(engine)), unit_(unit), index_(index) {}
+
+  void operator()(const torch::autograd::Variable& parameter) override {
+    const auto& info = unit_.parameters[index_];
+    if (!info.trainable) {
+      throw Error("parameter '" + info.name + "' of unit '" + unit_.name +
+                  "' got a gradient, but did not require one when fully_shard was called; set requires_grad before sharding");
+    }
+    watch_backward(engine_);
+    auto& gradient = parameter.mutable_grad();
+    engine_->gradient_ready(unit_, index_, gradient);
+    gradient = at::Tensor();
+  }
+
+ private:
+  std::shared_ptr<engine::Engine> engine_;
+  engine::Unit& unit_;
+  std::size_t index_;
+};
+
+}  // namespace
+
+PagedStorage::PagedStorage(c10::Device device)
+    : StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
+                  /*resizable=*/false) {}
+
+void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index) {
+  const torch::NoGradGuard no_grad;
+  const auto& placement = unit.layout.placements()[index];
+  const auto& part = unit.layout.sub_buffers()[placement.sub_buffer];
+  const auto options = parameter.options();
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::Storage(unit.storage), unit.full[placement.sub_buffer].key_set() | c10::DispatchKeySet(kPagedKey), options.dtype());
+  impl->set_sizes_contiguous(parameter.sizes());
+  impl->set_storage_offset(part.byte_offset / part.itemsize + placement.offset);
+  at::Tensor handle = parameter;
+  handle.set_data(at::Tensor(std::move(impl)));
+  torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(engine, unit, index));
+}
+
+void unpage(const at::Tensor& parameter, const at::Tensor& value) {
+  const torch::NoGradGuard no_grad;
+  at::Tensor handle = parameter;
+  torch::autograd::impl::set_post_acc_grad_hooks(handle, nullptr);
+  handle.set_data(value);
+}
+
+}  // namespace fsdp::paging

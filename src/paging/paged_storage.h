@@ -1,0 +1,38 @@
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+
+#include <memory>
+#include <typeinfo>
+
+#include "engine/engine.h"
+#include "engine/unit.h"
+
+namespace fsdp::paging {
+
+/// The dispatch key of paged tensors. It sits above autograd, autocast and every backend, torch 2.11 and later use it for nothing, and views
+/// and saved tensors inherit it.
+inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
+
+/// The storage that a unit's parameters view. Has bytes only while the unit is gathered.
+class PagedStorage final : public c10::StorageImpl {
+ public:
+  explicit PagedStorage(c10::Device device);
+
+  /// The storage's own type if it is one, else null.
+  static PagedStorage* from(c10::StorageImpl* storage) {
+    return typeid(*storage) == typeid(PagedStorage) ? static_cast<PagedStorage*>(storage) : nullptr;
+  }
+
+  engine::Engine* engine = nullptr;  ///< Null once the unit is gone.
+  engine::Unit* unit = nullptr;
+};
+
+/// Makes `parameter`, in place, a view of its unit's storage that carries the paged key, and hooks its gradient. The hook keeps the engine
+/// alive for as long as the parameter lives.
+void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index);
+
+/// Makes `parameter` an ordinary tensor with the given value again.
+void unpage(const at::Tensor& parameter, const at::Tensor& value);
+
+}  // namespace fsdp::paging

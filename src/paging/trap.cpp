@@ -1,0 +1,82 @@
+// The C++ trigger: an operator that takes a paged parameter, or a view of one, arrives here first.
+//
+// A boxed fallback on kPagedKey sees every such operator in forward and backward. It asks the engine to make the units present, then
+// redispatches below the key; operators called inside of it see the key excluded, as their arguments' units stay present throughout.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "fsdp/error.h"
+#include "paging/backward.h"
+#include "paging/paged_storage.h"
+
+namespace fsdp::paging {
+namespace {
+
+using Units = c10::SmallVector<engine::Unit*, 4>;
+
+/// What an operator's arguments hold of paged units.
+struct Touched {
+  engine::Engine* engine = nullptr;
+  Units units;
+  Units written;
+  bool all_hot = true;
+};
+
+void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
+  if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return;
+  auto* storage = PagedStorage::from(tensor.storage().unsafeGetStorageImpl());
+  if (storage == nullptr) return;
+  auto* unit = storage->unit;
+  if (unit == nullptr) throw Error("a parameter of a model that fully_shard had sharded is used after the model is gone");
+  touched.engine = storage->engine;
+  touched.all_hot = touched.all_hot && unit->hot.load(std::memory_order_acquire);
+  if (std::find(touched.units.begin(), touched.units.end(), unit) == touched.units.end()) touched.units.push_back(unit);
+  if (writes) touched.written.push_back(unit);
+}
+
+void visit(const c10::IValue& value, bool writes, Touched& touched) {
+  if (value.isTensor()) {
+    visit(value.toTensor(), writes, touched);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor, writes, touched);
+  } else if (value.isList()) {
+    for (const auto& element : value.toListRef()) visit(element, writes, touched);
+  }
+}
+
+/// Operators that hand on the tensor itself need no unit: taking `parameter.detach()` gathers nothing. (Views proper do: their kernels check
+/// the storage's size.)
+bool reads_nothing(const c10::OperatorHandle& op) {
+  const std::string_view name = op.schema().name();
+  return name == "aten::detach" || name == "aten::alias";
+}
+
+void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  Touched touched;
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    visit(values[i], alias != nullptr && alias->isWrite(), touched);
+  }
+  if (!touched.all_hot && !reads_nothing(op)) {
+    watch_backward(touched.engine->shared_from_this());
+    touched.engine->touch({touched.units.data(), touched.units.size()});
+  }
+  {
+    const c10::impl::ExcludeDispatchKeyGuard below(kPagedKey);
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
+  }
+  for (auto* unit : touched.written) touched.engine->wrote(*unit);
+}
+
+}  // namespace
+
+// `_` means every operator.
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&trap>()); }
+
+}  // namespace fsdp::paging

@@ -1,0 +1,227 @@
+#include "comm/group_communicator.h"
+
+#include <csignal>
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "collective_checks.h"
+#include "comm/launch.h"
+#include "fsdp/device_mesh.h"
+#include "multi_rank.h"
+
+namespace fsdp::comm {
+namespace {
+
+using testing::Gather;
+using testing::kGather;
+using testing::kReduce;
+using testing::Reduce;
+using testing::run_ranks;
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+std::shared_ptr<Communicator> world(MeshOptions options = {}) {
+  return init_device_mesh("cpu", {{"dp_shard", -1}}, options).communicator("dp_shard");
+}
+
+template <typename Exception, typename Fn>
+std::string message_of(const Fn& fn) {
+  try {
+    fn();
+  } catch (const Exception& error) {
+    return error.what();
+  }
+  return "no exception";
+}
+
+TEST(GroupCommunicator, ExchangesValuesInRankOrder) {
+  for (const int size : {1, 2, 3, 4}) {
+    run_ranks(size, [size](int rank) {
+      const auto communicator = world();
+      communicator->reset_stats();
+      const at::Tensor all = communicator->exchange(torch::tensor({{rank, 10 * rank}}, at::kDouble), {.operation = "norms", .unit = {}});
+      ASSERT_EQ(all.sizes(), (std::vector<std::int64_t>{size, 1, 2}));
+      for (int r = 0; r < size; ++r) EXPECT_EQ(all[r][0][1].item<double>(), 10.0 * r);
+      EXPECT_EQ(communicator->stats().control_bytes, (size - 1) * 16);
+      EXPECT_EQ(communicator->exchange(torch::empty({0}), {.operation = "nothing", .unit = {}}).numel(), 0);
+    });
+  }
+}
+
+TEST(GroupCommunicator, ExpectEqualIsSilentWhereTextsAgree) {
+  run_ranks(3, [] {
+    const auto communicator = world();
+    communicator->reset_stats();
+    communicator->expect_equal("the same model", {.operation = "model description", .unit = {}});
+    EXPECT_EQ(communicator->stats().control_bytes, 2 * 16);
+  });
+}
+
+TEST(GroupCommunicator, ExpectEqualPrintsTheLinesThatDiffer) {
+  run_ranks(3, [](int rank) {
+    const auto communicator = world();
+    const std::string text = "unit 'layers.0': 10 parameters\n" + std::string(rank == 2 ? "unit 'layers.1': 11" : "unit 'layers.1': 10") +
+                             " parameters\nlast\n" + (rank == 2 ? "and more\n" : "");
+    const std::string message =
+        message_of<Error>([&] { communicator->expect_equal(text, {.operation = "model description", .unit = "gpt"}); });
+    EXPECT_EQ(message,
+              "model description of unit 'gpt': rank 0 and rank 2 differ. Every rank must build the same model and pass the same options.\n"
+              "  line 2: rank 0 has 'unit 'layers.1': 10 parameters', rank 2 has 'unit 'layers.1': 11 parameters'\n"
+              "  line 4: rank 0 has (no such line), rank 2 has 'and more'");
+    communicator->barrier();  // Still usable: the ranks agreed on the disagreement.
+  });
+}
+
+TEST(GroupCommunicator, ARankThatDiesFailsTheOthersAtOnce) {
+  ::testing::internal::CaptureStderr();
+  const int result =
+      launch_ranks(3,
+                   [] {
+                     alarm(30);
+                     const auto communicator = world();
+                     const int rank = communicator->rank();
+                     if (rank == 1) raise(SIGKILL);
+                     Gather gather(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 1, false);
+                     const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather)->wait(); });
+                     const std::string start = "all-gather of unit 'layers.0' on rank " + std::to_string(rank) + " of 3 failed: ";
+                     if (!message.starts_with(start) || !has(message, " rank ") || !has(message, "A peer has failed or left"))
+                       throw Error("message: " + message);
+                     // And nothing that is tried afterwards hangs.
+                     const std::string next = message_of<CommError>([&] { communicator->barrier(); });
+                     if (!has(next, "was not started, because an earlier collective failed: all-gather of unit 'layers.0'"))
+                       throw Error("next: " + next);
+                     return 0;
+                   },
+                   {});
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 was killed by signal 9 (Killed)\n");
+}
+
+TEST(GroupCommunicator, ARankThatDiesMidwayFailsPendingCollectives) {
+  ::testing::internal::CaptureStderr();
+  const int result =
+      launch_ranks(3,
+                   [] {
+                     alarm(30);
+                     const auto communicator = world();
+                     Reduce reduce(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 1, 1);
+                     auto pending = communicator->reduce_scatter(reduce.pieces, 1, kReduce);
+                     communicator->barrier();
+                     Gather gather(*communicator, {{.numel = 1'000'000, .dtype = at::kFloat}}, 1, false);
+                     if (communicator->rank() == 2) raise(SIGKILL);
+                     auto dropped = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather); });  // Never waited for.
+                     pending->wait();  // Its messages came before.
+                     reduce.check();
+                     return 0;
+                   },
+                   {});
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 2 was killed by signal 9 (Killed)\n");
+}
+
+TEST(GroupCommunicator, TimeoutsAreHonoured) {
+  run_ranks(2, [](int rank) {
+    const auto communicator = world({.timeout = std::chrono::milliseconds(500)});
+    if (rank == 1) {
+      usleep(2'500'000);
+      return;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const std::string message = message_of<CommError>([&] { communicator->barrier(); });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+    EXPECT_TRUE(message.starts_with("barrier on rank 0 of 2 failed: ")) << message;
+    EXPECT_TRUE(has(message, "FSDP_DEBUG=1")) << message;
+  });
+}
+
+TEST(GroupCommunicator, ErrorsInARowNameTheGlobalRank) {
+  run_ranks(4, [](int rank) {
+    const auto mesh = init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", 2}}, {.timeout = std::chrono::milliseconds(500)});
+    if (rank == 3) {
+      usleep(1'500'000);
+    } else if (rank == 2) {
+      const std::string message = message_of<CommError>([&] { mesh.communicator("dp_shard")->barrier(); });
+      EXPECT_TRUE(has(message, "barrier on rank 0 of 2 of 'dp_shard' (global rank 2) failed: ")) << message;
+    }
+  });
+}
+
+class DebugMode : public ::testing::Test {
+ protected:
+  void SetUp() override { setenv("FSDP_DEBUG", "1", 1); }
+  void TearDown() override { unsetenv("FSDP_DEBUG"); }
+};
+
+TEST_F(DebugMode, AgreeingCallsPass) {
+  run_ranks(3, [] {
+    const auto communicator = world();
+    for (int i = 0; i < 5; ++i) {
+      Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, i, false);
+      communicator->all_gather(gather.pieces, kGather)->wait();
+      gather.check();
+    }
+    communicator->barrier();
+  });
+}
+
+TEST_F(DebugMode, DifferentCallsPrintBothSides) {
+  run_ranks(2, [](int rank) {
+    const auto communicator = world();
+    const std::string message = message_of<CommError>([&] {
+      if (rank == 0) {
+        Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, false);
+        communicator->all_gather(gather.pieces, {.operation = "all-gather", .unit = "layers.3"})->wait();
+      } else {
+        Reduce reduce(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, 1);
+        communicator->reduce_scatter(reduce.pieces, 1, {.operation = "reduce-scatter", .unit = "layers.2"})->wait();
+      }
+    });
+    // #1 was the mesh's own barrier.
+    EXPECT_TRUE(has(message, "rank 0: #2 all-gather of unit 'layers.3'; rank 1: #2 reduce-scatter of unit 'layers.2'")) << message;
+    EXPECT_TRUE(has(message, "in the same order")) << message;
+  });
+}
+
+TEST_F(DebugMode, DifferentSizesPrintBothSides) {
+  run_ranks(3, [](int rank) {
+    const auto communicator = world();
+    Gather gather(*communicator, {{.numel = rank == 2 ? 11 : 10, .dtype = at::kFloat}}, 0, false);
+    const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather)->wait(); });
+    EXPECT_TRUE(has(message, "rank 0: #2 all-gather of unit 'layers.0' (40 bytes); rank 2: #2 all-gather of unit 'layers.0' (44 bytes)"))
+        << message;
+  });
+}
+
+TEST_F(DebugMode, ARankThatEndsEarlyShowsOnBothSides) {
+  run_ranks(2, [](int rank) {
+    auto communicator = world();
+    Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, false);
+    const std::string both = "rank 0: #2 end of training; rank 1: #2 all-gather of unit 'layers.0'";
+    if (rank == 1) {
+      const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather)->wait(); });
+      EXPECT_TRUE(has(message, both)) << message;
+    } else {
+      ::testing::internal::CaptureStderr();
+      communicator.reset();
+      const std::string printed = ::testing::internal::GetCapturedStderr();
+      EXPECT_TRUE(has(printed, both)) << printed;
+    }
+  });
+}
+
+TEST_F(DebugMode, ARankThatFailsLeavesWithoutAWord) {
+  run_ranks(2, [](int rank) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto step = [&] {
+      const auto communicator = world({.timeout = std::chrono::seconds(20)});
+      if (rank == 0) throw std::runtime_error("loss is nan");
+      communicator->barrier();
+    };
+    EXPECT_ANY_THROW(step());
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::comm

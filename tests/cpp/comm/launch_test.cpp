@@ -1,0 +1,286 @@
+#include "comm/launch.h"
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "fsdp/device_mesh.h"
+#include "fsdp/error.h"
+#include "fsdp/launch.h"
+#include "multi_rank.h"
+#include "program.h"
+
+namespace fsdp {
+namespace {
+
+using ::testing::internal::CaptureStderr;
+using ::testing::internal::GetCapturedStderr;
+
+int own_rank() { return std::atoi(std::getenv("RANK")); }
+
+void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+[[noreturn]] void sleep_forever() {
+  alarm(30);  // Should the launcher fail to end it.
+  for (;;) pause();
+}
+
+struct Outcome {
+  int result;
+  std::string errors;
+};
+
+Outcome launch(int nproc, const std::function<int()>& fn, int grace_ms = 5000) {
+  CaptureStderr();
+  const int result = comm::launch_ranks(nproc, fn, {.grace = std::chrono::milliseconds(grace_ms)});
+  return {result, GetCapturedStderr()};
+}
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST(Launch, RanksSeeTheLaunchersVariables) {
+  testing::run_ranks(3, [](int rank) {
+    EXPECT_EQ(std::string(std::getenv("RANK")), std::to_string(rank));
+    EXPECT_STREQ(std::getenv("WORLD_SIZE"), "3");
+    EXPECT_EQ(std::string(std::getenv("LOCAL_RANK")), std::to_string(rank));
+    EXPECT_STREQ(std::getenv("LOCAL_WORLD_SIZE"), "3");
+    EXPECT_TRUE(is_launched());
+  });
+}
+
+TEST(Launch, SharesTheCores) {
+  if (std::getenv("OMP_NUM_THREADS") != nullptr) GTEST_SKIP() << "OMP_NUM_THREADS is set";
+  // More ranks than any machine has cores per rank to give: one thread each.
+  testing::run_ranks(64, [] {
+    EXPECT_STREQ(std::getenv("OMP_NUM_THREADS"), std::to_string(std::max(1l, sysconf(_SC_NPROCESSORS_ONLN) / 64)).c_str());
+    EXPECT_EQ(std::to_string(at::get_num_threads()), std::getenv("OMP_NUM_THREADS"));
+  });
+}
+
+TEST(Launch, KeepsAnOmpNumThreadsThatIsSet) {
+  setenv("OMP_NUM_THREADS", "7", 1);
+  testing::run_ranks(2, [] { EXPECT_STREQ(std::getenv("OMP_NUM_THREADS"), "7"); });
+  unsetenv("OMP_NUM_THREADS");
+}
+
+TEST(Launch, InARankRunsRightHere) {
+  testing::run_ranks(2, [](int rank) {
+    const pid_t self = getpid();
+    EXPECT_EQ(launch_local(4, [&] { return getpid() == self ? 40 + rank : 1; }), 40 + rank);
+  });
+}
+
+TEST(Launch, InARankOfAnotherLauncherPrintsTheException) {
+  const auto fail = []() -> int { throw Error("bad shape"); };
+  const auto launched_with = [&](const char* size) {
+    return launch(1, [&] {
+      setenv("WORLD_SIZE", size, 1);
+      return launch_local(2, fail);
+    });
+  };
+  EXPECT_EQ(launched_with("1").errors, "rank 0 failed: bad shape\nrank 0 failed: exit code 1\n");
+  EXPECT_EQ(launched_with("many").errors, "this rank failed: bad shape\nrank 0 failed: exit code 1\n");
+}
+
+TEST(Launch, RejectsNoRanks) {
+  EXPECT_THROW(launch_local(0, [] { return 0; }), Error);
+}
+
+TEST(Launch, ReturnsTheExitCodeOfTheRankThatFailed) {
+  const auto [result, errors] = launch(3, [] { return own_rank() == 1 ? 3 : 0; });
+  EXPECT_EQ(result, 3);
+  EXPECT_EQ(errors, "rank 1 failed: exit code 3\n");
+}
+
+TEST(Launch, PrintsTheExceptionOfARank) {
+  const auto [result, errors] = launch(2, []() -> int {
+    if (own_rank() == 1) throw std::runtime_error("no such file: corpus.txt");
+    return 0;
+  });
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(errors, "rank 1 failed: no such file: corpus.txt\n");
+}
+
+TEST(Launch, PrintsTorchErrorsWithoutTheirBacktrace) {
+  const auto [result, errors] = launch(1, []() -> int {
+    TORCH_CHECK(false, "sizes differ");
+    return 0;
+  });
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(errors, "rank 0 failed: sizes differ\n");
+}
+
+TEST(Launch, PrintsLongMessagesWhole) {
+  const std::string message(300000, 'x');  // More than a pipe holds.
+  const auto [result, errors] = launch(1, [&]() -> int { throw std::runtime_error(message); });
+  EXPECT_EQ(errors, "rank 0 failed: " + message + "\n");
+}
+
+TEST(Launch, NamesTheSignalThatKilledARank) {
+  const auto [result, errors] = launch(3, []() -> int {
+    if (own_rank() == 2) raise(SIGKILL);
+    return 0;
+  });
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(errors, "rank 2 was killed by signal 9 (Killed)\n");
+}
+
+TEST(Launch, BlamesTheRankThatFailedOfItsOwn) {
+  const auto [result, errors] = launch(2, []() -> int {
+    if (own_rank() == 0) throw CommError("a peer left");
+    sleep_ms(200);
+    throw Error("bad shape");
+  });
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(errors, "rank 1 failed: bad shape\n");
+}
+
+TEST(Launch, PrintsPeerFailuresWhereNoRankFailedOfItsOwn) {
+  const auto [result, errors] = launch(2, []() -> int { throw CommError("timed out"); });
+  EXPECT_EQ(result, 1);
+  EXPECT_TRUE(has(errors, "rank 0 failed: timed out\n")) << errors;
+  EXPECT_TRUE(has(errors, "rank 1 failed: timed out\n")) << errors;
+}
+
+TEST(Launch, StopsTheOthersAfterTheGracePeriod) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto [result, errors] = launch(
+      3,
+      [] {
+        if (own_rank() == 1) return 5;
+        if (own_rank() == 2) signal(SIGTERM, SIG_IGN);
+        sleep_forever();
+      },
+      200);
+  EXPECT_EQ(result, 5);
+  EXPECT_TRUE(has(errors, "rank 1 failed: exit code 5\n")) << errors;
+  EXPECT_TRUE(has(errors, "rank 0 did not end within 0.2 s after the first failure and was stopped\n")) << errors;
+  EXPECT_TRUE(has(errors, "rank 2 did not end within 0.2 s after the first failure and was stopped\n")) << errors;
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+// The ranks hold the pipe's only writing ends, so that it closes when the last of them is gone.
+TEST(Launch, RanksDieWithTheirParent) {
+  int alive[2];
+  ASSERT_EQ(pipe(alive), 0);
+  const pid_t parent = fork();
+  if (parent == 0) {
+    close(alive[0]);
+    comm::launch_ranks(2,
+                       [&]() -> int {
+                         if (write(alive[1], "x", 1) != 1) return 1;
+                         sleep_forever();
+                       },
+                       {});
+    _exit(0);
+  }
+  close(alive[1]);
+  char byte = 0;
+  ASSERT_EQ(read(alive[0], &byte, 1), 1);
+  ASSERT_EQ(read(alive[0], &byte, 1), 1);
+  kill(parent, SIGKILL);
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(read(alive[0], &byte, 1), 0);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  waitpid(parent, nullptr, 0);
+  close(alive[0]);
+}
+
+TEST(LaunchPrograms, DISABLED_ExitHandlers) {
+  std::atexit([] { std::cout << "[exit handler]" << std::endl; });
+  std::cout << "[buffered]";
+  EXPECT_EQ(launch_local(3, [] { return 0; }), 0);
+}
+
+TEST(Launch, RanksRunNoExitHandlersAndPrintNothingTwice) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_ExitHandlers");
+  EXPECT_EQ(code, 0) << output;
+  for (const std::string once : {"[exit handler]", "[buffered]"}) {
+    EXPECT_TRUE(has(output, once)) << output;
+    EXPECT_EQ(output.find(once), output.rfind(once)) << output;
+  }
+}
+
+// A second thread in the program, so that it can't be forked.
+struct SecondThread {
+  std::atomic<bool> stop{false};
+  std::thread thread{[this] {
+    while (!stop) sleep_ms(1);
+  }};
+  ~SecondThread() {
+    stop = true;
+    thread.join();
+  }
+};
+
+TEST(LaunchPrograms, DISABLED_ExecutesItselfAgain) {
+  const SecondThread thread;
+  const int result = launch_local(3, [] {
+    const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
+    mesh.barrier();
+    std::cout << "[rank " << mesh.rank() << " of " << mesh.size() << "]" << std::endl;
+    return 0;
+  });
+  EXPECT_EQ(result, 0);
+}
+
+TEST(LaunchPrograms, DISABLED_ExecutesItselfAgainAndFails) {
+  const SecondThread thread;
+  EXPECT_EQ(launch_local(2,
+                         []() -> int {
+                           if (own_rank() == 1) throw Error("bad shape");
+                           return 0;
+                         }),
+            0);
+}
+
+TEST(Launch, WithThreadsExecutesItselfAgain) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_ExecutesItselfAgain");
+  EXPECT_EQ(code, 0) << output;
+  for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(has(output, "[rank " + std::to_string(rank) + " of 3]")) << output;
+}
+
+TEST(Launch, WithThreadsReportsFailuresToo) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_ExecutesItselfAgainAndFails");
+  EXPECT_NE(code, 0);
+  EXPECT_TRUE(has(output, "rank 1 failed: bad shape\n")) << output;
+}
+
+TEST(LaunchPrograms, DISABLED_AssertionFailsInARank) {
+  testing::run_ranks(2, [](int rank) { EXPECT_EQ(rank, 0) << "only one rank is expected"; });
+}
+
+TEST(LaunchPrograms, DISABLED_RankHangs) {
+  testing::run_ranks(
+      2,
+      [](int rank) {
+        if (rank == 1) pause();
+      },
+      std::chrono::seconds(1));
+}
+
+TEST(MultiRank, FailedAssertionsOfARankFailTheTest) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_AssertionFailsInARank");
+  EXPECT_NE(code, 0);
+  EXPECT_TRUE(has(output, "only one rank is expected")) << output;
+  EXPECT_TRUE(has(output, "in rank 1 of 2")) << output;
+  EXPECT_TRUE(has(output, "rank 1 failed: exit code 1\n")) << output;
+}
+
+TEST(MultiRank, RanksThatHangAreEnded) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_RankHangs");
+  EXPECT_NE(code, 0);
+  EXPECT_TRUE(has(output, "rank 1 was killed by signal 14 (Alarm clock)\n")) << output;
+}
+
+}  // namespace
+}  // namespace fsdp

@@ -1,0 +1,161 @@
+#include "comm/pairwise_communicator.h"
+
+#include <csignal>
+#include <memory>
+#include <string>
+
+#include "collective_checks.h"
+#include "fsdp/device_mesh.h"
+#include "multi_rank.h"
+
+namespace fsdp::comm {
+namespace {
+
+using testing::Gather;
+using testing::kGather;
+using testing::kReduce;
+using testing::PieceShape;
+using testing::Reduce;
+using testing::run_ranks;
+
+std::shared_ptr<Communicator> world() { return init_device_mesh("cpu", {{"dp_shard", -1}}).communicator("dp_shard"); }
+
+// One of each dtype, an empty one between them, and one large enough for many TCP segments.
+const std::vector<PieceShape> kMixed = {
+    {.numel = 33, .dtype = at::kFloat},
+    {.numel = 0, .dtype = at::kFloat},
+    {.numel = 7, .dtype = at::kDouble, .out_dtype = at::kDouble},
+    {.numel = 1, .dtype = at::kBFloat16, .out_dtype = at::kFloat, .accumulate = true},
+    {.numel = 129, .dtype = at::kHalf, .out_dtype = at::kHalf},
+    {.numel = 300, .dtype = at::kBFloat16, .out_dtype = at::kBFloat16},
+    {.numel = 50000, .dtype = at::kFloat, .out_dtype = at::kFloat, .accumulate = true},
+};
+
+class PairwiseCommunicatorOfSize : public ::testing::TestWithParam<int> {};
+
+TEST_P(PairwiseCommunicatorOfSize, AllGathersPiecesOfAllDtypes) {
+  run_ranks(GetParam(), [] {
+    const auto communicator = world();
+    for (const bool alias : {false, true}) {
+      Gather gather(*communicator, kMixed, 1, alias);
+      const auto pending = communicator->all_gather(gather.pieces, kGather);
+      pending->wait();
+      pending->wait();  // Idempotent.
+      gather.check();
+    }
+  });
+}
+
+TEST_P(PairwiseCommunicatorOfSize, ReduceScattersPiecesOfAllDtypes) {
+  run_ranks(GetParam(), [] {
+    const auto communicator = world();
+    Reduce reduce(*communicator, kMixed, 1, 1.0 / 3);
+    const auto pending = communicator->reduce_scatter(reduce.pieces, 1.0 / 3, kReduce);
+    pending->wait();
+    pending->wait();  // Accumulates once.
+    reduce.check();
+  });
+}
+
+TEST_P(PairwiseCommunicatorOfSize, SendsEachByteOnceToEachPeer) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto communicator = world();
+    communicator->reset_stats();
+    std::int64_t shard_bytes = 0;
+    for (const PieceShape& shape : kMixed) shard_bytes += shape.numel * static_cast<std::int64_t>(c10::elementSize(shape.dtype));
+    Gather gather(*communicator, kMixed, 1, false);
+    Reduce reduce(*communicator, kMixed, 1, 1);
+    communicator->all_gather(gather.pieces, kGather)->wait();
+    communicator->reduce_scatter(reduce.pieces, 1, kReduce)->wait();
+    // (n - 1) / n of the full buffer, which has n shards.
+    EXPECT_EQ(communicator->stats().all_gather_bytes, (communicator->size() - 1) * shard_bytes);
+    EXPECT_EQ(communicator->stats().reduce_scatter_bytes, (communicator->size() - 1) * shard_bytes);
+    EXPECT_EQ(communicator->stats().all_gathers, 1);
+    EXPECT_EQ(communicator->stats().reduce_scatters, 1);
+    EXPECT_EQ(communicator->stats().control_bytes, 0);
+    communicator->reset_stats();
+    EXPECT_EQ(communicator->stats().all_gathers, 0);
+  });
+}
+
+TEST_P(PairwiseCommunicatorOfSize, ManyCollectivesMayBeInFlight) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto communicator = world();
+    std::vector<Gather> gathers;
+    std::vector<Reduce> reduces;
+    for (int i = 0; i < 20; ++i) {
+      gathers.emplace_back(*communicator,
+                           std::vector<PieceShape>{{.numel = 1000 + i, .dtype = at::kFloat}, {.numel = 3, .dtype = at::kHalf}}, 10 * i,
+                           i % 2 == 0);
+      reduces.emplace_back(*communicator, std::vector<PieceShape>{{.numel = 500 + i, .dtype = at::kBFloat16}}, 10 * i, 0.5);
+    }
+    std::vector<std::unique_ptr<Pending>> pending;
+    for (std::size_t i = 0; i < gathers.size(); ++i) {
+      pending.push_back(communicator->all_gather(gathers[i].pieces, kGather));
+      pending.push_back(communicator->reduce_scatter(reduces[i].pieces, 0.5, kReduce));
+    }
+    // Waited for in another order than started, and not the same on all ranks.
+    if (rank % 2 == 0) std::reverse(pending.begin(), pending.end());
+    for (const auto& each : pending) each->wait();
+    for (const Gather& gather : gathers) gather.check();
+    for (const Reduce& reduce : reduces) reduce.check();
+  });
+}
+
+TEST_P(PairwiseCommunicatorOfSize, APendingThatIsDroppedStillServesThePeers) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto communicator = world();
+    Gather gather(*communicator, {{.numel = 100000, .dtype = at::kFloat}}, 3, false);
+    auto pending = communicator->all_gather(gather.pieces, kGather);
+    if (rank == 0) {
+      pending.reset();
+    } else {
+      pending->wait();
+    }
+    gather.check();
+    communicator->barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, PairwiseCommunicatorOfSize, ::testing::Values(1, 2, 3, 4));
+
+TEST(PairwiseCommunicator, OutMayBeItsOwnRegionOfUnreduced) {
+  run_ranks(3, [](int rank) {
+    const auto communicator = world();
+    Reduce reduce(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 4, 0.25);
+    reduce.pieces[0].out = reduce.pieces[0].unreduced.narrow(0, rank * 1000, 1000);
+    communicator->reduce_scatter(reduce.pieces, 0.25, kReduce)->wait();
+    reduce.check();
+  });
+}
+
+TEST(PairwiseCommunicator, TagsWrapBelowTheirLimit) {
+  EXPECT_EQ(Group::tag(0x3fffffffu), 0x3fffffff);
+  EXPECT_EQ(Group::tag(0x40000000u), 0);
+  EXPECT_GE(Group::tag(0xffffffffu), 0);
+}
+
+TEST(PairwiseCommunicator, PiecesThatDoNotFitAreRefused) {
+  run_ranks(2, [] {
+    const auto communicator = world();
+    const at::Tensor four = torch::zeros({4});
+    const auto gather = [&](const at::Tensor& full, const at::Tensor& shard) {
+      const GatherPiece piece{.full = full, .shard = shard};
+      communicator->all_gather({&piece, 1}, kGather);
+    };
+    EXPECT_THROW(gather(four, torch::zeros({3})), Error);
+    EXPECT_THROW(gather(four, torch::zeros({2}, at::kHalf)), Error);
+    EXPECT_THROW(gather(torch::zeros({8}).slice(0, 0, 8, 2), torch::zeros({2})), Error);
+    const auto reduce = [&](const at::Tensor& unreduced, const at::Tensor& staging, const at::Tensor& out) {
+      const ReducePiece piece{.unreduced = unreduced, .staging = staging, .out = out};
+      communicator->reduce_scatter({&piece, 1}, 1, kReduce);
+    };
+    EXPECT_THROW(reduce(four, torch::zeros({1}), torch::zeros({2})), Error);
+    EXPECT_THROW(reduce(four, torch::zeros({2}, at::kHalf), torch::zeros({2})), Error);
+    EXPECT_THROW(reduce(four.to(at::kLong), torch::zeros({2}, at::kLong), torch::zeros({2})), Error);
+    communicator->barrier();  // Refused before anything was sent.
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::comm
