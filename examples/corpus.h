@@ -29,7 +29,8 @@ struct Batch {
 /// their paths. Whole groups of files are held out: files of one folder whose names start with the same word (`add.h`,
 /// `_add_relu.h` and `add_native.h`) often repeat each other, so they go to the same side. Groups whose path hashes into the
 /// lowest twentieth are for validation, and the group with the lowest hash always is. So the split depends on relative
-/// paths only, and a new file does not move old ones (unless its group has the lowest hash). A single file or group gives its last twentieth.
+/// paths only, and a new file does not move old ones (unless its group has the lowest hash). A single file or group gives its last
+/// twentieth.
 ///
 /// Each file starts with the token kStart, which no text holds.
 class Corpus {

@@ -8,9 +8,7 @@ namespace {
 
 torch::nn::Linear linear(std::int64_t in, std::int64_t out) { return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)); }
 
-std::int64_t hidden_width(const GPTConfig& config) {
-  return config.hidden > 0 ? config.hidden : (config.dim * 8 / 3 + 63) / 64 * 64;
-}
+std::int64_t hidden_width(const GPTConfig& config) { return config.hidden > 0 ? config.hidden : (config.dim * 8 / 3 + 63) / 64 * 64; }
 
 // Position p turns pair i of a head by p * base^(-2i / head_dim) (Su et al., 2021).
 at::Tensor rotary_table(const GPTConfig& config) {

@@ -49,8 +49,8 @@ class GPTBlockImpl : public torch::nn::Module {
 
   std::int64_t heads_;
   RMSNorm attention_norm_, mlp_norm_;
-  torch::nn::Linear qkv_, attention_out_;   // queries, keys and values in one product
-  torch::nn::Linear gate_up_, mlp_out_;     // both inputs of SwiGLU in one product
+  torch::nn::Linear qkv_, attention_out_;  // queries, keys and values in one product
+  torch::nn::Linear gate_up_, mlp_out_;    // both inputs of SwiGLU in one product
 };
 TORCH_MODULE(GPTBlock);
 

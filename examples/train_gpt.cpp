@@ -58,15 +58,20 @@ void require(bool holds, const std::string& what) {
 void validate(const Options& options, int ranks) {
   const auto& model = options.model;
   require(ranks >= 1, "--nproc must be at least 1");
-  require(model.dim > 0 && model.layers > 0 && model.heads > 0 && model.context > 1, "--dim, --layers, --heads must be positive, --context > 1");
+  require(model.dim > 0 && model.layers > 0 && model.heads > 0 && model.context > 1,
+          "--dim, --layers, --heads must be positive, --context > 1");
   require(model.dim % model.heads == 0 && model.dim / model.heads % 2 == 0,
           "--dim " + std::to_string(model.dim) + " does not divide into --heads " + std::to_string(model.heads) + " of even width");
-  require(ranks <= options.batch, "more ranks (" + std::to_string(ranks) + ") than sequences per step (--batch " + std::to_string(options.batch) + ")");
-  require(options.batch % ranks == 0, "--batch " + std::to_string(options.batch) + " does not divide over " + std::to_string(ranks) + " ranks");
+  require(ranks <= options.batch,
+          "more ranks (" + std::to_string(ranks) + ") than sequences per step (--batch " + std::to_string(options.batch) + ")");
+  require(options.batch % ranks == 0,
+          "--batch " + std::to_string(options.batch) + " does not divide over " + std::to_string(ranks) + " ranks");
   require(options.steps >= 0 && options.minutes > 0, "--steps must be at least 0 (0: by --minutes) and --minutes positive");
   require(options.lr > 0 && options.clip > 0 && options.temperature > 0, "--lr, --clip and --temperature must be positive");
-  require(options.warmup >= 0 && options.prefetch >= 0 && options.weight_decay >= 0, "--warmup, --prefetch and --weight-decay must be at least 0");
-  require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0, "--eval-every, --eval-sequences and --threads must be positive");
+  require(options.warmup >= 0 && options.prefetch >= 0 && options.weight_decay >= 0,
+          "--warmup, --prefetch and --weight-decay must be at least 0");
+  require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
+          "--eval-every, --eval-sequences and --threads must be positive");
 }
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
@@ -174,7 +179,8 @@ int train(const Options& options, const Corpus& corpus) {
     const double warmup = std::min(1.0, static_cast<double>(step + 1) / static_cast<double>(std::max<std::int64_t>(options.warmup, 1)));
     optimizer.set_lr_factor(warmup * (0.05 + 0.95 * 0.5 * (1 + std::cos(M_PI * progress))));
 
-    const auto batch = corpus.sample({.seed = options.seed, .step = step, .first = mesh.rank() * share, .count = share}, options.model.context);
+    const auto batch =
+        corpus.sample({.seed = options.seed, .step = step, .first = mesh.rank() * share, .count = share}, options.model.context);
     const auto loss = model->loss(batch.tokens.to(mesh.device()), batch.targets.to(mesh.device()));
     loss.backward();
     fsdp::clip_grad_norm(*model, options.clip);
@@ -204,10 +210,8 @@ int train(const Options& options, const Corpus& corpus) {
   char summary[200];
   std::snprintf(summary, sizeof(summary), "done: %d steps in %.0f s, validation %.3f bits per byte, peak engine memory %.1f MiB per rank",
                 static_cast<int>(step), seconds, bits, static_cast<double>(sharded.memory_stats().total.peak) / (1 << 20));
-  report.line("--- sample ---\n" + text + "\n--------------\n" + summary, {{"step", step},
-                                                                           {"seconds", seconds},
-                                                                           {"validation_bits_per_byte", bits},
-                                                                           {"sample", text}});
+  report.line("--- sample ---\n" + text + "\n--------------\n" + summary,
+              {{"step", step}, {"seconds", seconds}, {"validation_bits_per_byte", bits}, {"sample", text}});
   mesh.barrier();
   return 0;
 }

@@ -32,19 +32,19 @@ class DeviceMesh {
   DeviceMesh() = default;  ///< An undefined mesh; `defined()` is false.
 
   bool defined() const { return state_ != nullptr; }
-  c10::Device device() const;                        ///< This rank's device.
-  const std::vector<MeshDim>& dims() const;          ///< Names and sizes, outermost first.
-  std::int64_t rank() const;                         ///< This rank's global rank.
-  std::int64_t size() const;                         ///< Ranks in this (sub-)mesh.
-  std::int64_t size(const std::string& dim) const;   ///< Throws Error if there is no such dimension.
+  c10::Device device() const;                             ///< This rank's device.
+  const std::vector<MeshDim>& dims() const;               ///< Names and sizes, outermost first.
+  std::int64_t rank() const;                              ///< This rank's global rank.
+  std::int64_t size() const;                              ///< Ranks in this (sub-)mesh.
+  std::int64_t size(const std::string& dim) const;        ///< Throws Error if there is no such dimension.
   std::int64_t coordinate(const std::string& dim) const;  ///< This rank's position along `dim`.
   DeviceMesh operator[](const std::string& dim) const;    ///< The 1-D sub-mesh through this rank.
 
   /// The communicator of this rank's row along `dim`.
   std::shared_ptr<comm::Communicator> communicator(const std::string& dim) const;
 
-  /// The sum of a host value over the ranks of a 1-D mesh, added in rank order: the same on every rank. Collective; blocks. Throws CommError, or
-  /// Error if the mesh has several dimensions.
+  /// The sum of a host value over the ranks of a 1-D mesh, added in rank order: the same on every rank. Collective; blocks. Throws
+  /// CommError, or Error if the mesh has several dimensions.
   double sum(double value) const;
 
   /// Blocks until every rank of the mesh has arrived. Throws CommError.

@@ -26,9 +26,7 @@ using UnitPredicate = std::function<bool(const std::string& name, const torch::n
 /// Every module of one of the given types: `fsdp::each<torch::nn::TransformerEncoderLayerImpl>()`.
 template <typename... Modules>
 UnitPredicate each() {
-  return [](const std::string&, const torch::nn::Module& module) {
-    return (... || (dynamic_cast<const Modules*>(&module) != nullptr));
-  };
+  return [](const std::string&, const torch::nn::Module& module) { return (... || (dynamic_cast<const Modules*>(&module) != nullptr)); };
 }
 
 struct FullyShardOptions {
@@ -64,8 +62,8 @@ class FSDPModule {
   void set_requires_gradient_sync(bool requires_gradient_sync);
   void set_reshard_after_forward(bool reshard_after_forward);
   void set_prefetch_depth(int depth);
-  /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself at
-  /// the next forward after a failed backward. Collective if collectives were pending.
+  /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself
+  /// at the next forward after a failed backward. Collective if collectives were pending.
   void reset();
   /// Drops the reduced gradients: the next backward starts from zero.
   void zero_grad();
@@ -94,14 +92,14 @@ class FSDPModule {
   std::size_t unit_;
 };
 
-/// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged: from now on its parameters
-/// hold no memory until an operator touches them. Each rank keeps its own slice of its own values, so all ranks must have
+/// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged: from now on its
+/// parameters hold no memory until an operator touches them. Each rank keeps its own slice of its own values, so all ranks must have
 /// initialised alike (the same seed). Called once, on the root.
 ///
 /// A parameter that several modules share belongs to the closest common ancestor of the units that reach it.
 ///
-/// Collective. Throws Error on every rank if the ranks' models or options differ, a parameter has a dtype that can't be sharded, is not dense,
-/// or is not on the mesh's device, or the module is sharded already.
+/// Collective. Throws Error on every rank if the ranks' models or options differ, a parameter has a dtype that can't be sharded, is not
+/// dense, or is not on the mesh's device, or the module is sharded already.
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options = {});
 
 /// The handle of a module that fully_shard has seen, or whose ancestor's unit division made a unit. Throws Error otherwise.

@@ -73,8 +73,9 @@ class SGD : public Optimizer {
 /// Makes a torch optimizer over the given parameters.
 using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
 
-/// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`.
-/// It sees one 1-D tensor per parameter (possibly empty). Exact for elementwise optimizers only; set_lr_factor scales the options' learning rate.
+/// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
+/// std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`. It sees one 1-D tensor per parameter (possibly empty). Exact for elementwise
+/// optimizers only; set_lr_factor scales the options' learning rate.
 class WrappedOptimizer : public Optimizer {
  public:
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
@@ -85,9 +86,9 @@ class WrappedOptimizer : public Optimizer {
 };
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
 
-/// Scales the gradients of all parameters so that their joint 2-norm is at most max_norm, and returns the norm before. Squares are summed in fp64
-/// and one small exchange adds the shards up in rank order, so every strategy gets the same norm. Collective. Throws Error if max_norm is not
-/// positive, or if the norm is not finite and error_if_nonfinite is set (the gradients are then left alone).
+/// Scales the gradients of all parameters so that their joint 2-norm is at most max_norm, and returns the norm before. Squares are summed
+/// in fp64 and one small exchange adds the shards up in rank order, so every strategy gets the same norm. Collective. Throws Error if
+/// max_norm is not positive, or if the norm is not finite and error_if_nonfinite is set (the gradients are then left alone).
 double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_nonfinite = false);
 
 }  // namespace fsdp

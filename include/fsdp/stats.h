@@ -13,14 +13,14 @@ struct MemoryUse {
 /// Exact accounting of all memory that the engine holds for a model on this rank, in bytes. Activations, and gradients on their way
 /// from autograd into the engine's buffers, are autograd's and are not counted.
 struct MemoryStats {
-  MemoryUse main_parameters;       ///< Shards (or replicas) that the optimizer updates.
-  MemoryUse main_gradients;        ///< Reduced gradients that the optimizer reads.
-  MemoryUse gathered_parameters;   ///< Whole units, present for computation.
-  MemoryUse unreduced_gradients;   ///< Whole units' gradients before reduction.
-  MemoryUse communication;         ///< Receive staging of reductions.
+  MemoryUse main_parameters;      ///< Shards (or replicas) that the optimizer updates.
+  MemoryUse main_gradients;       ///< Reduced gradients that the optimizer reads.
+  MemoryUse gathered_parameters;  ///< Whole units, present for computation.
+  MemoryUse unreduced_gradients;  ///< Whole units' gradients before reduction.
+  MemoryUse communication;        ///< Receive staging of reductions.
   MemoryUse optimizer_state;
-  MemoryUse total;                 ///< Of all of the above; its peak is the peak of the sum.
-  MemoryUse slots;                 ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
+  MemoryUse total;                    ///< Of all of the above; its peak is the peak of the sum.
+  MemoryUse slots;                    ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
   std::int64_t slot_allocations = 0;  ///< Calls to the allocator so far; constant in the steady state.
 };
 

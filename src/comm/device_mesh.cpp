@@ -1,8 +1,7 @@
 #include "fsdp/device_mesh.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -159,7 +158,8 @@ std::shared_ptr<comm::Communicator> DeviceMesh::communicator(const std::string& 
 
 double DeviceMesh::sum(double value) const {
   const auto& communicators = fsdp::defined(state_).communicators;
-  if (communicators.size() != 1) throw Error("DeviceMesh::sum needs a 1-D mesh, this is " + describe(dims()) + "; index it by a dimension's name");
+  if (communicators.size() != 1)
+    throw Error("DeviceMesh::sum needs a 1-D mesh, this is " + describe(dims()) + "; index it by a dimension's name");
   const auto all = communicators.front()->exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
   double sum = 0;
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];

@@ -78,8 +78,8 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
   if (!within) current_ = &unit;
 }
 
-// [Evict by movement] In forward and backward alike: what is neither around nor within the destination has done its work. If it has not, touching it
-// again gathers it again.
+// [Evict by movement] In forward and backward alike: what is neither around nor within the destination has done its work. If it has not,
+// touching it again gathers it again.
 void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
   if (backward_ == BackwardState::kRunning && requires_gradient_sync_) reducer_.depart_to(destination);
   for (const auto& unit : units_) {

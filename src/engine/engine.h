@@ -23,9 +23,9 @@ namespace fsdp::engine {
 ///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
-/// One training step over units: gathers them when they are touched, evicts them when the computation has moved on, reduces their gradients when backward
-/// departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be used, that a
-/// gradient is ready, and that backward has begun and ended.
+/// One training step over units: gathers them when they are touched, evicts them when the computation has moved on, reduces their gradients
+/// when backward departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
+/// used, that a gradient is ready, and that backward has begun and ended.
 ///
 /// All public methods lock: a backward may run on another thread than the forward. The lock is held while a collective is waited
 /// for, since nothing else could proceed then. Every rank must touch units in the same order [Order is collective].

@@ -123,8 +123,8 @@ void Reducer::reduce(Unit& unit) {
                       .out = unit.replicated_optimizer() ? unit.own_region(main, k) : main,
                       .accumulate = unit.main_gradient_valid});
   }
-  unit.reduction = unit.communicator->reduce_scatter(pieces, 1.0 / unit.communicator->size(),
-                                                     {.operation = "reduce-scatter", .unit = unit.name});
+  unit.reduction =
+      unit.communicator->reduce_scatter(pieces, 1.0 / unit.communicator->size(), {.operation = "reduce-scatter", .unit = unit.name});
   unit.gradient_state = GradientState::kReducing;
   unit.reduced_in_this_backward = true;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &unit));

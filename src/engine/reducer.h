@@ -21,8 +21,8 @@ class Reducer {
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
 
-  /// Backward moves to `destination`: starts the reduction of every collecting unit that is not related to it [Reduce on departure]. The moment
-  /// depends on the order of touches only, which is collective, not on which gradients this rank happened to get.
+  /// Backward moves to `destination`: starts the reduction of every collecting unit that is not related to it [Reduce on departure]. The
+  /// moment depends on the order of touches only, which is collective, not on which gradients this rank happened to get.
   void depart_to(const Unit& destination);
 
   /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all;
@@ -42,7 +42,7 @@ class Reducer {
   memory::SlotPool& pool_;
   memory::Accounting& accounting_;
   std::vector<Unit*> collecting_;
-  std::deque<Unit*> reducing_;  // in the order of their start
+  std::deque<Unit*> reducing_;                             // in the order of their start
   std::vector<std::unique_ptr<comm::Pending>> gathering_;  // all-gathers of replicated main gradients
 };
 

@@ -12,9 +12,9 @@ enum class Phase : std::uint8_t { kForward, kBackward };
 
 /// Remembers which unit came after which, forward and backward apart, to predict the next ones [Read ahead].
 ///
-/// The record is a second-order successor table: (unit before, unit) -> unit that followed last time. It needs no notion of where a pass begins
-/// or ends, so validation passes, skipped layers and changed orders correct it as they happen, and a unit that is used in several places
-/// (A B A C) is predicted by what came before it. A wrong prediction costs time, never correctness. Predictions depend on the order
+/// The record is a second-order successor table: (unit before, unit) -> unit that followed last time. It needs no notion of where a pass
+/// begins or ends, so validation passes, skipped layers and changed orders correct it as they happen, and a unit that is used in several
+/// places (A B A C) is predicted by what came before it. A wrong prediction costs time, never correctness. Predictions depend on the order
 /// of moves only, never on timing: all ranks predict the same.
 class Schedule {
  public:

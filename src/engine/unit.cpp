@@ -12,8 +12,8 @@ namespace {
 
 at::Tensor view_of(const c10::Storage& storage, at::ScalarType dtype, std::int64_t byte_offset, at::IntArrayRef shape) {
   const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()),
-                                                   options.dtype());
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
   impl->set_sizes_contiguous(shape);
   impl->set_storage_offset(byte_offset / static_cast<std::int64_t>(c10::elementSize(dtype)));
   return at::Tensor(std::move(impl));
@@ -66,8 +66,8 @@ void Unit::collect_padding() {
     std::int64_t end = 0;
     for (const auto& [begin, next_end] : used) {
       if (begin > end) {
-        padding.push_back(view_of(gradient_storage, static_cast<at::ScalarType>(part.dtype), part.byte_offset + end * part.itemsize,
-                                  {begin - end}));
+        padding.push_back(
+            view_of(gradient_storage, static_cast<at::ScalarType>(part.dtype), part.byte_offset + end * part.itemsize, {begin - end}));
       }
       end = next_end;
     }
@@ -93,8 +93,7 @@ Unit::MainSlice Unit::main_slice(std::size_t parameter) const {
 Unit::MainSlice Unit::owned_slice(std::size_t parameter) const {
   const auto sub_buffer = layout.placements()[parameter].sub_buffer;
   const auto slice = layout.local_slice(parameter, communicator->rank());
-  const std::int64_t base =
-      replicated_optimizer() ? communicator->rank() * layout.sub_buffers()[sub_buffer].shard_numel : 0;
+  const std::int64_t base = replicated_optimizer() ? communicator->rank() * layout.sub_buffers()[sub_buffer].shard_numel : 0;
   return {sub_buffer, base + slice.shard_offset, slice.numel, slice.parameter_offset};
 }
 

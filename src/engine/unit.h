@@ -53,8 +53,8 @@ struct UnitOptions {
   bool reshard_after_forward = true;
 };
 
-/// The parameters that are gathered, freed and reduced together, and all memory that belongs to them. Plain state: Engine moves the parameters,
-/// Reducer the gradients.
+/// The parameters that are gathered, freed and reduced together, and all memory that belongs to them. Plain state: Engine moves the
+/// parameters, Reducer the gradients.
 struct Unit {
   Unit(std::string name, std::vector<UnitParameter> parameters, layout::UnitLayout layout, UnitOptions options,
        std::shared_ptr<comm::Communicator> communicator, c10::Storage storage);
@@ -79,9 +79,9 @@ struct Unit {
 
   // Main parameters and gradients, per sub-buffer, 1-D: the shard, or the whole if the optimizer's placement is replicated. Replicated
   // parameters' mains are regions of `full`: the shard's bytes exist once.
-  at::Tensor main_memory;           ///< Bytes; undefined if the parameters are replicated.
+  at::Tensor main_memory;  ///< Bytes; undefined if the parameters are replicated.
   std::vector<at::Tensor> main;
-  at::Tensor main_gradient_memory;  ///< Bytes; the whole if gradients are replicated. Undefined until the first gradient.
+  at::Tensor main_gradient_memory;        ///< Bytes; the whole if gradients are replicated. Undefined until the first gradient.
   std::vector<at::Tensor> main_gradient;  ///< Trainable sub-buffers only.
   bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
 
@@ -112,7 +112,7 @@ struct Unit {
   /// Where parameter i lies in main[sub_buffer] and main_gradient[sub_buffer].
   struct MainSlice {
     std::size_t sub_buffer;
-    std::int64_t offset;            ///< In main[sub_buffer], elements.
+    std::int64_t offset;  ///< In main[sub_buffer], elements.
     std::int64_t numel;
     std::int64_t parameter_offset;  ///< Of the first element, in the flattened parameter.
   };

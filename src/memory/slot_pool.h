@@ -41,8 +41,8 @@ class Slot {
 /// back to the allocator and a block of the exact size is taken instead, so the pool holds no more blocks than were ever live at once. The
 /// same sequence of requests in each step therefore allocates nothing from some early step on.
 ///
-/// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives start
-/// after what that stream holds at their call, and waiting for one orders the stream behind it.
+/// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
+/// start after what that stream holds at their call, and waiting for one orders the stream behind it.
 ///
 /// Must outlive its slots. Not thread-safe: the engine serializes.
 class SlotPool {

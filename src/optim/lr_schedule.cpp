@@ -18,9 +18,7 @@ void validate(std::int64_t warmup_steps, std::int64_t total_steps) {
 }
 
 /// 1/n, 2/n, ... 1 in the n warm-up steps.
-double warmup(std::int64_t step, std::int64_t warmup_steps) {
-  return static_cast<double>(step + 1) / static_cast<double>(warmup_steps);
-}
+double warmup(std::int64_t step, std::int64_t warmup_steps) { return static_cast<double>(step + 1) / static_cast<double>(warmup_steps); }
 
 /// 0 at the end of the warm-up, 1 from total_steps on.
 double progress(std::int64_t step, std::int64_t warmup_steps, std::int64_t total_steps) {

@@ -43,7 +43,8 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw Error(what);
 }
 
-/// Sum of squares in fp64, with independent partial sums so that the compiler can use vector registers; the order is fixed by the numbers of elements alone.
+/// Sum of squares in fp64, with independent partial sums so that the compiler can use vector registers; the order is fixed by the numbers
+/// of elements alone.
 template <typename T>
 double sum_of_squares(const T* data, std::int64_t numel) {
   constexpr std::int64_t kLanes = 8;
@@ -69,16 +70,16 @@ double sum_of_squares(const at::Tensor& tensor) {
 }  // namespace
 
 AdamW::AdamW(torch::nn::Module& module, AdamWOptions options, std::vector<ParamGroup> groups)
-    : Optimizer(std::make_unique<State>(
-          module, optim::Group{options.lr, options.weight_decay}, groups, 2,
-          [options](const optim::Group& group, double lr, std::vector<optim::Segment*>& segments) {
-            for (auto& [dtype, part] : by_dtype(segments)) {
-              auto lists = lists_of(part);
-              at::_fused_adamw_(lists.values, lists.gradients, lists.states[0], lists.states[1], /*max_exp_avg_sqs=*/{}, lists.steps, lr,
-                                std::get<0>(options.betas), std::get<1>(options.betas), group.weight_decay, options.eps,
-                                /*amsgrad=*/false, /*maximize=*/false);
-            }
-          })) {
+    : Optimizer(std::make_unique<State>(module, optim::Group{options.lr, options.weight_decay}, groups, 2,
+                                        [options](const optim::Group& group, double lr, std::vector<optim::Segment*>& segments) {
+                                          for (auto& [dtype, part] : by_dtype(segments)) {
+                                            auto lists = lists_of(part);
+                                            at::_fused_adamw_(lists.values, lists.gradients, lists.states[0], lists.states[1],
+                                                              /*max_exp_avg_sqs=*/{}, lists.steps, lr, std::get<0>(options.betas),
+                                                              std::get<1>(options.betas), group.weight_decay, options.eps,
+                                                              /*amsgrad=*/false, /*maximize=*/false);
+                                          }
+                                        })) {
   const auto [beta1, beta2] = options.betas;
   require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW: betas must lie in [0, 1)");
   require(options.eps >= 0, "AdamW: eps must be at least 0");
@@ -167,13 +168,14 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_
       mine += sum_of_squares(unit->replicated_optimizer() ? unit->own_region(unit->main_gradient[k], k) : unit->main_gradient[k]);
     }
   }
-  const auto all = engine->units().front()->communicator->exchange(at::full({1}, mine, at::kDouble),
-                                                                   {.operation = "gradient norm", .unit = "(all)"});
+  const auto all =
+      engine->units().front()->communicator->exchange(at::full({1}, mine, at::kDouble), {.operation = "gradient norm", .unit = "(all)"});
   double sum = 0;
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
   const double norm = std::sqrt(sum);
   if (!std::isfinite(norm)) {
-    require(!error_if_nonfinite, "clip_grad_norm: the gradients' norm is " + std::to_string(norm) + " on all ranks; gradients are unchanged");
+    require(!error_if_nonfinite,
+            "clip_grad_norm: the gradients' norm is " + std::to_string(norm) + " on all ranks; gradients are unchanged");
   }
   const double factor = max_norm / (norm + 1e-6);
   if (factor < 1 || !std::isfinite(norm)) {

@@ -28,8 +28,8 @@ double Optimizer::lr() const { return state_->lr(); }
 
 Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engine()) {}
 
-Optimizer::State::State(torch::nn::Module& module, optim::Group defaults, const std::vector<ParamGroup>& param_groups,
-                        std::size_t states, optim::Update update_)
+Optimizer::State::State(torch::nn::Module& module, optim::Group defaults, const std::vector<ParamGroup>& param_groups, std::size_t states,
+                        optim::Update update_)
     : engine(handle(module).engine()), groups{defaults}, states_per_element(states), update(std::move(update_)) {
   for (const auto& group : param_groups) {
     if (!group.matches) throw Error("a ParamGroup without `matches`; give a predicate on the parameter's name");
@@ -79,8 +79,14 @@ void Optimizer::State::divide(const engine::Unit& unit, UnitState& state) {
   });
   for (std::size_t begin = 0; begin < pieces.size();) {
     const auto& first = state.parameters[pieces[begin].parameter];
+    const auto itemsize = unit.layout.sub_buffers()[pieces[begin].slice.sub_buffer].itemsize;
     std::size_t end = begin + 1;
     while (end < pieces.size() && pieces[end].slice.sub_buffer == pieces[begin].slice.sub_buffer) {
+      // [Same tails] ATen's kernels round a tensor's last elements, fewer than a vector register's, differently from the others. So that
+      // the same elements are last as when each parameter is a tensor of its own, a segment goes on only behind whole registers.
+      const auto& last = pieces[end - 1].slice;
+      const auto length = last.offset + last.numel - pieces[begin].slice.offset;
+      if (length * itemsize % layout::kAlignment != 0 || pieces[end].slice.offset != last.offset + last.numel) break;
       const auto& next = state.parameters[pieces[end].parameter];
       if (next.active != first.active || next.group != first.group || next.steps != first.steps) break;
       ++end;

@@ -32,8 +32,8 @@ using Update = std::function<void(const Group& group, double lr, std::vector<Seg
 
 }  // namespace optim
 
-/// Turns units into segments. Parameters that were never without a gradient lie in few long segments (padding between them is zero and stays
-/// zero under elementwise updates); the division changes only when the set of parameters with gradients changes.
+/// Turns units into segments. Parameters that were never without a gradient, and fill whole vector registers [Same tails], share few long
+/// segments; the division changes only when the set of parameters with gradients changes.
 struct Optimizer::State {
   State(torch::nn::Module& module, optim::Group defaults, const std::vector<ParamGroup>& groups, std::size_t states_per_element,
         optim::Update update);

@@ -171,10 +171,10 @@ std::unique_ptr<Unit> make_unit(const paging::UnitPlan& plan, const FullyShardOp
     parameters.push_back(std::move(entry));
   }
   auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
-  auto unit = std::make_unique<Unit>(
-      shown(plan.name), std::move(parameters), layout::UnitLayout(std::move(specs), communicator->size()),
-      engine::UnitOptions{.placements = options.placements, .reshard_after_forward = options.reshard_after_forward}, communicator,
-      c10::Storage(storage));
+  auto unit =
+      std::make_unique<Unit>(shown(plan.name), std::move(parameters), layout::UnitLayout(std::move(specs), communicator->size()),
+                             engine::UnitOptions{.placements = options.placements, .reshard_after_forward = options.reshard_after_forward},
+                             communicator, c10::Storage(storage));
   storage->unit = unit.get();
   // The storage may outlive the unit in a graph or a view: it then knows that nobody can fill it any more.
   unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {
@@ -189,8 +189,9 @@ void validate(const FullyShardOptions& options) {
   const auto& placements = options.placements;
   if (placements != Placements::no_shard() && placements != Placements::optim() && placements != Placements::optim_grads() &&
       placements != Placements::optim_grads_params()) {
-    throw Error("these placements have no meaning on a 1-D mesh: what is sharded must include what depends on it; choose "
-                "no_shard, optim, optim_grads or optim_grads_params");
+    throw Error(
+        "these placements have no meaning on a 1-D mesh: what is sharded must include what depends on it; choose "
+        "no_shard, optim, optim_grads or optim_grads_params");
   }
   if (options.mesh.dims().size() != 1) {
     throw Error("fully_shard needs a 1-D mesh, this one has " + std::to_string(options.mesh.dims().size()) +
@@ -235,7 +236,8 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
 
 FSDPModule handle(const torch::nn::Module& module) {
   auto [engine, unit] = Registry::instance().find(&module);
-  if (!engine) throw Error("module '" + module.name() + "' is not a unit of a sharded model; call fsdp::fully_shard on it or its root first");
+  if (!engine)
+    throw Error("module '" + module.name() + "' is not a unit of a sharded model; call fsdp::fully_shard on it or its root first");
   return FSDPModule(std::move(engine), unit);
 }
 

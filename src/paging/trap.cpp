@@ -48,8 +48,8 @@ void visit(const c10::IValue& value, bool writes, Touched& touched) {
   }
 }
 
-/// Operators that hand on the tensor itself need no unit: taking `parameter.detach()` gathers nothing. (Views proper do: their kernels check
-/// the storage's size.)
+/// Operators that hand on the tensor itself need no unit: taking `parameter.detach()` gathers nothing. (Views proper do: their kernels
+/// check the storage's size.)
 bool reads_nothing(const c10::OperatorHandle& op) {
   const std::string_view name = op.schema().name();
   return name == "aten::detach" || name == "aten::alias";

@@ -31,10 +31,7 @@ Task gpt(bool tied) {
 }
 
 Task transformer() {
-  return {.make =
-              [] {
-                return torch::nn::Transformer(torch::nn::TransformerOptions(32, 4, 2, 2).dim_feedforward(48).dropout(0.0)).ptr();
-              },
+  return {.make = [] { return torch::nn::Transformer(torch::nn::TransformerOptions(32, 4, 2, 2).dim_feedforward(48).dropout(0.0)).ptr(); },
           .loss =
               [](torch::nn::Module& model, int step, std::int64_t begin, std::int64_t end) {
                 const auto source = normal({5, 4, 32}, static_cast<std::uint64_t>(step)).slice(1, begin, end);

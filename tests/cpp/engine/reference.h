@@ -131,8 +131,8 @@ inline void expect_same(const NamedTensors& actual, const NamedTensors& expected
   }
 }
 
-/// Trains the task with every strategy on `ranks` ranks (called in each of them): bit-identical to the whole model on 1 rank, to rounding of
-/// the batch split on more, and bit-identical between strategies.
+/// Trains the task with every strategy on `ranks` ranks (called in each of them): bit-identical to the whole model on 1 rank, to rounding
+/// of the batch split on more, and bit-identical between strategies.
 inline void expect_parity(const Task& task, int ranks) {
   const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
   const auto reference = train_whole(task, ranks);
