@@ -65,12 +65,13 @@ class FSDPModule {
   /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself
   /// at the next forward after a failed backward. Collective if collectives were pending.
   void reset();
-  /// Drops the reduced gradients: the next backward starts from zero.
+  /// Frees the reduced gradients: the next backward starts from zero.
   void zero_grad();
 
   /// This rank's shards of the main parameters, of all units. Write through them only with `main_parameters_changed()` after.
   std::vector<Shard> parameter_shards() const;
-  /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient.
+  /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient, and holds its memory beyond
+  /// zero_grad().
   std::vector<Shard> gradient_shards() const;
   /// Says that the main parameters were written: gathered copies are dropped and the parameters' versions are bumped.
   void main_parameters_changed();

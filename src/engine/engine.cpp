@@ -241,10 +241,7 @@ void Engine::reset_locked() {
 
 void Engine::zero_grad() {
   const std::lock_guard lock(mutex_);
-  for (const auto& unit : units_) {
-    unit->main_gradient_valid = false;
-    for (auto& parameter : unit->parameters) parameter.has_gradient = false;
-  }
+  for (const auto& unit : units_) reducer_.zero_grad(*unit);
 }
 
 void Engine::flush_writes() {

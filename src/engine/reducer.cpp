@@ -1,6 +1,7 @@
 #include "engine/reducer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <cstring>
@@ -68,11 +69,11 @@ void Reducer::depart_to(const Unit& destination) {
 }
 
 void Reducer::acquire(Unit& unit) {
-  allocate_main_gradient(unit);
-  if (unit.replicated_gradients() && !unit.main_gradient_valid) {
+  unit.collects_in_place = unit.replicated_gradients() && !unit.main_gradient_valid;
+  if (unit.collects_in_place) {
     // Nothing to add to: gradients are collected, and later reduced, in their final place.
-    memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.main_gradient_memory.data_ptr(),
-                   static_cast<std::int64_t>(unit.main_gradient_memory.nbytes()));
+    allocate_main_gradient(unit);
+    memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), unit.main_gradient_bytes());
   } else {
     while (reducing_.size() > kReductionsBesideCollecting) finish_oldest();
     unit.gradient_slot = pool_.acquire(unit.layout.trainable_bytes(), memory::Kind::kUnreducedGradients);
@@ -84,24 +85,30 @@ void Reducer::acquire(Unit& unit) {
   collecting_.push_back(&unit);
 }
 
+// From torch's allocator, not from a slot: the gradients then lie in memory that activations have left, and the next activations get it
+// back, so that the two never add up.
 void Reducer::allocate_main_gradient(Unit& unit) {
-  if (unit.main_gradient_memory.defined()) return;
-  const auto& layout = unit.layout;
-  const std::int64_t bytes = unit.replicated_gradients() ? layout.trainable_bytes() : layout.trainable_shard_bytes();
-  unit.main_gradient_memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(unit.storage.device()));
+  if (unit.main_gradient_memory) return;
+  const auto device = unit.storage.device();
+  const auto bytes = unit.main_gradient_bytes();
+  const c10::DeviceGuard guard(device);
+  unit.main_gradient_memory = std::make_shared<c10::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(bytes)));
+  memory::attach(*unit.main_gradient_storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), bytes);
   accounting_.add(memory::Kind::kMainGradients, bytes);
-  for (std::size_t k = 0; k < layout.trainable_sub_buffers(); ++k) {
-    const auto& part = layout.sub_buffers()[k];
-    const auto dtype = static_cast<at::ScalarType>(part.dtype);
-    const std::int64_t begin = unit.replicated_gradients() ? part.byte_offset : part.shard_byte_offset;
-    const std::int64_t numel = part.shard_numel * (unit.replicated_gradients() ? layout.world_size() : 1);
-    auto view = unit.main_gradient_memory.narrow(0, begin, numel * part.itemsize).view(dtype);
-    const bool region_only = unit.replicated_gradients() && !unit.replicated_optimizer();
-    unit.main_gradient.push_back(region_only ? unit.own_region(view, k) : view);
-  }
+}
+
+void Reducer::zero_grad(Unit& unit) {
+  unit.main_gradient_valid = false;
+  for (auto& parameter : unit.parameters) parameter.has_gradient = false;
+  // Gradients that are collected in place and not yet reduced are not main gradients.
+  if (!unit.main_gradient_memory || unit.collects_in_place) return;
+  memory::detach(*unit.main_gradient_storage.unsafeGetStorageImpl());
+  unit.main_gradient_memory.reset();
+  accounting_.remove(memory::Kind::kMainGradients, unit.main_gradient_bytes());
 }
 
 void Reducer::reduce(Unit& unit) {
+  allocate_main_gradient(unit);
   for (auto& parameter : unit.parameters) {
     if (parameter.trainable && !parameter.gradient_seen) zero_bytes(parameter.gradient_view);
     parameter.gradient_seen = false;
@@ -152,6 +159,7 @@ void Reducer::release(Unit& unit) {
   memory::detach(*unit.staging_storage.unsafeGetStorageImpl());
   unit.gradient_slot.release();
   unit.staging_slot.release();
+  unit.collects_in_place = false;
   unit.gradient_state = GradientState::kNone;
 }
 

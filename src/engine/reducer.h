@@ -29,6 +29,9 @@ class Reducer {
   /// everything is waited for.
   void finish(std::span<const std::unique_ptr<Unit>> units);
 
+  /// Frees the main gradients.
+  void zero_grad(Unit& unit);
+
   /// Drops unreduced gradients after a failure; waits for what is under way, so that no peer writes into reused memory.
   void drop(std::span<const std::unique_ptr<Unit>> units);
 

@@ -29,6 +29,7 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
       options(options_),
       communicator(std::move(communicator_)),
       storage(std::move(storage_)),
+      main_gradient_storage(memory::empty_storage(storage.device())),
       gradient_storage(memory::empty_storage(storage.device())),
       staging_storage(memory::empty_storage(storage.device())) {
   std::int64_t staging_offset = 0;
@@ -39,6 +40,13 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
     full.push_back(view_of(storage, dtype, part.byte_offset, {numel}));
     if (k >= layout.trainable_sub_buffers()) continue;
     unreduced.push_back(view_of(gradient_storage, dtype, part.byte_offset, {numel}));
+    if (replicated_gradients()) {
+      const std::int64_t own = replicated_optimizer() ? 0 : communicator->rank() * part.shard_numel;
+      main_gradient.push_back(view_of(main_gradient_storage, dtype, part.byte_offset + own * part.itemsize,
+                                      {replicated_optimizer() ? numel : part.shard_numel}));
+    } else {
+      main_gradient.push_back(view_of(main_gradient_storage, dtype, part.shard_byte_offset, {part.shard_numel}));
+    }
     const std::int64_t staging_numel = communicator->staging_numel(part.shard_numel);
     staging.push_back(view_of(staging_storage, dtype, staging_offset, {staging_numel}));
     const std::int64_t bytes = staging_numel * part.itemsize;

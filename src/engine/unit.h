@@ -81,8 +81,9 @@ struct Unit {
   // parameters' mains are regions of `full`: the shard's bytes exist once.
   at::Tensor main_memory;  ///< Bytes; undefined if the parameters are replicated.
   std::vector<at::Tensor> main;
-  at::Tensor main_gradient_memory;        ///< Bytes; the whole if gradients are replicated. Undefined until the first gradient.
-  std::vector<at::Tensor> main_gradient;  ///< Trainable sub-buffers only.
+  c10::Storage main_gradient_storage;  ///< The whole if gradients are replicated. Has bytes from the first reduction to zero_grad().
+  std::shared_ptr<c10::DataPtr> main_gradient_memory;
+  std::vector<at::Tensor> main_gradient;  ///< Trainable sub-buffers only; views of `main_gradient_storage`.
   bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
 
   // Unreduced gradients.
@@ -91,6 +92,7 @@ struct Unit {
   memory::Slot gradient_slot;
   std::vector<at::Tensor> unreduced;  ///< Per trainable sub-buffer, 1-D views of `gradient_storage`.
   std::vector<at::Tensor> padding;    ///< The stretches of `gradient_storage` that belong to no parameter.
+  bool collects_in_place = false;     ///< `gradient_storage` has the main gradients' bytes.
   c10::Storage staging_storage;
   memory::Slot staging_slot;
   std::vector<at::Tensor> staging;  ///< Per trainable sub-buffer, 1-D views of `staging_storage`.
@@ -105,6 +107,7 @@ struct Unit {
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   bool replicated_gradients() const { return options.placements.gradients == Placement::kReplicated; }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
+  std::int64_t main_gradient_bytes() const { return replicated_gradients() ? layout.trainable_bytes() : layout.trainable_shard_bytes(); }
   /// Parameter i, whole, as a view of `storage`: valid while the unit is present.
   at::Tensor whole(std::size_t parameter) const;
   /// This rank's region of a whole sub-buffer.

@@ -1,10 +1,9 @@
 #include "memory/slot_pool.h"
 
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/DeviceGuard.h>
-
 #include <iterator>
 #include <utility>
+
+#include "memory/device_memory.h"
 
 namespace fsdp::memory {
 
@@ -43,8 +42,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
       accounting_.pool_shrank(largest->first);
       free_.erase(largest);
     }
-    const c10::DeviceGuard guard(device_);
-    slot.memory_ = c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(bytes));
+    slot.memory_ = allocate(device_, bytes);
     slot.capacity_ = bytes;
     accounting_.pool_grew(bytes);
   }

@@ -124,14 +124,13 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
 
   void step() override {
     for (auto& entry : entries) {
-      if (!entry.unit->parameters[entry.parameter].has_gradient) {
-        entry.value.mutable_grad() = at::Tensor();
-        continue;
-      }
+      if (!entry.unit->parameters[entry.parameter].has_gradient) continue;
       const auto slice = entry.unit->main_slice(entry.parameter);
       entry.value.mutable_grad() = entry.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
     }
     optimizer->step();
+    // The gradients' memory goes with zero_grad().
+    for (auto& entry : entries) entry.value.mutable_grad() = at::Tensor();
   }
 
   double lr() const override { return optimizer->param_groups().front().options().get_lr(); }

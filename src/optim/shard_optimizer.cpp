@@ -7,6 +7,7 @@
 
 #include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
+#include "memory/device_memory.h"
 
 namespace fsdp {
 
@@ -54,8 +55,8 @@ void Optimizer::State::allocate(const engine::Unit& unit, UnitState& state) {
   for (std::size_t s = 0; s < states_per_element; ++s) {
     auto& buffers = state.state.emplace_back();
     for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
-      buffers.push_back(at::zeros_like(unit.main[k]));
-      const auto bytes = static_cast<std::int64_t>(buffers.back().nbytes());
+      const auto bytes = static_cast<std::int64_t>(unit.main[k].nbytes());
+      buffers.push_back(memory::zeros(unit.main[k].device(), bytes).view(unit.main[k].scalar_type()));
       state_bytes += bytes;
       engine->accounting().add(memory::Kind::kOptimizerState, bytes);
     }

@@ -68,7 +68,12 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
       const auto& parameter = unit->parameters[i];
       const auto slice = unit->owned_slice(i);
       Shard shard{.name = parameter.name, .value = {}, .shape = parameter.shape, .offset = slice.parameter_offset};
-      if (parameter.has_gradient) shard.value = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+      if (parameter.has_gradient) {
+        const auto gradient = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+        // Holds the memory: what a user keeps stays readable after zero_grad().
+        shard.value = at::from_blob(
+            gradient.data_ptr(), {slice.numel}, [memory = unit->main_gradient_memory](void*) {}, gradient.options());
+      }
       shards.add(parameter.position, std::move(shard));
     }
   }

@@ -10,6 +10,7 @@
 
 #include "comm/communicator.h"
 #include "fsdp/error.h"
+#include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 #include "paging/paged_storage.h"
 #include "paging/unit_division.h"
@@ -118,14 +119,13 @@ std::string describe(const std::vector<paging::UnitPlan>& plans, const FullyShar
 
 void copy_values(Unit& unit, const paging::UnitPlan& plan, memory::Accounting& accounting) {
   const auto& layout = unit.layout;
-  const auto bytes = at::TensorOptions().dtype(at::kByte).device(unit.storage.device());
   if (unit.replicated_parameters()) {
-    unit.main_memory = at::zeros({layout.full_bytes()}, bytes);
+    unit.main_memory = memory::zeros(unit.storage.device(), layout.full_bytes());
     memory::attach(*unit.storage.unsafeGetStorageImpl(), unit.main_memory.data_ptr(), layout.full_bytes());
     unit.state = engine::ParameterState::kPresent;
     accounting.add(memory::Kind::kGatheredParameters, layout.full_bytes());
   } else {
-    unit.main_memory = at::zeros({layout.shard_bytes()}, bytes);
+    unit.main_memory = memory::zeros(unit.storage.device(), layout.shard_bytes());
     accounting.add(memory::Kind::kMainParameters, layout.shard_bytes());
   }
   for (std::size_t k = 0; k < layout.sub_buffers().size(); ++k) {

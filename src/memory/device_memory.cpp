@@ -1,0 +1,55 @@
+#include "memory/device_memory.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <sys/mman.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace fsdp::memory {
+namespace {
+
+/// Below, rounding up to whole pages would cost too much.
+constexpr std::int64_t kMappedBytes = std::int64_t{1} << 20;
+
+struct Mapping {
+  void* data;
+  std::size_t bytes;
+};
+
+void unmap(void* context) {
+  const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(context));
+  munmap(mapping->data, mapping->bytes);
+}
+
+c10::DataPtr map(c10::Device device, std::size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    C10_THROW_ERROR(OutOfMemoryError, "libfsdp could not map " + std::to_string(bytes) + " bytes of memory");
+  }
+  madvise(data, bytes, MADV_HUGEPAGE);  // A wish: without huge pages the memory works as well.
+  return {data, new Mapping{data, bytes}, &unmap, device};
+}
+
+bool is_mapped(c10::Device device, std::int64_t bytes) { return device.is_cpu() && bytes >= kMappedBytes; }
+
+}  // namespace
+
+c10::DataPtr allocate(c10::Device device, std::int64_t bytes) {
+  if (is_mapped(device, bytes)) return map(device, static_cast<std::size_t>(bytes));
+  const c10::DeviceGuard guard(device);
+  return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
+}
+
+at::Tensor zeros(c10::Device device, std::int64_t bytes) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  if (!is_mapped(device, bytes)) return at::zeros({bytes}, options);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(bytes),
+                                                       map(device, static_cast<std::size_t>(bytes)), nullptr, /*resizable=*/false);
+  // Fresh mappings are zero.
+  return at::empty({0}, options).set_(c10::Storage(std::move(storage)), 0, {bytes}, {1});
+}
+
+}  // namespace fsdp::memory

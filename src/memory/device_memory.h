@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+
+namespace fsdp::memory {
+
+/// Memory for the engine's own buffers; not initialised. From torch's allocator, except for large blocks on the CPU: those are mapped one
+/// by one, with huge pages where the system offers them. In malloc's heap they would lie between activations and temporaries, live longer
+/// than these, and so keep the heap from shrinking; and huge pages make the first touch, and every collective, cheaper. Throws
+/// c10::OutOfMemoryError.
+c10::DataPtr allocate(c10::Device device, std::int64_t bytes);
+
+/// The same as a 1-D tensor of `bytes` bytes, set to zero.
+at::Tensor zeros(c10::Device device, std::int64_t bytes);
+
+}  // namespace fsdp::memory
