@@ -79,13 +79,14 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
 }
 
 // [Evict by movement] In forward and backward alike: what is neither around nor within the destination has done its work. If it has not,
-// touching it again gathers it again.
+// touching it again gathers it again. What forward kept (no reshard_after_forward) has work before it until backward has been in it: until
+// then it is not hot.
 void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
   if (backward_ == BackwardState::kRunning && requires_gradient_sync_) reducer_.depart_to(destination);
   for (const auto& unit : units_) {
     if (unit->state != ParameterState::kPresent || related(*unit, destination) || contains(together, *unit)) continue;
-    unit->hot = false;
-    if (backward_ == BackwardState::kRunning || unit->options.reshard_after_forward) evict(*unit);
+    const bool was_used = unit->hot.exchange(false);
+    if (unit->options.reshard_after_forward || (was_used && backward_ == BackwardState::kRunning)) evict(*unit);
   }
 }
 
