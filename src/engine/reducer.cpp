@@ -13,8 +13,9 @@
 namespace fsdp::engine {
 namespace {
 
-/// [Two live gradients] At most this many reductions are under way when another unit starts to collect.
-constexpr std::size_t kReductionsBesideCollecting = 1;
+/// [Two live gradients] At most this many other units' buffers are alive when a unit starts to collect, beside those of the units around
+/// it.
+constexpr std::size_t kBuffersBesideCollecting = 1;
 
 void zero_bytes(const at::Tensor& tensor) {
   if (tensor.is_cpu()) {
@@ -23,6 +24,9 @@ void zero_bytes(const at::Tensor& tensor) {
     tensor.zero_();
   }
 }
+
+/// What a backward without synchronization left waits for this backward's share.
+bool reduced_on_departure(const Unit& unit) { return unit.collected_in_this_backward && !unit.late; }
 
 void append_bit(std::vector<std::uint8_t>& bits, std::size_t& count, bool value) {
   if (count % 8 == 0) bits.push_back(0);
@@ -59,8 +63,7 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
 void Reducer::depart_to(const Unit& destination) {
   for (std::size_t i = 0; i < collecting_.size();) {
     Unit& unit = *collecting_[i];
-    // What a backward without synchronization left waits for this backward's share.
-    if (unit.late || !unit.collected_in_this_backward || related(unit, destination)) {
+    if (!reduced_on_departure(unit) || related(unit, destination)) {
       ++i;
     } else {
       reduce(unit);  // removes it from collecting_
@@ -75,7 +78,11 @@ void Reducer::acquire(Unit& unit) {
     allocate_main_gradient(unit);
     memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), unit.main_gradient_bytes());
   } else {
-    while (reducing_.size() > kReductionsBesideCollecting) finish_oldest();
+    // A unit whose gradients came without a touch (nothing needs the weights of a first layer) was not departed for: the one before it may
+    // still collect.
+    const auto collecting = std::count_if(collecting_.begin(), collecting_.end(),
+                                          [&](const Unit* other) { return reduced_on_departure(*other) && !related(*other, unit); });
+    while (!reducing_.empty() && reducing_.size() + static_cast<std::size_t>(collecting) > kBuffersBesideCollecting) finish_oldest();
     unit.gradient_slot = pool_.acquire(unit.layout.trainable_bytes(), memory::Kind::kUnreducedGradients);
     memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.gradient_slot);
   }
