@@ -151,13 +151,24 @@ void Reducer::finish_oldest() {
   reducing_.pop_front();
   unit.main_gradient_valid = true;
   release(unit);
-  if (unit.replicated_optimizer()) {
-    std::vector<comm::GatherPiece> pieces;
-    for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
-      pieces.push_back({.full = unit.main_gradient[k], .shard = unit.own_region(unit.main_gradient[k], k)});
-    }
-    gathering_.push_back(unit.communicator->all_gather(pieces, {.operation = "all-gather of gradients", .unit = unit.name}));
+  if (unit.replicated_optimizer() && std::find(to_gather_.begin(), to_gather_.end(), &unit) == to_gather_.end()) {
+    to_gather_.push_back(&unit);
   }
+}
+
+// Not before everything is reduced: a unit may be reduced twice (see Unit::late), into what would then be on its way, and when a reduction
+// is waited for depends on the gradients that this rank happened to get, which the order of collectives must not.
+void Reducer::gather_replicas() {
+  std::vector<std::unique_ptr<comm::Pending>> gathers;
+  for (Unit* unit : to_gather_) {
+    std::vector<comm::GatherPiece> pieces;
+    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
+      pieces.push_back({.full = unit->main_gradient[k], .shard = unit->own_region(unit->main_gradient[k], k)});
+    }
+    gathers.push_back(unit->communicator->all_gather(pieces, {.operation = "all-gather of gradients", .unit = unit->name}));
+  }
+  to_gather_.clear();
+  for (const auto& gather : gathers) gather->wait();
 }
 
 void Reducer::release(Unit& unit) {
@@ -206,13 +217,12 @@ void Reducer::finish(std::span<const std::unique_ptr<Unit>> units) {
     reduce(*unit);
   }
   while (!reducing_.empty()) finish_oldest();
-  for (const auto& gather : gathering_) gather->wait();
-  gathering_.clear();
+  gather_replicas();
   for (const auto& unit : units) unit->reduced_in_this_backward = false;
 }
 
 void Reducer::drop(std::span<const std::unique_ptr<Unit>> units) {
-  gathering_.clear();
+  to_gather_.clear();
   reducing_.clear();
   collecting_.clear();
   for (const auto& unit : units) {

@@ -40,13 +40,14 @@ class Reducer {
   void allocate_main_gradient(Unit& unit);
   void reduce(Unit& unit);
   void finish_oldest();
+  void gather_replicas();
   void release(Unit& unit);
 
   memory::SlotPool& pool_;
   memory::Accounting& accounting_;
   std::vector<Unit*> collecting_;
-  std::deque<Unit*> reducing_;                             // in the order of their start
-  std::vector<std::unique_ptr<comm::Pending>> gathering_;  // all-gathers of replicated main gradients
+  std::deque<Unit*> reducing_;    // in the order of their start
+  std::vector<Unit*> to_gather_;  // reduced into a region of replicated main gradients
 };
 
 }  // namespace fsdp::engine
