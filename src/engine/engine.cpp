@@ -242,6 +242,8 @@ void Engine::reset_locked() {
 
 void Engine::zero_grad() {
   const std::lock_guard lock(mutex_);
+  if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
+  if (backward_ == BackwardState::kNone) reducer_.drop(units_);
   for (const auto& unit : units_) reducer_.zero_grad(*unit);
 }
 
