@@ -168,8 +168,8 @@ void Engine::end_backward() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   guarded([&] {
+    evict_all();  // before the last reductions, whose staging needs the room: the root's is often the largest
     if (requires_gradient_sync_) reducer_.finish(units_);
-    evict_all();
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
