@@ -20,15 +20,15 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
       : engine_(std::move(engine)), unit_(unit), index_(index) {}
 
   void operator()(const torch::autograd::Variable& parameter) override {
+    // Taken first: a gradient that is refused must not stay, to be added to the next one.
+    const auto gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
     const auto& info = unit_.parameters[index_];
     if (!info.trainable) {
       throw Error("parameter '" + info.name + "' of unit '" + unit_.name +
                   "' got a gradient, but did not require one when fully_shard was called; set requires_grad before sharding");
     }
     watch_backward(engine_);
-    auto& gradient = parameter.mutable_grad();
     engine_->gradient_ready(unit_, index_, gradient);
-    gradient = at::Tensor();
   }
 
  private:
