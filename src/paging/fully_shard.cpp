@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <sstream>
 #include <unordered_map>
@@ -107,6 +108,7 @@ std::string describe(const std::vector<paging::UnitPlan>& plans, const FullyShar
        << static_cast<int>(placements.optimizer) << ", reshard_after_forward " << options.reshard_after_forward << ", prefetch_depth "
        << options.prefetch_depth << "\n";
   for (const auto& plan : plans) {
+    if (plan.parameters.empty()) text << "unit '" << shown(plan.name) << "': no parameters\n";
     for (const auto& [name, parameter] : plan.parameters) {
       const auto granularity = options.granularity ? options.granularity(name, parameter) : Granularity{};
       text << "unit '" << shown(plan.name) << "': parameter '" << name << "' " << parameter.sizes() << " "
@@ -193,10 +195,6 @@ void validate(const FullyShardOptions& options) {
         "these placements have no meaning on a 1-D mesh: what is sharded must include what depends on it; choose "
         "no_shard, optim, optim_grads or optim_grads_params");
   }
-  if (options.mesh.dims().size() != 1) {
-    throw Error("fully_shard needs a 1-D mesh, this one has " + std::to_string(options.mesh.dims().size()) +
-                " dimensions; pass one of them, as in mesh[\"dp_shard\"]");
-  }
   if (options.prefetch_depth < 0) {
     throw Error("prefetch_depth " + std::to_string(options.prefetch_depth) + "; give 0 (no read-ahead) or more");
   }
@@ -207,23 +205,39 @@ void validate(const FullyShardOptions& options) {
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   const torch::NoGradGuard no_grad;
   if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
-  validate(options);
+  if (options.mesh.dims().size() != 1) {
+    throw Error("fully_shard needs a 1-D mesh, this one has " + std::to_string(options.mesh.dims().size()) +
+                " dimensions; pass one of them, as in mesh[\"dp_shard\"]");
+  }
   const auto communicator = options.mesh.communicator(options.mesh.dims().front().name);
 
-  auto plans = paging::divide(module, options.units);
-  for (const auto& plan : plans) {
-    for (const auto& [name, parameter] : plan.parameters) validate(name, parameter, options.mesh.device());
+  // What this rank refuses, it tells the others, which would wait for it. Until all agree, nothing has changed.
+  std::vector<paging::UnitPlan> plans;
+  std::vector<std::unique_ptr<Unit>> units;
+  std::string description;
+  std::exception_ptr refusal;
+  try {
+    validate(options);
+    plans = paging::divide(module, options.units);
+    for (const auto& plan : plans) {
+      for (const auto& [name, parameter] : plan.parameters) validate(name, parameter, options.mesh.device());
+    }
+    refuse_overlaps(plans);
+    std::unordered_map<std::string, std::size_t> positions;
+    for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
+    for (const auto& plan : plans) units.push_back(make_unit(plan, options, communicator, positions));
+    description = describe(plans, options);
+  } catch (const std::exception& error) {
+    refusal = std::current_exception();
+    description = std::string("refused: ") + error.what();
   }
-  refuse_overlaps(plans);
-  communicator->expect_equal(describe(plans, options), {.operation = "fully_shard", .unit = "(model)"});
-
-  std::unordered_map<std::string, std::size_t> positions;
-  for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
+  communicator->expect_equal(description, {.operation = "fully_shard", .unit = "(model)"});
+  if (refusal) std::rethrow_exception(refusal);
 
   const auto engine = std::make_shared<Engine>(options.mesh.device(), options.prefetch_depth);
   for (std::size_t k = 0; k < plans.size(); ++k) {
     auto& plan = plans[k];
-    auto& unit = engine->add(make_unit(plan, options, communicator, positions));
+    auto& unit = engine->add(std::move(units[k]));
     if (plan.parent != paging::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
     static_cast<paging::PagedStorage*>(unit.storage.unsafeGetStorageImpl())->engine = engine.get();
     copy_values(unit, plan, engine->accounting());
