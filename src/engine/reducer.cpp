@@ -13,9 +13,9 @@
 namespace fsdp::engine {
 namespace {
 
-/// [Two live gradients] At most this many other units' buffers are alive when a unit starts to collect, beside those of the units around
-/// it.
-constexpr std::size_t kBuffersBesideCollecting = 1;
+/// [Two live gradients] So many units' buffers are alive at most, beside those of the units around them; so many reductions are under way
+/// at most, each with its staging.
+constexpr std::size_t kLiveGradients = 2;
 
 void zero_bytes(const at::Tensor& tensor) {
   if (tensor.is_cpu()) {
@@ -82,7 +82,7 @@ void Reducer::acquire(Unit& unit) {
     // still collect.
     const auto collecting = std::count_if(collecting_.begin(), collecting_.end(),
                                           [&](const Unit* other) { return reduced_on_departure(*other) && !related(*other, unit); });
-    while (!reducing_.empty() && reducing_.size() + static_cast<std::size_t>(collecting) > kBuffersBesideCollecting) finish_oldest();
+    while (!reducing_.empty() && reducing_.size() + static_cast<std::size_t>(collecting) >= kLiveGradients) finish_oldest();
     unit.gradient_slot = pool_.acquire(unit.layout.trainable_bytes(), memory::Kind::kUnreducedGradients);
     memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.gradient_slot);
   }
@@ -120,6 +120,7 @@ void Reducer::reduce(Unit& unit) {
     if (parameter.trainable && !parameter.gradient_seen) zero_bytes(parameter.gradient_view);
     parameter.gradient_seen = false;
   }
+  while (reducing_.size() >= kLiveGradients) finish_oldest();  // for gradients that are collected in place, nothing has waited yet
   std::int64_t staging_bytes = 0;
   if (!unit.staging.empty()) {
     const auto& last = unit.staging.back();
