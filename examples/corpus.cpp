@@ -3,11 +3,13 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <unordered_set>
 
 namespace fs = std::filesystem;
@@ -40,20 +42,28 @@ std::string group_of(const fs::path& relative) {
   return (relative.parent_path() / name.substr(start, name.find_first_of("_.", start) - start)).generic_string();
 }
 
+[[noreturn]] void fail_to_read(const fs::path& path, const std::error_code& why) {
+  throw std::runtime_error("cannot read " + path.string() + ": " + why.message());
+}
+
 Bytes read_file(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error("cannot read " + path.string());
+  if (!file) fail_to_read(path, {errno, std::generic_category()});
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
 bool is_text(const Bytes& bytes) { return !bytes.empty() && std::find(bytes.begin(), bytes.end(), 0) == bytes.end(); }
 
 std::vector<fs::path> files_below(const fs::path& folder) {
+  std::error_code error;
+  fs::directory_iterator(folder, error);  // skip_permission_denied would take a closed folder for an empty one
+  if (error) fail_to_read(folder, error);
   std::vector<fs::path> files;
   for (auto it = fs::recursive_directory_iterator(folder, fs::directory_options::skip_permission_denied); it != fs::end(it); ++it) {
     const bool hidden = it->path().filename().string().starts_with('.');
-    if (hidden && it->is_directory()) it.disable_recursion_pending();
-    if (!hidden && it->is_regular_file()) files.push_back(it->path());
+    if (hidden && it->is_directory(error)) it.disable_recursion_pending();
+    // A link that leads nowhere has no type, which is no reason to stop.
+    if (!hidden && it->is_regular_file(error)) files.push_back(it->path());
   }
   std::sort(files.begin(), files.end());
   return files;
@@ -87,9 +97,11 @@ Batch cut(const Bytes& text, std::int64_t count, std::int64_t context, Begins be
 }  // namespace
 
 Corpus::Corpus(const fs::path& path) {
-  std::error_code no_status;
-  if (!fs::exists(path, no_status)) throw std::runtime_error(path.string() + " does not exist");
-  if (!fs::is_directory(path)) {
+  std::error_code error;
+  const auto status = fs::status(path, error);
+  if (status.type() == fs::file_type::not_found) throw std::runtime_error(path.string() + " does not exist");
+  if (error) fail_to_read(path, error);
+  if (!fs::is_directory(status)) {
     const auto text = read_file(path);
     if (!is_text(text)) throw std::runtime_error(path.string() + " is not a text file");
     append(train_, text);
