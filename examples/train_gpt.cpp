@@ -13,8 +13,10 @@
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>  // the log
+#include <numbers>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "corpus.h"  // text as bytes, deterministic batches
 #include "gpt.h"     // the model, plain LibTorch
@@ -41,12 +43,14 @@ struct Options {
   std::string log;
   std::int64_t sample_tokens = 400;
   double temperature = 0.8;
-  std::string prompt = "#include <";
+  std::optional<std::string> prompt;  ///< By default one that suits the default data.
   int threads = 1;
   std::string device = "cpu";
 };
 
-/// A wrong option: one line, exit code 2.
+constexpr int kUsageExitCode = 2;
+
+/// A wrong option, or data that does not fit: one line, kUsageExitCode.
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -55,23 +59,37 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw UsageError(what);
 }
 
-void validate(const Options& options, int ranks) {
+void validate(const Options& options) {
   const auto& model = options.model;
-  require(ranks >= 1, "--nproc must be at least 1");
+  require(options.nproc >= 1, "--nproc must be at least 1");
   require(model.dim > 0 && model.layers > 0 && model.heads > 0 && model.context > 1,
           "--dim, --layers, --heads must be positive, --context > 1");
   require(model.dim % model.heads == 0 && model.dim / model.heads % 2 == 0,
           "--dim " + std::to_string(model.dim) + " does not divide into --heads " + std::to_string(model.heads) + " of even width");
-  require(ranks <= options.batch,
-          "more ranks (" + std::to_string(ranks) + ") than sequences per step (--batch " + std::to_string(options.batch) + ")");
-  require(options.batch % ranks == 0,
-          "--batch " + std::to_string(options.batch) + " does not divide over " + std::to_string(ranks) + " ranks");
+  require(options.batch > 0, "--batch must be positive");
   require(options.steps >= 0 && options.minutes > 0, "--steps must be at least 0 (0: by --minutes) and --minutes positive");
   require(options.lr > 0 && options.clip > 0 && options.temperature > 0, "--lr, --clip and --temperature must be positive");
   require(options.warmup >= 0 && options.prefetch >= 0 && options.weight_decay >= 0,
           "--warmup, --prefetch and --weight-decay must be at least 0");
   require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
           "--eval-every, --eval-sequences and --threads must be positive");
+  require(options.sample_tokens >= 0, "--sample-tokens must be at least 0");
+}
+
+void validate_ranks(const Options& options, std::int64_t ranks) {
+  const std::string batch = "--batch " + std::to_string(options.batch);
+  require(ranks <= options.batch, "more ranks (" + std::to_string(ranks) + ") than sequences per step (" + batch + ")");
+  require(options.batch % ranks == 0, batch + " does not divide over " + std::to_string(ranks) + " ranks");
+}
+
+void validate_data(const Options& options, const Corpus& corpus) {
+  const auto check = [&](const std::vector<std::uint8_t>& text, const std::string& part) {
+    require(static_cast<std::int64_t>(text.size()) > options.model.context, options.data + " is too small: its " + part + " part has " +
+                                                                                std::to_string(text.size()) + " bytes, and --context " +
+                                                                                std::to_string(options.model.context) + " needs more");
+  };
+  check(corpus.train(), "training");
+  check(corpus.validation(), "validation");
 }
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
@@ -92,22 +110,31 @@ double evaluate(GPT& model, const Corpus& corpus, const Options& options, const 
   return mesh.sum(nats) / static_cast<double>(total) / std::log(2.0);
 }
 
-/// What the model writes after the prompt. Collective: every rank computes the same, as the parameters are sharded.
+/// What the model writes after the prompt. Collective, as the parameters are sharded; rank 0 draws each token for all, as processors of
+/// different kinds round differently.
 std::string sample(GPT& model, const Options& options, const fsdp::DeviceMesh& mesh) {
   const torch::NoGradGuard no_grad;
   auto generator = at::detail::createCPUGenerator(options.seed);
+  std::string text = options.prompt.value_or("");
   std::vector<std::int64_t> tokens{Corpus::kStart};
-  for (const char c : options.prompt) tokens.push_back(static_cast<std::uint8_t>(c));
-  std::string text = options.prompt;
+  for (const char c : text) tokens.push_back(static_cast<std::uint8_t>(c));
   for (std::int64_t i = 0; i < options.sample_tokens; ++i) {
     const auto length = std::min<std::int64_t>(static_cast<std::int64_t>(tokens.size()), options.model.context);
     const auto window = torch::tensor(std::vector<std::int64_t>(tokens.end() - length, tokens.end())).view({1, length});
     const auto logits = model->forward(window.to(mesh.device())).select(1, length - 1).view({-1}).to(at::kCPU, at::kDouble);
-    const auto next = at::multinomial((logits / options.temperature).softmax(0), 1, false, generator).item<std::int64_t>();
+    const auto drawn = at::multinomial((logits / options.temperature).softmax(0), 1, false, generator).item<double>();
+    const auto next = static_cast<std::int64_t>(mesh.sum(mesh.rank() == 0 ? drawn : 0.0));
     if (next == Corpus::kStart) break;  // the end of a file
     tokens.push_back(next);
     text.push_back(static_cast<char>(next));
   }
+  return text;
+}
+
+/// Control characters could do anything to a terminal, and an untrained model writes them.
+std::string printable(std::string text) {
+  const auto is_control = [](unsigned char c) { return (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f; };
+  std::replace_if(text.begin(), text.end(), is_control, '?');
   return text;
 }
 
@@ -123,6 +150,7 @@ class Reporter {
     write(row);
     if (!terminal_ && seconds_since(shown_) < 5 && row["step"] != 1) return;
     shown_ = std::chrono::steady_clock::now();
+    line_open_ = terminal_;
     std::printf("%sstep %5d  loss %.4f  %7.0f tokens/s  lr %.2e  peak %6.1f MiB  %3.0f s left%s", terminal_ ? "\r" : "",
                 row["step"].get<int>(), row["loss"].get<double>(), row["tokens_per_second"].get<double>(), row["lr"].get<double>(),
                 row["peak_mib"].get<double>(), seconds_left, terminal_ ? "  " : "\n");
@@ -132,7 +160,7 @@ class Reporter {
   void line(const std::string& text, const nlohmann::json& row) {
     if (!enabled_) return;
     write(row);
-    std::printf("%s%s\n", terminal_ ? "\n" : "", text.c_str());
+    std::printf("%s%s\n", std::exchange(line_open_, false) ? "\n" : "", text.c_str());
     std::fflush(stdout);
   }
 
@@ -143,16 +171,40 @@ class Reporter {
 
   bool enabled_;
   bool terminal_;
+  bool line_open_ = false;  // the last progress line can still be overwritten
   std::ofstream log_;
   std::chrono::steady_clock::time_point shown_{};
 };
 
+/// Linear warm-up by steps, times a cosine from 1 to 0.05 by progress, as the number of steps is not known where --minutes decides.
+double lr_factor(const Options& options, std::int64_t step, double progress) {
+  const double warmup = std::min(1.0, static_cast<double>(step + 1) / static_cast<double>(std::max<std::int64_t>(options.warmup, 1)));
+  return warmup * (0.05 + 0.95 * 0.5 * (1 + std::cos(std::numbers::pi * progress)));
+}
+
+/// What a run starts with, for the terminal.
+std::string describe(const Options& options, std::int64_t parameters, const Corpus& corpus, const fsdp::DeviceMesh& mesh) {
+  char text[160];
+  std::snprintf(text, sizeof(text), "%.2f M parameters (%s) over %d rank%s; %.2f MB of text for training, %.2f MB for validation, from ",
+                static_cast<double>(parameters) / 1e6, options.strategy.c_str(), static_cast<int>(mesh.size()), mesh.size() == 1 ? "" : "s",
+                static_cast<double>(corpus.train().size()) / 1e6, static_cast<double>(corpus.validation().size()) / 1e6);
+  return text + options.data;
+}
+
 int train(const Options& options, const Corpus& corpus) {
   at::set_num_threads(options.threads);
   const auto mesh = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
+  try {
+    validate_ranks(options, mesh.size());
+  } catch (const UsageError& error) {
+    if (mesh.rank() == 0) std::cerr << "train_gpt: " << error.what() << std::endl;
+    return kUsageExitCode;
+  }
   torch::manual_seed(options.seed);
   GPT model(options.model);
   model->to(mesh.device());
+  std::int64_t parameters = 0;
+  for (const auto& parameter : model->parameters()) parameters += parameter.numel();
   auto sharded = fsdp::fully_shard(*model, {.mesh = mesh,
                                             .units = fsdp::each<GPTBlockImpl>(),
                                             .placements = fsdp::Placements::from_name(options.strategy),
@@ -165,19 +217,22 @@ int train(const Options& options, const Corpus& corpus) {
                         {{.matches = no_decay, .weight_decay = 0.0}});
 
   Reporter report(options, mesh.rank() == 0);
+  report.line(describe(options, parameters, corpus, mesh), {{"ranks", mesh.size()},
+                                                            {"parameters", parameters},
+                                                            {"strategy", options.strategy},
+                                                            {"train_bytes", corpus.train().size()},
+                                                            {"validation_bytes", corpus.validation().size()}});
   const std::int64_t share = options.batch / mesh.size();
   const auto begin = std::chrono::steady_clock::now();
-  double bits = 0;
   std::int64_t step = 0;
   // Progress in [0, 1]: by steps, or by rank 0's clock, which every rank must agree on.
   const auto done = [&] {
     if (options.steps > 0) return static_cast<double>(step) / static_cast<double>(options.steps);
     return std::min(1.0, mesh.sum(mesh.rank() == 0 ? seconds_since(begin) / (60 * options.minutes) : 0.0));
   };
-  for (double progress = 0; progress < 1; progress = done()) {
+  for (double progress = 0; progress < 1;) {
     const auto step_begin = std::chrono::steady_clock::now();
-    const double warmup = std::min(1.0, static_cast<double>(step + 1) / static_cast<double>(std::max<std::int64_t>(options.warmup, 1)));
-    optimizer.set_lr_factor(warmup * (0.05 + 0.95 * 0.5 * (1 + std::cos(M_PI * progress))));
+    optimizer.set_lr_factor(lr_factor(options, step, progress));
 
     const auto batch =
         corpus.sample({.seed = options.seed, .step = step, .first = mesh.rank() * share, .count = share}, options.model.context);
@@ -189,84 +244,103 @@ int train(const Options& options, const Corpus& corpus) {
 
     ++step;
     const double global_loss = mesh.sum(loss.item<double>()) / static_cast<double>(mesh.size());
+    if (!std::isfinite(global_loss)) throw std::runtime_error("the loss of step " + std::to_string(step) + " is not finite; lower --lr");
     const double seconds = seconds_since(step_begin);
-    const double left = progress > 0 ? seconds_since(begin) / progress * (1 - progress) : 60 * options.minutes;
+    progress = done();
     report.step({{"step", step},
                  {"loss", global_loss},
                  {"lr", optimizer.lr()},
                  {"tokens_per_second", static_cast<double>(options.batch * options.model.context) / seconds},
                  {"peak_mib", static_cast<double>(sharded.memory_stats().total.peak) / (1 << 20)}},
-                left);
-    if (step % options.eval_every == 0) {
-      bits = evaluate(model, corpus, options, mesh);
+                seconds_since(begin) / progress * (1 - progress));
+    if (progress < 1 && step % options.eval_every == 0) {
+      const double bits = evaluate(model, corpus, options, mesh);
       char text[80];
       std::snprintf(text, sizeof(text), "step %5d  validation %.3f bits per byte", static_cast<int>(step), bits);
       report.line(text, {{"step", step}, {"validation_bits_per_byte", bits}});
     }
   }
   const double seconds = seconds_since(begin);
-  bits = evaluate(model, corpus, options, mesh);
+  const double bits = evaluate(model, corpus, options, mesh);
   const auto text = sample(model, options, mesh);
   char summary[200];
   std::snprintf(summary, sizeof(summary), "done: %d steps in %.0f s, validation %.3f bits per byte, peak engine memory %.1f MiB per rank",
                 static_cast<int>(step), seconds, bits, static_cast<double>(sharded.memory_stats().total.peak) / (1 << 20));
-  report.line("--- sample ---\n" + text + "\n--------------\n" + summary,
+  report.line("--- sample ---\n" + printable(text) + "\n--------------\n" + summary,
               {{"step", step}, {"seconds", seconds}, {"validation_bits_per_byte", bits}, {"sample", text}});
   mesh.barrier();
   return 0;
 }
 
 void add_options(CLI::App& app, Options& options) {
-  app.add_option("--data", options.data, "A text file, or a folder of them; by default LibTorch's own headers");
-  app.add_option("--nproc", options.nproc, "Ranks to start here (ignored under torchrun, mpirun, srun)")->capture_default_str();
-  app.add_option("--dim", options.model.dim, "Width")->capture_default_str();
-  app.add_option("--layers", options.model.layers, "Blocks")->capture_default_str();
-  app.add_option("--heads", options.model.heads, "Attention heads")->capture_default_str();
-  app.add_option("--context", options.model.context, "Bytes per sequence")->capture_default_str();
-  app.add_flag("--tied", options.model.tied, "The output layer is the embedding");
-  app.add_option("--batch", options.batch, "Sequences per step, over all ranks")->capture_default_str();
-  app.add_option("--steps", options.steps, "Steps to train; 0 trains for --minutes")->capture_default_str();
-  app.add_option("--minutes", options.minutes, "Minutes to train")->capture_default_str();
-  app.add_option("--lr", options.lr, "Peak learning rate")->capture_default_str();
-  app.add_option("--warmup", options.warmup, "Warm-up steps")->capture_default_str();
-  app.add_option("--weight-decay", options.weight_decay, "Of all but norms and embeddings")->capture_default_str();
-  app.add_option("--clip", options.clip, "Largest gradient norm")->capture_default_str();
-  app.add_option("--strategy", options.strategy, "What is sharded")
+  const auto option = [&app](const char* name, auto& value, const char* help) {
+    return app.add_option(name, value, help)->capture_default_str();
+  };
+  app.get_formatter()->column_width(34);
+  app.option_defaults()->take_last();  // so that a script can append what differs
+
+  app.add_option("--data", options.data, "A text file, or a folder of them (default: LibTorch's own headers)")->group("Data");
+  option("--seed", options.seed, "Of the model, the batches and the sample")->group("Data");
+
+  option("--dim", options.model.dim, "Width of the model; --heads must divide it")->group("Model");
+  option("--layers", options.model.layers, "Transformer blocks; each is a unit of sharding")->group("Model");
+  option("--heads", options.model.heads, "Attention heads")->group("Model");
+  option("--context", options.model.context, "Bytes per sequence")->group("Model");
+  app.add_flag("--tied", options.model.tied, "Use the embedding as the output layer")->group("Model");
+
+  option("--batch", options.batch, "Sequences per step over all ranks, whose number must divide it")->group("Training");
+  option("--minutes", options.minutes, "How long to train")->group("Training");
+  option("--steps", options.steps, "Train for so many steps instead of --minutes")->group("Training");
+  option("--lr", options.lr, "Peak learning rate")->group("Training");
+  option("--warmup", options.warmup, "Steps until the learning rate peaks")->group("Training");
+  option("--weight-decay", options.weight_decay, "Of all parameters but norms and embeddings")->group("Training");
+  option("--clip", options.clip, "Largest norm of the gradients")->group("Training");
+
+  option("--nproc", options.nproc, "Ranks to start on this machine; ignored under another launcher")->group("Sharding");
+  option("--strategy", options.strategy, "What is sharded: ZeRO-0, 1, 2, 3")
       ->check(CLI::IsMember({"no_shard", "optim", "optim_grads", "optim_grads_params"}))
-      ->capture_default_str();
-  app.add_flag("--no-reshard-after-forward", options.no_reshard_after_forward, "Keep parameters between forward and backward");
-  app.add_option("--prefetch", options.prefetch, "Units to read ahead")->capture_default_str();
-  app.add_option("--seed", options.seed, "Of model, batches and sample")->capture_default_str();
-  app.add_option("--eval-every", options.eval_every, "Steps between validations")->capture_default_str();
-  app.add_option("--eval-sequences", options.eval_sequences, "Sequences per validation")->capture_default_str();
-  app.add_option("--log", options.log, "JSON-lines file");
-  app.add_option("--sample-tokens", options.sample_tokens, "Bytes to write at the end")->capture_default_str();
-  app.add_option("--temperature", options.temperature, "Of the sample")->capture_default_str();
-  app.add_option("--prompt", options.prompt, "What the sample continues")->capture_default_str();
-  app.add_option("--threads", options.threads, "Per rank")->capture_default_str();
-  app.add_option("--device", options.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
+      ->group("Sharding");
+  app.add_flag("--no-reshard-after-forward", options.no_reshard_after_forward, "Keep gathered parameters between forward and backward")
+      ->group("Sharding");
+  option("--prefetch", options.prefetch, "Units whose parameters are gathered ahead")->group("Sharding");
+  option("--threads", options.threads, "Per rank")->group("Sharding");
+  option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}))->group("Sharding");
+
+  app.add_option("--log", options.log, "A JSON-lines file to write, one object per step and validation")->group("Output");
+  option("--eval-every", options.eval_every, "Steps between validations")->group("Output");
+  option("--eval-sequences", options.eval_sequences, "Sequences per validation, rounded up to a multiple of the ranks")->group("Output");
+  app.add_option("--prompt", options.prompt, "What the sample continues (default: \"#include <\", or nothing with --data)")
+      ->group("Output");
+  option("--sample-tokens", options.sample_tokens, "Bytes to write in the end at most")->group("Output");
+  option("--temperature", options.temperature, "Of the sample: lower is more repetitive, higher is wilder")->group("Output");
+
+  app.footer(
+      "Ranks are started here, or by torchrun --no-python, mpirun or srun: then leave out --nproc.\n"
+      "Exit codes: 0 trained, 2 wrong option or data, others a failure in training.");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a GPT on text, sharded over processes.");
+  CLI::App app("Trains a byte-level GPT on text, sharded over processes, and lets it write a sample.", "train_gpt");
   add_options(app, options);
   std::optional<Corpus> corpus;
   try {
     app.parse(argc, argv);
-    if (!fsdp::is_launched()) validate(options, options.nproc);
+    validate(options);
+    // Another launcher's number of ranks is known once they have met.
+    if (!fsdp::is_launched()) validate_ranks(options, options.nproc);
+    if (!options.prompt && app.count("--data") == 0) options.prompt = "#include <";
     corpus.emplace(options.data);
-    std::ofstream log(options.log, std::ios::app);
-    require(options.log.empty() || log.good(), "can't write --log " + options.log);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "train_gpt: " << error.what() << "\n";
-    return 2;
+    validate_data(options, *corpus);
+    const std::ofstream log(options.log, std::ios::app);
+    require(options.log.empty() || log.good(), "cannot write --log " + options.log);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
   } catch (const std::exception& error) {
     std::cerr << "train_gpt: " << error.what() << "\n";
-    return 2;
+    return kUsageExitCode;
   }
   return fsdp::launch_local(options.nproc, [&] { return train(options, *corpus); });
 }
