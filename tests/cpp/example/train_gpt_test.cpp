@@ -1,0 +1,223 @@
+// Runs the program itself, as a user does.
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <future>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "temporary_folder.h"
+
+namespace fsdp {
+namespace {
+
+using Json = nlohmann::json;
+using testing::TemporaryFolder;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string output;
+  std::string errors;
+};
+
+std::string read(const std::filesystem::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+std::string quoted(const std::string& text) { return "'" + text + "'"; }
+
+// A free port of this machine. Another program could take it before the ranks do, but hardly will.
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+class TrainGpt : public ::testing::Test {
+ protected:
+  TrainGpt() {
+    // Easy to learn, so that a few steps show: the same few words in every file.
+    for (int file = 0; file < 30; ++file) {
+      std::string text;
+      for (int line = 0; line < 20; ++line) text += "the quick brown fox " + std::to_string((file + line) % 7) + "\n";
+      folder_.write("text/part" + std::to_string(file) + ".txt", text + std::to_string(file));
+    }
+  }
+
+  /// `name` keeps the files of runs apart; `environment` is set before the program, as in "RANK=0".
+  Outcome run(const std::string& name, const std::vector<std::string>& arguments, const std::string& environment = "") const {
+    const auto out = folder_.path() / (name + ".out");
+    const auto err = folder_.path() / (name + ".err");
+    // What a launcher around the tests may have set is not meant for this program.
+    std::string command = "env -u RANK -u WORLD_SIZE " + environment + " timeout 120 " + quoted(TRAIN_GPT);
+    for (const auto& argument : arguments) command.append(" ").append(quoted(argument));
+    command.append(" >").append(quoted(out)).append(" 2>").append(quoted(err));
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out), read(err)};
+  }
+
+  /// A model small enough to train in a moment, and more arguments.
+  std::vector<std::string> tiny(const std::vector<std::string>& more) const {
+    std::vector<std::string> arguments = {"--data", data()};
+    std::istringstream words(
+        "--dim 16 --layers 2 --heads 2 --context 32 --batch 4 --lr 0.01 --warmup 2 --steps 12 --eval-every 6 --eval-sequences 8 "
+        "--sample-tokens 20");
+    for (std::string word; words >> word;) arguments.push_back(word);
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  std::string data() const { return folder_.path() / "text"; }
+  std::string log(const std::string& name) const { return folder_.path() / (name + ".jsonl"); }
+
+  std::vector<Json> rows(const std::string& name) const {
+    std::vector<Json> rows;
+    std::istringstream lines(read(log(name)));
+    for (std::string line; std::getline(lines, line);) rows.push_back(Json::parse(line));
+    return rows;
+  }
+
+  std::vector<double> losses(const std::string& name) const {
+    std::vector<double> losses;
+    for (const auto& row : rows(name)) {
+      if (row.contains("loss")) losses.push_back(row["loss"].get<double>());
+    }
+    return losses;
+  }
+
+  TemporaryFolder folder_;
+};
+
+void expect_usage_error(const Outcome& outcome, const std::string& message) {
+  EXPECT_EQ(outcome.exit_code, 2) << message;
+  EXPECT_EQ(outcome.errors, "train_gpt: " + message + "\n");
+  EXPECT_EQ(outcome.output, "");
+}
+
+TEST_F(TrainGpt, ExplainsItself) {
+  const auto outcome = run("help", {"--help"});
+  EXPECT_EQ(outcome.exit_code, 0);
+  EXPECT_EQ(outcome.errors, "");
+  for (const char* option : {"--data", "--nproc", "--steps", "--strategy", "--log", "torchrun"}) {
+    EXPECT_NE(outcome.output.find(option), std::string::npos) << option;
+  }
+}
+
+TEST_F(TrainGpt, RejectsWrongOptionsWithOneLine) {
+  expect_usage_error(run("unknown", {"--stpes", "3"}), "The following arguments were not expected: 3 --stpes");
+  expect_usage_error(run("strategy", {"--strategy", "zero3"}), "--strategy: zero3 not in {no_shard,optim,optim_grads,optim_grads_params}");
+  expect_usage_error(run("heads", {"--dim", "10", "--heads", "3"}), "--dim 10 does not divide into --heads 3 of even width");
+  expect_usage_error(run("ranks", {"--nproc", "9"}), "more ranks (9) than sequences per step (--batch 8)");
+  expect_usage_error(run("divide", {"--nproc", "3"}), "--batch 8 does not divide over 3 ranks");
+  expect_usage_error(run("batch", {"--batch", "0"}), "--batch must be positive");
+  expect_usage_error(run("log", tiny({"--log", "/nowhere/log.jsonl"})), "cannot write --log /nowhere/log.jsonl");
+}
+
+TEST_F(TrainGpt, RejectsDataThatItCannotUseWithOneLine) {
+  expect_usage_error(run("none", {"--data", "/nowhere"}), "/nowhere does not exist");
+  const std::string binary = folder_.write("binary", std::string(100, '\0'));
+  expect_usage_error(run("binary", {"--data", binary}), binary + " is not a text file");
+  const std::string small = folder_.write("small", std::string(199, 'x'));
+  expect_usage_error(run("small", {"--data", small, "--context", "16"}),
+                     small + " is too small: its validation part has 10 bytes, and --context 16 needs more");
+}
+
+TEST_F(TrainGpt, TrainsOnTwoRanks) {
+  const auto outcome = run("two", tiny({"--nproc", "2", "--log", log("two"), "--prompt", "the "}));
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  EXPECT_EQ(outcome.errors, "");
+  EXPECT_NE(outcome.output.find("over 2 ranks"), std::string::npos) << outcome.output;
+  EXPECT_NE(outcome.output.find("--- sample ---\nthe "), std::string::npos) << outcome.output;
+
+  const auto all = rows("two");
+  ASSERT_EQ(all.size(), 1u + 12 + 1 + 1);  // start, steps, one validation between them, end
+  EXPECT_EQ(all.front()["ranks"], 2);
+  std::int64_t step = 0;
+  for (const auto& row : all) {
+    if (!row.contains("loss")) continue;
+    EXPECT_EQ(row["step"], ++step);
+    EXPECT_TRUE(std::isfinite(row["loss"].get<double>())) << row;
+    EXPECT_GT(row["tokens_per_second"], 0) << row;
+    EXPECT_GT(row["lr"], 0) << row;
+    EXPECT_GT(row["peak_mib"], 0) << row;
+  }
+  EXPECT_EQ(step, 12);
+  const auto values = losses("two");
+  EXPECT_NEAR(values.front(), std::log(256.0), 0.2);
+  EXPECT_LT(values.back(), values.front() - 1);
+
+  EXPECT_GT(all[7]["validation_bits_per_byte"], all.back()["validation_bits_per_byte"]);
+  EXPECT_GT(all.back()["validation_bits_per_byte"], 0);
+  EXPECT_GT(all.back()["seconds"], 0);
+  const auto sample = all.back()["sample"].get<std::string>();
+  EXPECT_EQ(sample.substr(0, 4), "the ");
+  EXPECT_GT(sample.size(), 4u);
+}
+
+TEST_F(TrainGpt, GivesTheSameLossesAgainAndOnOneRank) {
+  for (const char* name : {"first", "again"}) {
+    ASSERT_EQ(run(name, tiny({"--nproc", "2", "--log", log(name)})).exit_code, 0);
+  }
+  ASSERT_EQ(run("alone", tiny({"--nproc", "1", "--log", log("alone")})).exit_code, 0);
+  const auto first = losses("first");
+  const auto alone = losses("alone");
+  ASSERT_EQ(first.size(), 12u);
+  ASSERT_EQ(alone.size(), 12u);
+  EXPECT_EQ(losses("again"), first);
+  EXPECT_EQ(rows("again").back()["sample"], rows("first").back()["sample"]);
+  for (std::size_t i = 0; i < first.size(); ++i) EXPECT_NEAR(alone[i], first[i], 1e-4) << "step " << i + 1;
+}
+
+TEST_F(TrainGpt, GivesTheSameLossesForEveryStrategy) {
+  std::map<std::string, std::vector<double>> by_strategy;
+  for (const char* strategy : {"no_shard", "optim", "optim_grads", "optim_grads_params"}) {
+    ASSERT_EQ(run(strategy, tiny({"--strategy", strategy, "--steps", "4", "--log", log(strategy)})).exit_code, 0);
+    by_strategy[strategy] = losses(strategy);
+  }
+  for (const auto& [strategy, values] : by_strategy) EXPECT_EQ(values, by_strategy["no_shard"]) << strategy;
+}
+
+TEST_F(TrainGpt, RunsAsARankOfAnotherLauncher) {
+  const auto run_both = [&](const std::string& name, const std::vector<std::string>& arguments) {
+    const std::string meeting_point = " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port());
+    auto other = std::async(std::launch::async, [&] { return run(name + "1", arguments, "RANK=1" + meeting_point); });
+    const auto rank0 = run(name + "0", arguments, "RANK=0" + meeting_point);
+    return std::vector{rank0, other.get()};
+  };
+  // --nproc is ignored.
+  const auto outcomes = run_both("rank", tiny({"--nproc", "4", "--log", log("launched")}));
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.exit_code, 0);
+    EXPECT_EQ(outcome.errors, "");
+  }
+  EXPECT_NE(outcomes[0].output.find("done: 12 steps"), std::string::npos) << outcomes[0].output;
+  EXPECT_EQ(outcomes[1].output, "");
+  EXPECT_EQ(losses("launched").size(), 12u);
+
+  const auto wrong = run_both("wrong", tiny({"--batch", "1"}));
+  expect_usage_error(wrong[0], "more ranks (2) than sequences per step (--batch 1)");
+  EXPECT_EQ(wrong[1].exit_code, 2);
+  EXPECT_EQ(wrong[1].errors, "");
+}
+
+}  // namespace
+}  // namespace fsdp
