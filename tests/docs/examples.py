@@ -1,0 +1,91 @@
+"""The C++ examples in Markdown files.
+
+    examples.py extract OUT FILE...   writes each example as a program into OUT and prints their names
+    examples.py check FILE...         fails if a block of C++ or a link to another file of the project is not in order
+
+A block marked ```cpp is a whole program with a `main`, which the build compiles and CTest runs. A block marked
+```cpp fragment is a piece that can't stand alone.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCE = re.compile(r"^\s*```+\s*(.*?)\s*$")
+MAIN = re.compile(r"\bint main\(")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@dataclass
+class Block:
+    file: Path
+    line: int
+    """Of the opening fence, from 1."""
+    info: str
+    text: str
+
+    @property
+    def is_program(self) -> bool:
+        return self.info == "cpp"
+
+
+def blocks_of(file: Path) -> Iterator[Block]:
+    info: str | None = None
+    lines: list[str] = []
+    begin = 0
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        fence = FENCE.match(line)
+        if fence is None:
+            lines.append(line)
+        elif info is None:
+            info, lines, begin = fence[1], [], number
+        else:
+            yield Block(file, begin, info, "\n".join(lines) + "\n")
+            info, lines = None, []
+
+
+def extract(out: Path, files: list[Path]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        programs = [block for block in blocks_of(file) if block.is_program and MAIN.search(block.text)]
+        for number, block in enumerate(programs, start=1):
+            name = f"{file.stem.lower()}_{number}"
+            # Compiler messages then name the line of the document.
+            text = f'#line {block.line + 1} "{file.as_posix()}"\n{block.text}'
+            target = out / f"{name}.cpp"
+            if not target.exists() or target.read_text(encoding="utf-8") != text:
+                target.write_text(text, encoding="utf-8")
+            print(name)
+
+
+def check(files: list[Path]) -> int:
+    faults = []
+    for file in files:
+        for block in blocks_of(file):
+            if block.is_program and not MAIN.search(block.text):
+                faults.append(f"{file}:{block.line}: C++ without main; mark it ```cpp fragment, or make it a program")
+            elif block.info.startswith("cpp") and block.info not in ("cpp", "cpp fragment"):
+                faults.append(f"{file}:{block.line}: unknown mark ```{block.info}")
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            for target in LINK.findall(line):
+                if "://" not in target and not (file.parent / target).exists():
+                    faults.append(f"{file}:{number}: no such file: {target}")
+    print("\n".join(faults) if faults else f"{len(files)} files in order")
+    return 1 if faults else 0
+
+
+def main(arguments: list[str]) -> int:
+    match arguments:
+        case ["extract", out, *files]:
+            extract(Path(out), [Path(file) for file in files])
+            return 0
+        case ["check", *files]:
+            return check([Path(file) for file in files])
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
