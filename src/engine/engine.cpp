@@ -228,7 +228,6 @@ void Engine::reset() {
 void Engine::reset_locked() {
   reducer_.drop(units_);
   for (const auto& unit : units_) {
-    unit->written = false;
     if (unit->state == ParameterState::kGathering) {
       unit->gather.reset();  // waits; a failed peer's error was reported where it was first seen
       unit->state = unit->replicated_parameters() ? ParameterState::kSharded : ParameterState::kPresent;
