@@ -16,13 +16,14 @@
 namespace fsdp::paging {
 namespace {
 
-using Units = c10::SmallVector<engine::Unit*, 4>;
-
 /// What an operator's arguments hold of paged units.
 struct Touched {
-  engine::Engine* engine = nullptr;
-  Units units;
-  Units written;
+  struct Use {
+    engine::Engine* engine;
+    engine::Unit* unit;
+    bool written;
+  };
+  c10::SmallVector<Use, 4> uses;  // each unit once
   bool all_hot = true;
 };
 
@@ -32,10 +33,13 @@ void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
   if (storage == nullptr) return;
   auto* unit = storage->unit;
   if (unit == nullptr) throw Error("a parameter of a model that fully_shard had sharded is used after the model is gone");
-  touched.engine = storage->engine;
   touched.all_hot = touched.all_hot && unit->hot.load(std::memory_order_acquire);
-  if (std::find(touched.units.begin(), touched.units.end(), unit) == touched.units.end()) touched.units.push_back(unit);
-  if (writes) touched.written.push_back(unit);
+  for (auto& use : touched.uses) {
+    if (use.unit != unit) continue;
+    use.written = use.written || writes;
+    return;
+  }
+  touched.uses.push_back({storage->engine, unit, writes});
 }
 
 void visit(const c10::IValue& value, bool writes, Touched& touched) {
@@ -55,6 +59,21 @@ bool reads_nothing(const c10::OperatorHandle& op) {
   return name == "aten::detach" || name == "aten::alias";
 }
 
+/// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
+void touch(const Touched& touched) {
+  c10::SmallVector<engine::Engine*, 2> told;
+  for (const auto& first : touched.uses) {
+    if (std::find(told.begin(), told.end(), first.engine) != told.end()) continue;
+    told.push_back(first.engine);
+    c10::SmallVector<engine::Unit*, 4> units;
+    for (const auto& use : touched.uses) {
+      if (use.engine == first.engine) units.push_back(use.unit);
+    }
+    watch_backward(first.engine->shared_from_this());
+    first.engine->touch({units.data(), units.size()});
+  }
+}
+
 void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   Touched touched;
@@ -63,15 +82,14 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     const auto* alias = arguments[i].alias_info();
     visit(values[i], alias != nullptr && alias->isWrite(), touched);
   }
-  if (!touched.all_hot && !reads_nothing(op)) {
-    watch_backward(touched.engine->shared_from_this());
-    touched.engine->touch({touched.units.data(), touched.units.size()});
-  }
+  if (!touched.all_hot && !reads_nothing(op)) touch(touched);
   {
     const c10::impl::ExcludeDispatchKeyGuard below(kPagedKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
   }
-  for (auto* unit : touched.written) touched.engine->wrote(*unit);
+  for (const auto& use : touched.uses) {
+    if (use.written) use.engine->wrote(*use.unit);
+  }
 }
 
 }  // namespace
