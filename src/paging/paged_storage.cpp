@@ -43,8 +43,11 @@ PagedStorage::PagedStorage(c10::Device device)
     : StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
                   /*resizable=*/false) {}
 
+// set_data compares its arguments by an operator: with the key excluded it does not count as a use of the unit.
+
 void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index) {
   const torch::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
   const auto& placement = unit.layout.placements()[index];
   const auto& part = unit.layout.sub_buffers()[placement.sub_buffer];
   const auto options = parameter.options();
@@ -59,6 +62,7 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
 
 void unpage(const at::Tensor& parameter, const at::Tensor& value) {
   const torch::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
   at::Tensor handle = parameter;
   torch::autograd::impl::set_post_acc_grad_hooks(handle, nullptr);
   handle.set_data(value);
