@@ -10,6 +10,14 @@
 #include "memory/device_memory.h"
 
 namespace fsdp {
+namespace {
+
+/// NaN is refused, too.
+void require_not_negative(double value, const char* what) {
+  if (!(value >= 0)) throw Error(std::string(what) + " " + std::to_string(value) + "; give 0 or more");
+}
+
+}  // namespace
 
 Optimizer::Optimizer(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Optimizer::~Optimizer() = default;
@@ -37,7 +45,8 @@ Optimizer::State::State(torch::nn::Module& module, optim::Group defaults, const 
     groups.push_back({.lr = group.lr.value_or(defaults.lr), .weight_decay = group.weight_decay.value_or(defaults.weight_decay)});
   }
   for (const auto& group : groups) {
-    if (group.lr < 0 || group.weight_decay < 0) throw Error("negative learning rate or weight decay");
+    require_not_negative(group.lr, "learning rate");
+    require_not_negative(group.weight_decay, "weight decay");
   }
   for (const auto& unit : engine->units()) {
     auto& state = units.emplace_back();
