@@ -65,7 +65,8 @@ class FSDPModule {
   /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself
   /// at the next forward after a failed backward. Collective if collectives were pending.
   void reset();
-  /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero.
+  /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
+  /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.)
   void zero_grad();
 
   /// This rank's shards of the main parameters, of all units. Write through them only with `main_parameters_changed()` after.
