@@ -22,7 +22,7 @@ Engine::~Engine() {
   reducer_.drop(units_);
   for (const auto& unit : units_) {
     unit->gather.reset();  // waits
-    memory::detach(*unit->storage.unsafeGetStorageImpl());
+    unit->free_whole();
   }
 }
 
@@ -129,8 +129,7 @@ void Engine::evict(Unit& unit) {
   if (unit.state == ParameterState::kGathering) ensure_present(unit);
   write_back(unit);
   if (unit.replicated_parameters()) return;
-  memory::detach(*unit.storage.unsafeGetStorageImpl());
-  unit.slot.release();
+  unit.free_whole();
   unit.state = ParameterState::kSharded;
 }
 

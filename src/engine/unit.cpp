@@ -10,6 +10,10 @@
 namespace fsdp::engine {
 namespace {
 
+constexpr const char* kSharded =
+    "this parameter's memory is freed while its unit is sharded: use it in an operator, or call unshard() on its unit's handle first "
+    "(torch::save reads memory without an operator)";
+
 at::Tensor view_of(const c10::Storage& storage, at::ScalarType dtype, std::int64_t byte_offset, at::IntArrayRef shape) {
   const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
   auto impl =
@@ -32,6 +36,7 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
       main_gradient_storage(memory::empty_storage(storage.device())),
       gradient_storage(memory::empty_storage(storage.device())),
       staging_storage(memory::empty_storage(storage.device())) {
+  free_whole();
   std::int64_t staging_offset = 0;
   for (std::size_t k = 0; k < layout.sub_buffers().size(); ++k) {
     const auto& part = layout.sub_buffers()[k];
@@ -80,6 +85,11 @@ void Unit::collect_padding() {
       end = next_end;
     }
   }
+}
+
+void Unit::free_whole() {
+  memory::detach(*storage.unsafeGetStorageImpl(), kSharded);
+  slot.release();
 }
 
 at::Tensor Unit::whole(std::size_t parameter) const {

@@ -108,6 +108,8 @@ struct Unit {
   bool replicated_gradients() const { return options.placements.gradients == Placement::kReplicated; }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
   std::int64_t main_gradient_bytes() const { return replicated_gradients() ? layout.trainable_bytes() : layout.trainable_shard_bytes(); }
+  /// Takes the bytes from `storage`, and gives them back to the pool if they came from there.
+  void free_whole();
   /// Parameter i, whole, as a view of `storage`: valid while the unit is present.
   at::Tensor whole(std::size_t parameter) const;
   /// This rank's region of a whole sub-buffer.

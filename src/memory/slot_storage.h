@@ -11,6 +11,7 @@ namespace fsdp::memory {
 /// Lends bytes to a storage, so that tensors that view it have memory; they are created once and keep their identity while the memory under
 /// them comes and goes. The storage does not own the bytes: detach before they are released.
 inline void attach(c10::StorageImpl& storage, void* data, std::int64_t bytes) {
+  storage.clear_data_ptr_access_error_msg_();
   storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
   storage.set_nbytes(static_cast<std::size_t>(bytes));
 }
@@ -21,6 +22,12 @@ inline void attach(c10::StorageImpl& storage, const Slot& slot) { attach(storage
 inline void detach(c10::StorageImpl& storage) {
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   storage.set_nbytes(static_cast<std::size_t>(0));
+}
+
+/// As above; who asks for the address of its data gets an error that says `reason`, not a null pointer.
+inline void detach(c10::StorageImpl& storage, const char* reason) {
+  detach(storage);
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(reason);
 }
 
 /// A storage without bytes, for attach.
