@@ -247,6 +247,10 @@ void Engine::zero_grad() {
 
 void Engine::flush_writes() {
   const std::lock_guard lock(mutex_);
+  if (retired_) {
+    throw Error(
+        "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
+  }
   for (const auto& unit : units_) write_back(*unit);
 }
 
@@ -263,6 +267,11 @@ void Engine::main_parameters_changed() {
   }
   current_ = nullptr;
   if (backward_ == BackwardState::kNone) schedule_.begin(Phase::kForward);
+}
+
+void Engine::retire() {
+  const std::lock_guard lock(mutex_);
+  retired_ = true;
 }
 
 void Engine::set_prefetch_depth(int depth) {

@@ -62,11 +62,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reshard(Unit& unit);
   void reset();
   void zero_grad();
-  /// Writes of operators to present parameters reach the main parameters.
+  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired.
   void flush_writes();
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error.
   void main_parameters_changed();
+  /// The model has been un-sharded: what users still ask of its parameters is an error.
+  void retire();
   void set_prefetch_depth(int depth);
   void set_requires_gradient_sync(bool sync) { requires_gradient_sync_ = sync; }
 
@@ -93,6 +95,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   c10::Device device_;
   int prefetch_depth_;
   bool requires_gradient_sync_ = true;
+  bool retired_ = false;
   memory::Accounting accounting_;
   memory::SlotPool pool_;
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it

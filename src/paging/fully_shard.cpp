@@ -266,6 +266,7 @@ void fully_unshard(torch::nn::Module& module) {
     }
     engine->reshard(*unit);
   }
+  engine->retire();
   Registry::instance().remove(engine);
 }
 
