@@ -198,6 +198,7 @@ int train(const Options& options, const Corpus& corpus) {
     validate_ranks(options, mesh.size());
   } catch (const UsageError& error) {
     if (mesh.rank() == 0) std::cerr << "train_gpt: " << error.what() << std::endl;
+    mesh.barrier();  // A launcher that sees a rank end may stop the others before rank 0 has spoken.
     return kUsageExitCode;
   }
   torch::manual_seed(options.seed);
