@@ -39,6 +39,7 @@ inline int run_rank(const std::function<void(int rank)>& fn, int nproc, std::chr
   const int rank = std::atoi(std::getenv("RANK"));
   const int failed_before = failed_parts();  // The parent's, before the fork.
   const ::testing::ScopedTrace trace(__FILE__, __LINE__, "in rank " + std::to_string(rank) + " of " + std::to_string(nproc));
+  at::set_num_threads(1);  // The tests' operators are tiny: more threads than cores would mostly wait for each other.
   fn(rank);
   return failed_parts() == failed_before ? 0 : 1;
 }
