@@ -43,7 +43,7 @@ test: build  ## All tests; options for ctest in ARGS="-R name"
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
-	python bench/run.py $(ARGS)
+	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender $(ARGS)
 
 format: $(STAMP)-format  ## Rewrite all C++ files in the project's format
 	clang-format -i $(CXX_FILES)
