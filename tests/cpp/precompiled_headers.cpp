@@ -1,0 +1,1 @@
+// Nothing but the header that is compiled before it.
