@@ -115,12 +115,12 @@ void Reducer::zero_grad(Unit& unit) {
 }
 
 void Reducer::reduce(Unit& unit) {
-  allocate_main_gradient(unit);
   for (auto& parameter : unit.parameters) {
     if (parameter.trainable && !parameter.gradient_seen) zero_bytes(parameter.gradient_view);
     parameter.gradient_seen = false;
   }
   while (reducing_.size() >= kLiveGradients) finish_oldest();  // for gradients that are collected in place, nothing has waited yet
+  allocate_main_gradient(unit);
   std::int64_t staging_bytes = 0;
   if (!unit.staging.empty()) {
     const auto& last = unit.staging.back();
