@@ -1,0 +1,586 @@
+// What goes wrong in training: exceptions, ranks that die or differ, misuse. Each must end in one clear error, and leave usable what can
+// be.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <regex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "comm/launch.h"
+#include "engine/reference.h"
+#include "engine/stack.h"
+#include "fsdp/fsdp.h"
+#include "multi_rank.h"
+
+namespace {
+
+using fsdp::CommError;
+using fsdp::Error;
+using fsdp::FullyShardOptions;
+using fsdp::Placements;
+using fsdp::testing::all_strategies;
+using fsdp::testing::make_stack;
+using fsdp::testing::run_ranks;
+using fsdp::testing::Stack;
+using fsdp::testing::stack_loss;
+using fsdp::testing::stack_units;
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+template <typename Exception, typename Fn>
+std::string message_of(const Fn& fn) {
+  try {
+    fn();
+  } catch (const Exception& error) {
+    return error.what();
+  }
+  return "no exception";
+}
+
+fsdp::DeviceMesh world(std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.timeout = timeout});
+}
+
+// Exceptions of the user's own, on all ranks alike.
+
+struct Disturbance {
+  std::string where;  ///< The observer's event at which the exception is thrown.
+  bool without_sync = false;
+  bool reset_by_hand = false;
+};
+
+/// The parameters after some steps, disturbed in between or not.
+fsdp::testing::NamedTensors train(const fsdp::DeviceMesh& mesh, FullyShardOptions options, const Disturbance* disturbance) {
+  options.mesh = mesh;
+  options.units = stack_units();
+  auto model = make_stack();
+  auto sharded = fsdp::fully_shard(*model, options);
+  fsdp::AdamW optimizer(*model, {.lr = 1e-2});
+  const auto step = [&](std::int64_t number) {
+    stack_loss(model, number, mesh.rank()).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  for (int number = 0; number < 2; ++number) {
+    step(number);
+    if (disturbance == nullptr) continue;
+    model->observer = [&](const std::string& event) {
+      if (event == disturbance->where) throw std::runtime_error("thrown at " + event);
+    };
+    sharded.set_requires_gradient_sync(!disturbance->without_sync);
+    const auto message = message_of<std::runtime_error>([&] { stack_loss(model, 50, mesh.rank()).backward(); });
+    EXPECT_TRUE(has(message, "thrown at " + disturbance->where)) << message;
+    sharded.set_requires_gradient_sync(true);
+    model->observer = {};
+    if (disturbance->reset_by_hand) {
+      sharded.reset();
+      const auto stats = sharded.memory_stats();
+      EXPECT_EQ(stats.unreduced_gradients.live, 0);
+      EXPECT_EQ(stats.communication.live, 0);
+      if (options.placements.parameters == fsdp::Placement::kSharded) EXPECT_EQ(stats.gathered_parameters.live, 0);
+    }
+    optimizer.zero_grad();
+  }
+  step(2);
+  step(3);
+  const auto stats = sharded.memory_stats();
+  EXPECT_EQ(stats.unreduced_gradients.live, 0);
+  EXPECT_EQ(stats.communication.live, 0);
+  return sharded.full_parameters();
+}
+
+class Failure : public ::testing::TestWithParam<int> {};
+
+TEST_P(Failure, ExceptionsLeaveTheModelUsable) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    for (const auto& strategy : all_strategies()) {
+      for (const bool reshard : {true, false}) {
+        if (!reshard && strategy != "optim_grads_params") continue;  // nothing else is freed after forward
+        const FullyShardOptions options{.placements = Placements::from_name(strategy), .reshard_after_forward = reshard};
+        const auto undisturbed = train(mesh, options, nullptr);
+        for (const Disturbance& disturbance : {
+                 Disturbance{.where = "forward blocks.0"},
+                 Disturbance{.where = "forward blocks.2"},
+                 Disturbance{.where = "forward blocks.3", .reset_by_hand = true},
+                 Disturbance{.where = "backward blocks.3"},
+                 Disturbance{.where = "backward blocks.1"},
+                 Disturbance{.where = "backward blocks.0", .reset_by_hand = true},
+                 Disturbance{.where = "backward blocks.1", .without_sync = true},
+             }) {
+          fsdp::testing::expect_same(train(mesh, options, &disturbance), undisturbed, 0, strategy + ", " + disturbance.where);
+        }
+      }
+    }
+  });
+}
+
+// One unit for the whole model: nothing moves, so nothing but gradients tells the engine that the next backward has begun.
+TEST_P(Failure, ExceptionsInBackwardOfASingleUnit) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    const auto run = [&](bool disturbed) {
+      auto model = make_stack();
+      auto sharded = fsdp::fully_shard(*model, {.mesh = mesh});
+      fsdp::AdamW optimizer(*model, {.lr = 1e-2});
+      for (int step = 0; step < 3; ++step) {
+        if (disturbed) {
+          model->observer = [](const std::string& event) {
+            if (event == "backward blocks.1") throw std::runtime_error("no");
+          };
+          EXPECT_THROW(stack_loss(model, 50, mesh.rank()).backward(), std::runtime_error);
+          model->observer = {};
+        }
+        stack_loss(model, step, mesh.rank()).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      return sharded.full_parameters();
+    };
+    fsdp::testing::expect_same(run(true), run(false), 0, "single unit");
+  });
+}
+
+// Between two backward passes whose gradients add up, without a zero_grad: the failed one leaves no trace if it reduced nothing.
+TEST_P(Failure, AnExceptionInForwardKeepsAccumulatedGradients) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    for (const auto& strategy : all_strategies()) {
+      const auto gradients = [&](bool disturbed) {
+        auto model = make_stack();
+        auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = Placements::from_name(strategy)});
+        for (const bool sync : {false, true, true}) {
+          sharded.set_requires_gradient_sync(sync);
+          if (disturbed) {
+            model->observer = [](const std::string& event) {
+              if (event == "forward blocks.2") throw std::runtime_error("no");
+            };
+            EXPECT_THROW(stack_loss(model, 50, mesh.rank()), std::runtime_error);
+            model->observer = {};
+          }
+          stack_loss(model, sync, mesh.rank()).backward();
+        }
+        return sharded.full_gradients();
+      };
+      fsdp::testing::expect_same(gradients(true), gradients(false), 0, strategy);
+    }
+  });
+}
+
+TEST_P(Failure, ZeroGradDropsUnreducedGradientsToo) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    for (const auto& strategy : all_strategies()) {
+      const auto gradients = [&](bool with_leftovers) {
+        auto model = make_stack();
+        auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = Placements::from_name(strategy)});
+        if (with_leftovers) {
+          sharded.set_requires_gradient_sync(false);
+          stack_loss(model, 50, mesh.rank()).backward();
+          sharded.zero_grad();
+          sharded.set_requires_gradient_sync(true);
+          EXPECT_EQ(sharded.memory_stats().unreduced_gradients.live, 0);
+        }
+        stack_loss(model, 1, mesh.rank()).backward();
+        return sharded.full_gradients();
+      };
+      fsdp::testing::expect_same(gradients(true), gradients(false), 0, strategy);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Failure, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
+
+// Ranks that die.
+
+/// Trains until rank 1 leaves at the observer's event in step 2. The other ranks' error is checked against `expected`.
+void a_rank_leaves_at(const std::string& event, const std::string& strategy, int ranks) {
+  SCOPED_TRACE(event + ", " + strategy);
+  ::testing::internal::CaptureStderr();
+  const int result = fsdp::comm::launch_ranks(
+      ranks,
+      [&] {
+        alarm(40);
+        const auto mesh = world(std::chrono::seconds(3));
+        auto model = make_stack();
+        fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = Placements::from_name(strategy)});
+        fsdp::AdamW optimizer(*model);
+        int step = 0;
+        model->observer = [&](const std::string& now) {
+          if (mesh.rank() == 1 && step == 2 && now == event) _exit(3);
+        };
+        const auto message = message_of<CommError>([&] {
+          for (; step < 50; ++step) {
+            stack_loss(model, step, mesh.rank()).backward();
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+        });
+        const std::regex expected(
+            "(all-gather|all-gather of gradients|reduce-scatter|gradient usage) of unit '(\\(root\\)|blocks\\.[0-3])' on rank " +
+            std::to_string(mesh.rank()) + " of " + std::to_string(ranks) +
+            " (failed: |was not started)[\\s\\S]*last units that this rank touched, newest first: '(blocks|\\(root)[\\s\\S]*");
+        if (!std::regex_match(message, expected)) throw std::runtime_error("message: " + message);
+        // What is tried afterwards fails at once, and says why.
+        const auto next = message_of<CommError>([&] {
+          stack_loss(model, 0, mesh.rank()).backward();
+          optimizer.step();
+          stack_loss(model, 0, mesh.rank()).backward();
+        });
+        if (!has(next, " failed: ")) throw std::runtime_error("next message: " + next);
+        return 0;
+      },
+      {.grace = std::chrono::seconds(20)});
+  EXPECT_EQ(result, 3);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 failed: exit code 3\n");
+}
+
+TEST(DyingRank, FailsTheOthersWithANamedError) {
+  a_rank_leaves_at("forward blocks.1", "optim_grads_params", 2);
+  a_rank_leaves_at("backward blocks.2", "optim_grads_params", 4);
+  a_rank_leaves_at("backward blocks.2", "optim_grads", 2);
+  a_rank_leaves_at("forward blocks.2", "no_shard", 2);
+}
+
+TEST(HangingRank, TimesOutWithANamedError) {
+  run_ranks(2, [](int rank) {
+    const auto mesh = world(std::chrono::milliseconds(500));
+    auto model = make_stack();
+    fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+    fsdp::AdamW optimizer(*model);
+    stack_loss(model, 0, rank).backward();
+    if (rank == 1) {
+      usleep(1'500'000);
+      return;
+    }
+    const auto message = message_of<CommError>([&] {
+      optimizer.step();
+      stack_loss(model, 1, rank).backward();
+    });
+    EXPECT_TRUE(has(message, "all-gather of unit '(root)' on rank 0 of 2 failed: ")) << message;
+    EXPECT_TRUE(has(message, "receiving from rank 1")) << message;
+    EXPECT_TRUE(has(message, "MeshOptions::timeout")) << message;
+    EXPECT_TRUE(has(message, "last units that this rank touched, newest first: '(root)'")) << message;
+  });
+}
+
+// Ranks that do different things, with FSDP_DEBUG=1.
+
+class DebugMode : public ::testing::Test {
+ protected:
+  void SetUp() override { setenv("FSDP_DEBUG", "1", 1); }
+  void TearDown() override { unsetenv("FSDP_DEBUG"); }
+};
+
+TEST_F(DebugMode, ChangesNothingWhereRanksAgree) {
+  run_ranks(2, [] {
+    const auto mesh = world();
+    const auto parameters = train(mesh, {}, nullptr);
+    unsetenv("FSDP_DEBUG");
+    fsdp::testing::expect_same(train(world(), {}, nullptr), parameters, 0, "without FSDP_DEBUG");
+  });
+}
+
+TEST_F(DebugMode, AnotherUnitPrintsBothSides) {
+  for (const int step : {0, 2}) {
+    run_ranks(2, [step](int rank) {
+      const auto mesh = world();
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .prefetch_depth = 0});
+      fsdp::AdamW optimizer(*model);
+      for (int i = 0; i < step; ++i) {
+        stack_loss(model, i, rank).backward();
+        optimizer.step();
+      }
+      const auto message = message_of<CommError>([&] {
+        stack_loss(model, step, rank, rank == 0 ? std::vector<std::size_t>{0, 1, 2, 3} : std::vector<std::size_t>{0, 2, 1, 3});
+      });
+      EXPECT_TRUE(std::regex_search(message, std::regex("rank 0: #(\\d+) all-gather of unit 'blocks\\.1'; rank 1: #\\1 all-gather of "
+                                                        "unit 'blocks\\.2'")))
+          << message;
+      EXPECT_TRUE(has(message, "on rank " + std::to_string(rank) + " of 2")) << message;
+      EXPECT_TRUE(has(message, std::string("newest first: 'blocks.") + (rank == 0 ? "1" : "2") + "', 'blocks.0', '(root)'")) << message;
+    });
+  }
+}
+
+TEST_F(DebugMode, OneStepFewerPrintsBothSides) {
+  run_ranks(2, [](int rank) {
+    std::string message;
+    ::testing::internal::CaptureStderr();
+    {
+      auto mesh = world();
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+      fsdp::AdamW optimizer(*model);
+      message = message_of<CommError>([&] {
+        for (int step = 0; step < (rank == 0 ? 2 : 3); ++step) {
+          stack_loss(model, step, rank).backward();
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      });
+    }
+    const auto printed = ::testing::internal::GetCapturedStderr();
+    const std::regex both("rank 0: #(\\d+) end of training; rank 1: #\\1 all-gather of unit '\\(root\\)'");
+    EXPECT_TRUE(std::regex_search(rank == 0 ? printed : message, both)) << message << "\n" << printed;
+    EXPECT_EQ(message == "no exception", rank == 0) << message;
+  });
+}
+
+TEST_F(DebugMode, AnotherBackwardPrintsBothSides) {
+  run_ranks(2, [](int rank) {
+    const auto mesh = world();
+    auto model = make_stack();
+    auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = Placements::optim_grads()});
+    sharded.set_requires_gradient_sync(rank == 0);  // rank 1 forgot to switch it on again
+    const auto message = message_of<CommError>([&] {
+      stack_loss(model, 0, rank).backward();
+      if (rank == 1) mesh.barrier();
+    });
+    EXPECT_TRUE(std::regex_search(message, std::regex("rank 0: #(\\d+) reduce-scatter of unit 'blocks\\.3'; rank 1: #\\1 barrier")))
+        << message;
+  });
+}
+
+// Ranks whose models or options differ: refused on every rank, always.
+
+/// fully_shard's message where rank 1's model or options are changed.
+void expect_refused(const std::function<void(Stack&, FullyShardOptions&)>& change, const std::string& rank0, const std::string& rank1) {
+  for (const int ranks : {2, 4}) {
+    run_ranks(ranks, [&](int rank) {
+      const auto mesh = world(std::chrono::seconds(5));
+      auto model = make_stack({.hidden = {4, 5}});
+      FullyShardOptions options{.mesh = mesh, .units = stack_units()};
+      if (rank == 1) change(model, options);
+      const auto message = message_of<Error>([&] { fsdp::fully_shard(*model, options); });
+      EXPECT_TRUE(has(message, "fully_shard of unit '(model)': rank 0 and rank 1 differ")) << message;
+      EXPECT_TRUE(has(message, "Every rank must build the same model and pass the same options")) << message;
+      EXPECT_TRUE(has(message, rank0)) << message;
+      EXPECT_TRUE(has(message, rank1)) << message;
+      // The ranks agreed to disagree: model and mesh are as before.
+      mesh.barrier();
+      for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.has_storage() && parameter.storage().nbytes() > 0);
+      auto same = make_stack({.hidden = {4, 5}});
+      fsdp::fully_shard(*same, {.mesh = mesh, .units = stack_units()});
+      EXPECT_TRUE(std::isfinite(stack_loss(same, 0, rank).item<double>()));
+    });
+  }
+}
+
+TEST(DifferentModels, AreRefusedByEveryRank) {
+  expect_refused(
+      [](Stack& model, FullyShardOptions&) {
+        model->head->weight.set_data(torch::randn({3, 10}));
+      },
+      "rank 0 has 'unit '(root)': parameter 'head.weight' [2, 10] Float, granularity 0/1'",
+      "rank 1 has 'unit '(root)': parameter 'head.weight' [3, 10] Float, granularity 0/1'");
+  expect_refused([](Stack& model, FullyShardOptions&) { model->register_parameter("more", torch::randn({1})); },
+                 "rank 0 has 'unit '(root)': parameter 'entry.weight'", "rank 1 has 'unit '(root)': parameter 'more' [1]");
+  expect_refused([](Stack& model, FullyShardOptions&) { model->to(at::kDouble); }, "[10, 3] Float", "[10, 3] Double");
+  expect_refused([](Stack& model, FullyShardOptions&) { model->entry->bias.requires_grad_(false); }, "'entry.bias' [10] Float, granularity",
+                 "'entry.bias' [10] Float, frozen, granularity");
+  expect_refused([](Stack& model, FullyShardOptions&) { model = make_stack({.hidden = {4}}); }, "'blocks.1.up.weight'", "(no such line)");
+}
+
+TEST(DifferentOptions, AreRefusedByEveryRank) {
+  expect_refused([](Stack&, FullyShardOptions& options) { options.units = {}; },
+                 "rank 0 has 'unit 'blocks.0': parameter 'blocks.0.up.weight'",
+                 "rank 1 has 'unit '(root)': parameter 'blocks.0.up.weight'");
+  expect_refused([](Stack&, FullyShardOptions& options) { options.placements = Placements::optim_grads(); }, "rank 0 has 'placements 111",
+                 "rank 1 has 'placements 011");
+  expect_refused([](Stack&, FullyShardOptions& options) { options.reshard_after_forward = false; }, "reshard_after_forward 1",
+                 "reshard_after_forward 0");
+  expect_refused([](Stack&, FullyShardOptions& options) { options.prefetch_depth = 3; }, "prefetch_depth 1", "prefetch_depth 3");
+  expect_refused(
+      [](Stack&, FullyShardOptions& options) {
+        options.granularity = [](const std::string& name, const at::Tensor&) {
+          return name == "entry.weight" ? fsdp::Granularity::rows() : fsdp::Granularity::element();
+        };
+      },
+      "'entry.weight' [10, 3] Float, granularity 0/1", "'entry.weight' [10, 3] Float, granularity 1/1");
+  // A unit without parameters of its own is a unit all the same.
+  expect_refused(
+      [](Stack&, FullyShardOptions& options) {
+        options.units = [](const std::string& name, const torch::nn::Module& module) {
+          return name == "blocks" || fsdp::testing::stack_units()(name, module);
+        };
+      },
+      "rank 0 has 'unit 'blocks.0'", "rank 1 has 'unit 'blocks'");
+}
+
+// What only one rank gets wrong must not leave the others waiting.
+TEST(MisuseOnOneRank, IsRefusedByEveryRank) {
+  expect_refused([](Stack&, FullyShardOptions& options) { options.prefetch_depth = -1; }, "rank 0 has 'placements", "prefetch_depth -1");
+  expect_refused([](Stack& model, FullyShardOptions&) { model->register_parameter("elsewhere", torch::empty({2}, at::kMeta)); },
+                 "rank 0 has 'placements", "parameter 'elsewhere' is on meta, the mesh on cpu");
+}
+
+// Misuse on all ranks: the message says what and what to do.
+
+template <typename Fn>
+void expect_error(const Fn& fn, const std::vector<std::string>& parts) {
+  const auto message = message_of<Error>(fn);
+  for (const auto& part : parts) EXPECT_TRUE(has(message, part)) << message;
+}
+
+class Misuse : public ::testing::TestWithParam<int> {};
+
+TEST_P(Misuse, OfFullyShard) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    {
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh}); }, {"'entry.weight'", "is sharded already", "fully_unshard"});
+      EXPECT_TRUE(std::isfinite(stack_loss(model, 0, mesh.rank()).item<double>())) << "the first sharding stays";
+    }
+    {
+      auto model = make_stack();
+      auto& block = model->blocks->at<fsdp::testing::StackBlockImpl>(1);
+      fsdp::fully_shard(block, {.mesh = mesh});
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh}); }, {"'blocks.1.up.weight'", "is sharded already", "on the root"});
+    }
+    using enum fsdp::Placement;
+    for (const Placements wrong : {Placements{kReplicated, kSharded, kReplicated}, Placements{kSharded, kReplicated, kReplicated},
+                                   Placements{kSharded, kReplicated, kSharded}, Placements{kSharded, kSharded, kReplicated}}) {
+      auto model = make_stack();
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh, .placements = wrong}); },
+                   {"placements have no meaning", "no_shard, optim, optim_grads or optim_grads_params"});
+    }
+    expect_error([] { Placements::from_name("zero3"); }, {"zero3", "optim_grads_params"});
+    {
+      const auto grid = fsdp::init_device_mesh("cpu", {{"dp_outer", 1}, {"dp_shard", -1}});
+      auto model = make_stack();
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = grid}); }, {"1-D mesh", "has 2 dimensions", "mesh[\"dp_shard\"]"});
+      fsdp::fully_shard(*model, {.mesh = grid["dp_shard"]});
+      EXPECT_TRUE(std::isfinite(stack_loss(model, 0, mesh.rank()).item<double>()));
+    }
+    {
+      auto model = make_stack();
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh, .prefetch_depth = -1}); }, {"prefetch_depth -1", "0 (no read-ahead)"});
+      auto sharded = fsdp::fully_shard(*model, {.mesh = mesh});
+      expect_error([&] { sharded.set_prefetch_depth(-2); }, {"prefetch_depth -2", "0 (no read-ahead)"});
+    }
+    {
+      auto model = make_stack();
+      model->register_parameter("elsewhere", torch::empty({2}, at::kMeta));
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh}); },
+                   {"parameter 'elsewhere' is on meta, the mesh on cpu", "move the module there"});
+    }
+    {
+      auto model = make_stack();
+      model->register_parameter("sparse", torch::eye(3).to_sparse(), false);
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh}); }, {"parameter 'sparse'", "is not dense"});
+    }
+    {
+      auto model = make_stack();
+      model->register_parameter("view", model->head->weight.detach().slice(0, 1), false);
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh}); }, {"'head.weight'", "'view'", "share memory"});
+    }
+    {
+      auto model = make_stack();
+      expect_error([&] { fsdp::handle(*model); }, {"StackImpl", "not a unit of a sharded model", "fully_shard"});
+      expect_error([&] { fsdp::AdamW optimizer(*model); }, {"not a unit of a sharded model"});
+    }
+  });
+}
+
+// fully_shard refuses before it changes anything.
+TEST_P(Misuse, LeavesTheModelWhole) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    auto model = make_stack();
+    const auto loss = stack_loss(model, 0, mesh.rank()).item<double>();
+    expect_error(
+        [&] {
+          fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .granularity = [](const std::string& name, const at::Tensor&) {
+                                       return name == "blocks.2.up.weight" ? fsdp::Granularity::blocks(0) : fsdp::Granularity::element();
+                                     }});
+        },
+        {"parameter 'blocks.2.up.weight'", "blocks of 0 elements"});
+    EXPECT_EQ(stack_loss(model, 0, mesh.rank()).item<double>(), loss);
+    fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+    EXPECT_EQ(stack_loss(model, 0, mesh.rank()).item<double>(), loss);
+  });
+}
+
+TEST_P(Misuse, SparseGradient) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    torch::manual_seed(0);
+    torch::nn::Sequential model(torch::nn::Embedding(torch::nn::EmbeddingOptions(10, 4).sparse(true)), torch::nn::Linear(4, 2));
+    auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::each<torch::nn::LinearImpl>()});
+    const auto tokens = torch::arange(5);
+    expect_error([&] { model->forward(tokens).sum().backward(); },
+                 {"parameter '0.weight' of unit '(root)'", "sparse gradient", "sparse(false)"});
+    EXPECT_FALSE(model->ptr<torch::nn::EmbeddingImpl>(0)->weight.grad().defined());
+    // Without it, the model trains.
+    model->ptr<torch::nn::EmbeddingImpl>(0)->options.sparse(false);
+    model->forward(tokens).sum().backward();
+    const auto gradients = sharded.full_gradients();
+    EXPECT_TRUE(gradients[0].second.defined());
+    EXPECT_TRUE(gradients[1].second.defined());
+  });
+}
+
+TEST_P(Misuse, OtherMemoryAfterSharding) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    {
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+      auto weight = model->blocks->at<fsdp::testing::StackBlockImpl>(1).up->weight;
+      weight.set_data(torch::zeros(weight.sizes()));
+      expect_error([&] { stack_loss(model, 0, mesh.rank()).backward(); },
+                   {"parameter 'blocks.1.up.weight' of unit 'blocks.1'", "set_data", "fully_unshard"});
+    }
+    {
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+      model->to(at::kDouble);
+      expect_error(
+          [&] {
+            model->forward(torch::ones({2, 3}, at::kDouble)).sum().backward();
+          },
+          {"parameter 'entry.weight' of unit '(root)'", "to(dtype)", "fully_unshard"});
+    }
+  });
+}
+
+TEST_P(Misuse, AGradientForAParameterThatWasFrozen) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    auto model = make_stack();
+    model->head->bias.requires_grad_(false);
+    fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+    model->head->bias.requires_grad_(true);
+    expect_error([&] { stack_loss(model, 0, mesh.rank()).backward(); },
+                 {"parameter 'head.bias' of unit '(root)'", "did not require one", "set requires_grad before sharding"});
+  });
+}
+
+TEST_P(Misuse, AParameterAfterItsModel) {
+  run_ranks(GetParam(), [] {
+    const auto mesh = world();
+    at::Tensor view;
+    {
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh});
+      view = model->head->weight.detach();
+    }
+    expect_error([&] { view.sum(); }, {"after the model is gone"});
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Misuse, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
+
+}  // namespace
