@@ -55,6 +55,7 @@ struct StepPlan {
   bool graphs_at_once = false;    ///< All forwards come before the first backward.
   bool penalty = false;           ///< The loss contains a gradient.
   bool evaluate_between = false;  ///< An evaluation between forward and backward.
+  bool evaluate_before_update = false;
   bool evaluate_after = false;
   bool clip = false;
   bool write = false;                ///< Parameters are written by an operator after the optimizer's step.
@@ -130,6 +131,7 @@ Case make_case(std::uint64_t seed) {
     // A checkpoint's nested backward would reach the parameters, too.
     step.penalty = !c.model.checkpointing && random.chance(15);
     step.evaluate_between = random.chance(15);
+    step.evaluate_before_update = random.chance(20);
     step.evaluate_after = random.chance(20);
     step.clip = random.chance(15);
     step.write = random.chance(15);
@@ -161,8 +163,9 @@ std::string described(const Case& c) {
     text << "\n  step:" << (step.zero_grad ? "" : " gradients kept,") << " backwards";
     for (const bool sync : step.sync) text << (sync ? " sync" : " no_sync");
     text << (step.graphs_at_once ? ", graphs at once" : "") << (step.penalty ? ", penalty" : "") << (step.clip ? ", clip" : "")
-         << (step.evaluate_between ? ", evaluation between" : "") << (step.evaluate_after ? ", evaluation after" : "")
-         << (step.write ? ", write" : "") << ", failure " << static_cast<int>(step.failure);
+         << (step.evaluate_between ? ", evaluation between" : "") << (step.evaluate_before_update ? ", evaluation before the update" : "")
+         << (step.evaluate_after ? ", evaluation after" : "") << (step.write ? ", write" : "") << ", failure "
+         << static_cast<int>(step.failure);
   }
   return text.str();
 }
@@ -307,6 +310,7 @@ class Trainee {
       }
       losses.clear();
       trace.gradients.push_back(gradients());
+      if (plan.evaluate_before_update) trace.losses.push_back(evaluate(s));
       if (plan.clip) trace.norms.push_back(clip());
       optimizer_step(lr_factor(s));
       if (plan.write) write();
@@ -537,6 +541,19 @@ void expect_same(const Trace& actual, const Trace& expected, double tolerance, d
 double rounding(const Case& c) {
   const bool all_double = c.model.dtype == at::kDouble && !c.model.mixed_dtypes;
   return 4096 * (all_double ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon());
+}
+
+void check(const Case& c, const fsdp::DeviceMesh& mesh) {
+  const auto whole = WholeTrainee(c).train();
+  const auto first = ShardedTrainee(c, c.first, mesh).train();
+  const auto second = ShardedTrainee(c, c.second, mesh).train();
+  // The norm that gradients are clipped by is summed in another order than the reference's.
+  const bool exact = c.ranks == 1 && c.sums_in_order();
+  expect_same(first, whole, exact && !c.clips() ? 0 : rounding(c), exact ? 0 : rounding(c), c.first.strategy + " against whole");
+  // The fused kernels round the last elements of a tensor, fewer than a vector register's, differently. Shards that are cut between any
+  // elements end elsewhere than whole parameters.
+  const bool same_ends = !c.any_granularity || (c.first.strategy != "no_shard" && c.second.strategy != "no_shard");
+  expect_same(second, first, same_ends ? 0 : rounding(c), 0, c.second.strategy + " against " + c.first.strategy);
 }
 
 /// What a rank that a signal ends (a hang's alarm, an abort, a crash) was doing.
