@@ -1,6 +1,7 @@
 #include "engine/unit.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -88,7 +89,13 @@ void Unit::collect_padding() {
 }
 
 void Unit::free_whole() {
-  memory::detach(*storage.unsafeGetStorageImpl(), kSharded);
+  auto& impl = *storage.unsafeGetStorageImpl();
+  // A profiler that records inputs asks for their addresses, too, before the operator has gathered them; it may have null.
+  if (at::hasCallbacks()) {
+    memory::detach(impl);
+  } else {
+    memory::detach(impl, kSharded);
+  }
   slot.release();
 }
 
