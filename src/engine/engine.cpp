@@ -97,6 +97,7 @@ void Engine::start_gather(Unit& unit) {
     memory::attach(*unit.storage.unsafeGetStorageImpl(), unit.slot);
   }
   std::vector<comm::GatherPiece> pieces;
+  pieces.reserve(unit.full.size());
   for (std::size_t k = 0; k < unit.full.size(); ++k) pieces.push_back({.full = unit.full[k], .shard = unit.main[k]});
   unit.gather = unit.communicator->all_gather(pieces, {.operation = "all-gather", .unit = unit.name});
   unit.state = ParameterState::kGathering;

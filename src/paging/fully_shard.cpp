@@ -52,7 +52,7 @@ class Registry {
  private:
   struct Entry {
     std::weak_ptr<Engine> engine;
-    std::size_t unit;
+    std::size_t unit = 0;
   };
   std::mutex mutex_;  // models may be sharded from several threads
   std::unordered_map<const torch::nn::Module*, Entry> entries_;
