@@ -301,6 +301,67 @@ TEST(Optimizers, ParametersThatGetGradientsLater) {
   });
 }
 
+/// Parameters that fill whole vector registers, so that the optimizer may take several as one segment.
+struct Even : torch::nn::Module {
+  Even() {
+    for (const std::int64_t numel : {32, 16, 48}) {
+      register_parameter("p" + std::to_string(numel), testing::normal({numel}, static_cast<std::uint64_t>(numel)));
+    }
+  }
+};
+
+// Parameters that were skipped once have another step count than their neighbours, and are no longer of their segment.
+TEST(Optimizers, NeighboursOfDifferentAge) {
+  over_ranks([] {
+    const auto mesh = mesh_of_all();
+    const AdamWOptions adamw{.lr = 0.05, .weight_decay = 0.1};
+    const SGDOptions sgd{.lr = 0.1, .momentum = 0.9, .dampening = 0.5};
+    for (const bool adam : {true, false}) {
+      for (const auto& strategy : testing::all_strategies()) {
+        Even model;
+        auto whole = values_of(Even());
+        auto sharded = fully_shard(model, {.mesh = mesh, .placements = Placements::from_name(strategy)});
+        Optimizer optimizer = adam ? static_cast<Optimizer>(AdamW(model, adamw)) : static_cast<Optimizer>(SGD(model, sgd));
+        const auto rule = adam ? fused_adamw(adamw) : fused_sgd(sgd);
+        for (int step = 0; step < 5; ++step) {
+          optimizer.zero_grad();
+          at::Tensor loss = at::zeros({});
+          for (const auto& item : model.named_parameters()) {
+            if (item.key() != "p16" || (step != 0 && step != 2)) loss = loss + item.value().pow(3).sum() * (step + 1);
+          }
+          loss.backward();
+          const auto gradients = sharded.full_gradients();
+          optimizer.step();
+          for (std::size_t i = 0; i < whole.size(); ++i) {
+            if (gradients[i].second.defined()) rule(whole[i].first, whole[i].second, gradients[i].second);
+          }
+          expect_same(sharded.full_parameters(), whole, 0, strategy + ", step " + std::to_string(step));
+        }
+      }
+    }
+  });
+}
+
+// [Same tails] also where parameters follow each other without padding.
+TEST(Optimizers, SameBitsOfRowsOnOneRank) {
+  testing::run_ranks(1, [] {
+    const AdamWOptions options{.lr = 0.05, .weight_decay = 0.1};
+    const auto model = make_net();
+    auto whole = values_of(*make_net());
+    auto sharded = fully_shard(*model, {.granularity = [](const std::string&, const at::Tensor&) { return Granularity::rows(); }});
+    AdamW optimizer(*model, options);
+    const auto rule = fused_adamw(options);
+    for (int step = 0; step < 5; ++step) {
+      optimizer.zero_grad();
+      mean_square(*model, step, 0).backward();
+      const auto gradients = sharded.full_gradients();
+      optimizer.step();
+      for (std::size_t i = 0; i < whole.size(); ++i) rule(whole[i].first, whole[i].second, gradients[i].second);
+      expect_same(sharded.full_parameters(), whole, 0, "step " + std::to_string(step));
+    }
+  });
+}
+
 /// Parameters of several dtypes in one unit.
 struct Mixed : torch::nn::Module {
   Mixed()
