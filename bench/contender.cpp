@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -81,7 +82,14 @@ double milliseconds(const std::function<void()>& work) {
 std::string json_list(const std::vector<double>& values) {
   std::ostringstream text;
   text.precision(9);
-  for (const double value : values) text << (text.tellp() == 0 ? "[" : ", ") << value;
+  for (const double value : values) {
+    text << (text.tellp() == 0 ? "[" : ", ");
+    if (std::isfinite(value)) {
+      text << value;
+    } else {
+      text << "NaN";  // A loss, where collectives move no data and parameters are what memory happens to hold.
+    }
+  }
   return values.empty() ? "[]" : text.str() + "]";
 }
 
