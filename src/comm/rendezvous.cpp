@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 
+#include <csignal>
 #include <cstdlib>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -39,13 +40,26 @@ c10::intrusive_ptr<c10d::Store> connect_store(const World& world, std::chrono::m
   }
 }
 
+// Gloo and the store write to sockets without MSG_NOSIGNAL: where a peer has died, that would end this process without a word, instead
+// of failing the collective with the peer's name. Python programs ignore the signal from the start. A handler of the program's own stays.
+void ignore_broken_pipes() {
+  struct sigaction action = {};
+  if (sigaction(SIGPIPE, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL) {
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGPIPE, &action, nullptr);
+  }
+}
+
 // One store serves all meshes of the process: its server can't be closed and opened again while other ranks still use it. It is never
 // destroyed, since its thread can't be joined safely among the destructors of static objects.
 c10::intrusive_ptr<c10d::Store> world_store(const World& world, std::chrono::milliseconds timeout) {
   static std::mutex mutex;  // Two threads may make their process's first meshes at once.
   static auto& store = *new c10::intrusive_ptr<c10d::Store>();
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!store) store = connect_store(world, timeout);
+  if (!store) {
+    ignore_broken_pipes();
+    store = connect_store(world, timeout);
+  }
   return store;
 }
 

@@ -194,7 +194,7 @@ void Engine::validate() const {
       throw Error("internal: unit '" + unit->name + "' has unreduced gradients after backward");
     }
     for (const auto& parameter : unit->parameters) {
-      const auto tensor = parameter.tensor->lock();
+      const auto tensor = parameter.tensor.lock();
       if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->storage.unsafeGetStorageImpl()) {
         throw Error("parameter '" + parameter.name + "' of unit '" + unit->name +
                     "' was given other memory after fully_shard (set_data, or the module's to(dtype) or to(device)); call "
@@ -263,7 +263,7 @@ void Engine::main_parameters_changed() {
     // Replicas are not freed, but outdated where another rank owns the change.
     if (unit->replicated_parameters() && !unit->replicated_optimizer()) unit->state = ParameterState::kSharded;
     for (const auto& parameter : unit->parameters) {
-      if (const auto tensor = parameter.tensor->lock()) tensor->bump_version();
+      if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
     }
   }
   current_ = nullptr;

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,7 +39,7 @@ struct UnitParameter {
   std::vector<std::int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   bool trainable = true;
-  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensor;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
 
   at::Tensor gradient_view;    ///< Its place in the unreduced gradients, in its shape; trainable only.
   bool gradient_seen = false;  ///< A gradient of this rank is in the unreduced buffer.

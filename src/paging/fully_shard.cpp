@@ -169,7 +169,7 @@ std::unique_ptr<Unit> make_unit(const paging::UnitPlan& plan, const FullyShardOp
     entry.shape = parameter.sizes().vec();
     entry.dtype = parameter.scalar_type();
     entry.trainable = parameter.requires_grad();
-    entry.tensor.emplace(parameter.getIntrusivePtr());
+    entry.tensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(parameter.getIntrusivePtr());
     parameters.push_back(std::move(entry));
   }
   auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
@@ -261,7 +261,7 @@ void fully_unshard(torch::nn::Module& module) {
   for (const auto& unit : engine->units()) {
     engine->unshard(*unit);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      const auto tensor = unit->parameters[i].tensor->lock();
+      const auto tensor = unit->parameters[i].tensor.lock();
       if (tensor) paging::unpage(at::Tensor(tensor), unit->whole(i).clone());
     }
     engine->reshard(*unit);

@@ -1,5 +1,9 @@
 #include "comm/group_communicator.h"
 
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <memory>
@@ -96,6 +100,29 @@ TEST(GroupCommunicator, ARankThatDiesFailsTheOthersAtOnce) {
                    {});
   EXPECT_EQ(result, 1);
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 was killed by signal 9 (Killed)\n");
+}
+
+// Whether a peer's death shows as a closed or as a broken connection is a matter of moments; the latter raises SIGPIPE.
+TEST(GroupCommunicator, BrokenPipesDoNotEndARank) {
+  run_ranks(2, [](int) {
+    const auto communicator = world();
+    std::array<int, 2> ends{};
+    ASSERT_EQ(pipe(ends.data()), 0);
+    close(ends[0]);
+    EXPECT_EQ(write(ends[1], "x", 1), -1);
+    EXPECT_EQ(errno, EPIPE);
+    close(ends[1]);
+  });
+}
+
+TEST(GroupCommunicator, ASigpipeHandlerOfTheProgramStays) {
+  run_ranks(2, [](int) {
+    static volatile std::sig_atomic_t raised = 0;
+    ASSERT_NE(std::signal(SIGPIPE, [](int) { raised = 1; }), SIG_ERR);
+    const auto communicator = world();
+    raise(SIGPIPE);
+    EXPECT_EQ(raised, 1);
+  });
 }
 
 TEST(GroupCommunicator, ARankThatDiesMidwayFailsPendingCollectives) {
