@@ -40,8 +40,16 @@ class DeviceMesh {
   std::int64_t coordinate(const std::string& dim) const;  ///< This rank's position along `dim`.
   DeviceMesh operator[](const std::string& dim) const;    ///< The 1-D sub-mesh through this rank.
 
+  /// The sub-mesh of the given dimensions through this rank. Throws Error unless they are this mesh's, in their order.
+  DeviceMesh sub(const std::vector<std::string>& dims) const;
+
   /// The communicator of this rank's row along `dim`.
   std::shared_ptr<comm::Communicator> communicator(const std::string& dim) const;
+
+  /// Another communicator of the same row, or of the `neighbours` ranks of it around this one (row positions k * neighbours and up), with
+  /// process groups of its own. Collective over the row. Throws Error if `neighbours` does not divide the row; CommError if the ranks can't
+  /// meet.
+  std::shared_ptr<comm::Communicator> new_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
   /// The sum of a host value over the ranks of a 1-D mesh, added in rank order: the same on every rank. Collective; blocks. Throws
   /// CommError, or Error if the mesh has several dimensions.

@@ -5,12 +5,15 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "fsdp/device_mesh.h"
+#include "fsdp/gather_format.h"
 #include "fsdp/granularity.h"
+#include "fsdp/mixed_precision.h"
 #include "fsdp/placements.h"
 #include "fsdp/stats.h"
 
@@ -29,18 +32,44 @@ UnitPredicate each() {
   return [](const std::string&, const torch::nn::Module& module) { return (... || (dynamic_cast<const Modules*>(&module) != nullptr)); };
 }
 
+/// What one unit has different from the others.
+struct UnitSettings {
+  /// Its own ranks to shard over: experts of a mixture, whose parameters differ between the ranks of another dimension. Undefined: the
+  /// options' mesh. Its ranks must be a part of the options' mesh.
+  DeviceMesh mesh = {};
+  /// By how much the sum of the gradients of its mesh's ranks is divided; 0: by their number.
+  double gradient_divide_factor = 0;
+  std::optional<bool> reshard_after_forward = {};
+  std::optional<MixedPrecisionPolicy> mixed_precision = {};
+};
+
 struct FullyShardOptions {
-  /// The ranks to shard over; by default all of them, on the CPU.
+  /// The ranks to shard over; by default all of them, on the CPU. With two dimensions, units are sharded over the last one, and replicated
+  /// over the first (HSDP), or main parameters and optimizer state sharded over it as well (HFSDP): see outer_placements.
   DeviceMesh mesh = {};
   /// By default the whole module is one unit.
   UnitPredicate units = {};
   Placements placements = Placements::optim_grads_params();
+  /// Of the outer dimension of a 2-D mesh: no_shard (HSDP: the shards' gradients are all-reduced over it), or optim (HFSDP: main parameters
+  /// and optimizer state are sharded over both dimensions, parameters and gradients over the inner one; needs optim_grads_params there).
+  Placements outer_placements = Placements::no_shard();
   /// Frees a unit's parameters once forward has moved on, to gather them again in backward; false keeps them in between.
   bool reshard_after_forward = true;
+  /// With reshard_after_forward: so many neighbouring ranks (of one machine, say) keep a copy between them after forward, from which
+  /// backward gathers. Divides the sharding dimension; 0: none is kept. (FSDP2's reshard_after_forward=k.)
+  std::int64_t reshard_after_forward_size = 0;
   /// How many units ahead all-gathers are started; 0 turns read-ahead off.
   int prefetch_depth = 1;
   /// Where each parameter may be cut; by default anywhere (element).
   std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
+  /// Dtypes of parameters and gradients; without a policy, everything stays in the parameters' own.
+  std::optional<MixedPrecisionPolicy> mixed_precision = {};
+  /// In which bytes each parameter travels in all-gathers (share one format between parameters); null: in its compute dtype.
+  std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
+  /// What single units have different, by name ("" for the root) and module.
+  std::function<UnitSettings(const std::string& name, const torch::nn::Module& module)> unit_settings = {};
+  /// Reductions get a process group of their own, so that they and all-gathers do not wait for each other.
+  bool separate_reduce_group = false;
 };
 
 /// A name, this rank's part of the tensor (1-D, a view into the engine's memory, possibly empty), and where it lies.
@@ -51,17 +80,50 @@ struct Shard {
   std::int64_t offset = 0;          ///< Of value[0] in the flattened parameter, in elements.
 };
 
-/// The handle to a sharded module; the methods of FSDP2's FSDPModule. Cheap to copy; does not keep the module alive.
+/// A started all-gather of a unit's parameters.
+class UnshardHandle {
+ public:
+  explicit UnshardHandle(std::function<void()> wait) : wait_(std::move(wait)) {}
+  /// Blocks until the parameters may be used. Not needed before an operator uses them: that waits by itself.
+  void wait() { wait_(); }
+
+ private:
+  std::function<void()> wait_;
+};
+
+/// The handle to a sharded module; the methods of FSDP2's FSDPModule. Cheap to copy; does not keep the module alive. Methods with `recurse`
+/// are for this handle's unit and, if true, those within it.
 class FSDPModule {
  public:
   /// Gathers the parameters of the unit that this handle is for. Collective; not recursive (as FSDP2's).
   void unshard();
+  /// The same without waiting.
+  UnshardHandle unshard_async();
   /// Frees the gathered parameters of this handle's unit. Not recursive.
   void reshard();
   /// With false, backward keeps unreduced gradients on each rank instead of reducing them; the next backward with true reduces the sum.
-  void set_requires_gradient_sync(bool requires_gradient_sync);
-  void set_reshard_after_forward(bool reshard_after_forward);
+  void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
+  /// On a 2-D mesh, with false, backward reduces gradients over the inner dimension only; the next backward with true reduces what has been
+  /// added up over the outer one.
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
+  /// With false, the end of backward does not wait for the last reductions: they overlap with the next forward. They are waited for by the
+  /// next backward, or by finish_gradient_sync(), which the optimizers of this library call themselves.
+  void set_is_last_backward(bool is_last_backward);
+  /// Waits for reductions that are still under way. (Megatron-FSDP's finish_grad_sync.)
+  void finish_gradient_sync();
+  /// By how much the sum of all ranks' gradients is divided from the next reduction on; 0: the number of ranks (the default). 1 and
+  /// scale_gradients() divide by a number that is known only after the forward, such as a count of tokens. Throws Error if negative.
+  void set_gradient_divide_factor(double factor, bool recurse = true);
+  /// Multiplies the reduced gradients of all units.
+  void scale_gradients(double factor);
+  void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
+  /// With false, parameters stay gathered after backward: more memory, fewer all-gathers while gradients accumulate.
+  void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
   void set_prefetch_depth(int depth);
+  /// The units to gather ahead when this handle's unit is used in forward (backward), instead of those that came next last time. Empty:
+  /// back to that. The same on every rank.
+  void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
+  void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
   /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself
   /// at the next forward after a failed backward. Collective if collectives were pending.
   void reset();
@@ -69,7 +131,8 @@ class FSDPModule {
   /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.)
   void zero_grad();
 
-  /// This rank's shards of the main parameters, of all units. Write through them only with `main_parameters_changed()` after.
+  /// This rank's shards of the main parameters, of all units, in main_params_dtype. Write through them only with
+  /// `main_parameters_changed()` after.
   std::vector<Shard> parameter_shards() const;
   /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient, and holds its memory beyond
   /// zero_grad().
@@ -77,9 +140,13 @@ class FSDPModule {
   /// Says that the main parameters were written: gathered copies are dropped and the parameters' versions are bumped.
   void main_parameters_changed();
 
-  /// Whole tensors by name, in the order of named_parameters(): collective and as large as the model. For tests and small models.
+  /// Whole main parameters and gradients by name, in the order of named_parameters(): collective and as large as the model. For tests and
+  /// small models.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
+
+  /// The policy of this handle's unit, if it has one.
+  std::optional<MixedPrecisionPolicy> mixed_precision() const;
 
   MemoryStats memory_stats() const;
   void reset_peak_memory_stats();
@@ -87,6 +154,7 @@ class FSDPModule {
   void reset_wire_stats();
 
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
+  std::size_t unit() const { return unit_; }
   FSDPModule(std::shared_ptr<engine::Engine> engine, std::size_t unit) : engine_(std::move(engine)), unit_(unit) {}
 
  private:
@@ -106,6 +174,20 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options = {}
 
 /// The handle of a module that fully_shard has seen, or whose ancestor's unit division made a unit. Throws Error otherwise.
 FSDPModule handle(const torch::nn::Module& module);
+
+/// For as long as it lives, backwards of the module keep gradients on each rank instead of reducing them; then every unit does what it did
+/// before. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
+class NoSync {
+ public:
+  explicit NoSync(const torch::nn::Module& module);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<engine::Engine> engine_;
+  std::vector<bool> found_;
+};
 
 /// Undoes fully_shard: every parameter is an ordinary tensor with the whole value again. Collective.
 void fully_unshard(torch::nn::Module& module);

@@ -80,6 +80,15 @@ comm::Row row_through(std::int64_t rank, const std::vector<MeshDim>& dims, std::
   return row;
 }
 
+// The part of a row around its own rank.
+comm::Row neighbours_in(const comm::Row& row, std::int64_t neighbours) {
+  const auto first = row.global_ranks.begin() + row.rank / neighbours * neighbours;
+  return {.dim = row.dim,
+          .rank = static_cast<int>(row.rank % neighbours),
+          .global_ranks = {first, first + neighbours},
+          .world_size = row.world_size};
+}
+
 c10::Device local_device(const std::string& device_type, const comm::World& world) {
   if (device_type == "cpu") return c10::Device(c10::kCPU);
   if (device_type != "cuda") throw Error("device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");
@@ -99,11 +108,12 @@ c10::Device local_device(const std::string& device_type, const comm::World& worl
   return device;
 }
 
-std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device) {
-  const std::string name = row.dim + "/" + std::to_string(row.global_ranks.front());
-  auto gloo = rendezvous.gloo_group(row, name + "/gloo");
+std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device,
+                                                      const std::string& suffix = "") {
+  const std::string name = row.dim + "/" + std::to_string(row.global_ranks.front()) + "/" + suffix;
+  auto gloo = rendezvous.gloo_group(row, name + "gloo");
   if (device.is_cpu()) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
-  auto nccl = rendezvous.nccl_group(row, name + "/nccl", device);
+  auto nccl = rendezvous.nccl_group(row, name + "nccl", device);
   return std::make_shared<comm::NativeCommunicator>(row, std::move(nccl), std::move(gloo));
 }
 
@@ -142,18 +152,36 @@ std::int64_t DeviceMesh::size(const std::string& dim) const { return dims()[inde
 
 std::int64_t DeviceMesh::coordinate(const std::string& dim) const { return fsdp::defined(state_).coordinates[index_of(dims(), dim)]; }
 
-DeviceMesh DeviceMesh::operator[](const std::string& dim) const {
+DeviceMesh DeviceMesh::operator[](const std::string& dim) const { return sub({dim}); }
+
+DeviceMesh DeviceMesh::sub(const std::vector<std::string>& dims) const {
   const State& state = fsdp::defined(state_);
-  const std::size_t d = index_of(state.dims, dim);
-  return DeviceMesh(std::make_shared<State>(State{.device = state.device,
-                                                  .rank = state.rank,
-                                                  .dims = {state.dims[d]},
-                                                  .coordinates = {state.coordinates[d]},
-                                                  .communicators = {state.communicators[d]}}));
+  auto part = std::make_shared<State>(
+      State{.device = state.device, .rank = state.rank, .dims = {}, .coordinates = {}, .communicators = {}, .make_communicator = {}});
+  std::size_t next = 0;
+  for (const auto& dim : dims) {
+    const std::size_t d = index_of(state.dims, dim);
+    if (d < next) throw Error("mesh " + describe(state.dims) + ": give the dimensions of a sub-mesh in the mesh's order, each once");
+    next = d + 1;
+    part->dims.push_back(state.dims[d]);
+    part->coordinates.push_back(state.coordinates[d]);
+    part->communicators.push_back(state.communicators[d]);
+    part->make_communicator.push_back(state.make_communicator[d]);
+  }
+  if (dims.empty()) throw Error("a sub-mesh needs at least one dimension");
+  return DeviceMesh(std::move(part));
 }
 
 std::shared_ptr<comm::Communicator> DeviceMesh::communicator(const std::string& dim) const {
   return fsdp::defined(state_).communicators[index_of(dims(), dim)];
+}
+
+std::shared_ptr<comm::Communicator> DeviceMesh::new_communicator(const std::string& dim, std::int64_t neighbours) const {
+  const std::int64_t row = size(dim);
+  if (neighbours < 0 || (neighbours > 0 && row % neighbours != 0)) {
+    throw Error("mesh " + describe(dims()) + ": groups of " + std::to_string(neighbours) + " neighbours do not divide dimension '" + dim + "'");
+  }
+  return fsdp::defined(state_).make_communicator[index_of(dims(), dim)](neighbours == 0 ? row : neighbours);
 }
 
 double DeviceMesh::sum(double value) const {
@@ -180,9 +208,15 @@ DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim>
   state->rank = world.rank;
   state->dims = std::move(dims);
   state->coordinates = coordinates_of(world.rank, state->dims);
-  comm::Rendezvous rendezvous(world, next_mesh_prefix(), options.timeout);
+  const auto rendezvous = std::make_shared<comm::Rendezvous>(world, next_mesh_prefix(), options.timeout);
   for (std::size_t d = 0; d < state->dims.size(); ++d) {
-    state->communicators.push_back(make_communicator(rendezvous, row_through(world.rank, state->dims, d), state->device));
+    const auto row = row_through(world.rank, state->dims, d);
+    state->communicators.push_back(make_communicator(*rendezvous, row, state->device));
+    // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
+    const auto made = std::make_shared<int>(0);
+    state->make_communicator.emplace_back([rendezvous, row, made, device = state->device](std::int64_t neighbours) {
+      return make_communicator(*rendezvous, neighbours_in(row, neighbours), device, std::to_string(++*made) + ".more/");
+    });
   }
   DeviceMesh mesh(std::move(state));
   mesh.barrier();  // The last rank has read the store now, so that rank 0, which serves it, may leave.
@@ -203,6 +237,9 @@ DeviceMesh null_device_mesh(std::vector<MeshDim> dims, std::int64_t rank) {
   for (std::size_t d = 0; d < dims.size(); ++d) {
     const int position = static_cast<int>(state->coordinates[d]);
     state->communicators.push_back(std::make_shared<comm::NullCommunicator>(position, static_cast<int>(dims[d].size)));
+    state->make_communicator.emplace_back([position](std::int64_t neighbours) {
+      return std::make_shared<comm::NullCommunicator>(static_cast<int>(position % neighbours), static_cast<int>(neighbours));
+    });
   }
   state->dims = std::move(dims);
   return DeviceMesh(std::move(state));

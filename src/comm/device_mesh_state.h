@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -15,6 +16,8 @@ struct DeviceMesh::State {
   std::vector<MeshDim> dims;
   std::vector<std::int64_t> coordinates;                           ///< This rank's, one per dimension.
   std::vector<std::shared_ptr<comm::Communicator>> communicators;  ///< This rank's rows, one per dimension.
+  /// Makes another communicator of the row along a dimension, or of so many neighbours in it. One per dimension.
+  std::vector<std::function<std::shared_ptr<comm::Communicator>(std::int64_t neighbours)>> make_communicator;
 };
 
 }  // namespace fsdp

@@ -10,6 +10,7 @@
 #include <bit>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "fsdp/error.h"
 
@@ -61,20 +62,36 @@ void add_two(const A* a, const B* b, Out* out, std::int64_t n, Acc scale) {
   for (std::int64_t i = 0; i < n; ++i) out[i] = finish<kAccumulate>(static_cast<Acc>(a[i]) + static_cast<Acc>(b[i]), scale, out[i]);
 }
 
+// The sources [begin, begin + count) of one chunk, added pairwise: the larger half, a power of two, on the left. `sums` has a chunk for each
+// level of the tree.
+template <typename Source, typename Acc>
+void add_tree(std::span<const void* const> sources, std::int64_t offset, Acc* sums, std::int64_t n) {
+  const auto source = [&](std::size_t rank) { return static_cast<const Source*>(sources[rank]) + offset; };
+  if (sources.size() == 1) return scale_one<false>(source(0), sums, n, Acc{1});
+  if (sources.size() == 2) return add_two<false>(source(0), source(1), sums, n, Acc{1});
+  const std::size_t left = std::bit_floor(sources.size() - 1);
+  add_tree<Source>(sources.first(left), offset, sums, n);
+  add_tree<Source>(sources.subspan(left), offset, sums + kChunk, n);
+  add_two<false>(sums, sums + kChunk, sums, n, Acc{1});
+}
+
 template <bool kAccumulate, typename Source, typename Out>
 void sum(std::span<const void* const> sources, Out* out, std::int64_t numel, double scale) {
   using Acc = Accumulator<Source>;
   const auto last_scale = static_cast<Acc>(scale);
   const auto source = [&](std::size_t rank) { return static_cast<const Source*>(sources[rank]); };
-  const std::size_t last = sources.size() - 1;
-  if (last == 0) return scale_one<kAccumulate>(source(0), out, numel, last_scale);
-  if (last == 1) return add_two<kAccumulate>(source(0), source(1), out, numel, last_scale);
-  alignas(64) Acc sums[kChunk];
+  if (sources.size() == 1) return scale_one<kAccumulate>(source(0), out, numel, last_scale);
+  if (sources.size() == 2) return add_two<kAccumulate>(source(0), source(1), out, numel, last_scale);
+  const std::size_t left = std::bit_floor(sources.size() - 1);
+  const auto levels = static_cast<std::size_t>(std::bit_width(sources.size()));
+  std::vector<Acc> sums((levels + 1) * kChunk);
+  Acc* const right = sums.data() + kChunk;
   for (std::int64_t begin = 0; begin < numel; begin += kChunk) {
     const std::int64_t n = std::min(kChunk, numel - begin);
-    add_two<false>(source(0) + begin, source(1) + begin, sums, n, Acc{1});
-    for (std::size_t rank = 2; rank < last; ++rank) add_two<false>(sums, source(rank) + begin, sums, n, Acc{1});
-    add_two<kAccumulate>(sums, source(last) + begin, out + begin, n, last_scale);
+    // The left half's levels are done, and their chunks free, when the right half begins.
+    add_tree<Source>(sources.first(left), begin, sums.data(), n);
+    add_tree<Source>(sources.subspan(left), begin, right, n);
+    add_two<kAccumulate>(sums.data(), right, out + begin, n, last_scale);
   }
 }
 
@@ -124,6 +141,19 @@ void rank_order_sum(std::span<const at::Tensor> sources, const at::Tensor& out, 
                  scale, accumulate);
 }
 
+static void add_tree(std::span<const at::Tensor> sources, const at::Tensor& total) {
+  if (sources.size() <= 2) {
+    total.copy_(sources.front());
+    if (sources.size() == 2) total.add_(sources.back());
+    return;
+  }
+  const std::size_t left = std::bit_floor(sources.size() - 1);
+  add_tree(sources.first(left), total);
+  const auto right = at::empty_like(total);
+  add_tree(sources.subspan(left), right);
+  total.add_(right);
+}
+
 void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate) {
   const at::NoGradGuard no_grad;
   const at::ScalarType dtype = sources.front().scalar_type();
@@ -132,8 +162,7 @@ void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::
   const auto is_out = [&](const at::Tensor& source) { return source.const_data_ptr() == out.const_data_ptr(); };
   const bool in_place = !accumulate && out.scalar_type() == precise && std::none_of(sources.begin(), sources.end(), is_out);
   at::Tensor total = in_place ? out : at::empty(out.sizes(), out.options().dtype(precise));
-  total.copy_(sources.front());
-  for (const at::Tensor& source : sources.subspan(1)) total.add_(source);
+  add_tree(sources, total);
   // Not add_(total, scale): that would round once where the other implementation rounds twice.
   if (scale != 1.0) total.mul_(scale);
   if (accumulate) {

@@ -82,38 +82,116 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
 // touching it again gathers it again. What forward kept (no reshard_after_forward) has work before it until backward has been in it: until
 // then it is not hot.
 void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
-  if (backward_ == BackwardState::kRunning && requires_gradient_sync_) reducer_.depart_to(destination);
+  if (backward_ == BackwardState::kRunning) reducer_.depart_to(destination);
   for (const auto& unit : units_) {
     if (unit->state != ParameterState::kPresent || related(*unit, destination) || contains(together, *unit)) continue;
     const bool was_used = unit->hot.exchange(false);
-    if (unit->options.reshard_after_forward || (was_used && backward_ == BackwardState::kRunning)) evict(*unit);
+    if (backward_ == BackwardState::kNone) {
+      if (unit->options.reshard_after_forward) evict_after_forward(*unit);
+    } else if ((unit->options.reshard_after_forward || was_used) && unit->options.reshard_after_backward) {
+      evict(*unit);
+    }
   }
 }
 
 void Engine::start_gather(Unit& unit) {
   if (unit.state != ParameterState::kSharded) return;
-  if (!unit.replicated_parameters()) {
-    unit.slot = pool_.acquire(unit.layout.full_bytes(), memory::Kind::kGatheredParameters);
-    memory::attach(*unit.storage.unsafeGetStorageImpl(), unit.slot);
-  }
+  const at::NoGradGuard no_grad;
+  if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
   std::vector<comm::GatherPiece> pieces;
-  pieces.reserve(unit.full.size());
-  for (std::size_t k = 0; k < unit.full.size(); ++k) pieces.push_back({.full = unit.full[k], .shard = unit.main[k]});
-  unit.gather = unit.communicator->all_gather(pieces, {.operation = "all-gather", .unit = unit.name});
+  if (unit.post_forward.live()) {
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
+    unit.gather = unit.groups.post_forward->all_gather(pieces, {.operation = "all-gather after forward", .unit = unit.name});
+  } else {
+    unit.wire.acquire(pool_, memory::Kind::kCommunication);
+    if (unit.options.outer_sharded_optimizer) finish_shards(unit);
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back(piece_to_gather(unit, k));
+    if (!unit.replicated_optimizer()) unit.gather = unit.groups.gather->all_gather(pieces, {.operation = "all-gather", .unit = unit.name});
+  }
   unit.state = ParameterState::kGathering;
+}
+
+/// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.
+comm::GatherPiece Engine::piece_to_gather(Unit& unit, std::size_t k) {
+  const auto& format = unit.formats[k];
+  const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
+  if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.parts[k]};
+  if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
+  if (format.gathers_main()) return {.full = full, .shard = unit.main[k]};
+  const auto place = Unit::region(full, unit.all_pieces(), unit.main_pieces());
+  convert_main(unit, k, place);
+  return {.full = full, .shard = place};
+}
+
+/// The main parameters of sub-buffer k, as they travel.
+void Engine::convert_main(Unit& unit, std::size_t k, const at::Tensor& place) {
+  const auto& gather = unit.formats[k].gather;
+  if (!gather) {
+    place.copy_(unit.main[k]);
+  } else if (place.numel() > 0) {
+    const auto pieces = unit.main_pieces().count;
+    gather->pre_all_gather(unit.main[k].view({pieces, -1}), place.view({pieces, -1}));
+  }
+}
+
+// The hop over the outer dimension that precedes the first gather after an update. [Order is collective] All units start it together after
+// an optimizer step, and one alone after an operator wrote to it.
+void Engine::start_shards(Unit& unit) {
+  if (!std::exchange(unit.shards_outdated, false)) return;
+  unit.shards_gather.reset();
+  std::vector<comm::GatherPiece> pieces;
+  for (std::size_t k = 0; k < unit.main.size(); ++k) {
+    const auto own = Unit::region(unit.shards.parts[k], unit.inner_pieces(), unit.main_pieces());
+    if (!unit.main_is_shared(k)) convert_main(unit, k, own);
+    pieces.push_back({.full = unit.shards.parts[k], .shard = own});
+  }
+  unit.shards_gather = unit.groups.outer->all_gather(pieces, {.operation = "outer all-gather", .unit = unit.name});
+}
+
+void Engine::finish_shards(Unit& unit) {
+  start_shards(unit);
+  if (!unit.shards_gather) return;
+  unit.shards_gather->wait();
+  unit.shards_gather.reset();
 }
 
 void Engine::ensure_present(Unit& unit) {
   start_gather(unit);
   if (unit.state != ParameterState::kGathering) return;
-  unit.gather->wait();
+  if (unit.gather) unit.gather->wait();
   unit.gather.reset();
+  if (unit.post_forward.live()) {
+    unit.post_forward.release();
+  } else {
+    widen(unit);
+  }
   unit.state = ParameterState::kPresent;
+}
+
+/// Converts what arrived in a gather format.
+void Engine::widen(Unit& unit) {
+  const at::NoGradGuard no_grad;
+  const auto pieces = unit.all_pieces().count;
+  for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
+    const auto& gather = unit.formats[k].gather;
+    const auto& full = unit.full.parts[k];
+    if (gather && full.numel() > 0) gather->post_all_gather(unit.wire.parts[k].view({pieces, -1}), full.view({pieces, -1}));
+  }
+  unit.wire.release();
+}
+
+/// What the user listed for the current unit, else what the schedule expects.
+std::vector<std::size_t> Engine::expected_next() const {
+  if (current_ != nullptr) {
+    const auto& listed = current_->prefetch[static_cast<std::size_t>(schedule_.phase())];
+    if (!listed.empty()) return listed;
+  }
+  return schedule_.next(prefetch_depth_);
 }
 
 // [Read ahead] What was gathered on a prediction that no longer holds gives its slot back first, so that memory stays bounded.
 void Engine::read_ahead() {
-  const auto expected = schedule_.next(prefetch_depth_);
+  const auto expected = expected_next();
   const std::size_t now = moves_ == 0 ? Schedule::kNone : history_[(moves_ - 1) % history_.size()]->index;
   for (const auto& unit : units_) {
     if (unit->state == ParameterState::kGathering && unit->index != now &&
@@ -134,10 +212,49 @@ void Engine::evict(Unit& unit) {
   unit.state = ParameterState::kSharded;
 }
 
+/// Evicts a unit whose forward is over; where neighbours keep a copy between them, this rank keeps its part.
+void Engine::evict_after_forward(Unit& unit) {
+  const auto& neighbours = unit.groups.post_forward;
+  if (neighbours && unit.state == ParameterState::kPresent) {
+    write_back(unit);
+    unit.post_forward.acquire(pool_, memory::Kind::kGatheredParameters);
+    const at::NoGradGuard no_grad;
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
+      const auto& full = unit.full.parts[k];
+      unit.post_forward.parts[k].copy_(Unit::region(full, {0, neighbours->size()}, {neighbours->rank(), 1}));
+    }
+  }
+  evict(unit);
+}
+
 void Engine::write_back(Unit& unit) {
-  if (!std::exchange(unit.written, false) || unit.replicated_parameters()) return;
+  if (!std::exchange(unit.written, false)) return;
   const at::NoGradGuard no_grad;
-  for (std::size_t k = 0; k < unit.main.size(); ++k) unit.main[k].copy_(unit.own_region(unit.full[k], k));
+  for (std::size_t k = 0; k < unit.main.size(); ++k) {
+    if (unit.replicated_parameters() && unit.main_is_shared(k)) continue;
+    const auto written = Unit::region(unit.full.parts[k], unit.all_pieces(), unit.main_pieces());
+    if (unit.formats[k].gathers_main()) {
+      unit.main[k].copy_(written);
+      continue;
+    }
+    // Where the operator changed nothing, the main parameters keep the digits that the whole ones do not have.
+    const auto before = as_gathered(unit, k);
+    unit.main[k].copy_(at::where(written == before, unit.main[k], written.to(unit.main[k].scalar_type())));
+  }
+  unit.shards_outdated = unit.options.outer_sharded_optimizer;
+}
+
+/// What a gather would bring of this rank's main parameters of sub-buffer k.
+at::Tensor Engine::as_gathered(Unit& unit, std::size_t k) {
+  const auto& format = unit.formats[k];
+  if (!format.gather) return unit.main[k].to(format.compute);
+  const auto pieces = unit.main_pieces().count;
+  const auto gathered = at::empty({unit.main[k].numel()}, unit.full.parts[k].options());
+  if (gathered.numel() == 0) return gathered;
+  const auto wire = at::empty({unit.travelling_numel(k) * pieces}, gathered.options().dtype(at::kByte));
+  convert_main(unit, k, wire);
+  format.gather->post_all_gather(wire.view({pieces, -1}), gathered.view({pieces, -1}));
+  return gathered;
 }
 
 void Engine::wrote(Unit& unit) {
@@ -155,7 +272,10 @@ void Engine::begin_backward(std::weak_ptr<void> alive) {
   backward_alive_ = std::move(alive);
   for (const auto& unit : units_) unit->collected_in_this_backward = false;
   schedule_.begin(Phase::kBackward);
-  guarded([&] { read_ahead(); });
+  guarded([&] {
+    reducer_.drain();  // what a backward that was not the last left
+    read_ahead();
+  });
 }
 
 void Engine::gradient_ready(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
@@ -168,8 +288,14 @@ void Engine::end_backward() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   guarded([&] {
-    evict_all();  // before the last reductions, whose staging needs the room: the root's is often the largest
-    if (requires_gradient_sync_) reducer_.finish(units_);
+    // Before the last reductions, whose staging needs the room: the root's is often the largest.
+    for (const auto& unit : units_) {
+      unit->hot = false;
+      if (unit->options.reshard_after_backward) evict(*unit);
+    }
+    current_ = nullptr;
+    reducer_.finish(units_);
+    if (is_last_backward_) reducer_.drain();
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
@@ -190,12 +316,12 @@ void Engine::recover() {
 // [Validate at the end]
 void Engine::validate() const {
   for (const auto& unit : units_) {
-    if (unit->gradient_state == GradientState::kReducing || (requires_gradient_sync_ && unit->gradient_state != GradientState::kNone)) {
+    if (unit->options.requires_gradient_sync && unit->gradient_state == GradientState::kCollecting) {
       throw Error("internal: unit '" + unit->name + "' has unreduced gradients after backward");
     }
     for (const auto& parameter : unit->parameters) {
       const auto tensor = parameter.tensor.lock();
-      if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->storage.unsafeGetStorageImpl()) {
+      if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
         throw Error("parameter '" + parameter.name + "' of unit '" + unit->name +
                     "' was given other memory after fully_shard (set_data, or the module's to(dtype) or to(device)); call "
                     "fsdp::fully_unshard first, convert, and shard again");
@@ -214,6 +340,11 @@ void Engine::unshard(Unit& unit) {
   guarded([&] { ensure_present(unit); });
 }
 
+void Engine::start_unshard(Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  guarded([&] { start_gather(unit); });
+}
+
 void Engine::reshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
   guarded([&] { evict(unit); });
@@ -230,6 +361,7 @@ void Engine::reset_locked() {
   for (const auto& unit : units_) {
     if (unit->state == ParameterState::kGathering) {
       unit->gather.reset();  // waits; a failed peer's error was reported where it was first seen
+      unit->wire.release();
       unit->state = unit->replicated_parameters() ? ParameterState::kSharded : ParameterState::kPresent;
     }
   }
@@ -242,7 +374,10 @@ void Engine::reset_locked() {
 void Engine::zero_grad() {
   const std::lock_guard lock(mutex_);
   if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
-  if (backward_ == BackwardState::kNone) reducer_.drop(units_);
+  if (backward_ == BackwardState::kNone) {
+    guarded([&] { reducer_.drain(); });
+    reducer_.drop(units_);
+  }
   for (const auto& unit : units_) reducer_.zero_grad(*unit);
 }
 
@@ -255,19 +390,53 @@ void Engine::flush_writes() {
   for (const auto& unit : units_) write_back(*unit);
 }
 
+std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tensor> main) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> whole;
+  std::vector<comm::GatherPiece> outer;
+  std::vector<comm::GatherPiece> inner;
+  for (const auto& part : main) {
+    const auto& full = whole.emplace_back(at::empty({part.numel() / unit.main_pieces().count * unit.all_pieces().count}, part.options()));
+    const auto own = Unit::region(full, unit.all_pieces(), unit.main_pieces());
+    const auto shard = Unit::region(full, unit.all_pieces(), unit.inner_pieces());
+    own.copy_(part);
+    outer.push_back({.full = shard, .shard = own});
+    inner.push_back({.full = full, .shard = shard});
+  }
+  guarded([&] {
+    const comm::Label label{.operation = "all-gather of main parameters or gradients", .unit = unit.name};
+    if (unit.options.outer_sharded_optimizer) unit.groups.outer->all_gather(outer, label)->wait();
+    if (!unit.replicated_optimizer()) unit.groups.gather->all_gather(inner, label)->wait();
+  });
+  return whole;
+}
+
 void Engine::main_parameters_changed() {
   const std::lock_guard lock(mutex_);
   for (const auto& unit : units_) {
     unit->written = false;
     evict(*unit);
-    // Replicas are not freed, but outdated where another rank owns the change.
-    if (unit->replicated_parameters() && !unit->replicated_optimizer()) unit->state = ParameterState::kSharded;
+    // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
+    if (unit->replicated_parameters() && (!unit->replicated_optimizer() || unit->has_separate_main())) unit->state = ParameterState::kSharded;
+    unit->post_forward.release();
+    unit->shards_outdated = unit->options.outer_sharded_optimizer;
     for (const auto& parameter : unit->parameters) {
       if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
     }
   }
   current_ = nullptr;
   if (backward_ == BackwardState::kNone) schedule_.begin(Phase::kForward);
+  const at::NoGradGuard no_grad;
+  guarded([&] {
+    for (const auto& unit : units_) start_shards(*unit);
+  });
+}
+
+void Engine::finish_gradient_sync() {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  guarded([&] { reducer_.drain(); });
 }
 
 void Engine::retire() {

@@ -59,18 +59,26 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // What users tell, through FSDPModule and the optimizers.
 
   void unshard(Unit& unit);
+  /// Starts what unshard waits for.
+  void start_unshard(Unit& unit);
   void reshard(Unit& unit);
   void reset();
   void zero_grad();
   /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired.
   void flush_writes();
+  /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
+  /// Collective.
+  std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error.
   void main_parameters_changed();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
-  void set_requires_gradient_sync(bool sync) { requires_gradient_sync_ = sync; }
+  /// With false, the ends of backwards leave reductions under way.
+  void set_is_last_backward(bool last) { is_last_backward_ = last; }
+  /// Waits for the reductions that a backward left under way.
+  void finish_gradient_sync();
 
   memory::Accounting& accounting() { return accounting_; }
   c10::Device device() const { return device_; }
@@ -79,9 +87,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void move_to(Unit& unit, std::span<Unit* const> together);
   void depart_to(Unit& destination, std::span<Unit* const> together);
   void start_gather(Unit& unit);
+  comm::GatherPiece piece_to_gather(Unit& unit, std::size_t sub_buffer);
+  void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
+  at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
+  void start_shards(Unit& unit);
+  void finish_shards(Unit& unit);
+  void widen(Unit& unit);
   void ensure_present(Unit& unit);
   void read_ahead();
+  std::vector<std::size_t> expected_next() const;
   void evict(Unit& unit);
+  void evict_after_forward(Unit& unit);
   void evict_all();
   void write_back(Unit& unit);
   void reset_locked();
@@ -94,7 +110,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex mutex_;
   c10::Device device_;
   int prefetch_depth_;
-  bool requires_gradient_sync_ = true;
+  bool is_last_backward_ = true;
   bool retired_ = false;
   memory::Accounting accounting_;
   memory::SlotPool pool_;

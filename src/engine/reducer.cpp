@@ -26,7 +26,9 @@ void zero_bytes(const at::Tensor& tensor) {
 }
 
 /// What a backward without synchronization left waits for this backward's share.
-bool reduced_on_departure(const Unit& unit) { return unit.collected_in_this_backward && !unit.late; }
+bool reduced_on_departure(const Unit& unit) {
+  return unit.options.requires_gradient_sync && unit.collected_in_this_backward && !unit.late;
+}
 
 void append_bit(std::vector<std::uint8_t>& bits, std::size_t& count, bool value) {
   if (count % 8 == 0) bits.push_back(0);
@@ -42,18 +44,17 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
     throw Error("parameter '" + target.name + "' of unit '" + unit.name +
                 "' got a sparse gradient; flat shards are dense: build its embedding with sparse(false)");
   }
-  if (unit.gradient_state == GradientState::kReducing) {
-    // The buffer is on its way; a second reduction follows (see Unit::late).
-    while (unit.gradient_state == GradientState::kReducing) finish_oldest();
-  }
+  // The buffer may be on its way; a second reduction follows (see Unit::late).
+  while (unit.gradient_state == GradientState::kReducing) complete_oldest_inner();
   if (unit.gradient_state == GradientState::kNone) {
     unit.late = unit.late || unit.reduced_in_this_backward;
     acquire(unit);
   }
+  const auto& view = unit.collecting->views[parameter];
   if (target.gradient_seen) {
-    target.gradient_view.add_(gradient);
+    view.add_(gradient);
   } else {
-    target.gradient_view.copy_(gradient);
+    view.copy_(gradient);
   }
   target.gradient_seen = true;
   target.contributed = true;
@@ -72,22 +73,25 @@ void Reducer::depart_to(const Unit& destination) {
 }
 
 void Reducer::acquire(Unit& unit) {
-  unit.collects_in_place = unit.replicated_gradients() && !unit.main_gradient_valid;
+  // What is about to travel is collected in the wire's dtype; what backwards without synchronization add up, in the main gradients'.
+  auto& buffer = unit.options.requires_gradient_sync ? unit.wire_gradients : unit.local_gradients();
+  unit.collecting = &buffer;
+  unit.collects_in_place = unit.replicated_gradients() && !unit.main_gradient_valid && !unit.reduced_in_this_backward &&
+                           &buffer == &unit.local_gradients();
   if (unit.collects_in_place) {
     // Nothing to add to: gradients are collected, and later reduced, in their final place.
     allocate_main_gradient(unit);
-    memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), unit.main_gradient_bytes());
+    memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
   } else {
     // A unit whose gradients came without a touch (nothing needs the weights of a first layer) was not departed for: the one before it may
     // still collect.
     const auto collecting = std::count_if(collecting_.begin(), collecting_.end(),
                                           [&](const Unit* other) { return reduced_on_departure(*other) && !related(*other, unit); });
-    while (!reducing_.empty() && reducing_.size() + static_cast<std::size_t>(collecting) >= kLiveGradients) finish_oldest();
-    unit.gradient_slot = pool_.acquire(unit.layout.trainable_bytes(), memory::Kind::kUnreducedGradients);
-    memory::attach(*unit.gradient_storage.unsafeGetStorageImpl(), unit.gradient_slot);
+    while (inner_under_way() > 0 && inner_under_way() + static_cast<std::size_t>(collecting) >= kLiveGradients) complete_oldest_inner();
+    buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
   }
   // Padding reaches gradient norms and optimizer segments: it must be zero, not what the slot held before.
-  for (const auto& stretch : unit.padding) zero_bytes(stretch);
+  for (const auto& stretch : buffer.padding) zero_bytes(stretch);
   unit.gradient_state = GradientState::kCollecting;
   collecting_.push_back(&unit);
 }
@@ -96,138 +100,257 @@ void Reducer::acquire(Unit& unit) {
 // back, so that the two never add up.
 void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
-  const auto device = unit.storage.device();
-  const auto bytes = unit.main_gradient_bytes();
+  auto& buffer = unit.main_gradient_buffer;
+  const auto device = buffer.storage.device();
   const c10::DeviceGuard guard(device);
-  unit.main_gradient_memory = std::make_shared<c10::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(bytes)));
-  memory::attach(*unit.main_gradient_storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), bytes);
-  accounting_.add(memory::Kind::kMainGradients, bytes);
+  unit.main_gradient_memory =
+      std::make_shared<c10::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(buffer.bytes)));
+  memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
+  accounting_.add(memory::Kind::kMainGradients, buffer.bytes);
 }
 
 void Reducer::zero_grad(Unit& unit) {
   unit.main_gradient_valid = false;
-  for (auto& parameter : unit.parameters) parameter.has_gradient = false;
+  unit.partial_valid = false;
+  unit.partial.release();
+  for (auto& parameter : unit.parameters) {
+    parameter.has_gradient = false;
+    parameter.partial = false;
+  }
   // Gradients that are collected in place and not yet reduced are not main gradients.
   if (!unit.main_gradient_memory || unit.collects_in_place) return;
-  memory::detach(*unit.main_gradient_storage.unsafeGetStorageImpl());
+  memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
   unit.main_gradient_memory.reset();
-  accounting_.remove(memory::Kind::kMainGradients, unit.main_gradient_bytes());
+  accounting_.remove(memory::Kind::kMainGradients, unit.main_gradient_buffer.bytes);
 }
 
+// [Order is collective] Reductions begin at moments that all ranks share, and so do the later hops of those that began before: all but the
+// newest go on.
 void Reducer::reduce(Unit& unit) {
-  for (auto& parameter : unit.parameters) {
-    if (parameter.trainable && !parameter.gradient_seen) zero_bytes(parameter.gradient_view);
+  auto& buffer = *unit.collecting;
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    auto& parameter = unit.parameters[i];
+    if (parameter.trainable && !parameter.gradient_seen) zero_bytes(buffer.views[i]);
     parameter.gradient_seen = false;
   }
-  while (reducing_.size() >= kLiveGradients) finish_oldest();  // for gradients that are collected in place, nothing has waited yet
-  allocate_main_gradient(unit);
-  std::int64_t staging_bytes = 0;
-  if (!unit.staging.empty()) {
-    const auto& last = unit.staging.back();
-    staging_bytes = last.storage_offset() * static_cast<std::int64_t>(last.element_size()) + static_cast<std::int64_t>(last.nbytes());
+  while (inner_under_way() >= kLiveGradients) complete_oldest_inner();  // for gradients that are collected in place, nothing has waited yet
+  if (&buffer != &unit.wire_gradients) {
+    unit.wire_gradients.acquire(pool_, memory::Kind::kUnreducedGradients);
+    for (std::size_t k = 0; k < buffer.parts.size(); ++k) unit.wire_gradients.parts[k].copy_(buffer.parts[k]);
+    if (unit.collects_in_place) memory::detach(*buffer.storage.unsafeGetStorageImpl());
+    buffer.release();
   }
-  if (staging_bytes > 0) {
-    unit.staging_slot = pool_.acquire(staging_bytes, memory::Kind::kCommunication);
-    memory::attach(*unit.staging_storage.unsafeGetStorageImpl(), unit.staging_slot);
-  }
-  std::vector<comm::ReducePiece> pieces;
-  for (std::size_t k = 0; k < unit.unreduced.size(); ++k) {
-    const auto& main = unit.main_gradient[k];
-    pieces.push_back({.unreduced = unit.unreduced[k],
-                      .staging = unit.staging[k],
-                      .out = unit.replicated_optimizer() ? unit.own_region(main, k) : main,
-                      .accumulate = unit.main_gradient_valid});
-  }
-  unit.reduction =
-      unit.communicator->reduce_scatter(pieces, 1.0 / unit.communicator->size(), {.operation = "reduce-scatter", .unit = unit.name});
   unit.gradient_state = GradientState::kReducing;
   unit.reduced_in_this_backward = true;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &unit));
-  reducing_.push_back(&unit);
+  begin(unit, Hop::kInnerReduce);
 }
 
-void Reducer::finish_oldest() {
-  Unit& unit = *reducing_.front();
-  unit.reduction->wait();
-  reducing_.pop_front();
-  unit.main_gradient_valid = true;
-  release(unit);
-  if (unit.replicated_optimizer() && std::find(to_gather_.begin(), to_gather_.end(), &unit) == to_gather_.end()) {
-    to_gather_.push_back(&unit);
-  }
-}
-
-// Not before everything is reduced: a unit may be reduced twice (see Unit::late), into what would then be on its way, and when a reduction
-// is waited for depends on the gradients that this rank happened to get, which the order of collectives must not.
-void Reducer::gather_replicas() {
-  std::vector<std::unique_ptr<comm::Pending>> gathers;
-  for (Unit* unit : to_gather_) {
-    std::vector<comm::GatherPiece> pieces;
-    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      pieces.push_back({.full = unit->main_gradient[k], .shard = unit->own_region(unit->main_gradient[k], k)});
+void Reducer::begin(Unit& unit, Hop hop) {
+  for (std::size_t i = 0; i + 1 < reductions_.size();) {
+    if (advance(reductions_[i])) {
+      reductions_.erase(reductions_.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      ++i;
     }
-    gathers.push_back(unit->communicator->all_gather(pieces, {.operation = "all-gather of gradients", .unit = unit->name}));
   }
-  to_gather_.clear();
-  for (const auto& gather : gathers) gather->wait();
+  reductions_.push_back({&unit, hop, start(unit, hop)});
 }
 
-void Reducer::release(Unit& unit) {
-  unit.reduction.reset();
-  memory::detach(*unit.gradient_storage.unsafeGetStorageImpl());
-  memory::detach(*unit.staging_storage.unsafeGetStorageImpl());
-  unit.gradient_slot.release();
-  unit.staging_slot.release();
+std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
+  std::vector<comm::ReducePiece> reduced;
+  std::vector<comm::GatherPiece> gathered;
+  const auto own_piece = [&](std::size_t k) { return unit.main_region(unit.main_gradient[k], unit.own_pieces()); };
+  const auto inner_region = [&](std::size_t k) { return unit.main_region(unit.main_gradient[k], unit.inner_pieces()); };
+  const auto sub_buffers = unit.main_gradient.size();
+  switch (hop) {
+    case Hop::kInnerReduce:
+      if (unit.groups.outer) {
+        unit.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
+      } else {
+        allocate_main_gradient(unit);
+      }
+      unit.staging.acquire(pool_, memory::Kind::kCommunication);
+      for (std::size_t k = 0; k < sub_buffers; ++k) {
+        reduced.push_back({.unreduced = unit.wire_gradients.parts[k],
+                           .staging = unit.staging.parts[k],
+                           .out = unit.groups.outer ? unit.partial.parts[k] : inner_region(k),
+                           .accumulate = unit.groups.outer ? unit.partial_valid : unit.main_gradient_valid});
+      }
+      return unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), {.operation = "reduce-scatter", .unit = unit.name});
+    case Hop::kOuterReduce:
+      allocate_main_gradient(unit);
+      unit.partial_wire.acquire(pool_, memory::Kind::kCommunication);
+      unit.outer_staging.acquire(pool_, memory::Kind::kCommunication);
+      for (std::size_t k = 0; k < sub_buffers; ++k) {
+        const auto& partial = unit.partial.parts[k];
+        const auto& wire = unit.partial_wire.parts[k];
+        if (wire.defined()) wire.copy_(partial);
+        reduced.push_back({.unreduced = wire.defined() ? wire : partial,
+                           .staging = unit.outer_staging.parts[k],
+                           .out = own_piece(k),
+                           .accumulate = unit.main_gradient_valid});
+      }
+      return unit.groups.outer->reduce_scatter(reduced, 1.0, {.operation = "outer reduce-scatter", .unit = unit.name});
+    case Hop::kOuterGather:
+      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
+      return unit.groups.outer->all_gather(gathered, {.operation = "outer all-gather of gradients", .unit = unit.name});
+    case Hop::kInnerGather:
+      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = unit.main_gradient[k], .shard = inner_region(k)});
+      return unit.groups.reduce->all_gather(gathered, {.operation = "all-gather of gradients", .unit = unit.name});
+  }
+  return {};
+}
+
+void Reducer::complete(Reduction& reduction) {
+  if (!reduction.pending) return;
+  reduction.pending->wait();
+  reduction.pending.reset();
+  Unit& unit = *reduction.unit;
+  if (reduction.hop == Hop::kInnerReduce) {
+    release_unreduced(unit);
+    (unit.groups.outer ? unit.partial_valid : unit.main_gradient_valid) = true;
+  } else if (reduction.hop == Hop::kOuterReduce) {
+    unit.partial.release();
+    unit.partial_valid = false;
+    unit.partial_wire.release();
+    unit.outer_staging.release();
+    unit.main_gradient_valid = true;
+  }
+}
+
+bool Reducer::advance(Reduction& reduction) {
+  complete(reduction);
+  const Unit& unit = *reduction.unit;
+  const auto follows = [&](Hop hop) {
+    switch (hop) {
+      case Hop::kInnerReduce:
+        return false;
+      case Hop::kOuterReduce:
+        return unit.groups.outer != nullptr && unit.options.requires_all_reduce;
+      case Hop::kOuterGather:
+        return unit.groups.outer != nullptr && unit.options.requires_all_reduce && !unit.options.outer_sharded_optimizer;
+      case Hop::kInnerGather:
+        return unit.replicated_optimizer() && (!unit.groups.outer || unit.options.requires_all_reduce);
+    }
+    return false;
+  };
+  while (reduction.hop != Hop::kInnerGather) {
+    reduction.hop = static_cast<Hop>(static_cast<int>(reduction.hop) + 1);
+    if (!follows(reduction.hop)) continue;
+    reduction.pending = start(*reduction.unit, reduction.hop);
+    return false;
+  }
+  return true;
+}
+
+std::size_t Reducer::inner_under_way() const {
+  return static_cast<std::size_t>(std::count_if(reductions_.begin(), reductions_.end(),
+                                                [](const Reduction& r) { return r.hop == Hop::kInnerReduce && r.pending != nullptr; }));
+}
+
+// Its later hops start with those of all ranks: when a rank waits depends on the gradients that it happened to get.
+void Reducer::complete_oldest_inner() {
+  for (auto& reduction : reductions_) {
+    if (reduction.hop == Hop::kInnerReduce && reduction.pending) return complete(reduction);
+  }
+}
+
+void Reducer::drain() {
+  while (!reductions_.empty()) {
+    // One hop of each in turn, so that they overlap.
+    for (std::size_t i = 0; i < reductions_.size();) {
+      if (advance(reductions_[i])) {
+        reductions_.erase(reductions_.begin() + static_cast<std::ptrdiff_t>(i));
+      } else {
+        ++i;
+      }
+    }
+  }
+}
+
+void Reducer::release_unreduced(Unit& unit) {
+  if (unit.collects_in_place) memory::detach(*unit.collecting->storage.unsafeGetStorageImpl());
+  unit.wire_gradients.release();
+  if (unit.own_local_gradients) unit.own_local_gradients->release();
+  unit.staging.release();
+  unit.collecting = nullptr;
   unit.collects_in_place = false;
   unit.gradient_state = GradientState::kNone;
 }
 
-void Reducer::finish(std::span<const std::unique_ptr<Unit>> units) {
-  if (units.empty()) return;
-  // Bits: for each unit, has it unreduced gradients, and are they late; for each trainable parameter, had this rank a gradient.
-  std::vector<std::uint8_t> mine;
+void Reducer::exchange_usage(std::span<Unit* const> units) {
+  // Bits: for each unit, has it unreduced gradients, and are they late; for each parameter, had this rank a gradient.
+  std::vector<std::uint8_t> bits;
   std::size_t count = 0;
-  for (const auto& unit : units) {
-    append_bit(mine, count, unit->gradient_state == GradientState::kCollecting);
-    append_bit(mine, count, unit->late);
-    for (const auto& parameter : unit->parameters) append_bit(mine, count, parameter.contributed);
+  for (const Unit* unit : units) {
+    append_bit(bits, count, unit->gradient_state == GradientState::kCollecting);
+    append_bit(bits, count, unit->late);
+    for (const auto& parameter : unit->parameters) append_bit(bits, count, parameter.contributed);
   }
-  const auto own = at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte);
-  const auto all = units.front()->communicator->exchange(own, {.operation = "gradient usage", .unit = units.front()->name});
-  const auto* bytes = all.const_data_ptr<std::uint8_t>();
-  std::vector<std::uint8_t> any(mine.size(), 0);
-  for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
-    for (std::size_t i = 0; i < any.size(); ++i) any[i] |= bytes[static_cast<std::size_t>(rank) * any.size() + i];
-  }
+  const auto agree = [&](comm::Communicator& communicator) {
+    const auto own = at::from_blob(bits.data(), {static_cast<std::int64_t>(bits.size())}, at::kByte);
+    const auto all = communicator.exchange(own, {.operation = "gradient usage", .unit = units.front()->name});
+    const auto* bytes = all.const_data_ptr<std::uint8_t>();
+    for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
+      for (std::size_t i = 0; i < bits.size(); ++i) bits[i] |= bytes[static_cast<std::size_t>(rank) * bits.size() + i];
+    }
+  };
+  agree(*units.front()->groups.reduce);
+  if (units.front()->groups.outer) agree(*units.front()->groups.outer);
   std::size_t position = 0;
   const auto next_bit = [&] {
-    const bool bit = ((any[position / 8] >> (position % 8)) & 1U) != 0;
+    const bool bit = ((bits[position / 8] >> (position % 8)) & 1U) != 0;
     ++position;
     return bit;
   };
-  for (const auto& unit : units) {
-    const bool to_reduce = next_bit();
+  for (Unit* unit : units) {
+    unit->to_reduce = next_bit();
     unit->late = next_bit();
+    const bool fully = !unit->groups.outer || unit->options.requires_all_reduce;
     for (auto& parameter : unit->parameters) {
-      parameter.has_gradient = next_bit() || parameter.has_gradient;
+      const bool any = next_bit() || parameter.partial;
       parameter.contributed = false;
+      parameter.partial = any && !fully;
+      parameter.has_gradient = (any && fully) || parameter.has_gradient;
     }
-    if (!to_reduce) continue;
-    while (unit->gradient_state == GradientState::kReducing) finish_oldest();
-    if (unit->gradient_state == GradientState::kNone) acquire(*unit);
-    reduce(*unit);
   }
-  while (!reducing_.empty()) finish_oldest();
-  gather_replicas();
+}
+
+void Reducer::finish(std::span<const std::unique_ptr<Unit>> units) {
+  // Units on the same ranks speak together.
+  std::vector<std::vector<Unit*>> neighbours;
+  for (const auto& unit : units) {
+    if (!unit->options.requires_gradient_sync) continue;
+    const auto same = std::find_if(neighbours.begin(), neighbours.end(), [&](const auto& others) {
+      return others.front()->groups.reduce == unit->groups.reduce && others.front()->groups.outer == unit->groups.outer;
+    });
+    (same == neighbours.end() ? neighbours.emplace_back() : *same).push_back(unit.get());
+  }
+  for (const auto& group : neighbours) exchange_usage(group);
+  for (const auto& unit : units) {
+    if (!unit->options.requires_gradient_sync) continue;
+    const auto active = [&] {
+      return std::any_of(reductions_.begin(), reductions_.end(), [&](const Reduction& r) { return r.unit == unit.get(); });
+    };
+    if (unit->to_reduce) {
+      if (active()) drain();  // It is reduced a second time, into what may be on its way.
+      if (unit->gradient_state == GradientState::kNone) acquire(*unit);
+      reduce(*unit);
+    } else if (unit->partial_valid && unit->options.requires_all_reduce && !active()) {
+      begin(*unit, Hop::kOuterReduce);
+    }
+  }
   for (const auto& unit : units) unit->reduced_in_this_backward = false;
 }
 
 void Reducer::drop(std::span<const std::unique_ptr<Unit>> units) {
-  to_gather_.clear();
-  reducing_.clear();
+  reductions_.clear();
   collecting_.clear();
   for (const auto& unit : units) {
-    release(*unit);
+    release_unreduced(*unit);
+    unit->partial_wire.release();
+    unit->outer_staging.release();
     unit->reduced_in_this_backward = false;
     for (auto& parameter : unit->parameters) {
       parameter.gradient_seen = false;

@@ -14,6 +14,9 @@ namespace fsdp::engine {
 
 /// The life of gradients: collected per unit as autograd delivers them, reduced when backward departs from the unit, summed in rank order
 /// into the main gradients. Called by Engine only, under its lock.
+///
+/// A reduction takes up to four hops, as placements and mesh ask: reduce-scatter over the inner ranks, reduce-scatter over the outer ranks,
+/// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer).
 class Reducer {
  public:
   Reducer(memory::SlotPool& pool, memory::Accounting& accounting) : pool_(pool), accounting_(accounting) {}
@@ -25,29 +28,46 @@ class Reducer {
   /// moment depends on the order of touches only, which is collective, not on which gradients this rank happened to get.
   void depart_to(const Unit& destination);
 
-  /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all;
-  /// everything is waited for.
+  /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all.
+  /// Units that do not require synchronization are left as they are. Reductions may still be under way: see drain.
   void finish(std::span<const std::unique_ptr<Unit>> units);
 
-  /// Frees the main gradients.
+  /// Runs all reductions to their ends.
+  void drain();
+
+  /// Frees the main gradients, and what is reduced over the inner ranks only.
   void zero_grad(Unit& unit);
 
   /// Drops unreduced gradients after a failure; waits for what is under way, so that no peer writes into reused memory.
   void drop(std::span<const std::unique_ptr<Unit>> units);
 
  private:
+  enum class Hop : std::uint8_t { kInnerReduce, kOuterReduce, kOuterGather, kInnerGather };
+  /// One unit's reduction, at one of its hops. The next hop starts at a moment that all ranks share [Order is collective], which may be
+  /// later than the end of this one.
+  struct Reduction {
+    Unit* unit;
+    Hop hop;
+    std::unique_ptr<comm::Pending> pending;  ///< Null once the hop is complete.
+  };
+
   void acquire(Unit& unit);
   void allocate_main_gradient(Unit& unit);
   void reduce(Unit& unit);
-  void finish_oldest();
-  void gather_replicas();
-  void release(Unit& unit);
+  void begin(Unit& unit, Hop hop);
+  std::unique_ptr<comm::Pending> start(Unit& unit, Hop hop);
+  void complete(Reduction& reduction);
+  /// Completes the hop, and starts the next one; true if there is none.
+  bool advance(Reduction& reduction);
+  void complete_oldest_inner();
+  std::size_t inner_under_way() const;
+  void release_unreduced(Unit& unit);
+  void exchange_usage(std::span<Unit* const> units);
 
   memory::SlotPool& pool_;
   memory::Accounting& accounting_;
   std::vector<Unit*> collecting_;
-  std::deque<Unit*> reducing_;    // in the order of their start
-  std::vector<Unit*> to_gather_;  // reduced into a region of replicated main gradients
+  std::deque<Reduction> reductions_;  // in the order of their start
 };
 
 }  // namespace fsdp::engine

@@ -4,14 +4,19 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "fsdp/gather_format.h"
+#include "fsdp/mixed_precision.h"
 #include "fsdp/placements.h"
 #include "layout/unit_layout.h"
 #include "memory/slot_pool.h"
@@ -28,7 +33,7 @@ enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 /// Where a unit's gradients of the running backward are. Transitions, all made by Reducer:
 ///   kNone -> kCollecting      the first gradient arrived in a fresh buffer
 ///   kCollecting -> kReducing  the reduce-scatter was started
-///   kReducing -> kNone        it completed: main gradients hold the result, the buffer is free
+///   kReducing -> kNone        it completed: main gradients hold the result, or a later hop of the reduction does; the buffer is free
 ///   kCollecting -> kNone      dropped by reset
 enum class GradientState : std::uint8_t { kNone, kCollecting, kReducing };
 
@@ -37,67 +42,135 @@ struct UnitParameter {
   std::string name;          ///< Fully qualified.
   std::size_t position = 0;  ///< In the model's named_parameters().
   std::vector<std::int64_t> shape;
-  at::ScalarType dtype = at::kFloat;
+  at::ScalarType dtype = at::kFloat;  ///< Its own, from before it was sharded.
   bool trainable = true;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
 
-  at::Tensor gradient_view;    ///< Its place in the unreduced gradients, in its shape; trainable only.
-  bool gradient_seen = false;  ///< A gradient of this rank is in the unreduced buffer.
+  bool gradient_seen = false;  ///< A gradient of this rank is in the collecting buffer.
   bool contributed = false;    ///< This rank had a gradient since ranks last told each other.
+  bool partial = false;        ///< Some rank had a gradient that is not yet reduced over the outer dimension.
   bool has_gradient = false;   ///< Some rank had a gradient since zero_grad(): the optimizer updates it.
+};
+
+/// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
+struct SubBufferFormat {
+  at::ScalarType compute = at::kFloat;        ///< Of the whole parameters.
+  at::ScalarType main = at::kFloat;           ///< Of the main parameters and the optimizer state.
+  at::ScalarType main_gradient = at::kFloat;  ///< Of the main gradients.
+  at::ScalarType wire_gradient = at::kFloat;  ///< In which gradients travel.
+  std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
+
+  bool operator==(const SubBufferFormat&) const = default;
+  /// What a gather brings is bit for bit what the main parameters hold.
+  bool gathers_main() const { return compute == main && gather == nullptr; }
 };
 
 struct UnitOptions {
   Placements placements;
+  /// The main parameters and optimizer state are sharded over the outer dimension as well (HFSDP).
+  bool outer_sharded_optimizer = false;
   bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
+  double gradient_divide_factor = 0;
+  /// As given; what it means for the unit's parameters is in SubBufferFormat.
+  std::optional<MixedPrecisionPolicy> mixed_precision;
+  bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;
+};
+
+/// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.
+struct UnitGroups {
+  std::shared_ptr<comm::Communicator> gather;        ///< All-gathers of parameters along the sharding dimension.
+  std::shared_ptr<comm::Communicator> reduce;        ///< Its reductions: the same ranks, perhaps another process group.
+  std::shared_ptr<comm::Communicator> outer;         ///< The outer dimension; null on a 1-D mesh.
+  std::shared_ptr<comm::Communicator> post_forward;  ///< Neighbours that keep a copy between them after forward; null: none is kept.
+
+  int outer_size() const { return outer ? outer->size() : 1; }
+  int outer_rank() const { return outer ? outer->rank() : 0; }
+};
+
+/// A buffer over a unit's sub-buffers (or the trainable ones among them, which come first), whose memory comes and goes.
+struct Buffer {
+  c10::Storage storage;
+  std::vector<at::Tensor> parts;  ///< Per sub-buffer, 1-D views of `storage`.
+  std::int64_t bytes = 0;
+  memory::Slot slot;
+
+  bool live() const { return static_cast<bool>(slot); }
+  void acquire(memory::SlotPool& pool, memory::Kind kind);
+  void release();
+};
+
+/// Where a unit's gradients are collected: each trainable parameter's place in it, in its shape, and the stretches that belong to none.
+struct GradientBuffer : Buffer {
+  std::vector<at::Tensor> views;  ///< Per parameter; undefined for frozen ones.
+  std::vector<at::Tensor> padding;
 };
 
 /// The parameters that are gathered, freed and reduced together, and all memory that belongs to them. Plain state: Engine moves the
 /// parameters, Reducer the gradients.
+///
+/// The layout cuts each sub-buffer into `pieces()` equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece
+/// r * outer_size + o; the shards of inner rank r are the outer_size pieces from r * outer_size on.
 struct Unit {
-  Unit(std::string name, std::vector<UnitParameter> parameters, layout::UnitLayout layout, UnitOptions options,
-       std::shared_ptr<comm::Communicator> communicator, c10::Storage storage);
+  /// `formats`: one per sub-buffer of the layout.
+  Unit(std::string name, std::vector<UnitParameter> parameters, layout::UnitLayout layout, std::vector<SubBufferFormat> formats,
+       UnitOptions options, UnitGroups groups, c10::Storage storage);
 
   std::string name;
   std::vector<UnitParameter> parameters;
   layout::UnitLayout layout;
+  std::vector<SubBufferFormat> formats;
   UnitOptions options;
-  std::shared_ptr<comm::Communicator> communicator;
+  UnitGroups groups;
   Unit* parent = nullptr;  ///< The closest enclosing unit; null for the root.
   std::size_t index = 0;   ///< Position in Engine::units().
+  std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
 
-  // Whole parameters. `storage` is what the modules' parameters view; it has bytes only while gathering or present
+  // Whole parameters. `full.storage` is what the modules' parameters view; it has bytes only while gathering or present
   // (always, if parameters are replicated).
   ParameterState state = ParameterState::kSharded;
   std::atomic<bool> hot = false;  ///< Present, and touching it changes nothing: the only thing the fast path reads.
   bool written = false;           ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
-  c10::Storage storage;
-  memory::Slot slot;
-  std::vector<at::Tensor> full;  ///< Per sub-buffer, 1-D views of `storage`.
+  Buffer full;
+  Buffer wire;         ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
+  Buffer post_forward; ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
   std::unique_ptr<comm::Pending> gather;
 
-  // Main parameters and gradients, per sub-buffer, 1-D: the shard, or the whole if the optimizer's placement is replicated. Replicated
-  // parameters' mains are regions of `full`: the shard's bytes exist once.
-  at::Tensor main_memory;  ///< Bytes; undefined if the parameters are replicated.
-  std::vector<at::Tensor> main;
-  c10::Storage main_gradient_storage;  ///< The whole if gradients are replicated. Has bytes from the first reduction to zero_grad().
+  // Main parameters: the pieces that this rank's optimizer updates.
+  std::vector<at::Tensor> main;  ///< Per sub-buffer, 1-D.
+  Buffer main_buffer;            ///< Leaves out sub-buffers whose main parameters are a region of `full` or `shards`.
+  at::Tensor main_memory;        ///< Bytes of `main_buffer`.
+  at::Tensor replica_memory;     ///< Bytes of `full`, if parameters are replicated.
+  // With an optimizer that is sharded over the outer dimension, too: this inner rank's shards as they travel in inner gathers.
+  Buffer shards;
+  at::Tensor shards_memory;
+  bool shards_outdated = false;  ///< The main parameters were written since `shards` was gathered over the outer dimension.
+  std::unique_ptr<comm::Pending> shards_gather;
+
+  // Main gradients, trainable sub-buffers only: like `main`; whole if gradients are replicated. Have bytes from the first reduction to
+  // zero_grad().
+  Buffer main_gradient_buffer;
   std::shared_ptr<c10::DataPtr> main_gradient_memory;
-  std::vector<at::Tensor> main_gradient;  ///< Trainable sub-buffers only; views of `main_gradient_storage`.
+  std::vector<at::Tensor> main_gradient;  ///< Views of `main_gradient_buffer`.
   bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
 
-  // Unreduced gradients.
+  // Unreduced gradients. In `wire_gradients` if they are about to travel; in `local_gradients` while backwards without synchronization add
+  // up. The latter is the former where the dtypes are the same.
   GradientState gradient_state = GradientState::kNone;
-  c10::Storage gradient_storage;
-  memory::Slot gradient_slot;
-  std::vector<at::Tensor> unreduced;  ///< Per trainable sub-buffer, 1-D views of `gradient_storage`.
-  std::vector<at::Tensor> padding;    ///< The stretches of `gradient_storage` that belong to no parameter.
-  bool collects_in_place = false;     ///< `gradient_storage` has the main gradients' bytes.
-  c10::Storage staging_storage;
-  memory::Slot staging_slot;
-  std::vector<at::Tensor> staging;  ///< Per trainable sub-buffer, 1-D views of `staging_storage`.
-  std::unique_ptr<comm::Pending> reduction;
+  GradientBuffer wire_gradients;
+  std::unique_ptr<GradientBuffer> own_local_gradients;  ///< Null where dtypes are the same.
+  GradientBuffer* collecting = nullptr;                 ///< One of the two, while gradients are collected.
+  bool collects_in_place = false;                       ///< `collecting` has the main gradients' bytes.
+  Buffer staging;
+  Buffer partial;  ///< Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh.
+  bool partial_valid = false;
+  Buffer partial_wire;  ///< `partial` in the wire's dtype, where that differs.
+  Buffer outer_staging;
   bool collected_in_this_backward = false;
   bool reduced_in_this_backward = false;
+  bool to_reduce = false;  ///< At the end of backward: some rank has unreduced gradients of it.
   bool late = false;  ///< Gradients arrive after backward departed from it (a shared parameter): reduced at the end of backward.
 
   /// What binds the unit to its trigger (paging, hooks); released with the unit.
@@ -106,13 +179,40 @@ struct Unit {
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   bool replicated_gradients() const { return options.placements.gradients == Placement::kReplicated; }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
-  std::int64_t main_gradient_bytes() const { return replicated_gradients() ? layout.trainable_bytes() : layout.trainable_shard_bytes(); }
-  /// Takes the bytes from `storage`, and gives them back to the pool if they came from there.
+  GradientBuffer& local_gradients() { return own_local_gradients ? *own_local_gradients : wire_gradients; }
+  /// Main parameters of sub-buffer k are a region of `full` (or of `shards`): the bytes exist once.
+  bool main_is_shared(std::size_t k) const {
+    return formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
+  }
+  /// Some sub-buffer's whole parameters are not bit for bit its main parameters.
+  bool has_separate_main() const;
+  /// Elements of a piece of sub-buffer k as it travels in gathers: its own, or the bytes of its gather format.
+  std::int64_t travelling_numel(std::size_t k) const;
+
+  /// Consecutive pieces of every sub-buffer.
+  struct Pieces {
+    std::int64_t first = 0;
+    std::int64_t count = 0;
+  };
+  Pieces all_pieces() const { return {0, layout.world_size()}; }
+  /// Of this inner rank: what an inner all-gather takes and an inner reduce-scatter gives.
+  Pieces inner_pieces() const { return {groups.gather->rank() * std::int64_t{groups.outer_size()}, groups.outer_size()}; }
+  /// Of this rank alone: no piece belongs to two ranks.
+  Pieces own_pieces() const { return {inner_pieces().first + groups.outer_rank(), 1}; }
+  /// What the optimizer of this rank updates, that is, what `main` holds.
+  Pieces main_pieces() const;
+  /// What this rank shows as its shard: of replicated main parameters, the inner rank's part.
+  Pieces shard_pieces() const { return options.outer_sharded_optimizer ? own_pieces() : inner_pieces(); }
+
+  /// `pieces` of a tensor that holds the pieces `held` of sub-buffer k, of any number of elements each.
+  static at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces);
+
+  /// Takes the bytes from `full`, and gives them back to the pool if they came from there.
   void free_whole();
-  /// Parameter i, whole, as a view of `storage`: valid while the unit is present.
-  at::Tensor whole(std::size_t parameter) const;
-  /// This rank's region of a whole sub-buffer.
-  at::Tensor own_region(const at::Tensor& whole, std::size_t sub_buffer) const;
+  /// Parameter i in the given whole sub-buffers.
+  at::Tensor whole(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const;
+  /// `pieces` of the main parameters, or gradients, of sub-buffer k, which must be among main_pieces().
+  at::Tensor main_region(const at::Tensor& main_or_gradient, Pieces pieces) const { return region(main_or_gradient, main_pieces(), pieces); }
   /// Where parameter i lies in main[sub_buffer] and main_gradient[sub_buffer].
   struct MainSlice {
     std::size_t sub_buffer;
@@ -120,12 +220,14 @@ struct Unit {
     std::int64_t numel;
     std::int64_t parameter_offset;  ///< Of the first element, in the flattened parameter.
   };
-  MainSlice main_slice(std::size_t parameter) const;
-  /// The part of main_slice that this rank owns: different only where the optimizer is replicated.
-  MainSlice owned_slice(std::size_t parameter) const;
+  MainSlice main_slice(std::size_t parameter) const { return slice(parameter, main_pieces()); }
+  /// The part of main_slice that lies in `pieces`.
+  MainSlice slice(std::size_t parameter, Pieces pieces) const;
+  /// By what a reduction multiplies the sum of the ranks' gradients.
+  double gradient_scale() const;
 
- private:
-  void collect_padding();
+  /// Gives what is persistent memory, set to zero: the main parameters, and `shards` or replicated parameters.
+  void allocate_main(memory::Accounting& accounting);
 };
 
 /// True if `inner` is `outer` or lies within it.

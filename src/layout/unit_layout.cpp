@@ -85,7 +85,7 @@ std::int64_t quantum_of(const ParameterSpec& parameter, std::int64_t world_size)
     case Granularity::Kind::kWhole:
       break;
   }
-  return kAlignment / parameter.itemsize;
+  return parameter.alignment > 0 ? parameter.alignment : kAlignment / parameter.itemsize;
 }
 
 // A sub-buffer in the making.
@@ -209,13 +209,13 @@ std::int64_t UnitLayout::padding_bytes() const {
   return padding;
 }
 
-LocalSlice UnitLayout::local_slice(std::size_t parameter, std::int64_t rank) const {
-  assert(parameter < placements_.size() && rank >= 0 && rank < world_size_);
+LocalSlice UnitLayout::local_slice(std::size_t parameter, std::int64_t first_rank, std::int64_t ranks) const {
+  assert(parameter < placements_.size() && first_rank >= 0 && first_rank + ranks <= world_size_);
   const auto& placement = placements_[parameter];
   const std::int64_t shard_numel = sub_buffers_[placement.sub_buffer].shard_numel;
-  const std::int64_t shard_begin = rank * shard_numel;
+  const std::int64_t shard_begin = first_rank * shard_numel;
   const std::int64_t begin = std::max(placement.offset, shard_begin);
-  const std::int64_t end = std::min(placement.offset + placement.numel, shard_begin + shard_numel);
+  const std::int64_t end = std::min(placement.offset + placement.numel, shard_begin + ranks * shard_numel);
   if (begin >= end) return {};
   return {.parameter_offset = begin - placement.offset, .shard_offset = begin - shard_begin, .numel = end - begin};
 }

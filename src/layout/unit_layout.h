@@ -23,6 +23,9 @@ struct ParameterSpec {
   std::int64_t itemsize = 4;        ///< Bytes per element.
   bool trainable = true;            ///< Frozen and trainable parameters never share a sub-buffer.
   Granularity granularity;
+  /// Elements; 0 for kAlignment bytes. With element and whole granularity, parameters start and shards end at its multiples: for elements
+  /// that are also stored in a narrower dtype, or in blocks.
+  std::int64_t alignment = 0;
 };
 
 /// A part of the unit's buffer that is cut into `world_size` equal shards: rank r owns its elements
@@ -34,7 +37,7 @@ struct SubBuffer {
   Granularity::Kind kind = Granularity::Kind::kElement;
   /// Elements; every shard boundary and the start of every parameter that isn't empty is a multiple of it. kRows: the size of
   /// a row, that is, the product of the sizes after the first (1 for 0-D, 1-D and rows without elements). kBlock: the block. kElement
-  /// and kWhole: kAlignment bytes.
+  /// and kWhole: the parameters' alignment.
   std::int64_t quantum = 1;
   std::int64_t shard_numel = 0;        ///< Elements per rank; 0 if all its parameters are empty.
   std::int64_t payload_numel = 0;      ///< Elements that belong to parameters; the rest is padding.
@@ -83,7 +86,10 @@ class UnitLayout {
   std::int64_t padding_bytes() const;                                            ///< full_bytes() less the parameters' bytes.
 
   /// What `rank` owns of a parameter (an index into parameters()), in constant time.
-  LocalSlice local_slice(std::size_t parameter, std::int64_t rank) const;
+  LocalSlice local_slice(std::size_t parameter, std::int64_t rank) const { return local_slice(parameter, rank, 1); }
+
+  /// What `ranks` consecutive ranks own together, from `first_rank` on; shard_offset counts from the first one's shard.
+  LocalSlice local_slice(std::size_t parameter, std::int64_t first_rank, std::int64_t ranks) const;
 
  private:
   std::vector<ParameterSpec> parameters_;

@@ -32,7 +32,7 @@ Lists lists_of(const std::vector<optim::Segment*>& segments) {
   lists.states.resize(segments.front()->state.size());
   for (auto* segment : segments) {
     lists.values.push_back(segment->value);
-    lists.gradients.push_back(segment->gradient);
+    lists.gradients.push_back(segment->gradient.to(segment->value.scalar_type()));
     lists.steps.push_back(segment->step);
     for (std::size_t s = 0; s < segment->state.size(); ++s) lists.states[s].push_back(segment->state[s]);
   }
@@ -126,7 +126,8 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
     for (auto& entry : entries) {
       if (!entry.unit->parameters[entry.parameter].has_gradient) continue;
       const auto slice = entry.unit->main_slice(entry.parameter);
-      entry.value.mutable_grad() = entry.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+      const auto gradient = entry.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+      entry.value.mutable_grad() = gradient.to(entry.value.scalar_type());
     }
     optimizer->step();
     // The gradients' memory goes with zero_grad().
@@ -159,18 +160,16 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_
   require(max_norm > 0, "clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
+  engine->finish_gradient_sync();
   double mine = 0;
   for (const auto& unit : engine->units()) {
     if (!unit->main_gradient_valid) continue;
     // Each rank's own region only, also where every rank holds the whole: the same sums for every strategy.
     for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      mine += sum_of_squares(unit->replicated_optimizer() ? unit->own_region(unit->main_gradient[k], k) : unit->main_gradient[k]);
+      mine += sum_of_squares(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
     }
   }
-  const auto all =
-      engine->units().front()->communicator->exchange(at::full({1}, mine, at::kDouble), {.operation = "gradient norm", .unit = "(all)"});
-  double sum = 0;
-  for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
+  const double sum = optim::sum_over_ranks(*engine, mine, "gradient norm");
   const double norm = std::sqrt(sum);
   if (!std::isfinite(norm)) {
     require(!error_if_nonfinite,

@@ -19,6 +19,17 @@ void require_not_negative(double value, const char* what) {
 
 }  // namespace
 
+double optim::sum_over_ranks(const engine::Engine& engine, double value, const char* operation) {
+  const auto& groups = engine.units().front()->groups;
+  for (auto* communicator : {groups.gather.get(), groups.outer.get()}) {
+    if (communicator == nullptr) continue;
+    const auto all = communicator->exchange(at::full({1}, value, at::kDouble), {.operation = operation, .unit = "(all)"});
+    value = 0;
+    for (std::int64_t rank = 0; rank < all.size(0); ++rank) value += all.const_data_ptr<double>()[rank];
+  }
+  return value;
+}
+
 Optimizer::Optimizer(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Optimizer::~Optimizer() = default;
 Optimizer::Optimizer(Optimizer&&) noexcept = default;
@@ -27,6 +38,7 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 void Optimizer::step() {
   const torch::NoGradGuard no_grad;
   state_->engine->flush_writes();
+  state_->engine->finish_gradient_sync();
   state_->step();
   state_->engine->main_parameters_changed();
 }
@@ -89,7 +101,7 @@ void Optimizer::State::divide(const engine::Unit& unit, UnitState& state) {
   });
   for (std::size_t begin = 0; begin < pieces.size();) {
     const auto& first = state.parameters[pieces[begin].parameter];
-    const auto itemsize = unit.layout.sub_buffers()[pieces[begin].slice.sub_buffer].itemsize;
+    const auto itemsize = static_cast<std::int64_t>(unit.main[pieces[begin].slice.sub_buffer].element_size());
     std::size_t end = begin + 1;
     while (end < pieces.size() && pieces[end].slice.sub_buffer == pieces[begin].slice.sub_buffer) {
       // [Same tails] ATen's kernels round a tensor's last elements, fewer than a vector register's, differently from the others. So that
@@ -136,7 +148,17 @@ void Optimizer::State::step() {
     for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;
   }
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    if (!by_group[g].empty()) update(groups[g], groups[g].lr * lr_factor, by_group[g]);
+    // Gradients of another dtype are converted one segment at a time, so that the copies stay small.
+    auto& segments = by_group[g];
+    const auto converted = std::stable_partition(segments.begin(), segments.end(), [](const optim::Segment* segment) {
+      return segment->gradient.scalar_type() == segment->value.scalar_type();
+    });
+    for (auto segment = converted; segment != segments.end(); ++segment) {
+      std::vector<optim::Segment*> one{*segment};
+      update(groups[g], groups[g].lr * lr_factor, one);
+    }
+    segments.erase(converted, segments.end());
+    if (!segments.empty()) update(groups[g], groups[g].lr * lr_factor, segments);
   }
 }
 

@@ -30,6 +30,9 @@ struct Group {
 /// One algorithm over a group's segments.
 using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
 
+/// The sum of a host value over all ranks of the root unit's mesh, inner before outer, each in rank order. Collective.
+double sum_over_ranks(const engine::Engine& engine, double value, const char* operation);
+
 }  // namespace optim
 
 /// Turns units into segments. Parameters that were never without a gradient, and fill whole vector registers [Same tails], share few long

@@ -6,6 +6,7 @@
 
 #include "comm/communicator.h"
 #include "engine/engine.h"
+#include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
 
 namespace fsdp {
@@ -29,20 +30,92 @@ class Ordered {
   std::vector<std::pair<std::size_t, Value>> entries_;
 };
 
-comm::Communicator* communicator_of(const engine::Engine& engine) { return engine.units().front()->communicator.get(); }
+/// Every communicator of the units, once.
+std::vector<comm::Communicator*> communicators_of(const engine::Engine& engine) {
+  std::vector<comm::Communicator*> communicators;
+  for (const auto& unit : engine.units()) {
+    const auto& groups = unit->groups;
+    for (auto* communicator : {groups.gather.get(), groups.reduce.get(), groups.outer.get(), groups.post_forward.get()}) {
+      if (communicator != nullptr && std::find(communicators.begin(), communicators.end(), communicator) == communicators.end()) {
+        communicators.push_back(communicator);
+      }
+    }
+  }
+  return communicators;
+}
+
+/// `change` for the options of the handle's unit, and of those within it.
+template <typename Change>
+void set_options(const engine::Engine& engine, std::size_t unit, bool recurse, const Change& change) {
+  for (const auto& other : engine.units()) {
+    if (other->index == unit || (recurse && engine::encloses(*engine.units()[unit], *other))) change(other->options);
+  }
+}
+
+std::vector<std::size_t> indices_of(const engine::Engine& engine, const std::vector<FSDPModule>& modules) {
+  std::vector<std::size_t> indices;
+  for (const auto& module : modules) {
+    if (module.engine().get() != &engine) throw Error("a module to prefetch belongs to another sharded model");
+    indices.push_back(module.unit());
+  }
+  return indices;
+}
 
 }  // namespace
 
 void FSDPModule::unshard() { engine_->unshard(*engine_->units()[unit_]); }
 void FSDPModule::reshard() { engine_->reshard(*engine_->units()[unit_]); }
-void FSDPModule::set_requires_gradient_sync(bool sync) { engine_->set_requires_gradient_sync(sync); }
 void FSDPModule::set_prefetch_depth(int depth) { engine_->set_prefetch_depth(depth); }
+void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set_is_last_backward(is_last_backward); }
+void FSDPModule::finish_gradient_sync() { engine_->finish_gradient_sync(); }
 void FSDPModule::reset() { engine_->reset(); }
 void FSDPModule::zero_grad() { engine_->zero_grad(); }
 void FSDPModule::main_parameters_changed() { engine_->main_parameters_changed(); }
 
-void FSDPModule::set_reshard_after_forward(bool reshard_after_forward) {
-  for (const auto& unit : engine_->units()) unit->options.reshard_after_forward = reshard_after_forward;
+UnshardHandle FSDPModule::unshard_async() {
+  engine_->start_unshard(*engine_->units()[unit_]);
+  return UnshardHandle([module = *this]() mutable { module.unshard(); });
+}
+
+void FSDPModule::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) {
+  set_options(*engine_, unit_, recurse, [&](auto& options) {
+    options.requires_gradient_sync = requires_gradient_sync;
+    options.requires_all_reduce = requires_gradient_sync;
+  });
+}
+
+void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
+  set_options(*engine_, unit_, recurse, [&](auto& options) { options.requires_all_reduce = requires_all_reduce; });
+}
+
+void FSDPModule::set_gradient_divide_factor(double factor, bool recurse) {
+  if (!(factor >= 0)) throw Error("gradient divide factor " + std::to_string(factor) + "; give a positive one, or 0 for the number of ranks");
+  set_options(*engine_, unit_, recurse, [&](auto& options) { options.gradient_divide_factor = factor; });
+}
+
+void FSDPModule::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
+  set_options(*engine_, unit_, recurse, [&](auto& options) { options.reshard_after_forward = reshard_after_forward; });
+}
+
+void FSDPModule::set_reshard_after_backward(bool reshard_after_backward, bool recurse) {
+  set_options(*engine_, unit_, recurse, [&](auto& options) { options.reshard_after_backward = reshard_after_backward; });
+}
+
+void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
+  engine_->units()[unit_]->prefetch[static_cast<std::size_t>(engine::Phase::kForward)] = indices_of(*engine_, modules);
+}
+
+void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
+  engine_->units()[unit_]->prefetch[static_cast<std::size_t>(engine::Phase::kBackward)] = indices_of(*engine_, modules);
+}
+
+void FSDPModule::scale_gradients(double factor) {
+  const torch::NoGradGuard no_grad;
+  engine_->finish_gradient_sync();
+  for (const auto& unit : engine_->units()) {
+    if (!unit->main_gradient_valid) continue;
+    for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
+  }
 }
 
 std::vector<Shard> FSDPModule::parameter_shards() const {
@@ -51,7 +124,7 @@ std::vector<Shard> FSDPModule::parameter_shards() const {
   for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
-      const auto slice = unit->owned_slice(i);
+      const auto slice = unit->slice(i, unit->shard_pieces());
       shards.add(parameter.position, {.name = parameter.name,
                                       .value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                                       .shape = parameter.shape,
@@ -62,11 +135,12 @@ std::vector<Shard> FSDPModule::parameter_shards() const {
 }
 
 std::vector<Shard> FSDPModule::gradient_shards() const {
+  engine_->finish_gradient_sync();
   Ordered<Shard> shards;
   for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
-      const auto slice = unit->owned_slice(i);
+      const auto slice = unit->slice(i, unit->shard_pieces());
       Shard shard{.name = parameter.name, .value = {}, .shape = parameter.shape, .offset = slice.parameter_offset};
       if (parameter.has_gradient) {
         const auto gradient = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
@@ -85,55 +159,60 @@ NamedTensors FSDPModule::full_parameters() const {
   engine_->flush_writes();
   Ordered<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& unit : engine_->units()) {
-    const bool was_present = unit->state == engine::ParameterState::kPresent;
-    engine_->unshard(*unit);
+    const auto main = engine_->gather_main(*unit, unit->main);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      tensors.add(unit->parameters[i].position, {unit->parameters[i].name, unit->whole(i).clone()});
+      tensors.add(unit->parameters[i].position, {unit->parameters[i].name, unit->whole(main, i).clone()});
     }
-    if (!was_present) engine_->reshard(*unit);
   }
   return tensors.take();
 }
 
 NamedTensors FSDPModule::full_gradients() const {
   const torch::NoGradGuard no_grad;
+  engine_->finish_gradient_sync();
   Ordered<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& unit : engine_->units()) {
-    std::vector<at::Tensor> whole = unit->main_gradient;
-    if (unit->main_gradient_valid && !unit->replicated_optimizer()) {
-      std::vector<comm::GatherPiece> pieces;
-      for (auto& part : whole) {
-        const at::Tensor shard = part;
-        part = at::empty({shard.numel() * unit->layout.world_size()}, shard.options());
-        pieces.push_back({.full = part, .shard = shard});
-      }
-      unit->communicator->all_gather(pieces, {.operation = "all-gather of gradients", .unit = unit->name})->wait();
-    }
+    std::vector<at::Tensor> gradients;
+    if (unit->main_gradient_valid) gradients = engine_->gather_main(*unit, unit->main_gradient);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
-      const auto& placement = unit->layout.placements()[i];
-      at::Tensor value;
-      if (parameter.has_gradient) {
-        value = whole[placement.sub_buffer].narrow(0, placement.offset, placement.numel).view(parameter.shape).clone();
-      }
-      tensors.add(parameter.position, {parameter.name, value});
+      tensors.add(parameter.position, {parameter.name, parameter.has_gradient ? unit->whole(gradients, i).clone() : at::Tensor()});
     }
   }
   return tensors.take();
 }
 
+std::optional<MixedPrecisionPolicy> FSDPModule::mixed_precision() const { return engine_->units()[unit_]->options.mixed_precision; }
+
 MemoryStats FSDPModule::memory_stats() const { return engine_->accounting().stats(); }
 void FSDPModule::reset_peak_memory_stats() { engine_->accounting().reset_peaks(); }
 
 WireStats FSDPModule::wire_stats() const {
-  const auto& stats = communicator_of(*engine_)->stats();
-  return {.all_gather_bytes = stats.all_gather_bytes,
-          .reduce_scatter_bytes = stats.reduce_scatter_bytes,
-          .control_bytes = stats.control_bytes,
-          .all_gathers = stats.all_gathers,
-          .reduce_scatters = stats.reduce_scatters};
+  WireStats sum;
+  for (const auto* communicator : communicators_of(*engine_)) {
+    const auto& stats = communicator->stats();
+    sum.all_gather_bytes += stats.all_gather_bytes;
+    sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
+    sum.control_bytes += stats.control_bytes;
+    sum.all_gathers += stats.all_gathers;
+    sum.reduce_scatters += stats.reduce_scatters;
+  }
+  return sum;
 }
 
-void FSDPModule::reset_wire_stats() { communicator_of(*engine_)->reset_stats(); }
+void FSDPModule::reset_wire_stats() {
+  for (auto* communicator : communicators_of(*engine_)) communicator->reset_stats();
+}
+
+NoSync::NoSync(const torch::nn::Module& module) : engine_(handle(module).engine()) {
+  for (const auto& unit : engine_->units()) {
+    found_.push_back(unit->options.requires_gradient_sync);
+    unit->options.requires_gradient_sync = false;
+  }
+}
+
+NoSync::~NoSync() {
+  for (std::size_t i = 0; i < found_.size(); ++i) engine_->units()[i]->options.requires_gradient_sync = found_[i];
+}
 
 }  // namespace fsdp

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <unordered_map>
 #include <utility>
@@ -101,68 +102,105 @@ void refuse_overlaps(const std::vector<paging::UnitPlan>& plans) {
   }
 }
 
+/// The policy's dtypes for one parameter; integers and the like keep their own.
+engine::SubBufferFormat format_of(const std::string& name, const at::Tensor& parameter, const FullyShardOptions& options,
+                                  const UnitSettings& settings) {
+  const auto own = parameter.scalar_type();
+  engine::SubBufferFormat format{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own};
+  if (!parameter.is_floating_point()) return format;
+  const auto& policy = settings.mixed_precision ? settings.mixed_precision : options.mixed_precision;
+  if (policy) {
+    format.compute = policy->param_dtype.value_or(own);
+    format.main = parameter.requires_grad() ? policy->main_params_dtype.value_or(own) : own;
+    format.main_gradient = policy->main_grads_dtype.value_or(format.main);
+    format.wire_gradient = policy->grad_comm_dtype.value_or(format.main_gradient);
+  }
+  if (options.gather_format) format.gather = options.gather_format(name, parameter);
+  return format;
+}
+
+/// Nothing where everything stays in the parameter's own dtype.
+std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) {
+  std::string text;
+  if (!(format == engine::SubBufferFormat{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own})) {
+    text = ", dtypes";
+    for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient}) text += std::string(" ") + c10::toString(dtype);
+    if (format.gather) text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
+  }
+  return text;
+}
+
 std::string describe(const std::vector<paging::UnitPlan>& plans, const FullyShardOptions& options) {
   std::ostringstream text;
-  const auto& placements = options.placements;
-  text << "placements " << static_cast<int>(placements.parameters) << static_cast<int>(placements.gradients)
-       << static_cast<int>(placements.optimizer) << ", reshard_after_forward " << options.reshard_after_forward << ", prefetch_depth "
-       << options.prefetch_depth << "\n";
+  const auto digits = [](const Placements& placements) {
+    std::string text;
+    for (const auto placement : {placements.parameters, placements.gradients, placements.optimizer}) {
+      text += std::to_string(static_cast<int>(placement));
+    }
+    return text;
+  };
+  text << "placements " << digits(options.placements) << ", reshard_after_forward " << options.reshard_after_forward << ", prefetch_depth "
+       << options.prefetch_depth << ", outer placements " << digits(options.outer_placements) << ", reshard_after_forward_size "
+       << options.reshard_after_forward_size << ", separate_reduce_group " << options.separate_reduce_group << "\n";
   for (const auto& plan : plans) {
     if (plan.parameters.empty()) text << "unit '" << shown(plan.name) << "': no parameters\n";
     for (const auto& [name, parameter] : plan.parameters) {
       const auto granularity = options.granularity ? options.granularity(name, parameter) : Granularity{};
       text << "unit '" << shown(plan.name) << "': parameter '" << name << "' " << parameter.sizes() << " "
            << c10::toString(parameter.scalar_type()) << (parameter.requires_grad() ? "" : ", frozen") << ", granularity "
-           << static_cast<int>(granularity.kind) << "/" << granularity.block << "\n";
+           << static_cast<int>(granularity.kind) << "/" << granularity.block << describe(format_of(name, parameter, options, plan.settings), parameter.scalar_type())
+           << "\n";
     }
   }
   return text.str();
 }
 
 void copy_values(Unit& unit, const paging::UnitPlan& plan, memory::Accounting& accounting) {
-  const auto& layout = unit.layout;
-  if (unit.replicated_parameters()) {
-    unit.main_memory = memory::zeros(unit.storage.device(), layout.full_bytes());
-    memory::attach(*unit.storage.unsafeGetStorageImpl(), unit.main_memory.data_ptr(), layout.full_bytes());
-    unit.state = engine::ParameterState::kPresent;
-    accounting.add(memory::Kind::kGatheredParameters, layout.full_bytes());
-  } else {
-    unit.main_memory = memory::zeros(unit.storage.device(), layout.shard_bytes());
-    accounting.add(memory::Kind::kMainParameters, layout.shard_bytes());
-  }
-  for (std::size_t k = 0; k < layout.sub_buffers().size(); ++k) {
-    const auto& part = layout.sub_buffers()[k];
-    if (!unit.replicated_parameters()) {
-      unit.main.push_back(unit.main_memory.narrow(0, part.shard_byte_offset, part.shard_numel * part.itemsize)
-                              .view(static_cast<at::ScalarType>(part.dtype)));
-    } else {
-      unit.main.push_back(unit.replicated_optimizer() ? unit.full[k] : unit.own_region(unit.full[k], k));
-    }
-  }
+  unit.allocate_main(accounting);
   for (std::size_t i = 0; i < plan.parameters.size(); ++i) {
     const auto flat = plan.parameters[i].second.detach().reshape({-1});
-    if (unit.replicated_parameters()) {
-      const auto& placement = layout.placements()[i];
-      unit.full[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
+    if (unit.state == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
+      const auto& placement = unit.layout.placements()[i];
+      unit.full.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
     } else {
-      const auto slice = unit.owned_slice(i);
+      const auto slice = unit.main_slice(i);
       unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel).copy_(flat.narrow(0, slice.parameter_offset, slice.numel));
     }
   }
 }
 
-std::unique_ptr<Unit> make_unit(const paging::UnitPlan& plan, const FullyShardOptions& options,
-                                const std::shared_ptr<comm::Communicator>& communicator,
-                                const std::unordered_map<std::string, std::size_t>& positions) {
+std::int64_t narrowest_itemsize(const engine::SubBufferFormat& format) {
+  std::int64_t narrowest = 16;
+  for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient}) {
+    narrowest = std::min(narrowest, static_cast<std::int64_t>(c10::elementSize(dtype)));
+  }
+  return narrowest;
+}
+
+/// A unit without process groups and memory: all that can be refused has been.
+struct Draft {
+  std::vector<engine::UnitParameter> parameters;
+  layout::UnitLayout layout;
+  std::vector<engine::SubBufferFormat> formats;
+};
+
+Draft draft_unit(const paging::UnitPlan& plan, const FullyShardOptions& options,
+                 const std::unordered_map<std::string, std::size_t>& positions) {
   std::vector<layout::ParameterSpec> specs;
   std::vector<engine::UnitParameter> parameters;
+  std::vector<engine::SubBufferFormat> kinds;  // Parameters share a sub-buffer only if all dtypes of their lives are the same.
   for (const auto& [name, parameter] : plan.parameters) {
+    const auto format = format_of(name, parameter, options, plan.settings);
+    auto kind = std::find(kinds.begin(), kinds.end(), format);
+    if (kind == kinds.end()) kind = kinds.insert(kinds.end(), format);
+    const auto block = format.gather ? format.gather->block : 1;
     specs.push_back({.name = name,
                      .shape = parameter.sizes().vec(),
-                     .dtype = static_cast<std::int32_t>(parameter.scalar_type()),
-                     .itemsize = static_cast<std::int64_t>(parameter.element_size()),
+                     .dtype = static_cast<std::int32_t>(kind - kinds.begin()),
+                     .itemsize = static_cast<std::int64_t>(c10::elementSize(format.main)),
                      .trainable = parameter.requires_grad(),
-                     .granularity = options.granularity ? options.granularity(name, parameter) : Granularity{}});
+                     .granularity = options.granularity ? options.granularity(name, parameter) : Granularity{},
+                     .alignment = std::lcm(layout::kAlignment / narrowest_itemsize(format), block)});
     engine::UnitParameter entry;
     entry.name = name;
     entry.position = positions.at(name);
@@ -172,11 +210,32 @@ std::unique_ptr<Unit> make_unit(const paging::UnitPlan& plan, const FullyShardOp
     entry.tensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(parameter.getIntrusivePtr());
     parameters.push_back(std::move(entry));
   }
+  layout::UnitLayout layout(std::move(specs), plan.settings.mesh.size());
+  std::vector<engine::SubBufferFormat> formats;
+  for (const auto& part : layout.sub_buffers()) formats.push_back(kinds[static_cast<std::size_t>(part.dtype)]);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& part = layout.sub_buffers()[layout.placements()[i].sub_buffer];
+    const auto& gather = formats[layout.placements()[i].sub_buffer].gather;
+    if (gather && part.quantum % gather->block != 0) {
+      throw Error("parameter '" + parameters[i].name + "' may be cut every " + std::to_string(part.quantum) +
+                  " elements by its granularity, but travels in blocks of " + std::to_string(gather->block) +
+                  " by its gather format; give it element granularity, or rows or blocks that hold whole blocks of the format");
+    }
+  }
+  return {std::move(parameters), std::move(layout), std::move(formats)};
+}
+
+std::unique_ptr<Unit> make_unit(Draft draft, const paging::UnitPlan& plan, const FullyShardOptions& options,
+                                const engine::UnitGroups& groups) {
+  engine::UnitOptions unit_options;
+  unit_options.placements = options.placements;
+  unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && groups.outer != nullptr;
+  unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
+  unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
+  unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
   auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
-  auto unit =
-      std::make_unique<Unit>(shown(plan.name), std::move(parameters), layout::UnitLayout(std::move(specs), communicator->size()),
-                             engine::UnitOptions{.placements = options.placements, .reshard_after_forward = options.reshard_after_forward},
-                             communicator, c10::Storage(storage));
+  auto unit = std::make_unique<Unit>(shown(plan.name), std::move(draft.parameters), std::move(draft.layout), std::move(draft.formats),
+                                     unit_options, groups, c10::Storage(storage));
   storage->unit = unit.get();
   // The storage may outlive the unit in a graph or a view: it then knows that nobody can fill it any more.
   unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {
@@ -192,12 +251,87 @@ void validate(const FullyShardOptions& options) {
   if (placements != Placements::no_shard() && placements != Placements::optim() && placements != Placements::optim_grads() &&
       placements != Placements::optim_grads_params()) {
     throw Error(
-        "these placements have no meaning on a 1-D mesh: what is sharded must include what depends on it; choose "
-        "no_shard, optim, optim_grads or optim_grads_params");
+        "these placements have no meaning: what is sharded must include what depends on it; choose no_shard, optim, optim_grads or "
+        "optim_grads_params");
+  }
+  if (options.outer_placements != Placements::no_shard() && options.outer_placements != Placements::optim()) {
+    throw Error(
+        "these placements have no meaning on the outer dimension of a mesh: choose no_shard (HSDP) or optim (HFSDP) for outer_placements; to "
+        "shard gradients or parameters over all ranks, use a 1-D mesh of them");
+  }
+  if (options.outer_placements == Placements::optim() && placements != Placements::optim_grads_params()) {
+    throw Error(
+        "outer_placements optim (HFSDP) needs placements optim_grads_params; for a sharded optimizer with replicated parameters or gradients, "
+        "use a 1-D mesh of all ranks");
   }
   if (options.prefetch_depth < 0) {
     throw Error("prefetch_depth " + std::to_string(options.prefetch_depth) + "; give 0 (no read-ahead) or more");
   }
+  if (options.reshard_after_forward_size != 0 && placements != Placements::optim_grads_params()) {
+    throw Error("reshard_after_forward_size needs placements optim_grads_params: with others, parameters stay whole after forward");
+  }
+}
+
+/// The dimensions of a unit's mesh, outermost first: the last one is sharded over.
+void validate(const DeviceMesh& mesh, const FullyShardOptions& options) {
+  const auto& dims = mesh.dims();
+  if (dims.size() > 2) {
+    throw Error("fully_shard needs a mesh with one dimension (to shard over) or two (outer, then the one to shard over); this one has " +
+                std::to_string(dims.size()) + ": pass a part of it, as in mesh[\"dp_shard\"] or mesh.sub({\"dp_outer\", \"dp_shard\"})");
+  }
+  if (dims.size() == 1 && options.outer_placements != Placements::no_shard()) {
+    throw Error("outer_placements optim needs a mesh with two dimensions, outer and inner; this one has one");
+  }
+  const auto kept = options.reshard_after_forward_size;
+  const auto size = dims.back().size;
+  if (kept != 0 && (kept <= 1 || kept >= size || size % kept != 0)) {
+    throw Error("reshard_after_forward_size " + std::to_string(kept) + " must divide the " + std::to_string(size) + " ranks of dimension '" +
+                dims.back().name + "' and be neither 1 (reshard_after_forward = false) nor all of them (true)");
+  }
+  if (options.mesh.device() != mesh.device()) throw Error("all meshes of one fully_shard must be on the same device");
+}
+
+/// Makes the process groups of each mesh once.
+class GroupsOf {
+ public:
+  explicit GroupsOf(const FullyShardOptions& options) : options_(options) {}
+
+  const engine::UnitGroups& operator()(const DeviceMesh& mesh) {
+    const auto& inner = mesh.dims().back().name;
+    const auto gather = mesh.communicator(inner);
+    const auto outer = mesh.dims().size() == 2 && mesh.dims().front().size > 1 ? mesh.communicator(mesh.dims().front().name) : nullptr;
+    for (const auto& made : made_) {
+      if (made->gather == gather && made->outer == outer) return *made;
+    }
+    auto& groups = made_.emplace_back(std::make_unique<engine::UnitGroups>());
+    groups->gather = gather;
+    groups->outer = outer;
+    groups->reduce = options_.separate_reduce_group ? mesh.new_communicator(inner) : gather;
+    if (options_.reshard_after_forward_size != 0) {
+      groups->post_forward = mesh.new_communicator(inner, options_.reshard_after_forward_size);
+    }
+    return *groups;
+  }
+
+ private:
+  const FullyShardOptions& options_;
+  std::vector<std::unique_ptr<engine::UnitGroups>> made_;
+};
+
+/// Compares on all ranks of a mesh: along each dimension, what an earlier one found is told to the next.
+void expect_equal(const DeviceMesh& mesh, std::string description) {
+  std::exception_ptr difference;
+  for (auto dim = mesh.dims().rbegin(); dim != mesh.dims().rend(); ++dim) {
+    try {
+      mesh.communicator(dim->name)->expect_equal(description, {.operation = "fully_shard", .unit = "(model)"});
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      if (!difference) difference = std::current_exception();
+      description = std::string("refused: ") + error.what();
+    }
+  }
+  if (difference) std::rethrow_exception(difference);
 }
 
 }  // namespace
@@ -205,41 +339,39 @@ void validate(const FullyShardOptions& options) {
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   const torch::NoGradGuard no_grad;
   if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
-  if (options.mesh.dims().size() != 1) {
-    throw Error("fully_shard needs a 1-D mesh, this one has " + std::to_string(options.mesh.dims().size()) +
-                " dimensions; pass one of them, as in mesh[\"dp_shard\"]");
-  }
-  const auto communicator = options.mesh.communicator(options.mesh.dims().front().name);
-
   // What this rank refuses, it tells the others, which would wait for it. Until all agree, nothing has changed.
   std::vector<paging::UnitPlan> plans;
-  std::vector<std::unique_ptr<Unit>> units;
+  std::vector<Draft> drafts;
   std::string description;
   std::exception_ptr refusal;
   try {
     validate(options);
     plans = paging::divide(module, options.units);
-    for (const auto& plan : plans) {
+    for (auto& plan : plans) {
+      if (options.unit_settings) plan.settings = options.unit_settings(plan.name, *plan.module);
+      if (!plan.settings.mesh.defined()) plan.settings.mesh = options.mesh;
+      validate(plan.settings.mesh, options);
       for (const auto& [name, parameter] : plan.parameters) validate(name, parameter, options.mesh.device());
     }
     refuse_overlaps(plans);
     std::unordered_map<std::string, std::size_t> positions;
     for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
-    for (const auto& plan : plans) units.push_back(make_unit(plan, options, communicator, positions));
+    for (const auto& plan : plans) drafts.push_back(draft_unit(plan, options, positions));
     description = describe(plans, options);
   } catch (const std::exception& error) {
     refusal = std::current_exception();
     description = std::string("refused: ") + error.what();
   }
-  communicator->expect_equal(description, {.operation = "fully_shard", .unit = "(model)"});
+  expect_equal(options.mesh, description);
   if (refusal) std::rethrow_exception(refusal);
 
   const auto engine = std::make_shared<Engine>(options.mesh.device(), options.prefetch_depth);
+  GroupsOf groups_of(options);
   for (std::size_t k = 0; k < plans.size(); ++k) {
     auto& plan = plans[k];
-    auto& unit = engine->add(std::move(units[k]));
+    auto& unit = engine->add(make_unit(std::move(drafts[k]), plan, options, groups_of(plan.settings.mesh)));
     if (plan.parent != paging::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
-    static_cast<paging::PagedStorage*>(unit.storage.unsafeGetStorageImpl())->engine = engine.get();
+    static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->engine = engine.get();
     copy_values(unit, plan, engine->accounting());
     // Frees the original memory unit by unit, unless somebody else holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
@@ -256,13 +388,15 @@ FSDPModule handle(const torch::nn::Module& module) {
 }
 
 void fully_unshard(torch::nn::Module& module) {
+  const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->flush_writes();
   for (const auto& unit : engine->units()) {
-    engine->unshard(*unit);
+    const auto main = engine->gather_main(*unit, unit->main);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      const auto tensor = unit->parameters[i].tensor.lock();
-      if (tensor) paging::unpage(at::Tensor(tensor), unit->whole(i).clone());
+      const auto& parameter = unit->parameters[i];
+      const auto tensor = parameter.tensor.lock();
+      if (tensor) paging::unpage(at::Tensor(tensor), unit->whole(main, i).to(parameter.dtype, /*non_blocking=*/false, /*copy=*/true));
     }
     engine->reshard(*unit);
   }

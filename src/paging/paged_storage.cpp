@@ -49,12 +49,11 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
   const torch::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
   const auto& placement = unit.layout.placements()[index];
-  const auto& part = unit.layout.sub_buffers()[placement.sub_buffer];
-  const auto options = parameter.options();
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      c10::Storage(unit.storage), unit.full[placement.sub_buffer].key_set() | c10::DispatchKeySet(kPagedKey), options.dtype());
+  const auto& part = unit.full.parts[placement.sub_buffer];
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kPagedKey),
+                                                   part.dtype());
   impl->set_sizes_contiguous(parameter.sizes());
-  impl->set_storage_offset(part.byte_offset / part.itemsize + placement.offset);
+  impl->set_storage_offset(part.storage_offset() + placement.offset);
   at::Tensor handle = parameter;
   handle.set_data(at::Tensor(std::move(impl)));
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(engine, unit, index));

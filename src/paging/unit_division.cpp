@@ -11,7 +11,7 @@ class Division {
   explicit Division(const UnitPredicate& is_unit) : is_unit_(is_unit) {}
 
   std::vector<UnitPlan> run(const torch::nn::Module& root) {
-    plans_.push_back({.name = "", .module = &root, .parent = UnitPlan::kNoParent, .parameters = {}});
+    plans_.push_back({.name = "", .module = &root, .parent = UnitPlan::kNoParent, .settings = {}, .parameters = {}});
     visit(root, "", 0);
     for (auto& use : uses_) plans_[use.unit].parameters.emplace_back(std::move(use.name), std::move(use.tensor));
     // A shared module's parent may have moved up since it was found, but an ancestor always has the smaller index: order holds.
@@ -51,7 +51,7 @@ class Division {
     }
     if (!is_unit_ || !is_unit_(name, module)) return enclosing;
     unit_of_.emplace(&module, plans_.size());
-    plans_.push_back({.name = name, .module = &module, .parent = enclosing, .parameters = {}});
+    plans_.push_back({.name = name, .module = &module, .parent = enclosing, .settings = {}, .parameters = {}});
     return plans_.size() - 1;
   }
 

@@ -17,6 +17,7 @@ struct UnitPlan {
   std::string name;  ///< The module's name, "" for the root.
   const torch::nn::Module* module = nullptr;
   std::size_t parent = kNoParent;
+  UnitSettings settings;
   std::vector<std::pair<std::string, at::Tensor>> parameters;  ///< In the order of named_parameters(), each tensor once.
 };
 

@@ -33,9 +33,14 @@ at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& o
                      bool accumulate) {
   at::Tensor out = at::empty({sources[0].numel()}, out_dtype);
   for (std::int64_t i = 0; i < out.numel(); ++i) {
-    Acc sum = sources[0][i].item().to<Acc>();
-    for (std::size_t r = 1; r < sources.size(); ++r) sum += sources[r][i].item().to<Acc>();
-    sum *= static_cast<Acc>(scale);
+    std::vector<Acc> sums;
+    for (const auto& source : sources) sums.push_back(source[i].item().to<Acc>());
+    while (sums.size() > 1) {  // Neighbours in pairs, again and again.
+      std::vector<Acc> pairs;
+      for (std::size_t r = 0; r < sums.size(); r += 2) pairs.push_back(r + 1 < sums.size() ? sums[r] + sums[r + 1] : sums[r]);
+      sums = pairs;
+    }
+    const Acc sum = sums[0] * static_cast<Acc>(scale);
     if (!accumulate) {
       out[i] = sum;
     } else if (out_dtype == at::kDouble) {

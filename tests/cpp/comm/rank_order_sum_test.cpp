@@ -46,14 +46,37 @@ INSTANTIATE_TEST_SUITE_P(AllDtypes, RankOrderSum, ::testing::Combine(::testing::
                            return std::string(c10::toString(std::get<0>(info.param))) + "To" + c10::toString(std::get<1>(info.param));
                          });
 
-TEST(RankOrderSum, SumsFromLeftToRight) {
-  const std::vector<at::Tensor> sources = {torch::tensor({1e8f}), torch::tensor({-1e8f}), torch::tensor({1.f})};
-  const at::Tensor out = torch::zeros({1});
-  rank_order_sum(sources, out, 1, false);
-  EXPECT_EQ(out.item<float>(), 1.f);
-  const std::vector<at::Tensor> other_order = {sources[2], sources[0], sources[1]};
-  rank_order_sum(other_order, out, 1, false);
-  EXPECT_EQ(out.item<float>(), 0.f);
+TEST(RankOrderSum, SumsPairwiseInRankOrder) {
+  const auto sum = [](const std::vector<float>& values) {
+    std::vector<at::Tensor> sources;
+    for (const float value : values) sources.push_back(torch::tensor({value}));
+    const at::Tensor out = torch::zeros({1});
+    rank_order_sum(sources, out, 1, false);
+    return out.item<float>();
+  };
+  EXPECT_EQ(sum({1e8f, -1e8f, 1.f}), 1.f);        // (0 + 1) + 2
+  EXPECT_EQ(sum({1.f, 1e8f, -1e8f}), 0.f);
+  EXPECT_EQ(sum({1.f, 1e8f, 1.f, -1e8f}), 0.f);   // (0 + 1) + (2 + 3)
+  EXPECT_EQ(sum({1e8f, 1.f, -1e8f, 1.f}), 0.f);
+  EXPECT_EQ(sum({1e8f, -1e8f, 1.f, 2.f}), 3.f);
+  EXPECT_EQ(sum({1e8f, -1e8f, 3.f, 4.f, 1.f}), 8.f);
+}
+
+TEST(RankOrderSum, IsTheSumOverRowsOfSumsWithinThem) {
+  std::vector<at::Tensor> sources;
+  for (int r = 0; r < 8; ++r) sources.push_back(numbers(100, 7 + r, at::kFloat));
+  const at::Tensor all = torch::zeros({100});
+  rank_order_sum(sources, all, 1, false);
+  for (const std::size_t row : {2, 4}) {
+    std::vector<at::Tensor> rows;
+    for (std::size_t begin = 0; begin < 8; begin += row) {
+      rows.push_back(torch::zeros({100}));
+      rank_order_sum(std::span(sources).subspan(begin, row), rows.back(), 1, false);
+    }
+    const at::Tensor of_rows = torch::zeros({100});
+    rank_order_sum(rows, of_rows, 1, false);
+    EXPECT_TRUE(same_bytes(of_rows, all)) << row;
+  }
 }
 
 TEST(RankOrderSum, SumsHalfPrecisionInFp32) {

@@ -458,10 +458,19 @@ TEST_P(Misuse, OfFullyShard) {
     }
     expect_error([] { Placements::from_name("zero3"); }, {"zero3", "optim_grads_params"});
     {
-      const auto grid = fsdp::init_device_mesh("cpu", {{"dp_outer", 1}, {"dp_shard", -1}});
+      const auto grid = fsdp::init_device_mesh("cpu", {{"pipeline", 1}, {"dp_outer", 1}, {"dp_shard", -1}});
       auto model = make_stack();
-      expect_error([&] { fsdp::fully_shard(*model, {.mesh = grid}); }, {"1-D mesh", "has 2 dimensions", "mesh[\"dp_shard\"]"});
-      fsdp::fully_shard(*model, {.mesh = grid["dp_shard"]});
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = grid}); }, {"has 3", "mesh.sub({\"dp_outer\", \"dp_shard\"})"});
+      const auto outer = Placements::optim();
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh, .outer_placements = outer}); }, {"needs a mesh with two dimensions"});
+      const auto plane = grid.sub({"dp_outer", "dp_shard"});
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = plane, .outer_placements = Placements::optim_grads()}); },
+                   {"no meaning on the outer dimension", "HSDP", "HFSDP", "1-D mesh"});
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = plane, .placements = Placements::optim(), .outer_placements = outer}); },
+                   {"outer_placements optim", "needs placements optim_grads_params"});
+      expect_error([&] { fsdp::fully_shard(*model, {.mesh = mesh, .reshard_after_forward_size = 3}); },
+                   {"reshard_after_forward_size 3 must divide", "dp_shard"});
+      fsdp::fully_shard(*model, {.mesh = plane});
       EXPECT_TRUE(std::isfinite(stack_loss(model, 0, mesh.rank()).item<double>()));
     }
     {

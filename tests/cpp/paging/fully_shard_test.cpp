@@ -138,9 +138,9 @@ TEST(FullyShard, RefusesWhatItCannotShard) {
   });
   testing::run_ranks(4, [] {
     Net net;
-    const auto mesh = init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", 2}});
-    EXPECT_TRUE(has(error_of([&] { fully_shard(net, {.mesh = mesh}); }), "needs a 1-D mesh"));
-    EXPECT_EQ(error_of([&] { fully_shard(net, {.mesh = mesh["dp_shard"]}); }), "no error");
+    const auto mesh = init_device_mesh("cpu", {{"pipeline", 1}, {"dp_outer", 2}, {"dp_shard", 2}});
+    EXPECT_TRUE(has(error_of([&] { fully_shard(net, {.mesh = mesh}); }), "needs a mesh with one dimension"));
+    EXPECT_EQ(error_of([&] { fully_shard(net, {.mesh = mesh.sub({"dp_outer", "dp_shard"})}); }), "no error");
   });
 }
 

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "fsdp/fully_shard.h"
+
+namespace fsdp {
+
+namespace detail {
+
+/// Floating-point tensors, alone or in tuples, pairs and vectors, in another dtype; everything else as it is. Undefined tensors stay so.
+template <typename T>
+T converted(T value, at::ScalarType dtype) {
+  return value;
+}
+inline at::Tensor converted(at::Tensor value, at::ScalarType dtype) {
+  return value.defined() && value.is_floating_point() ? value.to(dtype) : value;
+}
+template <typename T>
+std::vector<T> converted(std::vector<T> values, at::ScalarType dtype) {
+  for (auto& value : values) value = converted(std::move(value), dtype);
+  return values;
+}
+template <typename First, typename Second>
+std::pair<First, Second> converted(std::pair<First, Second> values, at::ScalarType dtype) {
+  return {converted(std::move(values.first), dtype), converted(std::move(values.second), dtype)};
+}
+template <typename... Ts>
+std::tuple<Ts...> converted(std::tuple<Ts...> values, at::ScalarType dtype) {
+  return std::apply([&](auto&... each) { return std::tuple<Ts...>(converted(std::move(each), dtype)...); }, values);
+}
+
+template <typename Contained>
+Contained& module_of(const torch::nn::ModuleHolder<Contained>& holder) {
+  return *holder.ptr();
+}
+template <typename Module>
+Module& module_of(const std::shared_ptr<Module>& module) {
+  return *module;
+}
+template <typename Module, typename = std::enable_if_t<std::is_base_of_v<torch::nn::Module, Module>>>
+Module& module_of(Module& module) {
+  return module;
+}
+
+}  // namespace detail
+
+/// module.forward(inputs...) at the boundary of a mixed precision policy: floating-point inputs are converted to its param_dtype
+/// (cast_forward_inputs), floating-point outputs to its output_dtype. `module` is a unit of a sharded model, as holder, shared pointer or
+/// reference; C++ modules have no hooks that could do this by themselves. Without a policy it is plain forward. Throws Error if the module
+/// is no unit.
+template <typename Module, typename... Inputs>
+auto forward(Module&& module, Inputs&&... inputs) {
+  auto& target = detail::module_of(module);
+  const auto policy = handle(target).mixed_precision();
+  const auto input_dtype = policy && policy->cast_forward_inputs ? policy->param_dtype : std::nullopt;
+  auto output = [&] {
+    if (!input_dtype) return target.forward(std::forward<Inputs>(inputs)...);
+    return target.forward(detail::converted(std::decay_t<Inputs>(std::forward<Inputs>(inputs)), *input_dtype)...);
+  }();
+  if (!policy || !policy->output_dtype) return output;
+  return detail::converted(std::move(output), *policy->output_dtype);
+}
+
+}  // namespace fsdp

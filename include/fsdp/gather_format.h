@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+
+namespace fsdp {
+
+/// In which bytes a parameter travels in an all-gather, if not in its compute dtype: a pair of conversions over blocks of elements. Blocks
+/// are counted from the parameter's start and never lie on two ranks, so that the result depends on no strategy and no number of ranks.
+/// Padding between parameters is converted along; its value is 0. (FSDP2's fsdp_pre_all_gather and fsdp_post_all_gather.)
+struct GatherFormat {
+  /// Elements per block; at least 1.
+  std::int64_t block = 1;
+  /// Bytes per block on the wire.
+  std::int64_t block_bytes = 0;
+  /// Writes `wire` (2-D, uint8, [pieces, bytes]) from `main` (2-D, the main parameters' dtype, [pieces, elements]; a view). Each row is
+  /// one piece, a whole number of blocks: converted for itself. Both are contiguous.
+  std::function<void(const at::Tensor& main, const at::Tensor& wire)> pre_all_gather;
+  /// Writes `whole` (2-D, the compute dtype, [pieces, elements]) from `wire` (2-D, uint8, [pieces, bytes]).
+  std::function<void(const at::Tensor& wire, const at::Tensor& whole)> post_all_gather;
+};
+
+/// Eight bits per element: float8_e4m3fn with one power-of-two scale (e8m0, one byte) per block of elements, chosen so that the block's
+/// largest magnitude does not overflow. (OCP Microscaling Formats, 2023: MXFP8, whose block is 32.) A block of 32 travels in 33 bytes
+/// instead of bf16's 64, one of 128 in 129 instead of 256. NaN and infinities arrive as NaN. Throws Error unless block is a positive
+/// multiple of 16.
+GatherFormat float8_blocks(std::int64_t block = 32);
+
+}  // namespace fsdp
