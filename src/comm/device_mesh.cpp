@@ -179,7 +179,8 @@ std::shared_ptr<comm::Communicator> DeviceMesh::communicator(const std::string& 
 std::shared_ptr<comm::Communicator> DeviceMesh::new_communicator(const std::string& dim, std::int64_t neighbours) const {
   const std::int64_t row = size(dim);
   if (neighbours < 0 || (neighbours > 0 && row % neighbours != 0)) {
-    throw Error("mesh " + describe(dims()) + ": groups of " + std::to_string(neighbours) + " neighbours do not divide dimension '" + dim + "'");
+    throw Error("mesh " + describe(dims()) + ": groups of " + std::to_string(neighbours) + " neighbours do not divide dimension '" + dim +
+                "'");
   }
   return fsdp::defined(state_).make_communicator[index_of(dims(), dim)](neighbours == 0 ? row : neighbours);
 }

@@ -62,8 +62,8 @@ void add_two(const A* a, const B* b, Out* out, std::int64_t n, Acc scale) {
   for (std::int64_t i = 0; i < n; ++i) out[i] = finish<kAccumulate>(static_cast<Acc>(a[i]) + static_cast<Acc>(b[i]), scale, out[i]);
 }
 
-// The sources [begin, begin + count) of one chunk, added pairwise: the larger half, a power of two, on the left. `sums` has a chunk for each
-// level of the tree.
+// The sources [begin, begin + count) of one chunk, added pairwise: the larger half, a power of two, on the left. `sums` has a chunk for
+// each level of the tree.
 template <typename Source, typename Acc>
 void add_tree(std::span<const void* const> sources, std::int64_t offset, Acc* sums, std::int64_t n) {
   const auto source = [&](std::size_t rank) { return static_cast<const Source*>(sources[rank]) + offset; };

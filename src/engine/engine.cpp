@@ -100,7 +100,8 @@ void Engine::start_gather(Unit& unit) {
   if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
   std::vector<comm::GatherPiece> pieces;
   if (unit.post_forward.live()) {
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
+      pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
     unit.gather = unit.groups.post_forward->all_gather(pieces, {.operation = "all-gather after forward", .unit = unit.name});
   } else {
     unit.wire.acquire(pool_, memory::Kind::kCommunication);
@@ -418,7 +419,8 @@ void Engine::main_parameters_changed() {
     unit->written = false;
     evict(*unit);
     // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
-    if (unit->replicated_parameters() && (!unit->replicated_optimizer() || unit->has_separate_main())) unit->state = ParameterState::kSharded;
+    if (unit->replicated_parameters() && (!unit->replicated_optimizer() || unit->has_separate_main()))
+      unit->state = ParameterState::kSharded;
     unit->post_forward.release();
     unit->shards_outdated = unit->options.outer_sharded_optimizer;
     for (const auto& parameter : unit->parameters) {

@@ -26,9 +26,7 @@ void zero_bytes(const at::Tensor& tensor) {
 }
 
 /// What a backward without synchronization left waits for this backward's share.
-bool reduced_on_departure(const Unit& unit) {
-  return unit.options.requires_gradient_sync && unit.collected_in_this_backward && !unit.late;
-}
+bool reduced_on_departure(const Unit& unit) { return unit.options.requires_gradient_sync && unit.collected_in_this_backward && !unit.late; }
 
 void append_bit(std::vector<std::uint8_t>& bits, std::size_t& count, bool value) {
   if (count % 8 == 0) bits.push_back(0);
@@ -59,6 +57,7 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   target.gradient_seen = true;
   target.contributed = true;
   unit.collected_in_this_backward = true;
+  unit.adds_up_locally = unit.adds_up_locally || !unit.options.requires_gradient_sync;
 }
 
 void Reducer::depart_to(const Unit& destination) {
@@ -76,8 +75,8 @@ void Reducer::acquire(Unit& unit) {
   // What is about to travel is collected in the wire's dtype; what backwards without synchronization add up, in the main gradients'.
   auto& buffer = unit.options.requires_gradient_sync ? unit.wire_gradients : unit.local_gradients();
   unit.collecting = &buffer;
-  unit.collects_in_place = unit.replicated_gradients() && !unit.main_gradient_valid && !unit.reduced_in_this_backward &&
-                           &buffer == &unit.local_gradients();
+  unit.collects_in_place =
+      unit.replicated_gradients() && !unit.main_gradient_valid && !unit.reduced_in_this_backward && &buffer == &unit.local_gradients();
   if (unit.collects_in_place) {
     // Nothing to add to: gradients are collected, and later reduced, in their final place.
     allocate_main_gradient(unit);
@@ -165,16 +164,21 @@ std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
   const auto sub_buffers = unit.main_gradient.size();
   switch (hop) {
     case Hop::kInnerReduce:
+      // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
+      unit.reduces_in_place = unit.adds_up_locally && !unit.groups.outer && !unit.main_gradient_memory && !unit.own_local_gradients;
       if (unit.groups.outer) {
         unit.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
-      } else {
+      } else if (!unit.reduces_in_place) {
         allocate_main_gradient(unit);
       }
       unit.staging.acquire(pool_, memory::Kind::kCommunication);
       for (std::size_t k = 0; k < sub_buffers; ++k) {
-        reduced.push_back({.unreduced = unit.wire_gradients.parts[k],
+        const auto& unreduced = unit.wire_gradients.parts[k];
+        reduced.push_back({.unreduced = unreduced,
                            .staging = unit.staging.parts[k],
-                           .out = unit.groups.outer ? unit.partial.parts[k] : inner_region(k),
+                           .out = unit.groups.outer       ? unit.partial.parts[k]
+                                  : unit.reduces_in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
+                                                          : inner_region(k),
                            .accumulate = unit.groups.outer ? unit.partial_valid : unit.main_gradient_valid});
       }
       return unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), {.operation = "reduce-scatter", .unit = unit.name});
@@ -208,6 +212,13 @@ void Reducer::complete(Reduction& reduction) {
   reduction.pending.reset();
   Unit& unit = *reduction.unit;
   if (reduction.hop == Hop::kInnerReduce) {
+    if (unit.reduces_in_place) {
+      unit.staging.release();
+      allocate_main_gradient(unit);
+      for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
+        unit.main_gradient[k].copy_(Unit::region(unit.wire_gradients.parts[k], unit.all_pieces(), unit.inner_pieces()));
+      }
+    }
     release_unreduced(unit);
     (unit.groups.outer ? unit.partial_valid : unit.main_gradient_valid) = true;
   } else if (reduction.hop == Hop::kOuterReduce) {
@@ -275,6 +286,8 @@ void Reducer::release_unreduced(Unit& unit) {
   if (unit.own_local_gradients) unit.own_local_gradients->release();
   unit.staging.release();
   unit.collecting = nullptr;
+  unit.adds_up_locally = false;
+  unit.reduces_in_place = false;
   unit.collects_in_place = false;
   unit.gradient_state = GradientState::kNone;
 }

@@ -58,8 +58,8 @@ void lay_out_gradients(GradientBuffer& buffer, const Unit& unit, const PartOf& p
     if (!unit.parameters[i].trainable) continue;
     const auto& placement = layout.placements()[i];
     const auto& part = buffer.parts[placement.sub_buffer];
-    buffer.views[i] =
-        view_of(buffer.storage, part.scalar_type(), (part.storage_offset() + placement.offset) * itemsize_of(part.scalar_type()), unit.parameters[i].shape);
+    buffer.views[i] = view_of(buffer.storage, part.scalar_type(),
+                              (part.storage_offset() + placement.offset) * itemsize_of(part.scalar_type()), unit.parameters[i].shape);
     if (placement.numel > 0) used[placement.sub_buffer].emplace_back(placement.offset, placement.offset + placement.numel);
   }
   for (std::size_t k = 0; k < buffer.parts.size(); ++k) {
@@ -112,11 +112,13 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
     lay_out(post_forward, empty(), all, [&](std::size_t k) { return Part{formats[k].compute, numel(k, kept)}; });
   }
   if (options.outer_sharded_optimizer) {
-    lay_out(shards, empty(), all,
-            [&](std::size_t k) { return Part{formats[k].gather ? at::kByte : formats[k].compute, travelling_numel(k) * inner}; });
+    lay_out(shards, empty(), all, [&](std::size_t k) {
+      return Part{formats[k].gather ? at::kByte : formats[k].compute, travelling_numel(k) * inner};
+    });
   }
-  lay_out(main_buffer, empty(), all,
-          [&](std::size_t k) { return main_is_shared(k) ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)}; });
+  lay_out(main_buffer, empty(), all, [&](std::size_t k) {
+    return main_is_shared(k) ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)};
+  });
   for (std::size_t k = 0; k < all; ++k) {
     if (!main_is_shared(k)) {
       main.push_back(main_buffer.parts[k]);
@@ -143,8 +145,9 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   lay_out(staging, empty(), trainable, [&](std::size_t k) { return staged(k, *groups.reduce, inner); });
   if (groups.outer) {
     lay_out(partial, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, inner)}; });
-    lay_out(partial_wire, empty(), trainable,
-            [&](std::size_t k) { return differs(formats[k]) ? Part{formats[k].wire_gradient, numel(k, inner)} : Part{}; });
+    lay_out(partial_wire, empty(), trainable, [&](std::size_t k) {
+      return differs(formats[k]) ? Part{formats[k].wire_gradient, numel(k, inner)} : Part{};
+    });
     lay_out(outer_staging, empty(), trainable, [&](std::size_t k) { return staged(k, *groups.outer, 1); });
   }
 }

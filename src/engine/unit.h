@@ -54,10 +54,10 @@ struct UnitParameter {
 
 /// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
 struct SubBufferFormat {
-  at::ScalarType compute = at::kFloat;        ///< Of the whole parameters.
-  at::ScalarType main = at::kFloat;           ///< Of the main parameters and the optimizer state.
-  at::ScalarType main_gradient = at::kFloat;  ///< Of the main gradients.
-  at::ScalarType wire_gradient = at::kFloat;  ///< In which gradients travel.
+  at::ScalarType compute = at::kFloat;              ///< Of the whole parameters.
+  at::ScalarType main = at::kFloat;                 ///< Of the main parameters and the optimizer state.
+  at::ScalarType main_gradient = at::kFloat;        ///< Of the main gradients.
+  at::ScalarType wire_gradient = at::kFloat;        ///< In which gradients travel.
   std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
 
   bool operator==(const SubBufferFormat&) const = default;
@@ -124,8 +124,8 @@ struct Unit {
   std::vector<SubBufferFormat> formats;
   UnitOptions options;
   UnitGroups groups;
-  Unit* parent = nullptr;  ///< The closest enclosing unit; null for the root.
-  std::size_t index = 0;   ///< Position in Engine::units().
+  Unit* parent = nullptr;                            ///< The closest enclosing unit; null for the root.
+  std::size_t index = 0;                             ///< Position in Engine::units().
   std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
 
   // Whole parameters. `full.storage` is what the modules' parameters view; it has bytes only while gathering or present
@@ -134,8 +134,8 @@ struct Unit {
   std::atomic<bool> hot = false;  ///< Present, and touching it changes nothing: the only thing the fast path reads.
   bool written = false;           ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
   Buffer full;
-  Buffer wire;         ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
-  Buffer post_forward; ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
+  Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
+  Buffer post_forward;  ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
   std::unique_ptr<comm::Pending> gather;
 
   // Main parameters: the pieces that this rank's optimizer updates.
@@ -162,6 +162,8 @@ struct Unit {
   GradientBuffer wire_gradients;
   std::unique_ptr<GradientBuffer> own_local_gradients;  ///< Null where dtypes are the same.
   GradientBuffer* collecting = nullptr;                 ///< One of the two, while gradients are collected.
+  bool adds_up_locally = false;                         ///< `collecting` holds gradients of backwards without synchronization.
+  bool reduces_in_place = false;                        ///< The result lies in this rank's region of `wire_gradients` at first.
   bool collects_in_place = false;                       ///< `collecting` has the main gradients' bytes.
   Buffer staging;
   Buffer partial;  ///< Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh.
@@ -171,13 +173,16 @@ struct Unit {
   bool collected_in_this_backward = false;
   bool reduced_in_this_backward = false;
   bool to_reduce = false;  ///< At the end of backward: some rank has unreduced gradients of it.
-  bool late = false;  ///< Gradients arrive after backward departed from it (a shared parameter): reduced at the end of backward.
+  bool late = false;       ///< Gradients arrive after backward departed from it (a shared parameter): reduced at the end of backward.
 
   /// What binds the unit to its trigger (paging, hooks); released with the unit.
   std::shared_ptr<void> trigger;
 
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
-  bool replicated_gradients() const { return options.placements.gradients == Placement::kReplicated; }
+  /// A shard of one rank is the whole.
+  bool replicated_gradients() const {
+    return options.placements.gradients == Placement::kReplicated || (groups.gather->size() == 1 && !options.outer_sharded_optimizer);
+  }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
   GradientBuffer& local_gradients() { return own_local_gradients ? *own_local_gradients : wire_gradients; }
   /// Main parameters of sub-buffer k are a region of `full` (or of `shards`): the bytes exist once.
@@ -212,7 +217,9 @@ struct Unit {
   /// Parameter i in the given whole sub-buffers.
   at::Tensor whole(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const;
   /// `pieces` of the main parameters, or gradients, of sub-buffer k, which must be among main_pieces().
-  at::Tensor main_region(const at::Tensor& main_or_gradient, Pieces pieces) const { return region(main_or_gradient, main_pieces(), pieces); }
+  at::Tensor main_region(const at::Tensor& main_or_gradient, Pieces pieces) const {
+    return region(main_or_gradient, main_pieces(), pieces);
+  }
   /// Where parameter i lies in main[sub_buffer] and main_gradient[sub_buffer].
   struct MainSlice {
     std::size_t sub_buffer;

@@ -89,7 +89,8 @@ void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse)
 }
 
 void FSDPModule::set_gradient_divide_factor(double factor, bool recurse) {
-  if (!(factor >= 0)) throw Error("gradient divide factor " + std::to_string(factor) + "; give a positive one, or 0 for the number of ranks");
+  if (!(factor >= 0))
+    throw Error("gradient divide factor " + std::to_string(factor) + "; give a positive one, or 0 for the number of ranks");
   set_options(*engine_, unit_, recurse, [&](auto& options) { options.gradient_divide_factor = factor; });
 }
 

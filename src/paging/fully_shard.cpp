@@ -124,8 +124,10 @@ std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) 
   std::string text;
   if (!(format == engine::SubBufferFormat{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own})) {
     text = ", dtypes";
-    for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient}) text += std::string(" ") + c10::toString(dtype);
-    if (format.gather) text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
+    for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient})
+      text += std::string(" ") + c10::toString(dtype);
+    if (format.gather)
+      text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
   }
   return text;
 }
@@ -148,8 +150,8 @@ std::string describe(const std::vector<paging::UnitPlan>& plans, const FullyShar
       const auto granularity = options.granularity ? options.granularity(name, parameter) : Granularity{};
       text << "unit '" << shown(plan.name) << "': parameter '" << name << "' " << parameter.sizes() << " "
            << c10::toString(parameter.scalar_type()) << (parameter.requires_grad() ? "" : ", frozen") << ", granularity "
-           << static_cast<int>(granularity.kind) << "/" << granularity.block << describe(format_of(name, parameter, options, plan.settings), parameter.scalar_type())
-           << "\n";
+           << static_cast<int>(granularity.kind) << "/" << granularity.block
+           << describe(format_of(name, parameter, options, plan.settings), parameter.scalar_type()) << "\n";
     }
   }
   return text.str();
@@ -256,12 +258,14 @@ void validate(const FullyShardOptions& options) {
   }
   if (options.outer_placements != Placements::no_shard() && options.outer_placements != Placements::optim()) {
     throw Error(
-        "these placements have no meaning on the outer dimension of a mesh: choose no_shard (HSDP) or optim (HFSDP) for outer_placements; to "
+        "these placements have no meaning on the outer dimension of a mesh: choose no_shard (HSDP) or optim (HFSDP) for outer_placements; "
+        "to "
         "shard gradients or parameters over all ranks, use a 1-D mesh of them");
   }
   if (options.outer_placements == Placements::optim() && placements != Placements::optim_grads_params()) {
     throw Error(
-        "outer_placements optim (HFSDP) needs placements optim_grads_params; for a sharded optimizer with replicated parameters or gradients, "
+        "outer_placements optim (HFSDP) needs placements optim_grads_params; for a sharded optimizer with replicated parameters or "
+        "gradients, "
         "use a 1-D mesh of all ranks");
   }
   if (options.prefetch_depth < 0) {
@@ -285,8 +289,8 @@ void validate(const DeviceMesh& mesh, const FullyShardOptions& options) {
   const auto kept = options.reshard_after_forward_size;
   const auto size = dims.back().size;
   if (kept != 0 && (kept <= 1 || kept >= size || size % kept != 0)) {
-    throw Error("reshard_after_forward_size " + std::to_string(kept) + " must divide the " + std::to_string(size) + " ranks of dimension '" +
-                dims.back().name + "' and be neither 1 (reshard_after_forward = false) nor all of them (true)");
+    throw Error("reshard_after_forward_size " + std::to_string(kept) + " must divide the " + std::to_string(size) +
+                " ranks of dimension '" + dims.back().name + "' and be neither 1 (reshard_after_forward = false) nor all of them (true)");
   }
   if (options.mesh.device() != mesh.device()) throw Error("all meshes of one fully_shard must be on the same device");
 }

@@ -50,8 +50,8 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
   const auto& placement = unit.layout.placements()[index];
   const auto& part = unit.full.parts[placement.sub_buffer];
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kPagedKey),
-                                                   part.dtype());
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kPagedKey), part.dtype());
   impl->set_sizes_contiguous(parameter.sizes());
   impl->set_storage_offset(part.storage_offset() + placement.offset);
   at::Tensor handle = parameter;

@@ -54,9 +54,9 @@ TEST(RankOrderSum, SumsPairwiseInRankOrder) {
     rank_order_sum(sources, out, 1, false);
     return out.item<float>();
   };
-  EXPECT_EQ(sum({1e8f, -1e8f, 1.f}), 1.f);        // (0 + 1) + 2
+  EXPECT_EQ(sum({1e8f, -1e8f, 1.f}), 1.f);  // (0 + 1) + 2
   EXPECT_EQ(sum({1.f, 1e8f, -1e8f}), 0.f);
-  EXPECT_EQ(sum({1.f, 1e8f, 1.f, -1e8f}), 0.f);   // (0 + 1) + (2 + 3)
+  EXPECT_EQ(sum({1.f, 1e8f, 1.f, -1e8f}), 0.f);  // (0 + 1) + (2 + 3)
   EXPECT_EQ(sum({1e8f, 1.f, -1e8f, 1.f}), 0.f);
   EXPECT_EQ(sum({1e8f, -1e8f, 1.f, 2.f}), 3.f);
   EXPECT_EQ(sum({1e8f, -1e8f, 3.f, 4.f, 1.f}), 8.f);

@@ -171,7 +171,8 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 
 // What should travel and live, from shapes and the documented layout.
 
-/// Of each unit, the elements of one of `ranks` equal parts. Parameters begin, and parts end, at multiples of 64 bytes in the narrowest dtype, and of the gather's blocks.
+/// Of each unit, the elements of one of `ranks` equal parts. Parameters begin, and parts end, at multiples of 64 bytes in the narrowest
+/// dtype, and of the gather's blocks.
 std::vector<std::int64_t> pieces_of(const Precision& precision, int ranks) {
   std::int64_t alignment = 16;
   if (precision.compute == at::kBFloat16 || precision.wire == at::kBFloat16) alignment = 32;
@@ -215,7 +216,7 @@ Bytes expected_bytes(const Strategy& strategy, const Precision& precision, const
     const auto full = piece * ranks;
     // Parameters: the root stays present, and the last block from forward to backward.
     const std::int64_t per_backward = u == 0 || u + 1 == units.size() ? 1 : 2;
-    const std::int64_t gathers = sharded_parameters ? kSteps * accumulation.backwards * per_backward
+    const std::int64_t gathers = sharded_parameters  ? kSteps * accumulation.backwards * per_backward
                                  : sharded_optimizer ? (separate ? kSteps : kSteps - 1)
                                                      : 0;
     bytes.all_gather += gathers * (inner - 1) * travelling(shard);
@@ -231,7 +232,7 @@ Bytes expected_bytes(const Strategy& strategy, const Precision& precision, const
     if (!shared) bytes.main_parameters += held * 4;
     bytes.main_gradients += (sharded_gradients ? held : full) * 4;
     if (!sharded_parameters) bytes.gathered_peak += full * itemsize(precision.compute);
-    if (hfsdp) bytes.gathered_peak += travelling(shard);
+    if (hfsdp) bytes.gathered_peak += (travelling(shard) + 63) / 64 * 64;
   }
   if (sharded_parameters) {
     std::int64_t neighbours = 0;  // The root, the unit in use, and the one read ahead.
@@ -261,7 +262,8 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
                                             .units = stack_units(),
                                             .placements = strategy.placements,
                                             .outer_placements = strategy.outer};
-            if (precision.policy) options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = precision.compute, .grad_comm_dtype = precision.wire};
+            if (precision.policy)
+              options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = precision.compute, .grad_comm_dtype = precision.wire};
             if (precision.float8_gather) {
               const auto format = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks(kFloat8Block));
               options.gather_format = [format](const std::string&, const at::Tensor&) { return format; };

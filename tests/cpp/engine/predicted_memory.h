@@ -131,8 +131,9 @@ class ScheduleModel {
   void gradient(const std::string& unit) {
     if (!backward_begun_) begin_backward();
     collected_now_.insert(unit);
+    if (!sync) added_up_.insert(unit);
     if (std::find(collecting_.begin(), collecting_.end(), unit) != collecting_.end()) return;
-    const bool in_place = placements_.gradients == Placement::kReplicated && !reduced_before_;
+    const bool in_place = (placements_.gradients == Placement::kReplicated || ranks_ == 1) && !reduced_before_;
     if (in_place) {
       main_gradients_[unit] = units_[unit].trainable_full;
     } else {
@@ -207,7 +208,14 @@ class ScheduleModel {
 
   void reduce(const std::string& unit) {
     if (reducing_.size() == 2) finish_oldest();
-    main_gradients_[unit] = placements_.gradients == Placement::kReplicated ? units_[unit].trainable_full : units_[unit].trainable_shard;
+    // Where several backwards' gradients were kept, the shard takes the place of staging.
+    const bool in_place =
+        placements_.gradients == Placement::kSharded && ranks_ > 1 && added_up_.erase(unit) > 0 && !main_gradients_.contains(unit);
+    if (in_place) {
+      to_move_.insert(unit);
+    } else {
+      main_gradients_[unit] = placements_.gradients == Placement::kReplicated ? units_[unit].trainable_full : units_[unit].trainable_shard;
+    }
     collecting_.erase(std::find(collecting_.begin(), collecting_.end(), unit));
     reducing_.push_back(unit);
     if (ranks_ > 1) staging_[unit] = units_[unit].staging(ranks_);
@@ -215,8 +223,12 @@ class ScheduleModel {
   }
 
   void finish_oldest() {
-    unreduced_.erase(reducing_.front());
     staging_.erase(reducing_.front());
+    if (to_move_.erase(reducing_.front()) > 0) {
+      main_gradients_[reducing_.front()] = units_[reducing_.front()].trainable_shard;
+      grew();
+    }
+    unreduced_.erase(reducing_.front());
     reducing_.pop_front();
   }
 
@@ -266,6 +278,8 @@ class ScheduleModel {
   std::vector<std::string> collecting_;
   std::set<std::string> collected_now_;  // gradients of this backward arrived
   std::deque<std::string> reducing_;
+  std::set<std::string> added_up_;  // gradients of backwards without synchronization are in the buffer
+  std::set<std::string> to_move_;   // the result is in the unreduced buffer until the reduction is complete
   std::map<std::string, std::int64_t> unreduced_;
   std::map<std::string, std::int64_t> staging_;
   bool reduced_before_ = false;

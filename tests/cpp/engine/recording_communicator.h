@@ -76,7 +76,8 @@ inline DeviceMesh recorded(const DeviceMesh& mesh, std::shared_ptr<Log> log) {
                                                                           .rank = mesh.rank(),
                                                                           .dims = mesh.dims(),
                                                                           .coordinates = {mesh.coordinate(mesh.dims().front().name)},
-                                                                          .communicators = {communicator}, .make_communicator = {}}));
+                                                                          .communicators = {communicator},
+                                                                          .make_communicator = {}}));
 }
 
 }  // namespace fsdp::testing
