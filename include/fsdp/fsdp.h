@@ -1,6 +1,7 @@
 #pragma once
 
 // All of libfsdp's C++ API.
+#include "fsdp/checkpoint.h"   // activation checkpointing
 #include "fsdp/device_mesh.h"  // ranks, named mesh dimensions
 #include "fsdp/error.h"        // what is thrown
 #include "fsdp/fully_shard.h"  // sharding a module, its handle
