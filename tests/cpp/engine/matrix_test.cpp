@@ -43,6 +43,14 @@ std::vector<Strategy> strategies() {
           {"HFSDP", Placements::optim_grads_params(), true, Placements::optim()}};
 }
 
+std::vector<std::pair<Strategy, bool>> with_and_without_checkpointing() {
+  std::vector<std::pair<Strategy, bool>> rows;
+  for (const auto& strategy : strategies()) {
+    for (const bool checkpoint : {false, true}) rows.emplace_back(strategy, checkpoint);
+  }
+  return rows;
+}
+
 struct Precision {
   std::string name;
   at::ScalarType compute = at::kFloat;
@@ -255,9 +263,9 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
           const auto flat = train_reference(precision, accumulation, ranks, ranks);
           const auto in_rows = train_reference(precision, accumulation, ranks, ranks > 1 ? ranks / 2 : 1);
           std::map<std::string, std::int64_t> peaks;
-          for (const auto& strategy : strategies()) {
-            SCOPED_TRACE(strategy.name + ", " + precision.name + ", " + accumulation.name);
-            auto model = make_stack();
+          for (const auto& [strategy, checkpoint] : with_and_without_checkpointing()) {
+            SCOPED_TRACE(strategy.name + ", " + precision.name + ", " + accumulation.name + (checkpoint ? ", checkpointed" : ""));
+            auto model = make_stack({.checkpoint = checkpoint});
             fsdp::FullyShardOptions options{.mesh = strategy.two_dimensions ? plane : line,
                                             .units = stack_units(),
                                             .placements = strategy.placements,

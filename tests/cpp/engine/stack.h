@@ -17,6 +17,7 @@ namespace fsdp::testing {
 struct StackOptions {
   std::int64_t width = 10;
   std::vector<std::int64_t> hidden = {13, 7, 22, 16};  ///< One block each.
+  bool checkpoint = false;                             ///< Blocks compute twice instead of keeping what autograd saves.
   bool nested = false;                                 ///< Pairs of blocks become units within units.
 };
 
@@ -60,6 +61,7 @@ struct StackImpl : torch::nn::Module {
   }
 
   at::Tensor run(StackBlockImpl& block, const std::string& name, const at::Tensor& x) const {
+    if (options.checkpoint) return fsdp::checkpoint([&block](const at::Tensor& input) { return block.forward(input); }, x);
     if (!observer) return block.forward(x);
     observer("forward " + name);
     auto y = block.forward(x);
