@@ -86,9 +86,4 @@ class WrappedOptimizer : public Optimizer {
 };
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
 
-/// Scales the gradients of all parameters so that their joint 2-norm is at most max_norm, and returns the norm before. Squares are summed
-/// in fp64 and one small exchange adds the shards up in rank order, so every strategy gets the same norm. Collective. Throws Error if
-/// max_norm is not positive, or if the norm is not finite and error_if_nonfinite is set (the gradients are then left alone).
-double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_nonfinite = false);
-
 }  // namespace fsdp

@@ -2,14 +2,10 @@
 
 #include <torch/torch.h>
 
-#include <array>
-#include <cmath>
 #include <map>
 #include <utility>
 
-#include "comm/communicator.h"
 #include "fsdp/error.h"
-#include "fsdp/fully_shard.h"
 #include "optim/shard_optimizer.h"
 
 namespace fsdp {
@@ -41,30 +37,6 @@ Lists lists_of(const std::vector<optim::Segment*>& segments) {
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw Error(what);
-}
-
-/// Sum of squares in fp64, with independent partial sums so that the compiler can use vector registers; the order is fixed by the numbers
-/// of elements alone.
-template <typename T>
-double sum_of_squares(const T* data, std::int64_t numel) {
-  constexpr std::int64_t kLanes = 8;
-  std::array<double, kLanes> partial{};
-  std::int64_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
-      const auto x = static_cast<double>(data[i + lane]);
-      partial[static_cast<std::size_t>(lane)] += x * x;
-    }
-  }
-  for (; i < numel; ++i) partial[0] += static_cast<double>(data[i]) * static_cast<double>(data[i]);
-  double sum = 0;
-  for (const double part : partial) sum += part;
-  return sum;
-}
-
-double sum_of_squares(const at::Tensor& tensor) {
-  if (tensor.is_cpu() && tensor.scalar_type() == at::kFloat) return sum_of_squares(tensor.const_data_ptr<float>(), tensor.numel());
-  return tensor.to(at::kDouble).square().sum().item<double>();
 }
 
 }  // namespace
@@ -155,34 +127,5 @@ WrappedOptimizer::WrappedOptimizer(torch::nn::Module& module, const TorchOptimiz
 torch::optim::Optimizer& WrappedOptimizer::torch_optimizer() { return *static_cast<Wrapped&>(*state_).optimizer; }
 
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory) { return WrappedOptimizer(module, factory); }
-
-double clip_grad_norm(torch::nn::Module& module, double max_norm, bool error_if_nonfinite) {
-  require(max_norm > 0, "clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
-  const torch::NoGradGuard no_grad;
-  const auto engine = handle(module).engine();
-  engine->finish_gradient_sync();
-  double mine = 0;
-  for (const auto& unit : engine->units()) {
-    if (!unit->main_gradient_valid) continue;
-    // Each rank's own region only, also where every rank holds the whole: the same sums for every strategy.
-    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      mine += sum_of_squares(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
-    }
-  }
-  const double sum = optim::sum_over_ranks(*engine, mine, "gradient norm");
-  const double norm = std::sqrt(sum);
-  if (!std::isfinite(norm)) {
-    require(!error_if_nonfinite,
-            "clip_grad_norm: the gradients' norm is " + std::to_string(norm) + " on all ranks; gradients are unchanged");
-  }
-  const double factor = max_norm / (norm + 1e-6);
-  if (factor < 1 || !std::isfinite(norm)) {
-    for (const auto& unit : engine->units()) {
-      if (!unit->main_gradient_valid) continue;
-      for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
-    }
-  }
-  return norm;
-}
 
 }  // namespace fsdp

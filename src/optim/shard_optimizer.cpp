@@ -19,15 +19,13 @@ void require_not_negative(double value, const char* what) {
 
 }  // namespace
 
-double optim::sum_over_ranks(const engine::Engine& engine, double value, const char* operation) {
+at::Tensor optim::exchange(const engine::Engine& engine, std::vector<double>& values, const char* operation) {
   const auto& groups = engine.units().front()->groups;
-  for (auto* communicator : {groups.gather.get(), groups.outer.get()}) {
-    if (communicator == nullptr) continue;
-    const auto all = communicator->exchange(at::full({1}, value, at::kDouble), {.operation = operation, .unit = "(all)"});
-    value = 0;
-    for (std::int64_t rank = 0; rank < all.size(0); ++rank) value += all.const_data_ptr<double>()[rank];
-  }
-  return value;
+  const comm::Label label{.operation = operation, .unit = "(all)"};
+  const auto count = static_cast<std::int64_t>(values.size());
+  auto all = groups.gather->exchange(at::from_blob(values.data(), {count}, at::kDouble), label);
+  if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
+  return all.reshape({-1, count});
 }
 
 Optimizer::Optimizer(std::unique_ptr<State> state) : state_(std::move(state)) {}

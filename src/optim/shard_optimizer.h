@@ -30,8 +30,8 @@ struct Group {
 /// One algorithm over a group's segments.
 using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
 
-/// The sum of a host value over all ranks of the root unit's mesh, inner before outer, each in rank order. Collective.
-double sum_over_ranks(const engine::Engine& engine, double value, const char* operation);
+/// Every rank's values, [rank][value], of all ranks of the root unit's mesh. Collective.
+at::Tensor exchange(const engine::Engine& engine, std::vector<double>& values, const char* operation);
 
 }  // namespace optim
 

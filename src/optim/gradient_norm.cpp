@@ -1,0 +1,155 @@
+#include "fsdp/gradient_norm.h"
+
+#include <ATen/Dispatch.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
+#include "optim/shard_optimizer.h"
+
+namespace fsdp {
+namespace {
+
+/// A p-norm is taken apart: each piece of the gradients adds up its elements' powers, pieces are merged in the order of the ranks, and the
+/// root is taken at the end. For p = inf the sum is a maximum, and there is no root.
+class Norm {
+ public:
+  Norm(double p, const char* function) : p_(p) {
+    if (!(p > 0)) {
+      throw Error(std::string(function) + ": norm_type must be positive or infinity, got " + std::to_string(p));
+    }
+  }
+
+  double of_piece(const at::Tensor& piece) const {
+    if (!piece.is_cpu()) {
+      const auto magnitudes = piece.abs().to(at::kDouble);
+      if (std::isinf(p_)) return piece.numel() == 0 ? 0 : magnitudes.max().item<double>();
+      return magnitudes.pow(p_).sum().item<double>();
+    }
+    return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, piece.scalar_type(), "norm", [&] {
+      const auto* data = piece.const_data_ptr<scalar_t>();
+      if (p_ == 2)
+        return fold(
+            data, piece.numel(), [](double x) { return x * x; }, add);
+      if (p_ == 1)
+        return fold(
+            data, piece.numel(), [](double x) { return std::abs(x); }, add);
+      if (std::isinf(p_))
+        return fold(
+            data, piece.numel(), [](double x) { return std::abs(x); }, larger);
+      return fold(
+          data, piece.numel(), [this](double x) { return std::pow(std::abs(x), p_); }, add);
+    });
+  }
+  double merge(double a, double b) const { return std::isinf(p_) ? larger(a, b) : add(a, b); }
+  double finish(double merged) const {
+    if (p_ == 2) return std::sqrt(merged);
+    return p_ == 1 || std::isinf(p_) ? merged : std::pow(merged, 1 / p_);
+  }
+
+ private:
+  static double add(double a, double b) { return a + b; }
+  /// NaN wins.
+  static double larger(double a, double b) { return b > a || std::isnan(b) ? b : a; }
+
+  /// With independent partial results, so that the compiler can use vector registers; the order is fixed by the number of elements alone.
+  template <typename T, typename Term, typename Merge>
+  static double fold(const T* data, std::int64_t numel, const Term& term, const Merge& merge) {
+    constexpr std::int64_t kLanes = 8;
+    std::array<double, kLanes> partial{};
+    std::int64_t i = 0;
+    for (; i + kLanes <= numel; i += kLanes) {
+      for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+        auto& to = partial[static_cast<std::size_t>(lane)];
+        to = merge(to, term(static_cast<double>(data[i + lane])));
+      }
+    }
+    for (; i < numel; ++i) partial[0] = merge(partial[0], term(static_cast<double>(data[i])));
+    double merged = 0;
+    for (const double part : partial) merged = merge(merged, part);
+    return merged;
+  }
+
+  double p_;
+};
+
+}  // namespace
+
+double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOptions options) {
+  if (!(max_norm > 0)) throw Error("clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
+  const Norm norm(options.norm_type, "clip_grad_norm");
+  const torch::NoGradGuard no_grad;
+  const auto engine = handle(module).engine();
+  engine->finish_gradient_sync();
+  std::vector<double> mine(1, 0);
+  for (const auto& unit : engine->units()) {
+    if (!unit->main_gradient_valid) continue;
+    // Each rank's own piece only, also where other ranks hold it, too: every element counts once, in the same sums for every strategy.
+    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
+      mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_region(unit->main_gradient[k], unit->own_pieces())));
+    }
+  }
+  const auto all = optim::exchange(*engine, mine, "gradient norm");
+  double merged = 0;
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) merged = norm.merge(merged, all.const_data_ptr<double>()[rank]);
+  const double total = norm.finish(merged);
+  if (options.error_if_nonfinite && !std::isfinite(total)) {
+    throw Error("clip_grad_norm: the gradients' norm is " + std::to_string(total) + " on all ranks; gradients are unchanged");
+  }
+  const double factor = max_norm / (total + 1e-6);
+  if (factor < 1 || !std::isfinite(total)) {
+    for (const auto& unit : engine->units()) {
+      if (!unit->main_gradient_valid) continue;
+      for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
+    }
+  }
+  return total;
+}
+
+std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& module, double norm_type) {
+  const Norm norm(norm_type, "gradient_norms");
+  const torch::NoGradGuard no_grad;
+  const auto engine = handle(module).engine();
+  engine->finish_gradient_sync();
+  std::vector<double> mine;
+  struct Entry {
+    std::size_t position;
+    std::string name;
+    bool has_gradient;
+    double norm;
+  };
+  std::vector<Entry> norms;
+  for (const auto& unit : engine->units()) {
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      const auto& parameter = unit->parameters[i];
+      if (!parameter.trainable) continue;
+      const auto slice = unit->slice(i, unit->own_pieces());
+      // Other ranks may have other experts, with gradients or without: all send as many values.
+      mine.push_back(parameter.has_gradient ? norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel))
+                                            : 0);
+      norms.push_back({parameter.position, parameter.name, parameter.has_gradient, 0});
+    }
+  }
+  const auto all = optim::exchange(*engine, mine, "gradient norms");
+  const auto* values = all.const_data_ptr<double>();
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
+    for (auto& entry : norms) entry.norm = norm.merge(entry.norm, *values++);
+  }
+  std::sort(norms.begin(), norms.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
+  std::vector<std::pair<std::string, double>> result;
+  for (auto& entry : norms) {
+    if (entry.has_gradient) result.emplace_back(std::move(entry.name), norm.finish(entry.norm));
+  }
+  return result;
+}
+
+}  // namespace fsdp
