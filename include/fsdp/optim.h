@@ -12,6 +12,10 @@
 
 namespace fsdp {
 
+namespace engine {
+class Engine;
+}
+
 /// Parameters whose names `matches` accepts get these settings instead of the optimizer's own. The first group that matches wins.
 struct ParamGroup {
   std::function<bool(const std::string& name)> matches;
@@ -19,8 +23,9 @@ struct ParamGroup {
   std::optional<double> weight_decay;
 };
 
-/// An optimizer on this rank's shards of a module that fully_shard has sharded. Elementwise, so sharding never changes an update: the same
-/// gradients give the same bits as torch's own optimizer on the whole parameters. Parameters without a gradient are skipped, as torch does.
+/// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update: AdamW and SGD are
+/// elementwise, and the same gradients give the same bits as torch's own optimizer on the whole parameters; what looks beyond single
+/// elements (Muon, AdamW8bit) asks for shards that are not cut there. Parameters without a gradient are skipped, as torch does.
 class Optimizer {
  public:
   virtual ~Optimizer();
@@ -36,6 +41,8 @@ class Optimizer {
   void set_lr_factor(double factor);
   /// The current learning rate of the parameters that no ParamGroup matches.
   double lr() const;
+
+  const std::shared_ptr<engine::Engine>& engine() const;
 
  protected:
   struct State;

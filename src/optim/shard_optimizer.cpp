@@ -10,14 +10,6 @@
 #include "memory/device_memory.h"
 
 namespace fsdp {
-namespace {
-
-/// NaN is refused, too.
-void require_not_negative(double value, const char* what) {
-  if (!(value >= 0)) throw Error(std::string(what) + " " + std::to_string(value) + "; give 0 or more");
-}
-
-}  // namespace
 
 at::Tensor optim::exchange(const engine::Engine& engine, std::vector<double>& values, const char* operation) {
   const auto& groups = engine.units().front()->groups;
@@ -44,59 +36,122 @@ void Optimizer::step() {
 void Optimizer::zero_grad() { state_->engine->zero_grad(); }
 void Optimizer::set_lr_factor(double factor) { state_->set_lr_factor(factor); }
 double Optimizer::lr() const { return state_->lr(); }
+const std::shared_ptr<engine::Engine>& Optimizer::engine() const { return state_->engine; }
 
 Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engine()) {}
 
-Optimizer::State::State(torch::nn::Module& module, optim::Group defaults, const std::vector<ParamGroup>& param_groups, std::size_t states,
-                        optim::Update update_)
-    : engine(handle(module).engine()), groups{defaults}, states_per_element(states), update(std::move(update_)) {
-  for (const auto& group : param_groups) {
-    if (!group.matches) throw Error("a ParamGroup without `matches`; give a predicate on the parameter's name");
-    groups.push_back({.lr = group.lr.value_or(defaults.lr), .weight_decay = group.weight_decay.value_or(defaults.weight_decay)});
-  }
+void Optimizer::State::step() {
+  for (const auto& part : parts) part->step(lr_factor);
+}
+
+namespace optim {
+namespace {
+
+/// NaN is refused, too.
+void require_not_negative(double value, const char* what) {
+  if (!(value >= 0)) throw Error(std::string(what) + " " + std::to_string(value) + "; give 0 or more");
+}
+
+}  // namespace
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw Error(what);
+}
+
+Groups::Groups(Group defaults, const std::vector<ParamGroup>& groups) : settings_{defaults} {
   for (const auto& group : groups) {
+    if (!group.matches) throw Error("a ParamGroup without `matches`; give a predicate on the parameter's name");
+    matches_.push_back(group.matches);
+    settings_.push_back({.lr = group.lr.value_or(defaults.lr), .weight_decay = group.weight_decay.value_or(defaults.weight_decay)});
+  }
+  for (const auto& group : settings_) {
     require_not_negative(group.lr, "learning rate");
     require_not_negative(group.weight_decay, "weight decay");
   }
-  for (const auto& unit : engine->units()) {
-    auto& state = units.emplace_back();
-    for (const auto& parameter : unit->parameters) {
-      std::size_t group = 0;
-      while (group < param_groups.size() && !param_groups[group].matches(parameter.name)) ++group;
-      state.parameters.push_back({.group = group < param_groups.size() ? group + 1 : 0});
+}
+
+std::size_t Groups::index_of(const std::string& parameter) const {
+  for (std::size_t g = 0; g < matches_.size(); ++g) {
+    if (matches_[g](parameter)) return g + 1;
+  }
+  return 0;
+}
+
+StateMemory::~StateMemory() { engine_->accounting().remove(memory::Kind::kOptimizerState, bytes_); }
+
+at::Tensor StateMemory::zeros(std::int64_t numel, at::ScalarType dtype) {
+  const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+  auto state = memory::zeros(engine_->device(), bytes).view(dtype);
+  bytes_ += bytes;
+  engine_->accounting().add(memory::Kind::kOptimizerState, bytes);
+  return state;
+}
+
+Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::size_t states_per_element, Update update,
+                         const Selection& selection)
+    : engine_(std::move(engine)),
+      groups_(std::move(groups)),
+      states_per_element_(states_per_element),
+      update_(std::move(update)),
+      memory_(engine_) {
+  for (const auto& unit : engine_->units()) {
+    auto& state = units_.emplace_back();
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      state.parameters.push_back({.group = groups_.index_of(unit->parameters[i].name), .selected = !selection || selection(*unit, i)});
     }
   }
 }
 
-Optimizer::State::~State() { engine->accounting().remove(memory::Kind::kOptimizerState, state_bytes); }
-
-void Optimizer::State::allocate(const engine::Unit& unit, UnitState& state) {
-  for (std::size_t s = 0; s < states_per_element; ++s) {
-    auto& buffers = state.state.emplace_back();
-    for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
-      const auto bytes = static_cast<std::int64_t>(unit.main[k].nbytes());
-      buffers.push_back(memory::zeros(unit.main[k].device(), bytes).view(unit.main[k].scalar_type()));
-      state_bytes += bytes;
-      engine->accounting().add(memory::Kind::kOptimizerState, bytes);
-    }
-  }
-}
-
-void Optimizer::State::divide(const engine::Unit& unit, UnitState& state) {
-  state.segments.clear();
-  struct Piece {
-    engine::Unit::MainSlice slice;
-    std::size_t parameter;
-  };
+std::vector<Elementwise::Piece> Elementwise::pieces_of(const engine::Unit& unit) {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    state.parameters[i].active = unit.parameters[i].has_gradient;
     const auto slice = unit.main_slice(i);
     if (unit.parameters[i].trainable && slice.numel > 0) pieces.push_back({slice, i});
   }
   std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) {
     return std::pair(a.slice.sub_buffer, a.slice.offset) < std::pair(b.slice.sub_buffer, b.slice.offset);
   });
+  return pieces;
+}
+
+void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
+  state.allocated = true;
+  std::vector<bool> in_use(unit.main_gradient.size(), false);
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    if (unit.parameters[i].trainable && state.parameters[i].selected) in_use[unit.layout.placements()[i].sub_buffer] = true;
+  }
+  const auto pieces = pieces_of(unit);
+  for (std::size_t k = 0; k < in_use.size(); ++k) {
+    if (!in_use[k]) continue;
+    const auto add = [&](std::int64_t begin, std::int64_t end) {
+      auto& stretch = state.stretches.emplace_back(Stretch{.sub_buffer = k, .begin = begin, .end = end, .state = {}});
+      for (std::size_t s = 0; s < states_per_element_; ++s) {
+        stretch.state.push_back(memory_.zeros(end - begin, unit.main[k].scalar_type()));
+      }
+    };
+    std::int64_t begin = 0;
+    bool has_selected = false;
+    for (const auto& [slice, parameter] : pieces) {
+      if (slice.sub_buffer != k) continue;
+      if (state.parameters[parameter].selected) {
+        has_selected = true;
+        continue;
+      }
+      if (has_selected) add(begin, slice.offset);
+      begin = slice.offset + slice.numel;
+      has_selected = false;
+    }
+    if (has_selected || begin == 0) add(begin, unit.main[k].numel());
+  }
+}
+
+void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
+  state.segments.clear();
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    state.parameters[i].active = unit.parameters[i].has_gradient && state.parameters[i].selected;
+  }
+  const auto pieces = pieces_of(unit);
+  auto stretch = state.stretches.begin();
   for (std::size_t begin = 0; begin < pieces.size();) {
     const auto& first = state.parameters[pieces[begin].parameter];
     const auto itemsize = static_cast<std::int64_t>(unit.main[pieces[begin].slice.sub_buffer].element_size());
@@ -115,28 +170,29 @@ void Optimizer::State::divide(const engine::Unit& unit, UnitState& state) {
       const auto k = pieces[begin].slice.sub_buffer;
       const auto from = pieces[begin].slice.offset;
       const auto numel = pieces[end - 1].slice.offset + pieces[end - 1].slice.numel - from;
-      optim::Segment segment{.group = first.group,
-                             .value = unit.main[k].narrow(0, from, numel),
-                             .gradient = unit.main_gradient[k].narrow(0, from, numel),
-                             .state = {},
-                             .step = at::full({}, static_cast<double>(first.steps), at::kFloat).to(unit.main[k].device())};
-      for (const auto& buffers : state.state) segment.state.push_back(buffers[k].narrow(0, from, numel));
+      while (stretch->sub_buffer != k || stretch->end < from + numel) ++stretch;
+      Segment segment{.group = first.group,
+                      .value = unit.main[k].narrow(0, from, numel),
+                      .gradient = unit.main_gradient[k].narrow(0, from, numel),
+                      .state = {},
+                      .step = at::full({}, static_cast<double>(first.steps), at::kFloat).to(unit.main[k].device())};
+      for (const auto& buffer : stretch->state) segment.state.push_back(buffer.narrow(0, from - stretch->begin, numel));
       state.segments.push_back(std::move(segment));
     }
     begin = end;
   }
 }
 
-void Optimizer::State::step() {
-  std::vector<std::vector<optim::Segment*>> by_group(groups.size());
-  for (std::size_t u = 0; u < units.size(); ++u) {
-    const auto& unit = *engine->units()[u];
-    auto& state = units[u];
+void Elementwise::step(double lr_factor) {
+  std::vector<std::vector<Segment*>> by_group(groups_.size());
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const auto& unit = *engine_->units()[u];
+    auto& state = units_[u];
     if (!unit.main_gradient_valid) continue;
-    if (state.state.empty()) allocate(unit, state);
+    if (!state.allocated) allocate(unit, state);
     bool changed = state.segments.empty();
     for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-      changed = changed || state.parameters[i].active != unit.parameters[i].has_gradient;
+      changed = changed || state.parameters[i].active != (unit.parameters[i].has_gradient && state.parameters[i].selected);
     }
     if (changed) divide(unit, state);
     for (auto& segment : state.segments) {
@@ -145,19 +201,20 @@ void Optimizer::State::step() {
     }
     for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;
   }
-  for (std::size_t g = 0; g < groups.size(); ++g) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
     // Gradients of another dtype are converted one segment at a time, so that the copies stay small.
     auto& segments = by_group[g];
-    const auto converted = std::stable_partition(segments.begin(), segments.end(), [](const optim::Segment* segment) {
+    const auto converted = std::stable_partition(segments.begin(), segments.end(), [](const Segment* segment) {
       return segment->gradient.scalar_type() == segment->value.scalar_type();
     });
     for (auto segment = converted; segment != segments.end(); ++segment) {
-      std::vector<optim::Segment*> one{*segment};
-      update(groups[g], groups[g].lr * lr_factor, one);
+      std::vector<Segment*> one{*segment};
+      update_(groups_[g], groups_[g].lr * lr_factor, one);
     }
     segments.erase(converted, segments.end());
-    if (!segments.empty()) update(groups[g], groups[g].lr * lr_factor, segments);
+    if (!segments.empty()) update_(groups_[g], groups_[g].lr * lr_factor, segments);
   }
 }
 
+}  // namespace optim
 }  // namespace fsdp

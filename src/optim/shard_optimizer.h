@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -12,6 +13,52 @@
 namespace fsdp {
 
 namespace optim {
+
+struct Group {
+  double lr = 0;
+  double weight_decay = 0;
+};
+
+/// An algorithm's own settings, and those of the user's groups where they differ.
+class Groups {
+ public:
+  /// Throws Error if a group has no predicate, or a learning rate or weight decay is negative or NaN.
+  Groups(Group defaults, const std::vector<ParamGroup>& groups);
+  std::size_t index_of(const std::string& parameter) const;
+  const Group& operator[](std::size_t index) const { return settings_[index]; }
+  std::size_t size() const { return settings_.size(); }
+
+ private:
+  std::vector<Group> settings_;  // the defaults first
+  std::vector<std::function<bool(const std::string& name)>> matches_;
+};
+
+/// Which parameters an algorithm updates, by unit and index.
+using Selection = std::function<bool(const engine::Unit& unit, std::size_t parameter)>;
+
+/// An algorithm on some of a model's parameters. An optimizer is one of these, or several that share the parameters out.
+class Part {
+ public:
+  virtual ~Part() = default;
+  virtual void step(double lr_factor) = 0;
+  /// Of the parameters that no ParamGroup matches.
+  virtual double base_lr() const = 0;
+};
+
+/// Optimizer state, entered in the engine's accounting for as long as it lives.
+class StateMemory {
+ public:
+  explicit StateMemory(std::shared_ptr<engine::Engine> engine) : engine_(std::move(engine)) {}
+  ~StateMemory();
+  StateMemory(const StateMemory&) = delete;
+  StateMemory& operator=(const StateMemory&) = delete;
+  /// 1-D, zero.
+  at::Tensor zeros(std::int64_t numel, at::ScalarType dtype);
+
+ private:
+  std::shared_ptr<engine::Engine> engine_;
+  std::int64_t bytes_ = 0;
+};
 
 /// A stretch of a unit's main parameters whose parameters share a group and a step count: one tensor for the fused kernels.
 struct Segment {
@@ -22,57 +69,81 @@ struct Segment {
   at::Tensor step;                ///< 0-D fp32; the number of updates, incremented before each.
 };
 
-struct Group {
-  double lr = 0;
-  double weight_decay = 0;
-};
-
 /// One algorithm over a group's segments.
 using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
 
 /// Every rank's values, [rank][value], of all ranks of the root unit's mesh. Collective.
 at::Tensor exchange(const engine::Engine& engine, std::vector<double>& values, const char* operation);
 
-}  // namespace optim
-
-/// Turns units into segments. Parameters that were never without a gradient, and fill whole vector registers [Same tails], share few long
-/// segments; the division changes only when the set of parameters with gradients changes.
-struct Optimizer::State {
-  State(torch::nn::Module& module, optim::Group defaults, const std::vector<ParamGroup>& groups, std::size_t states_per_element,
-        optim::Update update);
-  virtual ~State();
-
-  virtual void step();
-  virtual double lr() const { return groups.front().lr * lr_factor; }
-  virtual void set_lr_factor(double factor) { lr_factor = factor; }
-
-  std::shared_ptr<engine::Engine> engine;
-  double lr_factor = 1;
-
- protected:
-  /// Without groups: for optimizers that bring their own.
-  explicit State(torch::nn::Module& module);
+/// An elementwise algorithm. Turns units into segments: parameters that were never without a gradient, and fill whole vector registers
+/// [Same tails], share few long segments; the division changes only when the set of parameters with gradients changes.
+class Elementwise final : public Part {
+ public:
+  /// On the selected parameters, by default all.
+  Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::size_t states_per_element, Update update,
+              const Selection& selection = {});
+  void step(double lr_factor) override;
+  double base_lr() const override { return groups_[0].lr; }
 
  private:
   struct ParameterState {
     std::size_t group = 0;
     std::int64_t steps = 0;
+    bool selected = true;
     bool active = false;  ///< Is part of a segment now.
+  };
+  /// This rank's part of a trainable parameter that is not empty.
+  struct Piece {
+    engine::Unit::MainSlice slice;
+    std::size_t parameter;
+  };
+  /// State for a stretch of a sub-buffer: all of it, or as much as lies between parameters that are not selected.
+  struct Stretch {
+    std::size_t sub_buffer;
+    std::int64_t begin;
+    std::int64_t end;
+    std::vector<at::Tensor> state;
   };
   struct UnitState {
     std::vector<ParameterState> parameters;
-    std::vector<std::vector<at::Tensor>> state;  ///< [state][sub-buffer]
-    std::vector<optim::Segment> segments;
+    std::vector<Stretch> stretches;
+    std::vector<Segment> segments;
+    bool allocated = false;
   };
 
+  static std::vector<Piece> pieces_of(const engine::Unit& unit);
   void allocate(const engine::Unit& unit, UnitState& state);
   void divide(const engine::Unit& unit, UnitState& state);
 
-  std::vector<optim::Group> groups;
-  std::size_t states_per_element = 0;
-  optim::Update update;
-  std::vector<UnitState> units;
-  std::int64_t state_bytes = 0;
+  std::shared_ptr<engine::Engine> engine_;
+  Groups groups_;
+  std::size_t states_per_element_;
+  Update update_;
+  StateMemory memory_;
+  std::vector<UnitState> units_;
+};
+
+/// AdamW through ATen's fused kernel. Throws Error if an option is out of range; `name` is the optimizer's.
+std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
+                            const Selection& selection = {});
+
+/// Throws Error(what) unless it holds.
+void require(bool holds, const std::string& what);
+
+}  // namespace optim
+
+/// By default an optimizer that consists of algorithms of our own.
+struct Optimizer::State {
+  explicit State(torch::nn::Module& module);
+  virtual ~State() = default;
+
+  virtual void step();
+  virtual double lr() const { return parts.front()->base_lr() * lr_factor; }
+  virtual void set_lr_factor(double factor) { lr_factor = factor; }
+
+  std::shared_ptr<engine::Engine> engine;
+  std::vector<std::unique_ptr<optim::Part>> parts;
+  double lr_factor = 1;
 };
 
 }  // namespace fsdp

@@ -5,18 +5,17 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
+#include "optim/rules.h"
 #include "paging/twins.h"
 
 namespace fsdp {
@@ -25,17 +24,17 @@ namespace {
 using testing::batch;
 using testing::each_linear;
 using testing::error_of;
+using testing::expect_rule;
 using testing::expect_same;
 using testing::has;
+using testing::Loss;
 using testing::make_net;
+using testing::mean_square;
 using testing::mesh_of_all;
-using testing::NamedTensors;
 using testing::Net;
 using testing::over_ranks;
+using testing::Rule;
 using testing::values_of;
-
-/// One whole parameter's update through ATen's fused kernel; keeps its state between calls.
-using Rule = std::function<void(const std::string& name, at::Tensor& value, const at::Tensor& gradient)>;
 
 Rule fused_adamw(std::function<AdamWOptions(const std::string& name)> options_of) {
   struct State {
@@ -69,35 +68,6 @@ Rule fused_sgd(SGDOptions options) {
     at::_fused_sgd_({value}, {gradient}, momentum, options.weight_decay, options.momentum, options.lr, options.dampening, options.nesterov,
                     false, first);
   };
-}
-
-/// The loss of one step on one rank's data.
-using Loss = std::function<at::Tensor(Net& net, int step, int rank)>;
-
-at::Tensor mean_square(Net& net, int step, int rank) { return net.forward(batch(rank + 10 * step)).square().mean(); }
-
-/// Trains with every strategy; after each step the parameters must be the bits that `rule` makes of the same gradients on whole tensors.
-void expect_rule(const std::function<Optimizer(torch::nn::Module&)>& make_optimizer, const std::function<Rule()>& make_rule,
-                 const Loss& loss = mean_square, const std::function<void(Optimizer&, int step)>& before_step = {}) {
-  const auto mesh = mesh_of_all();
-  for (const auto& strategy : testing::all_strategies()) {
-    const auto model = make_net();
-    auto whole = values_of(*make_net());
-    auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear(), .placements = Placements::from_name(strategy)});
-    auto optimizer = make_optimizer(*model);
-    const auto rule = make_rule();
-    for (int step = 0; step < 5; ++step) {
-      optimizer.zero_grad();
-      loss(*model, step, static_cast<int>(mesh.rank())).backward();
-      const auto gradients = sharded.full_gradients();
-      if (before_step) before_step(optimizer, step);
-      optimizer.step();
-      for (std::size_t i = 0; i < whole.size(); ++i) {
-        if (gradients[i].second.defined()) rule(whole[i].first, whole[i].second, gradients[i].second);
-      }
-      expect_same(sharded.full_parameters(), whole, 0, strategy + ", step " + std::to_string(step));
-    }
-  }
 }
 
 TEST(AdamW, SameBitsAsTheFusedKernelOnWholeParameters) {
@@ -270,12 +240,11 @@ TEST(LearningRate, FactorScalesEveryGroup) {
                     return AdamWOptions{.lr = (name == "first.weight" ? 0.5 : 0.02) * schedule(*step_now)};
                   });
                 },
-                mean_square,
-                [&, step_now](Optimizer& optimizer, int step) {
+                {.before_step = [&, step_now](Optimizer& optimizer, int step) {
                   *step_now = step;
                   optimizer.set_lr_factor(schedule(step));
                   EXPECT_EQ(optimizer.lr(), 0.02 * schedule(step));
-                });
+                }});
   });
 }
 
@@ -290,9 +259,9 @@ at::Tensor some_unused(Net& net, int step, int rank) {
 TEST(Optimizers, ParametersThatGetGradientsLater) {
   over_ranks([] {
     const AdamWOptions adamw{.lr = 0.05, .weight_decay = 0.1};
-    expect_rule([&](torch::nn::Module& module) { return AdamW(module, adamw); }, [&] { return fused_adamw(adamw); }, some_unused);
+    expect_rule([&](torch::nn::Module& module) { return AdamW(module, adamw); }, [&] { return fused_adamw(adamw); }, {.loss = some_unused});
     const SGDOptions sgd{.lr = 0.1, .momentum = 0.9, .dampening = 0.5, .weight_decay = 0.1};
-    expect_rule([&](torch::nn::Module& module) { return SGD(module, sgd); }, [&] { return fused_sgd(sgd); }, some_unused);
+    expect_rule([&](torch::nn::Module& module) { return SGD(module, sgd); }, [&] { return fused_sgd(sgd); }, {.loss = some_unused});
     expect_torch(
         [](torch::nn::Module& module) -> Optimizer {
           return wrap(module, [](auto p) { return std::make_unique<torch::optim::Adam>(p, 0.01); });
