@@ -7,11 +7,11 @@
 #include "fsdp/forward.h"          // a unit's forward at the boundary of its dtypes
 #include "fsdp/fully_shard.h"      // sharding a module, its handle
 #include "fsdp/gather_format.h"    // in which bytes parameters travel
+#include "fsdp/grad_scaler.h"      // loss scaling for fp16
 #include "fsdp/gradient_norm.h"    // norms of gradients, clipping by them
 #include "fsdp/launch.h"           // starting ranks on this machine
 #include "fsdp/lr_schedule.h"      // learning-rate schedules
 #include "fsdp/mixed_precision.h"  // in which dtypes they compute and are kept
 #include "fsdp/optim.h"            // optimizers on shards
-#include "fsdp/optim.h"            // optimizers on shards, gradient clipping
 #include "fsdp/placements.h"       // what is sharded
 #include "fsdp/stats.h"            // memory and wire accounting

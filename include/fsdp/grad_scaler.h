@@ -1,0 +1,87 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fsdp/optim.h"
+
+namespace fsdp {
+
+struct GradScalerOptions {
+  double init_scale = 65'536;
+  double growth_factor = 2;             ///< Of the scale, after `growth_interval` steps in a row without an infinite or NaN gradient.
+  double backoff_factor = 0.5;          ///< Of the scale, after a step with one.
+  std::int64_t growth_interval = 2000;  ///< In steps.
+  bool enabled = true;                  ///< False makes every call do nothing, or only what it would do without a scaler.
+};
+
+/// What a GradScaler has to remember between runs.
+struct GradScalerState {
+  double scale = 0;
+  double growth_factor = 0;
+  double backoff_factor = 0;
+  std::int64_t growth_interval = 0;
+  std::int64_t growth_tracker = 0;  ///< Steps without an infinite gradient since the scale last changed.
+  bool operator==(const GradScalerState&) const = default;
+};
+
+/// Dynamic loss scaling, for training in fp16: the loss is multiplied by a scale so that small gradients do not vanish, gradients are
+/// divided by it before the optimizer sees them, and a step whose gradients have overflowed is left out. Torch's torch.amp.GradScaler for
+/// sharded models: ranks agree on whether anything was infinite before any of them steps.
+///
+///     fsdp::GradScaler scaler;
+///     scaler.scale(loss).backward();
+///     scaler.unscale_(*model);  // only if gradients are looked at, or clipped, before the step
+///     fsdp::clip_grad_norm(*model, 1.0);
+///     scaler.step(optimizer);
+///     scaler.update();
+///     optimizer.zero_grad();
+class GradScaler {
+ public:
+  /// Throws Error if the options have no meaning (a scale that is not positive, a growth factor of at most 1, a backoff factor outside of
+  /// (0, 1), an interval below 1).
+  explicit GradScaler(GradScalerOptions options = {});
+
+  /// The loss times the scale.
+  at::Tensor scale(const at::Tensor& loss) const;
+  /// Divides the module's gradients by the scale, unless one is infinite or NaN on any rank: then all of them stay as they are. step() does
+  /// this by itself if it was not done. Collective: one exchange of a byte. Throws Error if it was done since the last update().
+  void unscale_(torch::nn::Module& module);
+  /// optimizer.step(), unless a gradient was infinite or NaN on any rank: then parameters, optimizer state and gradients stay as they are.
+  /// Returns whether it stepped, the same on every rank. Collective as unscale_(), if that has not been called. Throws Error if called
+  /// twice for a model since the last update().
+  bool step(Optimizer& optimizer);
+  /// Grows or shrinks the scale by what the steps since the last call have found. Once per iteration, after all steps. Throws Error if
+  /// there was no step.
+  void update();
+  /// Sets the scale instead.
+  void update(double new_scale);
+
+  /// The current scale; 1 if disabled.
+  double get_scale() const { return enabled_ ? state_.scale : 1; }
+  bool is_enabled() const { return enabled_; }
+
+  GradScalerState state_dict() const { return state_; }
+  /// Throws Error as the constructor.
+  void load_state_dict(const GradScalerState& state);
+
+ private:
+  /// Where a model stands since the last update().
+  struct Model {
+    std::weak_ptr<engine::Engine> engine;
+    bool found_inf = false;
+    bool stepped = false;
+  };
+  Model* find(const std::shared_ptr<engine::Engine>& engine);
+  Model& unscale(const std::shared_ptr<engine::Engine>& engine);
+
+  GradScalerState state_;
+  bool enabled_;
+  std::vector<Model> models_;
+};
+
+}  // namespace fsdp
