@@ -12,6 +12,7 @@
 #include "fsdp/launch.h"           // starting ranks on this machine
 #include "fsdp/lr_schedule.h"      // learning-rate schedules
 #include "fsdp/mixed_precision.h"  // in which dtypes they compute and are kept
+#include "fsdp/muon.h"             // Muon for matrices, AdamW for the rest
 #include "fsdp/optim.h"            // optimizers on shards
 #include "fsdp/placements.h"       // what is sharded
 #include "fsdp/stats.h"            // memory and wire accounting

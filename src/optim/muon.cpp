@@ -1,0 +1,99 @@
+#include "fsdp/muon.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "fsdp/error.h"
+#include "optim/parameterwise.h"
+
+namespace fsdp {
+namespace {
+
+using optim::ParameterPiece;
+using optim::require;
+
+void validate(const MuonOptions& options) {
+  require(options.momentum >= 0 && options.momentum < 1, "Muon: momentum must lie in [0, 1)");
+  require(options.ns_steps >= 1 && options.ns_steps < 100, "Muon: ns_steps must lie in [1, 100)");
+  require(options.eps > 0, "Muon: eps must be positive");
+  require(c10::isFloatingType(options.ns_dtype), "Muon: ns_dtype must be a real floating-point dtype");
+}
+
+bool is_muons(const MuonOptions& options, const engine::Unit& unit, std::size_t parameter) {
+  const auto& info = unit.parameters[parameter];
+  if (!info.trainable || info.shape.size() < 2) return false;
+  if (options.matrices) return options.matrices(info.name);
+  return unit.layout.parameters()[parameter].granularity.kind == Granularity::Kind::kWhole;
+}
+
+void refuse_cut_matrices(const MuonOptions& options, const engine::Engine& engine) {
+  for (const auto& unit : engine.units()) {
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      if (!is_muons(options, *unit, i) || optim::is_whole(*unit, i)) continue;
+      throw Error("Muon: parameter '" + unit->parameters[i].name + "' of unit '" + unit->name +
+                  "' is cut over several ranks, but a matrix is updated as a whole; call fully_shard with .granularity = "
+                  "fsdp::whole_matrices(), or leave the parameter to AdamW by MuonOptions::matrices");
+    }
+  }
+}
+
+/// The nearest (semi-)orthogonal matrix, roughly: U V' for a matrix U S V'. Each iteration maps every singular value s to a s + b s^3 +
+/// c s^5, which draws those between 0 and 1 into a neighbourhood of 1, the small ones fast.
+at::Tensor orthogonalized(const at::Tensor& matrix, const MuonOptions& options) {
+  const auto [a, b, c] = options.ns_coefficients;
+  at::Tensor x = matrix.to(options.ns_dtype);
+  // The shorter side first: its Gram matrix is the smaller one.
+  const bool tall = x.size(0) > x.size(1);
+  if (tall) x = x.t();
+  x = x / x.norm().clamp_min(options.eps);  // no singular value is larger than this norm
+  for (int step = 0; step < options.ns_steps; ++step) {
+    const auto gram = x.matmul(x.t());
+    const auto polynomial = at::addmm(gram, gram, gram, /*beta=*/b, /*alpha=*/c);
+    x = at::addmm(x, polynomial, x, /*beta=*/a);
+  }
+  return tall ? x.t() : x;
+}
+
+void update(const MuonOptions& options, const optim::Group& group, double lr, ParameterPiece& piece) {
+  const std::vector<std::int64_t> matrix = {piece.shape().front(), piece.value.numel() / piece.shape().front()};
+  auto value = piece.value.view(matrix);
+  const auto gradient = piece.gradient.view(matrix);
+  auto momentum = piece.state.front().view(matrix);
+  momentum.lerp_(gradient.to(momentum.scalar_type()), 1 - options.momentum);
+  const auto direction = options.nesterov ? gradient.to(momentum.scalar_type()).lerp(momentum, options.momentum) : momentum;
+  const auto rows = static_cast<double>(matrix[0]);
+  const auto columns = static_cast<double>(matrix[1]);
+  const double scale = options.adjust_lr == AdjustLR::kOriginal ? std::sqrt(std::max(1.0, rows / columns))  //
+                                                                : 0.2 * std::sqrt(std::max(rows, columns));
+  value.mul_(1 - lr * group.weight_decay);
+  value.add_(orthogonalized(direction, options), -lr * scale);
+}
+
+}  // namespace
+
+Muon::Muon(torch::nn::Module& module, MuonOptions options, std::vector<ParamGroup> groups) : Optimizer(std::make_unique<State>(module)) {
+  validate(options);
+  const auto& engine = state_->engine;
+  refuse_cut_matrices(options, *engine);
+  const auto is_matrix = [options](const engine::Unit& unit, std::size_t i) { return is_muons(options, unit, i); };
+  state_->parts.push_back(std::make_unique<optim::Parameterwise>(
+      engine, optim::Groups({options.lr, options.weight_decay}, groups), is_matrix,
+      [](const ParameterPiece& piece, optim::StateMemory& memory) {
+        return std::vector<at::Tensor>{memory.zeros(piece.value.numel(), piece.value.scalar_type())};
+      },
+      [options](const optim::Group& group, double lr, ParameterPiece& piece) { update(options, group, lr, piece); }));
+  state_->parts.push_back(
+      optim::adamw(engine, options.adamw, groups, [is_matrix](const engine::Unit& unit, std::size_t i) { return !is_matrix(unit, i); }));
+}
+
+std::function<Granularity(const std::string& name, const at::Tensor& parameter)> whole_matrices(
+    std::function<bool(const std::string& name)> matches) {
+  return [matches = std::move(matches)](const std::string& name, const at::Tensor& parameter) {
+    return parameter.dim() >= 2 && (!matches || matches(name)) ? Granularity::whole() : Granularity::element();
+  };
+}
+
+}  // namespace fsdp

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "optim/shard_optimizer.h"
+
+namespace fsdp::optim {
+
+/// This rank's part of one parameter.
+struct ParameterPiece {
+  engine::Unit* unit = nullptr;
+  std::size_t parameter = 0;  ///< In the unit.
+  std::size_t group = 0;
+  // These are made before the first update.
+  at::Tensor value;               ///< 1-D, not empty.
+  at::Tensor gradient;            ///< Like value.
+  std::vector<at::Tensor> state;  ///< What the algorithm keeps.
+  std::int64_t steps = 0;         ///< Updates so far, this one included.
+
+  const std::vector<std::int64_t>& shape() const { return unit->parameters[parameter].shape; }  ///< Of the whole parameter.
+};
+
+/// An algorithm that looks beyond single elements: at matrices, or at blocks. Each parameter is updated for itself.
+class Parameterwise final : public Part {
+ public:
+  using MakeState = std::function<std::vector<at::Tensor>(const ParameterPiece& piece, StateMemory& memory)>;
+  using UpdatePiece = std::function<void(const Group& group, double lr, ParameterPiece& piece)>;
+
+  Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, const Selection& selection, MakeState make_state,
+                UpdatePiece update);
+  void step(double lr_factor) override;
+  double base_lr() const override { return groups_[0].lr; }
+
+ private:
+  Groups groups_;
+  MakeState make_state_;
+  UpdatePiece update_;
+  StateMemory memory_;
+  std::vector<ParameterPiece> pieces_;
+};
+
+/// True if one rank owns all of a parameter, or every rank its own copy.
+bool is_whole(const engine::Unit& unit, std::size_t parameter);
+
+/// True if no boundary between ranks falls inside of a block of `block` elements, counted from the parameter's start.
+bool is_cut_between_blocks(const engine::Unit& unit, std::size_t parameter, std::int64_t block);
+
+}  // namespace fsdp::optim
