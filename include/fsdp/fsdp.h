@@ -1,6 +1,7 @@
 #pragma once
 
 // All of libfsdp's C++ API.
+#include "fsdp/adamw_8bit.h"       // AdamW with 8-bit state
 #include "fsdp/checkpoint.h"       // activation checkpointing
 #include "fsdp/device_mesh.h"      // ranks, named mesh dimensions
 #include "fsdp/error.h"            // what is thrown

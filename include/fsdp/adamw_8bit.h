@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "fsdp/optim.h"
+
+namespace fsdp {
+
+struct AdamW8bitOptions {
+  double lr = 1e-3;
+  std::tuple<double, double> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+  /// Parameters with fewer elements keep their state in full precision: they hardly matter for memory, and norms and biases are sensitive.
+  std::int64_t min_8bit_size = 4096;
+};
+
+/// AdamW whose two states take a byte per element (Dettmers et al., 2022): of each block of 256 elements the largest magnitude is kept in
+/// fp32, and each element, divided by it, as the nearest of 256 numbers that lie denser towards zero ("dynamic" map; signed for the first
+/// moment, unsigned for the second). 2 + 8/256 bytes per element instead of 8; parameters and gradients stay as they are, and updates are
+/// computed in fp32.
+///
+/// Blocks are counted from the start of each parameter and never lie on two ranks, so the result does not depend on how the model is cut:
+///
+///     fsdp::fully_shard(*model, {.units = ..., .granularity = [](const auto&, const auto&) { return fsdp::Granularity::blocks(256); }});
+///     fsdp::AdamW8bit optimizer(*model, {.lr = 1e-3});
+///
+/// Parameters of double precision keep full state, too. On the CPU only.
+class AdamW8bit : public Optimizer {
+ public:
+  /// Elements that share a largest magnitude.
+  static constexpr std::int64_t kBlock = 256;
+
+  /// Throws Error if an option is out of range, if a parameter with 8-bit state is cut within a block, or on another device than the CPU.
+  AdamW8bit(torch::nn::Module& module, AdamW8bitOptions options = {}, std::vector<ParamGroup> groups = {});
+};
+
+}  // namespace fsdp

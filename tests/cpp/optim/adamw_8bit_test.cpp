@@ -1,0 +1,337 @@
+// AdamW with 8-bit state, against the algorithm written out on whole tensors.
+
+#include "fsdp/adamw_8bit.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "fsdp/fsdp.h"
+#include "optim/brute_force_map.h"
+#include "paging/twins.h"
+
+namespace fsdp {
+namespace {
+
+using testing::BruteForceMap;
+using testing::error_of;
+using testing::expect_same;
+using testing::has;
+using testing::mesh_of_all;
+using testing::NamedTensors;
+using testing::normal;
+using testing::over_ranks;
+
+Granularity in_blocks(const std::string&, const at::Tensor&) { return Granularity::blocks(256); }
+
+/// Parameters of many blocks, whole and not, and of less than one.
+struct Model : torch::nn::Module {
+  Model()
+      : even(register_parameter("even", normal({32, 48}, 1))),    // 6 blocks
+        ragged(register_parameter("ragged", normal({1000}, 2))),  // 3 blocks and a part
+        small(register_parameter("small", normal({7}, 3))),
+        wide(register_parameter("wide", normal({3, 700}, 4))) {}
+  at::Tensor even, ragged, small, wide;
+};
+
+/// A loss whose gradients are exact numbers of very different sizes, the same on every rank: so is their mean.
+at::Tensor loss_of(const torch::nn::Module& model, int step) {
+  at::Tensor loss = at::zeros({});
+  auto seed = static_cast<std::uint64_t>(100 * step);
+  for (const auto& item : model.named_parameters()) {
+    const auto scale = at::pow(2.0, (4 * normal(item.value().sizes(), ++seed)).round());
+    const auto gradient = (8 * normal(item.value().sizes(), ++seed)).round() * scale;
+    loss = loss + (item.value() * gradient).sum();
+  }
+  return loss;
+}
+
+/// One parameter, element by element: state is decoded, updated and encoded by search.
+class Reference {
+ public:
+  explicit Reference(AdamW8bitOptions options) : options_(options) {}
+
+  void step(const std::string& name, at::Tensor& value, const at::Tensor& gradient) {
+    auto& state = states_[name];
+    const auto numel = static_cast<std::size_t>(value.numel());
+    if (state.first.empty()) {
+      state.first.assign(numel, 0);
+      state.second.assign(numel, 0);
+    }
+    ++state.steps;
+    const auto [beta1, beta2] = options_.betas;
+    const auto b1 = static_cast<float>(beta1);
+    const auto b2 = static_cast<float>(beta2);
+    const auto step_size = static_cast<float>(options_.lr / (1 - std::pow(beta1, state.steps)));
+    const auto root = static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, state.steps)));
+    const auto decay = static_cast<float>(1 - options_.lr * options_.weight_decay);
+    auto* p = value.data_ptr<float>();
+    const auto* g = gradient.const_data_ptr<float>();
+    for (std::size_t i = 0; i < numel; ++i) {
+      state.first[i] = b1 * state.first[i] + (1 - b1) * g[i];
+      state.second[i] = b2 * state.second[i] + (1 - b2) * (g[i] * g[i]);
+      const float denominator = std::sqrt(state.second[i]) * root + static_cast<float>(options_.eps);
+      p[i] = p[i] * decay - step_size * (state.first[i] / denominator);
+    }
+    if (value.numel() < options_.min_8bit_size) return;
+    for (std::size_t begin = 0; begin < numel; begin += 256) {
+      const std::size_t end = std::min(begin + 256, numel);
+      quantize(signed_, state.first, begin, end);
+      quantize(unsigned_, state.second, begin, end);
+    }
+  }
+
+ private:
+  struct State {
+    std::vector<float> first, second;
+    int steps = 0;
+  };
+
+  /// What encoding and decoding make of a block.
+  static void quantize(const BruteForceMap& map, std::vector<float>& state, std::size_t begin, std::size_t end) {
+    float largest = 0;
+    for (std::size_t i = begin; i < end; ++i) largest = std::max(largest, std::abs(state[i]));
+    for (std::size_t i = begin; i < end; ++i) {
+      state[i] = largest == 0 ? 0 : map.values[map.nearest(state[i] / largest)] * largest;
+    }
+  }
+
+  AdamW8bitOptions options_;
+  BruteForceMap signed_{true};
+  BruteForceMap unsigned_{false};
+  std::map<std::string, State> states_;
+};
+
+TEST(AdamW8bit, IsTheAlgorithmOnWholeParameters) {
+  over_ranks([] {
+    for (const auto& options : {AdamW8bitOptions{.lr = 1e-2, .min_8bit_size = 0},
+                                AdamW8bitOptions{.lr = 0.1, .betas = {0.5, 0.9}, .eps = 1e-4, .weight_decay = 0.3, .min_8bit_size = 1}}) {
+      for (const auto& strategy : testing::all_strategies()) {
+        Model model;
+        auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .placements = Placements::from_name(strategy), .granularity = in_blocks});
+        AdamW8bit optimizer(model, options);
+        Reference reference(options);
+        auto whole = testing::values_of(Model());
+        for (int step = 0; step < 6; ++step) {
+          optimizer.zero_grad();
+          loss_of(model, step).backward();
+          const auto gradients = sharded.full_gradients();
+          optimizer.step();
+          for (std::size_t i = 0; i < whole.size(); ++i) reference.step(whole[i].first, whole[i].second, gradients[i].second);
+          expect_same(sharded.full_parameters(), whole, 0, strategy + ", step " + std::to_string(step));
+        }
+      }
+    }
+  });
+}
+
+NamedTensors trained(const std::string& strategy, const AdamW8bitOptions& options) {
+  Model model;
+  auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .placements = Placements::from_name(strategy), .granularity = in_blocks});
+  AdamW8bit optimizer(model, options);
+  for (int step = 0; step < 5; ++step) {
+    optimizer.zero_grad();
+    loss_of(model, step).backward();
+    optimizer.step();
+  }
+  return sharded.full_parameters();
+}
+
+TEST(AdamW8bit, SameBitsForEveryStrategyAndNumberOfRanks) {
+  const AdamW8bitOptions options{.lr = 1e-2, .min_8bit_size = 100};
+  const std::string file = ::testing::TempDir() + "adamw_8bit_" + std::to_string(getpid()) + ".pt";
+  testing::run_ranks(1, [&] {
+    std::vector<at::Tensor> values;
+    for (const auto& [name, value] : trained("optim_grads_params", options)) values.push_back(value);
+    torch::save(values, file);
+  });
+  over_ranks([&] {
+    std::vector<at::Tensor> expected;
+    torch::load(expected, file);
+    for (const auto& strategy : testing::all_strategies()) {
+      const auto values = trained(strategy, options);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        EXPECT_TRUE(torch::equal(values[i].second, expected[i])) << strategy << ": " << values[i].first;
+      }
+    }
+  });
+  std::remove(file.c_str());
+}
+
+// Small ones, and doubles, are AdamW's to the last bit.
+TEST(AdamW8bit, SmallParametersKeepFullState) {
+  over_ranks([] {
+    NamedTensors results[2];
+    for (const bool eight_bits : {true, false}) {
+      Model model;
+      auto sharded = fully_shard(model, {.mesh = mesh_of_all()});
+      const AdamWOptions full{.lr = 0.02};
+      Optimizer optimizer = eight_bits ? static_cast<Optimizer>(AdamW8bit(model, {.lr = 0.02, .min_8bit_size = 5000}))
+                                       : static_cast<Optimizer>(AdamW(model, full));
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        loss_of(model, step).backward();
+        optimizer.step();
+      }
+      results[eight_bits ? 0 : 1] = sharded.full_parameters();
+    }
+    expect_same(results[0], results[1], 0, "full state");
+  });
+}
+
+TEST(AdamW8bit, StateIsAQuarter) {
+  over_ranks([] {
+    const auto mesh = mesh_of_all();
+    for (const auto& strategy : testing::all_strategies()) {
+      torch::nn::Module model;
+      const auto weight = model.register_parameter("weight", normal({64, 256}, 1));  // 64 blocks
+      const auto bias = model.register_parameter("bias", normal({64}, 2));
+      auto sharded = fully_shard(
+          model,
+          {.mesh = mesh, .placements = Placements::from_name(strategy), .granularity = [](const std::string& name, const at::Tensor&) {
+             return name == "weight" ? Granularity::blocks(256) : Granularity::element();
+           }});
+      {
+        AdamW8bit optimizer(model);
+        (weight.square().sum() + bias.square().sum()).backward();
+        EXPECT_EQ(sharded.memory_stats().optimizer_state.live, 0);
+        optimizer.step();
+        const std::int64_t owned = strategy == "no_shard" ? 64 * 256 : 64 * 256 / mesh.size();
+        const std::int64_t bias_bytes = strategy == "no_shard" ? 64 * 4 : 64 * 4 / mesh.size();
+        // 2 + 8/256 bytes per element, and AdamW's 8 for the bias.
+        EXPECT_EQ(sharded.memory_stats().optimizer_state.live, 2 * owned + 8 * owned / 256 + 2 * bias_bytes) << strategy;
+      }
+      EXPECT_EQ(sharded.memory_stats().optimizer_state.live, 0);
+    }
+  });
+}
+
+TEST(AdamW8bit, ParametersOfEveryDtype) {
+  over_ranks([] {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+      torch::nn::Module model;
+      torch::nn::Module twin;
+      const auto value = normal({3, 512}, 1).to(dtype);
+      const auto weight = model.register_parameter("weight", value.clone());
+      auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .granularity = in_blocks});
+      AdamW8bit optimizer(model, {.lr = 0.01, .min_8bit_size = 0});
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        weight.to(at::kFloat).square().sum().backward();
+        optimizer.step();
+      }
+      const auto moved = (sharded.full_parameters()[0].second - value).to(at::kDouble);
+      // Each step moves an element by about the learning rate, towards zero.
+      EXPECT_GT(moved.abs().median().item<double>(), 0.02) << dtype;
+      EXPECT_LT(moved.abs().max().item<double>(), 0.08) << dtype;
+    }
+  });
+}
+
+/// Fits a small network; the mean loss of the last steps.
+template <typename MakeOptimizer>
+double fit(const MakeOptimizer& make_optimizer) {
+  torch::manual_seed(3);
+  torch::nn::Sequential model(torch::nn::Linear(16, 128), torch::nn::GELU(), torch::nn::Linear(128, 128), torch::nn::GELU(),
+                              torch::nn::Linear(128, 4));
+  const auto mesh = mesh_of_all();
+  (void)fully_shard(*model, {.mesh = mesh, .units = testing::each_linear(), .granularity = in_blocks});
+  auto optimizer = make_optimizer(*model);
+  const auto truth = normal({16, 4}, 9);
+  double loss_sum = 0;
+  for (int step = 0; step < 200; ++step) {
+    const auto x = normal({64, 16}, static_cast<std::uint64_t>(1000 + 10 * step + mesh.rank()));
+    const auto loss = at::mse_loss(model->forward(x), at::tanh(x.matmul(truth)));
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+    if (step >= 180) loss_sum += mesh.sum(loss.template item<double>()) / static_cast<double>(mesh.size()) / 20;
+  }
+  return loss_sum;
+}
+
+TEST(AdamW8bit, TrainsAsWellAsAdamW) {
+  testing::run_ranks(2, [] {
+    const double full = fit([](torch::nn::Module& module) { return AdamW(module, {.lr = 3e-3}); });
+    const double eight_bits = fit([](torch::nn::Module& module) { return AdamW8bit(module, {.lr = 3e-3, .min_8bit_size = 0}); });
+    EXPECT_LT(full, 0.1);
+    EXPECT_LT(eight_bits, 1.15 * full);
+  });
+}
+
+TEST(AdamW8bit, GroupsAndLearningRates) {
+  over_ranks([] {
+    const AdamW8bitOptions options{.lr = 0.02, .weight_decay = 0.1, .min_8bit_size = 100};
+    const AdamW8bitOptions special{.lr = 0.005, .weight_decay = 0, .min_8bit_size = 100};
+    Model model;
+    auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .granularity = in_blocks});
+    const std::vector<ParamGroup> groups = {
+        {.matches = [](const std::string& name) { return name != "even"; }, .lr = 0.005, .weight_decay = 0.0}};
+    AdamW8bit optimizer(model, options, groups);
+    Reference for_even(options);
+    Reference for_others(special);
+    auto whole = testing::values_of(Model());
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      loss_of(model, step).backward();
+      const auto gradients = sharded.full_gradients();
+      EXPECT_EQ(optimizer.lr(), 0.02);
+      optimizer.step();
+      for (std::size_t i = 0; i < whole.size(); ++i) {
+        (whole[i].first == "even" ? for_even : for_others).step(whole[i].first, whole[i].second, gradients[i].second);
+      }
+      whole[2].second = sharded.full_parameters()[2].second;  // "small" is the fused kernel's, which rounds differently
+      expect_same(sharded.full_parameters(), whole, 0, "step " + std::to_string(step));
+    }
+  });
+}
+
+TEST(AdamW8bit, RefusesBlocksThatAreCut) {
+  testing::run_ranks(2, [] {
+    const auto refusal = [](const Granularity& granularity, const std::string& strategy) {
+      torch::nn::Module model;
+      model.register_parameter("weight", at::zeros({50, 100}));
+      (void)fully_shard(model, {.mesh = mesh_of_all(),
+                                .placements = Placements::from_name(strategy),
+                                .granularity = [&](const std::string&, const at::Tensor&) { return granularity; }});
+      return error_of([&] { AdamW8bit optimizer(model); });
+    };
+    for (const auto& cut : {Granularity::element(), Granularity::rows(), Granularity::blocks(100)}) {
+      const auto message = refusal(cut, "optim");
+      EXPECT_TRUE(has(message, "parameter 'weight' of unit '(root)' is cut within blocks of 256") &&
+                  has(message, "Granularity::blocks(256)"))
+          << message;
+      EXPECT_EQ(refusal(cut, "no_shard"), "no error");
+    }
+    for (const auto& fine : {Granularity::blocks(256), Granularity::blocks(512), Granularity::whole()}) {
+      EXPECT_EQ(refusal(fine, "optim_grads_params"), "no error");
+    }
+  });
+}
+
+TEST(AdamW8bit, RefusesBadArguments) {
+  testing::run_ranks(1, [] {
+    Model model;
+    (void)fully_shard(model, {});
+    const auto refusal = [&](const AdamW8bitOptions& options) { return error_of([&] { AdamW8bit optimizer(model, options); }); };
+    EXPECT_TRUE(has(refusal({.lr = -1}), "learning rate -1"));
+    EXPECT_TRUE(has(refusal({.betas = {1, 0.9}}), "betas must lie in [0, 1)"));
+    EXPECT_TRUE(has(refusal({.eps = std::nan("")}), "eps must be at least 0"));
+    EXPECT_TRUE(has(refusal({.weight_decay = -2}), "weight decay -2"));
+    EXPECT_EQ(refusal({}), "no error");
+  });
+}
+
+}  // namespace
+}  // namespace fsdp
