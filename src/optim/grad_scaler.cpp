@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "comm/communicator.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
+#include "optim/shard_optimizer.h"
 
 namespace fsdp {
 namespace {
@@ -74,19 +74,19 @@ GradScaler::Model* GradScaler::find(const std::shared_ptr<engine::Engine>& engin
   return nullptr;
 }
 
-// Nothing is written before all ranks have agreed. On a replica every rank looks at its own region, and scales the whole.
+// Nothing is written before all ranks have agreed. On a replica every rank looks at its own piece, and scales the whole.
 GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& engine) {
   const torch::NoGradGuard no_grad;
+  engine->finish_gradient_sync();
   bool finite = true;
   for (const auto& unit : engine->units()) {
     if (!unit->main_gradient_valid) continue;
     for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      const auto& gradient = unit->main_gradient[k];
-      finite = finite && all_finite(unit->replicated_optimizer() ? unit->own_region(gradient, k) : gradient);
+      finite = finite && all_finite(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
     }
   }
-  const auto all = engine->units().front()->communicator->exchange(at::full({1}, finite ? 0 : 1, at::kByte),
-                                                                   {.operation = "infinite gradients", .unit = "(all)"});
+  std::vector<double> mine{finite ? 0.0 : 1.0};
+  const auto all = optim::exchange(*engine, mine, "infinite gradients");
   const bool found_inf = all.count_nonzero().item<std::int64_t>() > 0;
   if (!found_inf) {
     for (const auto& unit : engine->units()) {

@@ -5,8 +5,8 @@
 namespace fsdp::optim {
 namespace {
 
-/// The boundaries between ranks' shards that fall inside of a parameter: the first, counted from the parameter's start, and their distance.
-/// The first is not less than the parameter's size if there are none. Arithmetic on the layout alone: the same on every rank.
+/// The boundaries between what ranks update that fall inside of a parameter: the first, counted from the parameter's start, and their
+/// distance. The first is not less than the parameter's size if there are none. Arithmetic on the layout alone: the same on every rank.
 struct Cuts {
   std::int64_t first;
   std::int64_t distance;
@@ -14,7 +14,7 @@ struct Cuts {
 
 Cuts cuts_of(const engine::Unit& unit, std::size_t parameter) {
   const auto& placement = unit.layout.placements()[parameter];
-  const auto distance = unit.layout.sub_buffers()[placement.sub_buffer].shard_numel;
+  const auto distance = unit.layout.sub_buffers()[placement.sub_buffer].shard_numel * unit.main_pieces().count;
   if (distance == 0) return {placement.numel, 0};  // the sub-buffer is empty
   return {distance - placement.offset % distance, distance};
 }
@@ -22,7 +22,7 @@ Cuts cuts_of(const engine::Unit& unit, std::size_t parameter) {
 }  // namespace
 
 bool is_whole(const engine::Unit& unit, std::size_t parameter) {
-  return unit.replicated_optimizer() || cuts_of(unit, parameter).first >= unit.layout.placements()[parameter].numel;
+  return cuts_of(unit, parameter).first >= unit.layout.placements()[parameter].numel;
 }
 
 bool is_cut_between_blocks(const engine::Unit& unit, std::size_t parameter, std::int64_t block) {
