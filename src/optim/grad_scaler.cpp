@@ -85,8 +85,7 @@ GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& en
       finite = finite && all_finite(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
     }
   }
-  std::vector<double> mine{finite ? 0.0 : 1.0};
-  const auto all = optim::exchange(*engine, mine, "infinite gradients");
+  const auto all = optim::exchange(*engine, at::full({1}, finite ? 0 : 1, at::kByte), "infinite gradients");
   const bool found_inf = all.count_nonzero().item<std::int64_t>() > 0;
   if (!found_inf) {
     for (const auto& unit : engine->units()) {

@@ -98,7 +98,7 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOp
       mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_region(unit->main_gradient[k], unit->own_pieces())));
     }
   }
-  const auto all = optim::exchange(*engine, mine, "gradient norm");
+  const auto all = optim::exchange(*engine, torch::tensor(mine, at::kDouble), "gradient norm");
   double merged = 0;
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) merged = norm.merge(merged, all.const_data_ptr<double>()[rank]);
   const double total = norm.finish(merged);
@@ -139,7 +139,7 @@ std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& mo
       norms.push_back({parameter.position, parameter.name, parameter.has_gradient, 0});
     }
   }
-  const auto all = optim::exchange(*engine, mine, "gradient norms");
+  const auto all = optim::exchange(*engine, torch::tensor(mine, at::kDouble), "gradient norms");
   const auto* values = all.const_data_ptr<double>();
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
     for (auto& entry : norms) entry.norm = norm.merge(entry.norm, *values++);

@@ -11,13 +11,12 @@
 
 namespace fsdp {
 
-at::Tensor optim::exchange(const engine::Engine& engine, std::vector<double>& values, const char* operation) {
+at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation) {
   const auto& groups = engine.units().front()->groups;
   const comm::Label label{.operation = operation, .unit = "(all)"};
-  const auto count = static_cast<std::int64_t>(values.size());
-  auto all = groups.gather->exchange(at::from_blob(values.data(), {count}, at::kDouble), label);
+  auto all = groups.gather->exchange(values, label);
   if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
-  return all.reshape({-1, count});
+  return all.reshape({-1, values.numel()});
 }
 
 Optimizer::Optimizer(std::unique_ptr<State> state) : state_(std::move(state)) {}
