@@ -1,5 +1,6 @@
 #include "gpt.h"
 
+#include <fsdp/checkpoint.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -88,11 +89,15 @@ at::Tensor GPTImpl::forward(const at::Tensor& tokens) {
   TORCH_CHECK(tokens.size(1) <= config_.context, "GPT: ", tokens.size(1), " tokens do not fit the context of ", config_.context);
   const auto rotary = rotary_.narrow(0, 0, tokens.size(1));
   auto x = embedding_(tokens);
-  for (const auto& block : *blocks_) x = block->as<GPTBlockImpl>()->forward(x, rotary);
+  for (const auto& block : *blocks_) {
+    auto* layer = block->as<GPTBlockImpl>();
+    const auto run = [layer](const at::Tensor& input, const at::Tensor& turns) { return layer->forward(input, turns); };
+    x = config_.checkpoint ? fsdp::checkpoint(run, x, rotary) : run(x, rotary);
+  }
   x = norm_(x);
   return config_.tied ? at::linear(x, embedding_->weight) : head_(x);
 }
 
 at::Tensor GPTImpl::loss(const at::Tensor& tokens, const at::Tensor& targets) {
-  return at::cross_entropy_loss(forward(tokens).flatten(0, 1), targets.flatten());
+  return at::cross_entropy_loss(forward(tokens).flatten(0, 1).to(at::kFloat), targets.flatten());
 }

@@ -8,7 +8,8 @@
 
 #include <cstdint>
 
-// A decoder-only transformer in plain LibTorch: RMSNorm, rotary embeddings, SwiGLU, no biases. It knows nothing about sharding.
+// A decoder-only transformer in plain LibTorch: RMSNorm, rotary embeddings, SwiGLU, no biases. It knows nothing about sharding, and
+// computes in the dtype of its parameters.
 
 struct GPTConfig {
   std::int64_t vocab = 256;    ///< Tokens: bytes by default.
@@ -18,6 +19,7 @@ struct GPTConfig {
   std::int64_t hidden = 0;     ///< Width of SwiGLU; 0 takes 8/3 of dim, rounded up to a multiple of 64.
   std::int64_t context = 256;  ///< The longest sequence.
   bool tied = false;           ///< The output layer is the embedding.
+  bool checkpoint = false;     ///< Blocks compute again in backward instead of keeping their activations.
   double rotary_base = 10'000;
   double norm_eps = 1e-5;
 };

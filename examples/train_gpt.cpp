@@ -34,7 +34,14 @@ struct Options {
   std::int64_t warmup = 30;
   double weight_decay = 0.1;
   double clip = 1.0;
+  std::int64_t accumulate = 1;
+  std::string optimizer = "adamw";
   std::string strategy = "optim_grads_params";
+  std::int64_t outer = 1;
+  std::string outer_strategy = "no_shard";
+  std::string param_dtype = "fp32";
+  std::string wire_dtype = "fp32";
+  bool float8_gather = false;
   bool no_reshard_after_forward = false;
   int prefetch = 1;
   std::uint64_t seed = 1;
@@ -74,12 +81,21 @@ void validate(const Options& options) {
   require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
           "--eval-every, --eval-sequences and --threads must be positive");
   require(options.sample_tokens >= 0, "--sample-tokens must be at least 0");
+  require(options.accumulate > 0 && options.outer > 0, "--accumulate and --outer must be positive");
+  require(options.outer_strategy == "no_shard" || (options.outer > 1 && options.strategy == "optim_grads_params"),
+          "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
+  require(!options.no_reshard_after_forward || options.strategy == "optim_grads_params",
+          "--no-reshard-after-forward needs --strategy optim_grads_params: with " + options.strategy + ", parameters stay whole anyway");
 }
 
 void validate_ranks(const Options& options, std::int64_t ranks) {
   const std::string batch = "--batch " + std::to_string(options.batch);
   require(ranks <= options.batch, "more ranks (" + std::to_string(ranks) + ") than sequences per step (" + batch + ")");
   require(options.batch % ranks == 0, batch + " does not divide over " + std::to_string(ranks) + " ranks");
+  require(options.batch / ranks % options.accumulate == 0, "each rank's " + std::to_string(options.batch / ranks) + " sequences of " +
+                                                               batch + " do not divide into --accumulate " +
+                                                               std::to_string(options.accumulate));
+  require(ranks % options.outer == 0, "--outer " + std::to_string(options.outer) + " does not divide " + std::to_string(ranks) + " ranks");
 }
 
 void validate_data(const Options& options, const Corpus& corpus) {
@@ -191,31 +207,70 @@ std::string describe(const Options& options, std::int64_t parameters, const Corp
   return text + options.data;
 }
 
+at::ScalarType dtype_of(const std::string& name) { return name == "bf16" ? at::kBFloat16 : at::kFloat; }
+
+bool is_hidden_matrix(const std::string& name) { return name.starts_with("blocks.") && name.find("norm") == std::string::npos; }
+
+fsdp::FullyShardOptions sharding_of(const Options& options, const fsdp::DeviceMesh& mesh) {
+  fsdp::FullyShardOptions sharding{.mesh = mesh,
+                                   .units = fsdp::each<GPTBlockImpl>(),
+                                   .placements = fsdp::Placements::from_name(options.strategy),
+                                   .outer_placements = fsdp::Placements::from_name(options.outer_strategy),
+                                   .reshard_after_forward = !options.no_reshard_after_forward,
+                                   .prefetch_depth = options.prefetch};
+  sharding.mixed_precision =
+      fsdp::MixedPrecisionPolicy{.param_dtype = dtype_of(options.param_dtype), .grad_comm_dtype = dtype_of(options.wire_dtype)};
+  if (options.float8_gather) {
+    const auto float8 = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks());
+    sharding.gather_format = [float8](const std::string& name, const at::Tensor&) { return is_hidden_matrix(name) ? float8 : nullptr; };
+  }
+  if (options.optimizer == "muon") sharding.granularity = fsdp::whole_matrices(is_hidden_matrix);
+  if (options.optimizer == "adamw8bit") {
+    sharding.granularity = [](const std::string&, const at::Tensor&) { return fsdp::Granularity::blocks(256); };
+  }
+  return sharding;
+}
+
+fsdp::Optimizer optimizer_of(const Options& options, GPT& model) {
+  const auto no_decay = [](const std::string& name) {
+    return name.find("norm") != std::string::npos || name.find("embedding") != std::string::npos;
+  };
+  const std::vector<fsdp::ParamGroup> groups{{.matches = no_decay, .weight_decay = 0.0}};
+  const fsdp::AdamWOptions adamw{.lr = options.lr, .betas = {0.9, 0.95}, .weight_decay = options.weight_decay};
+  if (options.optimizer == "muon") {
+    // At AdamW's learning rate and weight decay: the size of updates is matched.
+    return fsdp::Muon(*model,
+                      {.lr = options.lr,
+                       .weight_decay = options.weight_decay,
+                       .adjust_lr = fsdp::AdjustLR::kMatchRMSAdamW,
+                       .matrices = is_hidden_matrix,
+                       .adamw = adamw},
+                      groups);
+  }
+  if (options.optimizer == "adamw8bit") {
+    return fsdp::AdamW8bit(*model, {.lr = options.lr, .betas = {0.9, 0.95}, .weight_decay = options.weight_decay}, groups);
+  }
+  return fsdp::AdamW(*model, adamw, groups);
+}
+
 int train(const Options& options, const Corpus& corpus) {
   at::set_num_threads(options.threads);
-  const auto mesh = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
+  const auto line = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
   try {
-    validate_ranks(options, mesh.size());
+    validate_ranks(options, line.size());
   } catch (const UsageError& error) {
-    if (mesh.rank() == 0) std::cerr << "train_gpt: " << error.what() << std::endl;
-    mesh.barrier();  // A launcher that sees a rank end may stop the others before rank 0 has spoken.
+    if (line.rank() == 0) std::cerr << "train_gpt: " << error.what() << std::endl;
+    line.barrier();  // A launcher that sees a rank end may stop the others before rank 0 has spoken.
     return kUsageExitCode;
   }
+  const auto mesh = options.outer == 1 ? line : fsdp::init_device_mesh(options.device, {{"dp_outer", options.outer}, {"dp_shard", -1}});
   torch::manual_seed(options.seed);
   GPT model(options.model);
   model->to(mesh.device());
   std::int64_t parameters = 0;
   for (const auto& parameter : model->parameters()) parameters += parameter.numel();
-  auto sharded = fsdp::fully_shard(*model, {.mesh = mesh,
-                                            .units = fsdp::each<GPTBlockImpl>(),
-                                            .placements = fsdp::Placements::from_name(options.strategy),
-                                            .reshard_after_forward = !options.no_reshard_after_forward,
-                                            .prefetch_depth = options.prefetch});
-  const auto no_decay = [](const std::string& name) {
-    return name.find("norm") != std::string::npos || name.find("embedding") != std::string::npos;
-  };
-  fsdp::AdamW optimizer(*model, {.lr = options.lr, .betas = {0.9, 0.95}, .weight_decay = options.weight_decay},
-                        {{.matches = no_decay, .weight_decay = 0.0}});
+  auto sharded = fsdp::fully_shard(*model, sharding_of(options, mesh));
+  auto optimizer = optimizer_of(options, model);
 
   Reporter report(options, mesh.rank() == 0);
   report.line(describe(options, parameters, corpus, mesh), {{"ranks", mesh.size()},
@@ -224,6 +279,7 @@ int train(const Options& options, const Corpus& corpus) {
                                                             {"train_bytes", corpus.train().size()},
                                                             {"validation_bytes", corpus.validation().size()}});
   const std::int64_t share = options.batch / mesh.size();
+  const std::int64_t at_once = share / options.accumulate;
   const auto begin = std::chrono::steady_clock::now();
   std::int64_t step = 0;
   // Progress in [0, 1]: by steps, or by rank 0's clock, which every rank must agree on.
@@ -235,16 +291,22 @@ int train(const Options& options, const Corpus& corpus) {
     const auto step_begin = std::chrono::steady_clock::now();
     optimizer.set_lr_factor(lr_factor(options, step, progress));
 
-    const auto batch =
-        corpus.sample({.seed = options.seed, .step = step, .first = mesh.rank() * share, .count = share}, options.model.context);
-    const auto loss = model->loss(batch.tokens.to(mesh.device()), batch.targets.to(mesh.device()));
-    loss.backward();
+    double loss = 0;  // of this rank's share
+    for (std::int64_t first = 0; first < share; first += at_once) {
+      const auto batch = corpus.sample({.seed = options.seed, .step = step, .first = mesh.rank() * share + first, .count = at_once},
+                                       options.model.context);
+      const auto part =
+          model->loss(batch.tokens.to(mesh.device()), batch.targets.to(mesh.device())) / static_cast<double>(options.accumulate);
+      sharded.set_requires_gradient_sync(first + at_once == share);
+      part.backward();
+      loss += part.item<double>();
+    }
     fsdp::clip_grad_norm(*model, options.clip);
     optimizer.step();
     optimizer.zero_grad();
 
     ++step;
-    const double global_loss = mesh.sum(loss.item<double>()) / static_cast<double>(mesh.size());
+    const double global_loss = mesh.sum(loss) / static_cast<double>(mesh.size());
     if (!std::isfinite(global_loss)) throw std::runtime_error("the loss of step " + std::to_string(step) + " is not finite; lower --lr");
     const double seconds = seconds_since(step_begin);
     progress = done();
@@ -296,11 +358,27 @@ void add_options(CLI::App& app, Options& options) {
   option("--warmup", options.warmup, "Steps until the learning rate peaks")->group("Training");
   option("--weight-decay", options.weight_decay, "Of all parameters but norms and embeddings")->group("Training");
   option("--clip", options.clip, "Largest norm of the gradients")->group("Training");
+  option("--accumulate", options.accumulate, "Backwards per step, each over its part of the batch; reduced once")->group("Training");
+  option("--optimizer", options.optimizer, "muon: on the blocks' matrices, AdamW for the rest")
+      ->check(CLI::IsMember({"adamw", "adamw8bit", "muon"}))
+      ->group("Training");
+  app.add_flag("--checkpoint", options.model.checkpoint, "Compute blocks twice instead of keeping their activations")->group("Training");
 
   option("--nproc", options.nproc, "Ranks to start on this machine; ignored under another launcher")->group("Sharding");
   option("--strategy", options.strategy, "What is sharded: ZeRO-0, 1, 2, 3")
       ->check(CLI::IsMember({"no_shard", "optim", "optim_grads", "optim_grads_params"}))
       ->group("Sharding");
+  option("--outer", options.outer, "Rows of ranks: sharded within a row, replicated over rows")->group("Sharding");
+  option("--outer-strategy", options.outer_strategy, "optim: over rows, the optimizer is sharded as well")
+      ->check(CLI::IsMember({"no_shard", "optim"}))
+      ->group("Sharding");
+  option("--param-dtype", options.param_dtype, "In which the model computes; the optimizer's parameters stay fp32")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->group("Sharding");
+  option("--wire-dtype", options.wire_dtype, "In which gradients travel; sums are fp32")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->group("Sharding");
+  app.add_flag("--float8-gather", options.float8_gather, "The blocks' matrices travel in 8 bits")->group("Sharding");
   app.add_flag("--no-reshard-after-forward", options.no_reshard_after_forward, "Keep gathered parameters between forward and backward")
       ->group("Sharding");
   option("--prefetch", options.prefetch, "Units whose parameters are gathered ahead")->group("Sharding");

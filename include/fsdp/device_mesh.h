@@ -51,8 +51,8 @@ class DeviceMesh {
   /// meet.
   std::shared_ptr<comm::Communicator> new_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
-  /// The sum of a host value over the ranks of a 1-D mesh, added in rank order: the same on every rank. Collective; blocks. Throws
-  /// CommError, or Error if the mesh has several dimensions.
+  /// The sum of a host value over the ranks of the mesh, along one dimension after the other, the last one first, each added in rank order:
+  /// the same on every rank. Collective; blocks. Throws CommError.
   double sum(double value) const;
 
   /// Blocks until every rank of the mesh has arrived. Throws CommError.

@@ -187,12 +187,12 @@ std::shared_ptr<comm::Communicator> DeviceMesh::new_communicator(const std::stri
 
 double DeviceMesh::sum(double value) const {
   const auto& communicators = fsdp::defined(state_).communicators;
-  if (communicators.size() != 1)
-    throw Error("DeviceMesh::sum needs a 1-D mesh, this is " + describe(dims()) + "; index it by a dimension's name");
-  const auto all = communicators.front()->exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
-  double sum = 0;
-  for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
-  return sum;
+  for (auto communicator = communicators.rbegin(); communicator != communicators.rend(); ++communicator) {
+    const auto all = (*communicator)->exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
+    value = 0;
+    for (std::int64_t rank = 0; rank < all.size(0); ++rank) value += all.const_data_ptr<double>()[rank];
+  }
+  return value;
 }
 
 void DeviceMesh::barrier() const {

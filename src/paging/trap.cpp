@@ -3,6 +3,7 @@
 // A boxed fallback on kPagedKey sees every such operator in forward and backward. It asks the engine to make the units present, then
 // redispatches below the key; operators called inside of it see the key excluded, as their arguments' units stay present throughout.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -74,6 +75,24 @@ void touch(const Touched& touched) {
   }
 }
 
+/// Autocast keeps copies of the weights that it casts until its outermost scope ends: of a sharded model they would be all parameters,
+/// present at once, and those of before an update. Inside of this guard it keeps none.
+class NoAutocastCache {
+ public:
+  explicit NoAutocastCache(c10::DispatchKeySet keys)
+      : restore_(keys.has_any(c10::autocast_dispatch_keyset) && at::autocast::is_autocast_cache_enabled()) {
+    if (restore_) at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~NoAutocastCache() {
+    if (restore_) at::autocast::set_autocast_cache_enabled(true);
+  }
+  NoAutocastCache(const NoAutocastCache&) = delete;
+  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
+
+ private:
+  bool restore_;
+};
+
 void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   Touched touched;
@@ -84,6 +103,7 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   }
   if (!touched.all_hot && !reads_nothing(op)) touch(touched);
   {
+    const NoAutocastCache no_cache(keys);
     const c10::impl::ExcludeDispatchKeyGuard below(kPagedKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
   }

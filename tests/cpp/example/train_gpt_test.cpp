@@ -196,6 +196,42 @@ TEST_F(TrainGpt, GivesTheSameLossesForEveryStrategy) {
   for (const auto& [strategy, values] : by_strategy) EXPECT_EQ(values, by_strategy["no_shard"]) << strategy;
 }
 
+TEST_F(TrainGpt, MeshesDtypesAndOptimizersAreOptions) {
+  const auto train = [&](const std::string& name, const std::vector<std::string>& more) {
+    auto arguments = tiny({"--nproc", "4", "--log", log(name)});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const auto outcome = run(name, arguments);
+    EXPECT_EQ(outcome.exit_code, 0) << name << ": " << outcome.errors;
+    return losses(name);
+  };
+  const auto plain = train("plain", {});
+  ASSERT_EQ(plain.size(), 12u);
+  EXPECT_EQ(train("hsdp", {"--outer", "2"}), plain);
+  EXPECT_EQ(train("hfsdp", {"--outer", "2", "--outer-strategy", "optim"}), plain);
+  EXPECT_EQ(train("checkpoint", {"--checkpoint"}), plain);
+  const auto expect_near = [&](const std::vector<double>& values, const std::vector<double>& expected, double tolerance) {
+    ASSERT_EQ(values.size(), expected.size());
+    for (std::size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(values[i], expected[i], tolerance) << "step " << i + 1;
+  };
+  const auto of_eight = train("eight", {"--batch", "8"});
+  expect_near(train("accumulate", {"--batch", "8", "--accumulate", "2"}), of_eight, 1e-4);
+  expect_near(train("bf16", {"--param-dtype", "bf16", "--wire-dtype", "bf16"}), plain, 0.1);
+  expect_near(train("float8", {"--param-dtype", "bf16", "--float8-gather"}), plain, 0.2);
+  expect_near(train("adamw8bit", {"--optimizer", "adamw8bit"}), plain, 0.1);
+  const auto muon = train("muon", {"--optimizer", "muon"});
+  EXPECT_LT(muon.back(), muon.front() - 1);
+}
+
+TEST_F(TrainGpt, RejectsOptionsThatDoNotFitTogether) {
+  expect_usage_error(run("outer", {"--nproc", "4", "--outer", "3"}), "--outer 3 does not divide 4 ranks");
+  expect_usage_error(run("parts", {"--nproc", "4", "--accumulate", "3"}),
+                     "each rank's 2 sequences of --batch 8 do not divide into --accumulate 3");
+  expect_usage_error(run("hfsdp", {"--outer-strategy", "optim"}),
+                     "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
+  expect_usage_error(run("reshard", {"--strategy", "optim", "--no-reshard-after-forward"}),
+                     "--no-reshard-after-forward needs --strategy optim_grads_params: with optim, parameters stay whole anyway");
+}
+
 TEST_F(TrainGpt, RunsAsARankOfAnotherLauncher) {
   const auto run_both = [&](const std::string& name, const std::vector<std::string>& arguments) {
     const std::string meeting_point = " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port());

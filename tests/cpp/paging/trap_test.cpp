@@ -410,5 +410,47 @@ TEST(Trap, ModelsOfTheirOwnInThreads) {
   });
 }
 
+/// One autocast scope around several updates: its cache must serve no stale weights, and hold none.
+TEST(Trap, AutocastCachesNoShardedWeights) {
+  over_ranks([] {
+    const auto train = [&](Net& net, bool sharded) {
+      std::unique_ptr<Optimizer> optimizer;
+      std::unique_ptr<torch::optim::SGD> plain;
+      if (sharded) {
+        optimizer = std::make_unique<SGD>(net, SGDOptions{.lr = 0.1});
+      } else {
+        plain = std::make_unique<torch::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.1));
+      }
+      Results losses;
+      at::autocast::increment_nesting();
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      for (int step = 0; step < 3; ++step) {
+        const auto loss = net.forward(batch(0)).to(at::kFloat).square().mean();
+        losses.push_back(loss.detach());
+        loss.backward();
+        if (sharded) {
+          optimizer->step();
+          optimizer->zero_grad();
+        } else {
+          plain->step();
+          plain->zero_grad();
+          at::autocast::clear_cache();
+        }
+      }
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+      return losses;
+    };
+    auto plain = make_net();
+    const auto expected = train(*plain, false);
+    auto net = make_net();
+    fully_shard(*net, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto losses = train(*net, true);
+    for (std::size_t i = 0; i < losses.size(); ++i) {
+      EXPECT_TRUE(at::equal(losses[i], expected[i])) << "step " << i << ": " << losses[i].item<float>() << " " << expected[i].item<float>();
+    }
+  });
+}
+
 }  // namespace
 }  // namespace fsdp
