@@ -18,6 +18,7 @@ namespace {
 constexpr std::size_t kLiveGradients = 2;
 
 void zero_bytes(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;  // It may have no address.
   if (tensor.is_cpu()) {
     std::memset(tensor.data_ptr(), 0, tensor.nbytes());
   } else {
