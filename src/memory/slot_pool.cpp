@@ -14,6 +14,7 @@ Slot& Slot::operator=(Slot&& other) noexcept {
     memory_ = std::move(other.memory_);
     bytes_ = other.bytes_;
     capacity_ = other.capacity_;
+    lease_ = other.lease_;
     kind_ = other.kind_;
   }
   return *this;
@@ -26,36 +27,107 @@ void Slot::release() {
 SlotPool::SlotPool(c10::Device device, Accounting& accounting) : device_(device), accounting_(accounting) {}
 
 SlotPool::~SlotPool() {
+  leave_plan();
   for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity);
 }
 
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   Slot slot;
-  auto fit = free_.lower_bound(bytes);
-  if (fit != free_.end()) {
-    slot.capacity_ = fit->first;
-    slot.memory_ = std::move(fit->second);
-    free_.erase(fit);
-  } else {
-    if (!free_.empty()) {
-      const auto largest = std::prev(free_.end());
-      accounting_.pool_shrank(largest->first);
-      free_.erase(largest);
-    }
-    slot.memory_ = allocate(device_, bytes);
-    slot.capacity_ = bytes;
-    accounting_.pool_grew(bytes);
+  const auto lease = leases_.size();
+  if (follows_plan_ && (lease >= planned_leases_.size() || planned_leases_[lease].bytes != bytes || planned_lent_[plan_.slot_of[lease]])) {
+    leave_plan();
   }
+  if (follows_plan_) {
+    const auto planned = plan_.slot_of[lease];
+    slot.capacity_ = plan_.capacities[planned];
+    slot.memory_ = planned_[planned] ? std::move(planned_[planned]) : allocate_block(slot.capacity_);
+    planned_lent_[planned] = true;
+  } else {
+    slot.memory_ = take_any(bytes, slot.capacity_);
+  }
+  leases_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
+  ++lent_;
   slot.pool_ = this;
   slot.bytes_ = bytes;
+  slot.lease_ = lease;
   slot.kind_ = kind;
   accounting_.add(kind, bytes);
   return slot;
 }
 
+c10::DataPtr SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
+  auto fit = free_.lower_bound(bytes);
+  if (fit != free_.end()) {
+    capacity = fit->first;
+    auto memory = std::move(fit->second);
+    free_.erase(fit);
+    return memory;
+  }
+  if (!free_.empty()) {
+    const auto largest = std::prev(free_.end());
+    accounting_.pool_shrank(largest->first);
+    free_.erase(largest);
+  }
+  capacity = bytes;
+  return allocate_block(bytes);
+}
+
+c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
+  auto memory = allocate(device_, bytes);
+  accounting_.pool_grew(bytes);
+  return memory;
+}
+
 void SlotPool::give_back(Slot& slot) {
   accounting_.remove(slot.kind_, slot.bytes_);
-  free_.emplace(slot.capacity_, std::move(slot.memory_));
+  --lent_;
+  leases_[slot.lease_].end = events_++;
+  if (follows_plan_) {
+    const auto planned = plan_.slot_of[slot.lease_];
+    planned_[planned] = std::move(slot.memory_);
+    planned_lent_[planned] = false;
+  } else {
+    free_.emplace(slot.capacity_, std::move(slot.memory_));
+  }
+}
+
+/// The plan's free blocks serve any request; those that are lent will when they come back.
+void SlotPool::leave_plan() {
+  if (!std::exchange(follows_plan_, false)) return;
+  for (std::size_t planned = 0; planned < planned_.size(); ++planned) {
+    if (planned_[planned]) free_.emplace(plan_.capacities[planned], std::move(planned_[planned]));
+  }
+}
+
+void SlotPool::end_step() {
+  if (lent_ > 0 || leases_.empty()) return;
+  const bool left = !planned_leases_.empty() && !follows_plan_;
+  // A plan that was left twice in a row is for steps that are over.
+  if (left && left_last_step_) planned_leases_.clear();
+  left_last_step_ = left;
+  if (planned_leases_.empty() && leases_ == last_leases_) {
+    auto plan = plan_slots(leases_);
+    std::int64_t held = 0;
+    for (const auto& [capacity, memory] : free_) held += capacity;
+    if (plan.total() < held) {
+      plan_ = std::move(plan);
+      planned_leases_ = leases_;
+    }
+  }
+  if (planned_leases_.empty()) plan_ = {};
+  last_leases_ = std::exchange(leases_, {});
+  events_ = 0;
+  if (follows_plan_ || planned_leases_.empty()) return;
+  follows_plan_ = true;
+  planned_.clear();
+  planned_lent_.assign(plan_.capacities.size(), false);
+  for (const auto capacity : plan_.capacities) {
+    const auto block = free_.find(capacity);
+    planned_.push_back(block == free_.end() ? c10::DataPtr() : std::move(block->second));
+    if (block != free_.end()) free_.erase(block);
+  }
+  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity);
+  free_.clear();
 }
 
 }  // namespace fsdp::memory

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "memory/accounting.h"
+#include "memory/slot_plan.h"
 
 namespace fsdp::memory {
 
@@ -33,13 +35,20 @@ class Slot {
   c10::DataPtr memory_;
   std::int64_t bytes_ = 0;
   std::int64_t capacity_ = 0;
+  std::size_t lease_ = 0;  // in the pool's record of the step
   Kind kind_ = Kind::kCommunication;
 };
 
 /// Blocks that are reused across units and steps [Bounded memory]: fresh pages cost more than the copies into them (page faults on
-/// a CPU, allocator traffic on a GPU). A request takes the smallest free block that fits; where none fits, the largest free block is given
-/// back to the allocator and a block of the exact size is taken instead, so the pool holds no more blocks than were ever live at once. The
-/// same sequence of requests in each step therefore allocates nothing from some early step on.
+/// a CPU, allocator traffic on a GPU).
+///
+/// Without a plan, a request takes the smallest free block that fits; where none fits, the largest free block is given back to the
+/// allocator and a block of the exact size is taken instead, so the pool holds no more blocks than were ever live at once. The same
+/// sequence of requests in each step therefore allocates nothing from some early step on.
+///
+/// When two steps in a row have made the same requests, the steps after them follow a plan (plan_slots), if that needs less memory than the
+/// pool holds. A request that the plan did not foresee (a validation pass, another order of layers) ends it until the step's end: what
+/// follows is served as without one. The next step follows the plan again; a plan that two steps in a row have left is dropped.
 ///
 /// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
 /// start after what that stream holds at their call, and waiting for one orders the stream behind it.
@@ -55,13 +64,34 @@ class SlotPool {
   /// Throws torch's out-of-memory error if the allocator has no memory.
   Slot acquire(std::int64_t bytes, Kind kind);
 
+  /// A step has ended. Does nothing while slots are lent: then the step goes on.
+  void end_step();
+  /// What the plan's blocks have together, bytes; 0 without a plan.
+  std::int64_t planned_bytes() const { return plan_.total(); }
+
  private:
   friend class Slot;
+  c10::DataPtr take_any(std::int64_t bytes, std::int64_t& capacity);
+  c10::DataPtr allocate_block(std::int64_t bytes);
+  void leave_plan();
   void give_back(Slot& slot);
 
   c10::Device device_;
   Accounting& accounting_;
   std::multimap<std::int64_t, c10::DataPtr> free_;  // by capacity in bytes
+  std::size_t lent_ = 0;
+
+  // This step so far, and the one before.
+  std::size_t events_ = 0;
+  std::vector<Lease> leases_;
+  std::vector<Lease> last_leases_;
+
+  std::vector<Lease> planned_leases_;
+  SlotPlan plan_;
+  bool follows_plan_ = false;
+  bool left_last_step_ = false;
+  std::vector<c10::DataPtr> planned_;  // of each planned slot, if it is allocated and not lent
+  std::vector<bool> planned_lent_;
 };
 
 }  // namespace fsdp::memory

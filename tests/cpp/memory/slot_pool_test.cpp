@@ -192,5 +192,71 @@ TEST_F(SlotPoolTest, ARepeatedProgramStopsAllocating) {
   }
 }
 
+/// A step in which the order of sizes misleads who does not know what comes: the small request takes the large block.
+void misleading_step(SlotPool& pool) {
+  auto large = pool.acquire(1000, kKind);
+  large.release();
+  const auto small = pool.acquire(10, kKind);
+  const auto large_again = pool.acquire(1000, kKind);
+}
+
+TEST_F(SlotPoolTest, FollowsAPlanWhenStepsRepeat) {
+  misleading_step(pool);
+  EXPECT_EQ(stats().slots.live, 2000);
+  pool.end_step();
+  EXPECT_EQ(pool.planned_bytes(), 0);  // one step is no pattern
+  misleading_step(pool);
+  pool.end_step();
+  EXPECT_EQ(pool.planned_bytes(), 1010);
+  pool.end_step();  // nothing happened: no step
+  for (int step = 0; step < 3; ++step) {
+    misleading_step(pool);
+    pool.end_step();
+    EXPECT_EQ(stats().slots.live, 1010);
+  }
+  const auto allocations = stats().slot_allocations;
+  misleading_step(pool);
+  pool.end_step();
+  EXPECT_EQ(stats().slot_allocations, allocations);
+}
+
+TEST_F(SlotPoolTest, WhatThePlanDidNotForeseeIsServed) {
+  for (int step = 0; step < 3; ++step) {
+    misleading_step(pool);
+    pool.end_step();
+  }
+  {
+    auto first = pool.acquire(1000, kKind);  // as planned
+    std::memset(first.data(), 1, 1000);
+    auto other = pool.acquire(500, kKind);
+    std::memset(other.data(), 2, 500);
+    auto third = pool.acquire(500, kKind);
+    std::memset(third.data(), 3, 500);
+    pool.end_step();  // not yet: slots are lent
+    EXPECT_EQ(static_cast<const char*>(first.data())[999], 1);
+    EXPECT_EQ(static_cast<const char*>(other.data())[499], 2);
+    EXPECT_EQ(stats().total.live, 2000);
+  }
+  pool.end_step();
+  EXPECT_EQ(pool.planned_bytes(), 1010);
+  misleading_step(pool);
+  pool.end_step();
+  EXPECT_EQ(stats().slots.live, 1010);
+  // A new pattern becomes the plan once it repeats and needs less than what it has led to.
+  const auto other_step = [&] {
+    misleading_step(pool);
+    misleading_step(pool);
+    const auto more = pool.acquire(2000, kKind);
+  };
+  for (int step = 0; step < 4; ++step) {
+    other_step();
+    pool.end_step();
+  }
+  const auto allocations = stats().slot_allocations;
+  other_step();
+  pool.end_step();
+  EXPECT_EQ(stats().slot_allocations, allocations);
+}
+
 }  // namespace
 }  // namespace fsdp::memory
