@@ -44,8 +44,11 @@ class Optimizer {
 
   const std::shared_ptr<engine::Engine>& engine() const;
 
- protected:
+  /// For the library's own use.
   struct State;
+  State& state() { return *state_; }
+
+ protected:
   explicit Optimizer(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };

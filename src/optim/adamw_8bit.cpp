@@ -44,7 +44,8 @@ void refuse_cut_blocks(const AdamW8bitOptions& options, const engine::Engine& en
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       if (!is_quantized(options, *unit, i)) continue;
       const auto name = "AdamW8bit: parameter '" + unit->parameters[i].name + "' of unit '" + unit->name + "' ";
-      require(engine.device().is_cpu(), name + "is on " + engine.device().str() + ", but 8-bit state is for the CPU only; use AdamW");
+      require(engine.device().is_cpu() || unit->offloaded(),
+              name + "is on " + engine.device().str() + ", but 8-bit state is for the CPU only; use AdamW, or Offload::kAll");
       require(optim::is_cut_between_blocks(*unit, i, kBlock),
               name + "is cut within blocks of " + std::to_string(kBlock) +
                   " elements, each of which has one scale; call fully_shard with .granularity = Granularity::blocks(" +
@@ -93,8 +94,9 @@ std::vector<at::Tensor> make_state(const ParameterPiece& piece, optim::StateMemo
   const auto numel = piece.value.numel();
   const auto blocks = (numel + kBlock - 1) / kBlock;
   // Zero, whatever the codes: all largest magnitudes are.
-  return {memory.zeros(numel, at::kByte), memory.zeros(blocks, at::kFloat), memory.zeros(numel, at::kByte),
-          memory.zeros(blocks, at::kFloat)};
+  const auto& unit = *piece.unit;
+  return {memory.zeros(unit, numel, at::kByte), memory.zeros(unit, blocks, at::kFloat), memory.zeros(unit, numel, at::kByte),
+          memory.zeros(unit, blocks, at::kFloat)};
 }
 
 void update(const AdamW8bitOptions& options, const optim::Group& group, double lr, ParameterPiece& piece) {
@@ -135,7 +137,10 @@ AdamW8bit::AdamW8bit(torch::nn::Module& module, AdamW8bitOptions options, std::v
   const AdamWOptions in_full{.lr = options.lr, .betas = options.betas, .eps = options.eps, .weight_decay = options.weight_decay};
   auto rest = optim::adamw(engine, in_full, groups, [quantized](const engine::Unit& unit, std::size_t i) { return !quantized(unit, i); });
   state_->parts.push_back(std::make_unique<optim::Parameterwise>(
-      engine, optim::Groups({options.lr, options.weight_decay}, groups), quantized, make_state,
+      engine, optim::Groups({options.lr, options.weight_decay}, groups), quantized,
+      // bitsandbytes' names: codes, and the largest magnitude of each block of them.
+      std::vector<optim::StateKind>{{"state1"}, {"absmax1", kBlock}, {"state2"}, {"absmax2", kBlock}},
+      optim::adam_settings(options.betas, options.eps), make_state,
       [options](const optim::Group& group, double lr, ParameterPiece& piece) { update(options, group, lr, piece); }));
   state_->parts.push_back(std::move(rest));
 }

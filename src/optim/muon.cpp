@@ -80,9 +80,13 @@ Muon::Muon(torch::nn::Module& module, MuonOptions options, std::vector<ParamGrou
   refuse_cut_matrices(options, *engine);
   const auto is_matrix = [options](const engine::Unit& unit, std::size_t i) { return is_muons(options, unit, i); };
   state_->parts.push_back(std::make_unique<optim::Parameterwise>(
-      engine, optim::Groups({options.lr, options.weight_decay}, groups), is_matrix,
+      engine, optim::Groups({options.lr, options.weight_decay}, groups), is_matrix, std::vector<optim::StateKind>{{"momentum_buffer"}},
+      optim::Settings{{"momentum", options.momentum},
+                      {"nesterov", options.nesterov},
+                      {"eps", options.eps},
+                      {"ns_steps", static_cast<double>(options.ns_steps)}},
       [](const ParameterPiece& piece, optim::StateMemory& memory) {
-        return std::vector<at::Tensor>{memory.zeros(piece.value.numel(), piece.value.scalar_type())};
+        return std::vector<at::Tensor>{memory.zeros(*piece.unit, piece.value.numel(), piece.value.scalar_type())};
       },
       [options](const optim::Group& group, double lr, ParameterPiece& piece) { update(options, group, lr, piece); }));
   state_->parts.push_back(

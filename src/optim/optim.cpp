@@ -54,11 +54,32 @@ std::unique_ptr<optim::Part> sgd(std::shared_ptr<engine::Engine> engine, const S
                       /*is_first_step=*/key.second);
     }
   };
-  return std::make_unique<Elementwise>(std::move(engine), optim::Groups({options.lr, options.weight_decay}, groups),
-                                       options.momentum != 0 ? 1 : 0, update);
+  return std::make_unique<Elementwise>(
+      std::move(engine), optim::Groups({options.lr, options.weight_decay}, groups),
+      options.momentum != 0 ? std::vector<optim::StateKind>{{"momentum_buffer"}} : std::vector<optim::StateKind>{},
+      optim::Settings{{"momentum", options.momentum},
+                      {"dampening", options.dampening},
+                      {"nesterov", options.nesterov},
+                      {"maximize", false},
+                      {"foreach", {}},
+                      {"differentiable", false},
+                      {"fused", {}}},
+      update);
 }
 
 }  // namespace
+
+optim::Settings optim::adam_settings(const std::tuple<double, double>& betas, double eps) {
+  return {{"betas", std::pair(std::get<0>(betas), std::get<1>(betas))},
+          {"eps", eps},
+          {"amsgrad", false},
+          {"maximize", false},
+          {"foreach", {}},
+          {"capturable", false},
+          {"differentiable", false},
+          {"fused", {}},
+          {"decoupled_weight_decay", true}};
+}
 
 std::unique_ptr<optim::Part> optim::adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options,
                                           const std::vector<ParamGroup>& groups, const Selection& selection) {
@@ -73,7 +94,9 @@ std::unique_ptr<optim::Part> optim::adamw(std::shared_ptr<engine::Engine> engine
                         /*maximize=*/false);
     }
   };
-  return std::make_unique<Elementwise>(std::move(engine), Groups({options.lr, options.weight_decay}, groups), 2, update, selection);
+  return std::make_unique<Elementwise>(std::move(engine), Groups({options.lr, options.weight_decay}, groups),
+                                       std::vector<StateKind>{{"exp_avg"}, {"exp_avg_sq"}}, adam_settings(options.betas, options.eps),
+                                       update, selection);
 }
 
 AdamW::AdamW(torch::nn::Module& module, AdamWOptions options, std::vector<ParamGroup> groups) : Optimizer(std::make_unique<State>(module)) {
@@ -87,6 +110,9 @@ SGD::SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> 
 struct WrappedOptimizer::Wrapped : Optimizer::State {
   Wrapped(torch::nn::Module& module, const TorchOptimizerFactory& factory) : State(module) {
     for (const auto& unit : engine->units()) {
+      require(unit->options.offload != Offload::kOptimizerState,
+              "wrap: a torch::optim optimizer keeps its state where the parameters are; use Offload::kAll or kNone, or an optimizer of "
+              "this library");
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         if (!unit->parameters[i].trainable) continue;
         const auto slice = unit->main_slice(i);

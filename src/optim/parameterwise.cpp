@@ -1,5 +1,6 @@
 #include "optim/parameterwise.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace fsdp::optim {
@@ -32,34 +33,78 @@ bool is_cut_between_blocks(const engine::Unit& unit, std::size_t parameter, std:
   return cuts.first % block == 0 && (!several || cuts.distance % block == 0);
 }
 
-Parameterwise::Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, const Selection& selection, MakeState make_state,
-                             UpdatePiece update)
-    : groups_(std::move(groups)), make_state_(std::move(make_state)), update_(std::move(update)), memory_(engine) {
-  for (const auto& unit : engine->units()) {
+Parameterwise::Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,
+                             Settings settings, MakeState make_state, UpdatePiece update)
+    : engine_(std::move(engine)),
+      groups_(std::move(groups)),
+      selection_(std::move(selection)),
+      kinds_(std::move(kinds)),
+      settings_(std::move(settings)),
+      make_state_(std::move(make_state)),
+      update_(std::move(update)),
+      memory_(engine_) {
+  for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      if (!unit->parameters[i].trainable || unit->main_slice(i).numel == 0 || !selection(*unit, i)) continue;
+      const auto slice = unit->main_slice(i);
+      if (slice.numel == 0 || !updates(*unit, i)) continue;
       pieces_.push_back({.unit = unit.get(),
                          .parameter = i,
                          .group = groups_.index_of(unit->parameters[i].name),
-                         .value = {},
+                         .value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                          .gradient = {},
                          .state = {}});
     }
   }
 }
 
+bool Parameterwise::updates(const engine::Unit& unit, std::size_t parameter) const {
+  return unit.parameters[parameter].trainable && selection_(unit, parameter);
+}
+
+const ParameterPiece* Parameterwise::find(const engine::Unit& unit, std::size_t parameter) const {
+  const auto found =
+      std::find_if(pieces_.begin(), pieces_.end(), [&](const auto& piece) { return piece.unit == &unit && piece.parameter == parameter; });
+  return found == pieces_.end() ? nullptr : &*found;
+}
+
+std::int64_t Parameterwise::steps(const engine::Unit& unit, std::size_t parameter) const {
+  const auto* piece = find(unit, parameter);
+  return piece == nullptr ? 0 : piece->steps;
+}
+
+void Parameterwise::set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) {
+  if (const auto* piece = find(unit, parameter)) pieces_[static_cast<std::size_t>(piece - pieces_.data())].steps = steps;
+}
+
+std::vector<StateTensor> Parameterwise::state() {
+  std::vector<StateTensor> tensors;
+  for (auto& piece : pieces_) {
+    if (piece.steps == 0) continue;
+    if (piece.state.empty()) piece.state = make_state_(piece, memory_);
+    for (std::size_t s = 0; s < kinds_.size(); ++s) {
+      tensors.push_back({.unit = piece.unit, .parameter = piece.parameter, .kind = kinds_[s], .values = piece.state[s]});
+    }
+  }
+  return tensors;
+}
+
+std::vector<GroupDescription> Parameterwise::groups(double lr_factor) const {
+  return groups_.describe(
+      *engine_, [this](const engine::Unit& unit, std::size_t parameter) { return updates(unit, parameter); }, settings_, lr_factor);
+}
+
 void Parameterwise::step(double lr_factor) {
   for (auto& piece : pieces_) {
     if (!piece.unit->main_gradient_valid || !piece.unit->parameters[piece.parameter].has_gradient) continue;
-    if (piece.steps++ == 0) {
+    if (!piece.gradient.defined()) {
       // Not before: a view of gradients can be taken only while they have memory.
       const auto slice = piece.unit->main_slice(piece.parameter);
-      piece.value = piece.unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
       piece.gradient = piece.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
-      piece.state = make_state_(piece, memory_);
     }
+    if (piece.state.empty()) piece.state = make_state_(piece, memory_);
+    ++piece.steps;
     const auto& group = groups_[piece.group];
-    update_(group, group.lr * lr_factor, piece);
+    memory_.with_state(*piece.unit, piece.state, [&] { update_(group, group.lr * lr_factor, piece); });
   }
 }
 

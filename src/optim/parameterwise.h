@@ -15,10 +15,9 @@ struct ParameterPiece {
   engine::Unit* unit = nullptr;
   std::size_t parameter = 0;  ///< In the unit.
   std::size_t group = 0;
-  // These are made before the first update.
   at::Tensor value;               ///< 1-D, not empty.
-  at::Tensor gradient;            ///< Like value.
-  std::vector<at::Tensor> state;  ///< What the algorithm keeps.
+  at::Tensor gradient;            ///< Like value. Made before the first update.
+  std::vector<at::Tensor> state;  ///< What the algorithm keeps. Made before the first update.
   std::int64_t steps = 0;         ///< Updates so far, this one included.
 
   const std::vector<std::int64_t>& shape() const { return unit->parameters[parameter].shape; }  ///< Of the whole parameter.
@@ -30,13 +29,25 @@ class Parameterwise final : public Part {
   using MakeState = std::function<std::vector<at::Tensor>(const ParameterPiece& piece, StateMemory& memory)>;
   using UpdatePiece = std::function<void(const Group& group, double lr, ParameterPiece& piece)>;
 
-  Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, const Selection& selection, MakeState make_state,
-                UpdatePiece update);
+  /// `kinds`: of the tensors that make_state gives.
+  Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds, Settings settings,
+                MakeState make_state, UpdatePiece update);
   void step(double lr_factor) override;
   double base_lr() const override { return groups_[0].lr; }
+  bool updates(const engine::Unit& unit, std::size_t parameter) const override;
+  std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
+  void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;
+  std::vector<StateTensor> state() override;
+  std::vector<GroupDescription> groups(double lr_factor) const override;
 
  private:
+  const ParameterPiece* find(const engine::Unit& unit, std::size_t parameter) const;
+
+  std::shared_ptr<engine::Engine> engine_;
   Groups groups_;
+  Selection selection_;
+  std::vector<StateKind> kinds_;
+  Settings settings_;
   MakeState make_state_;
   UpdatePiece update_;
   StateMemory memory_;

@@ -1,5 +1,6 @@
 #include "optim/shard_optimizer.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -26,6 +27,7 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
   const torch::NoGradGuard no_grad;
+  state_->engine->check_parameters();
   state_->engine->flush_writes();
   state_->engine->finish_gradient_sync();
   state_->step();
@@ -69,6 +71,25 @@ Groups::Groups(Group defaults, const std::vector<ParamGroup>& groups) : settings
   }
 }
 
+std::vector<GroupDescription> Groups::describe(const engine::Engine& engine, const Selection& updates, const Settings& settings,
+                                               double lr_factor) const {
+  std::vector<GroupDescription> groups;
+  for (const auto& group : settings_) {
+    auto& description = groups.emplace_back();
+    description.settings = {{"lr", group.lr * lr_factor}, {"weight_decay", group.weight_decay}};
+    description.settings.insert(description.settings.end(), settings.begin(), settings.end());
+  }
+  std::vector<std::pair<std::size_t, std::string>> ordered;
+  for (const auto& unit : engine.units()) {
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      if (updates(*unit, i)) ordered.emplace_back(unit->parameters[i].position, unit->parameters[i].name);
+    }
+  }
+  std::sort(ordered.begin(), ordered.end());
+  for (auto& [position, name] : ordered) groups[index_of(name)].parameters.push_back(name);
+  return groups;
+}
+
 std::size_t Groups::index_of(const std::string& parameter) const {
   for (std::size_t g = 0; g < matches_.size(); ++g) {
     if (matches_[g](parameter)) return g + 1;
@@ -76,21 +97,44 @@ std::size_t Groups::index_of(const std::string& parameter) const {
   return 0;
 }
 
-StateMemory::~StateMemory() { engine_->accounting().remove(memory::Kind::kOptimizerState, bytes_); }
+StateMemory::~StateMemory() {
+  engine_->accounting().remove(memory::Kind::kOptimizerState, device_bytes_);
+  engine_->accounting().remove(memory::Kind::kHost, host_bytes_);
+}
 
-at::Tensor StateMemory::zeros(std::int64_t numel, at::ScalarType dtype) {
+at::Tensor StateMemory::zeros(const engine::Unit& unit, std::int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
-  auto state = memory::zeros(engine_->device(), bytes).view(dtype);
-  bytes_ += bytes;
-  engine_->accounting().add(memory::Kind::kOptimizerState, bytes);
+  const bool on_host = unit.options.offload != Offload::kNone;
+  auto state = (on_host ? memory::host_zeros(engine_->device(), bytes) : memory::zeros(engine_->device(), bytes)).view(dtype);
+  (on_host ? host_bytes_ : device_bytes_) += bytes;
+  engine_->accounting().add(on_host ? memory::Kind::kHost : memory::Kind::kOptimizerState, bytes);
   return state;
 }
 
-Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::size_t states_per_element, Update update,
-                         const Selection& selection)
+void StateMemory::with_state(const engine::Unit& unit, std::vector<at::Tensor>& state, const std::function<void()>& update) {
+  if (unit.options.offload != Offload::kOptimizerState) return update();
+  std::vector<at::Tensor> on_device;
+  std::int64_t bytes = 0;
+  for (const auto& tensor : state) {
+    on_device.push_back(at::empty(tensor.sizes(), tensor.options().device(engine_->device())).copy_(tensor, /*non_blocking=*/true));
+    bytes += static_cast<std::int64_t>(tensor.nbytes());
+  }
+  engine_->accounting().add(memory::Kind::kOptimizerState, bytes);
+  std::swap(state, on_device);
+  const auto back = c10::make_scope_exit([&] {
+    std::swap(state, on_device);
+    engine_->accounting().remove(memory::Kind::kOptimizerState, bytes);
+  });
+  update();
+  for (std::size_t i = 0; i < state.size(); ++i) on_device[i].copy_(state[i], /*non_blocking=*/true);
+}
+
+Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Settings settings,
+                         Update update, const Selection& selection)
     : engine_(std::move(engine)),
       groups_(std::move(groups)),
-      states_per_element_(states_per_element),
+      kinds_(std::move(kinds)),
+      settings_(std::move(settings)),
       update_(std::move(update)),
       memory_(engine_) {
   for (const auto& unit : engine_->units()) {
@@ -124,8 +168,8 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
     if (!in_use[k]) continue;
     const auto add = [&](std::int64_t begin, std::int64_t end) {
       auto& stretch = state.stretches.emplace_back(Stretch{.sub_buffer = k, .begin = begin, .end = end, .state = {}});
-      for (std::size_t s = 0; s < states_per_element_; ++s) {
-        stretch.state.push_back(memory_.zeros(end - begin, unit.main[k].scalar_type()));
+      for (std::size_t s = 0; s < kinds_.size(); ++s) {
+        stretch.state.push_back(memory_.zeros(unit, end - begin, unit.main[k].scalar_type()));
       }
     };
     std::int64_t begin = 0;
@@ -170,7 +214,8 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
       const auto from = pieces[begin].slice.offset;
       const auto numel = pieces[end - 1].slice.offset + pieces[end - 1].slice.numel - from;
       while (stretch->sub_buffer != k || stretch->end < from + numel) ++stretch;
-      Segment segment{.group = first.group,
+      Segment segment{.unit = &unit,
+                      .group = first.group,
                       .value = unit.main[k].narrow(0, from, numel),
                       .gradient = unit.main_gradient[k].narrow(0, from, numel),
                       .state = {},
@@ -180,6 +225,49 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
     }
     begin = end;
   }
+}
+
+bool Elementwise::updates(const engine::Unit& unit, std::size_t parameter) const {
+  return unit.parameters[parameter].trainable && units_[unit.index].parameters[parameter].selected;
+}
+
+std::int64_t Elementwise::steps(const engine::Unit& unit, std::size_t parameter) const {
+  return units_[unit.index].parameters[parameter].steps;
+}
+
+void Elementwise::set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) {
+  auto& state = units_[unit.index];
+  state.parameters[parameter].steps = steps;
+  state.segments.clear();  // They hold counts of their own, and are divided by them.
+}
+
+std::vector<StateTensor> Elementwise::state() {
+  std::vector<StateTensor> tensors;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const auto& unit = *engine_->units()[u];
+    auto& state = units_[u];
+    auto stretch = state.stretches.begin();
+    for (const auto& [slice, parameter] : pieces_of(unit)) {
+      if (!state.parameters[parameter].selected || state.parameters[parameter].steps == 0) continue;
+      if (!state.allocated) {
+        allocate(unit, state);
+        stretch = state.stretches.begin();
+      }
+      while (stretch->sub_buffer != slice.sub_buffer || stretch->end < slice.offset + slice.numel) ++stretch;
+      for (std::size_t s = 0; s < kinds_.size(); ++s) {
+        tensors.push_back({.unit = &unit,
+                           .parameter = parameter,
+                           .kind = kinds_[s],
+                           .values = stretch->state[s].narrow(0, slice.offset - stretch->begin, slice.numel)});
+      }
+    }
+  }
+  return tensors;
+}
+
+std::vector<GroupDescription> Elementwise::groups(double lr_factor) const {
+  return groups_.describe(
+      *engine_, [this](const engine::Unit& unit, std::size_t parameter) { return updates(unit, parameter); }, settings_, lr_factor);
 }
 
 void Elementwise::step(double lr_factor) {
@@ -201,16 +289,16 @@ void Elementwise::step(double lr_factor) {
     for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    // Gradients of another dtype are converted one segment at a time, so that the copies stay small.
+    // Gradients of another dtype, and offloaded state, are copied one segment at a time, so that the copies stay small.
     auto& segments = by_group[g];
-    const auto converted = std::stable_partition(segments.begin(), segments.end(), [](const Segment* segment) {
-      return segment->gradient.scalar_type() == segment->value.scalar_type();
+    const auto copied = std::stable_partition(segments.begin(), segments.end(), [](const Segment* segment) {
+      return segment->gradient.scalar_type() == segment->value.scalar_type() && segment->unit->options.offload != Offload::kOptimizerState;
     });
-    for (auto segment = converted; segment != segments.end(); ++segment) {
+    for (auto segment = copied; segment != segments.end(); ++segment) {
       std::vector<Segment*> one{*segment};
-      update_(groups_[g], groups_[g].lr * lr_factor, one);
+      memory_.with_state(*one[0]->unit, one[0]->state, [&] { update_(groups_[g], groups_[g].lr * lr_factor, one); });
     }
-    segments.erase(converted, segments.end());
+    segments.erase(copied, segments.end());
     if (!segments.empty()) update_(groups_[g], groups_[g].lr * lr_factor, segments);
   }
 }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "engine/engine.h"
@@ -19,6 +20,19 @@ struct Group {
   double weight_decay = 0;
 };
 
+/// A hyperparameter's value; nothing is Python's None.
+using Setting = std::variant<std::monostate, bool, double, std::pair<double, double>>;
+using Settings = std::vector<std::pair<std::string, Setting>>;
+
+/// A group as torch.optim describes it.
+struct GroupDescription {
+  Settings settings;
+  std::vector<std::string> parameters;
+};
+
+/// Which parameters an algorithm updates, by unit and index.
+using Selection = std::function<bool(const engine::Unit& unit, std::size_t parameter)>;
+
 /// An algorithm's own settings, and those of the user's groups where they differ.
 class Groups {
  public:
@@ -27,14 +41,29 @@ class Groups {
   std::size_t index_of(const std::string& parameter) const;
   const Group& operator[](std::size_t index) const { return settings_[index]; }
   std::size_t size() const { return settings_.size(); }
+  /// As torch.optim describes them: `settings` that all share, learning rate and weight decay of each, and the parameters that `updates`
+  /// says.
+  std::vector<GroupDescription> describe(const engine::Engine& engine, const Selection& updates, const Settings& settings,
+                                         double lr_factor) const;
 
  private:
   std::vector<Group> settings_;  // the defaults first
   std::vector<std::function<bool(const std::string& name)>> matches_;
 };
 
-/// Which parameters an algorithm updates, by unit and index.
-using Selection = std::function<bool(const engine::Unit& unit, std::size_t parameter)>;
+/// One kind of state that an algorithm keeps for each element of a parameter, or for every block of elements.
+struct StateKind {
+  std::string name;  ///< As torch.optim calls it: "exp_avg".
+  std::int64_t elements_per_value = 1;
+};
+
+/// This rank's values of one kind of state for its part of a parameter (Unit::main_slice).
+struct StateTensor {
+  const engine::Unit* unit = nullptr;
+  std::size_t parameter = 0;
+  StateKind kind;
+  at::Tensor values;  ///< 1-D, a view: ceil(numel / elements_per_value) of them.
+};
 
 /// An algorithm on some of a model's parameters. An optimizer is one of these, or several that share the parameters out.
 class Part {
@@ -43,6 +72,16 @@ class Part {
   virtual void step(double lr_factor) = 0;
   /// Of the parameters that no ParamGroup matches.
   virtual double base_lr() const = 0;
+
+  // For checkpoints.
+
+  virtual bool updates(const engine::Unit& unit, std::size_t parameter) const = 0;
+  /// How often a parameter has been updated. Known where this rank has a part of it.
+  virtual std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const = 0;
+  virtual void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) = 0;
+  /// Of this rank's parts of parameters that have been updated. Makes what is missing (after set_steps), zero.
+  virtual std::vector<StateTensor> state() = 0;
+  virtual std::vector<GroupDescription> groups(double lr_factor) const = 0;
 };
 
 /// Optimizer state, entered in the engine's accounting for as long as it lives.
@@ -52,16 +91,20 @@ class StateMemory {
   ~StateMemory();
   StateMemory(const StateMemory&) = delete;
   StateMemory& operator=(const StateMemory&) = delete;
-  /// 1-D, zero.
-  at::Tensor zeros(std::int64_t numel, at::ScalarType dtype);
+  /// 1-D, zero; where the unit's main parameters lie, or in host memory if its optimizer state is offloaded.
+  at::Tensor zeros(const engine::Unit& unit, std::int64_t numel, at::ScalarType dtype);
+  /// Runs `update`; meanwhile the tensors of `state`, which zeros() gave, lie beside the unit's main parameters.
+  void with_state(const engine::Unit& unit, std::vector<at::Tensor>& state, const std::function<void()>& update);
 
  private:
   std::shared_ptr<engine::Engine> engine_;
-  std::int64_t bytes_ = 0;
+  std::int64_t device_bytes_ = 0;
+  std::int64_t host_bytes_ = 0;
 };
 
 /// A stretch of a unit's main parameters whose parameters share a group and a step count: one tensor for the fused kernels.
 struct Segment {
+  const engine::Unit* unit = nullptr;
   std::size_t group = 0;
   at::Tensor value;
   at::Tensor gradient;
@@ -80,10 +123,15 @@ at::Tensor exchange(const engine::Engine& engine, const at::Tensor& values, cons
 class Elementwise final : public Part {
  public:
   /// On the selected parameters, by default all.
-  Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::size_t states_per_element, Update update,
+  Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Settings settings, Update update,
               const Selection& selection = {});
   void step(double lr_factor) override;
   double base_lr() const override { return groups_[0].lr; }
+  bool updates(const engine::Unit& unit, std::size_t parameter) const override;
+  std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
+  void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;
+  std::vector<StateTensor> state() override;
+  std::vector<GroupDescription> groups(double lr_factor) const override;
 
  private:
   struct ParameterState {
@@ -117,7 +165,8 @@ class Elementwise final : public Part {
 
   std::shared_ptr<engine::Engine> engine_;
   Groups groups_;
-  std::size_t states_per_element_;
+  std::vector<StateKind> kinds_;
+  Settings settings_;
   Update update_;
   StateMemory memory_;
   std::vector<UnitState> units_;
@@ -126,6 +175,9 @@ class Elementwise final : public Part {
 /// AdamW through ATen's fused kernel. Throws Error if an option is out of range; `name` is the optimizer's.
 std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
                             const Selection& selection = {});
+
+/// What torch.optim.AdamW says of itself, beside learning rate and weight decay.
+Settings adam_settings(const std::tuple<double, double>& betas, double eps);
 
 /// Throws Error(what) unless it holds.
 void require(bool holds, const std::string& what);
