@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/error.h"
+
 namespace fsdp::paging {
 namespace {
 
@@ -34,8 +36,8 @@ UnitPredicate named(std::vector<std::string> names) {
 }
 
 /// "unit(parent): parameters", the root is "/".
-std::vector<std::string> shown(const torch::nn::Module& root, const UnitPredicate& is_unit) {
-  const auto plans = divide(root, is_unit);
+std::vector<std::string> shown(const torch::nn::Module& root, const DivisionRules& rules) {
+  const auto plans = divide(root, rules);
   const auto name = [&](std::size_t k) { return k == 0 ? "/" : plans[k].name; };
   std::vector<std::string> lines;
   for (std::size_t k = 0; k < plans.size(); ++k) {
@@ -51,13 +53,15 @@ std::vector<std::string> shown(const torch::nn::Module& root, const UnitPredicat
   return lines;
 }
 
+std::vector<std::string> shown(const torch::nn::Module& root, const UnitPredicate& is_unit) { return shown(root, DivisionRules{is_unit}); }
+
 using Lines = std::vector<std::string>;
 
 TEST(UnitDivision, TheRootIsAUnit) {
   Box root;
   root.parameter("w").child("a", box());
-  EXPECT_EQ(shown(root, {}), Lines{"/: w"});
-  EXPECT_EQ(shown(Box(), {}), Lines{"/:"});
+  EXPECT_EQ(shown(root, UnitPredicate()), Lines{"/: w"});
+  EXPECT_EQ(shown(Box(), UnitPredicate()), Lines{"/:"});
   // Even if the predicate takes everything, the root is not its own child.
   EXPECT_EQ(shown(root, [](const std::string&, const torch::nn::Module&) { return true; }), (Lines{"/: w", "a(/):"}));
 }
@@ -69,16 +73,55 @@ TEST(UnitDivision, ParametersBelongToTheClosestUnit) {
   outer->parameter("w").child("inner", inner).child("plain", box());
   Box root;
   root.parameter("w").child("outer", outer);
-  EXPECT_EQ(shown(root, {}), Lines{"/: w outer.w outer.inner.w outer.inner.b"});
+  EXPECT_EQ(shown(root, UnitPredicate()), Lines{"/: w outer.w outer.inner.w outer.inner.b"});
   EXPECT_EQ(shown(root, named({"outer"})), (Lines{"/: w", "outer(/): outer.w outer.inner.w outer.inner.b"}));
   EXPECT_EQ(shown(root, named({"outer.inner"})), (Lines{"/: w outer.w", "outer.inner(/): outer.inner.w outer.inner.b"}));
   EXPECT_EQ(shown(root, named({"outer", "outer.inner"})),
             (Lines{"/: w", "outer(/): outer.w", "outer.inner(outer): outer.inner.w outer.inner.b"}));
 }
 
+TEST(UnitDivision, GroupsAreOneUnit) {
+  const auto leaf = [](const char* name) {
+    auto made = box();
+    made->parameter(name);
+    return made;
+  };
+  const auto outer = leaf("w");
+  outer->child("inner", leaf("i"));
+  Box root;
+  root.parameter("w").child("a", leaf("x")).child("outer", outer).child("b", leaf("y"));
+  EXPECT_EQ(shown(root, {.units = named({"outer"}), .unit_groups = {{"a", "b"}}}),
+            (Lines{"/: w", "a+b(/): a.x b.y", "outer(/): outer.w outer.inner.i"}));
+  // Found within another unit and outside of it: it lies in what encloses both.
+  EXPECT_EQ(shown(root, {.units = named({"outer"}), .unit_groups = {{"outer.inner", "b"}}}),
+            (Lines{"/: w a.x", "outer(/): outer.w", "outer.inner+b(/): outer.inner.i b.y"}));
+  // One of the modules in another.
+  EXPECT_EQ(shown(root, {.unit_groups = {{"outer", "outer.inner"}}}),
+            (Lines{"/: w a.x b.y", "outer+outer.inner(/): outer.w outer.inner.i"}));
+  const auto refusal = [&](std::vector<std::vector<std::string>> groups) {
+    try {
+      divide(root, {.unit_groups = std::move(groups)});
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_NE(refusal({{"a", "c"}}).find("'c', which the model does not have"), std::string::npos) << refusal({{"a", "c"}});
+  EXPECT_NE(refusal({{"a", "b"}, {"b"}}).find("'b' twice"), std::string::npos) << refusal({{"a", "b"}, {"b"}});
+}
+
+TEST(UnitDivision, IgnoredParametersBelongToNoUnit) {
+  const auto child = box();
+  child->parameter("kept").parameter("left");
+  Box root;
+  root.parameter("left").child("c", child);
+  const auto ignore = [](const std::string& name, const at::Tensor&) { return name.ends_with("left"); };
+  EXPECT_EQ(shown(root, {.units = named({"c"}), .ignore = ignore}), (Lines{"/:", "c(/): c.kept"}));
+}
+
 TEST(UnitDivision, OrderIsThatOfNamedParameters) {
   torch::nn::TransformerEncoder model(torch::nn::TransformerEncoderOptions(torch::nn::TransformerEncoderLayerOptions(8, 2), 3));
-  const auto plans = divide(*model, each<torch::nn::LinearImpl>());
+  const auto plans = divide(*model, {.units = each<torch::nn::LinearImpl>()});
   std::map<std::string, std::size_t> position;
   for (const auto& item : model->named_parameters()) position.emplace(item.key(), position.size());
   std::size_t seen = 0;
@@ -135,7 +178,7 @@ TEST(UnitDivision, SharedParameterLiesInTheClosestCommonAncestor) {
   root.child("a", a).child("b", b);
   EXPECT_EQ(shown(root, named({"a", "b"})), (Lines{"/: a.w", "a(/): a.own", "b(/): b.own"}));
   EXPECT_EQ(shown(root, named({"a"})), (Lines{"/: a.w b.own", "a(/): a.own"}));
-  EXPECT_EQ(shown(root, {}), Lines{"/: a.w a.own b.own"});
+  EXPECT_EQ(shown(root, UnitPredicate()), Lines{"/: a.w a.own b.own"});
 
   // Below a common unit that is not the root.
   const auto middle = box();
