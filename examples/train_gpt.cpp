@@ -42,6 +42,8 @@ struct Options {
   std::string param_dtype = "fp32";
   std::string wire_dtype = "fp32";
   bool float8_gather = false;
+  std::string offload = "none";
+  std::int64_t keep_gathered_mib = 0;
   bool no_reshard_after_forward = false;
   int prefetch = 1;
   std::uint64_t seed = 1;
@@ -84,6 +86,10 @@ void validate(const Options& options) {
   require(options.accumulate > 0 && options.outer > 0, "--accumulate and --outer must be positive");
   require(options.outer_strategy == "no_shard" || (options.outer > 1 && options.strategy == "optim_grads_params"),
           "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
+  require(options.keep_gathered_mib >= 0, "--keep-gathered-mib must be at least 0");
+  require(
+      options.keep_gathered_mib == 0 || (options.strategy == "optim_grads_params" && !options.no_reshard_after_forward),
+      "--keep-gathered-mib needs --strategy optim_grads_params without --no-reshard-after-forward: otherwise all parameters stay gathered");
   require(!options.no_reshard_after_forward || options.strategy == "optim_grads_params",
           "--no-reshard-after-forward needs --strategy optim_grads_params: with " + options.strategy + ", parameters stay whole anyway");
 }
@@ -217,7 +223,11 @@ fsdp::FullyShardOptions sharding_of(const Options& options, const fsdp::DeviceMe
                                    .placements = fsdp::Placements::from_name(options.strategy),
                                    .outer_placements = fsdp::Placements::from_name(options.outer_strategy),
                                    .reshard_after_forward = !options.no_reshard_after_forward,
-                                   .prefetch_depth = options.prefetch};
+                                   .keep_gathered_bytes = options.keep_gathered_mib << 20,
+                                   .prefetch_depth = options.prefetch,
+                                   .offload = options.offload == "all"         ? fsdp::Offload::kAll
+                                              : options.offload == "optimizer" ? fsdp::Offload::kOptimizerState
+                                                                               : fsdp::Offload::kNone};
   sharding.mixed_precision =
       fsdp::MixedPrecisionPolicy{.param_dtype = dtype_of(options.param_dtype), .grad_comm_dtype = dtype_of(options.wire_dtype)};
   if (options.float8_gather) {
@@ -379,6 +389,11 @@ void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({"fp32", "bf16"}))
       ->group("Sharding");
   app.add_flag("--float8-gather", options.float8_gather, "The blocks' matrices travel in 8 bits")->group("Sharding");
+  option("--offload", options.offload, "To host memory: the optimizer's state, or all that lasts; then the CPU updates")
+      ->check(CLI::IsMember({"none", "optimizer", "all"}))
+      ->group("Sharding");
+  option("--keep-gathered-mib", options.keep_gathered_mib, "So much of gathered parameters stays between forward and backward")
+      ->group("Sharding");
   app.add_flag("--no-reshard-after-forward", options.no_reshard_after_forward, "Keep gathered parameters between forward and backward")
       ->group("Sharding");
   option("--prefetch", options.prefetch, "Units whose parameters are gathered ahead")->group("Sharding");

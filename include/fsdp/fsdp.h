@@ -14,6 +14,7 @@
 #include "fsdp/lr_schedule.h"      // learning-rate schedules
 #include "fsdp/mixed_precision.h"  // in which dtypes they compute and are kept
 #include "fsdp/muon.h"             // Muon for matrices, AdamW for the rest
+#include "fsdp/offload.h"          // what lies in host memory
 #include "fsdp/optim.h"            // optimizers on shards
 #include "fsdp/placements.h"       // what is sharded
 #include "fsdp/stats.h"            // memory and wire accounting

@@ -14,6 +14,7 @@
 #include "fsdp/gather_format.h"
 #include "fsdp/granularity.h"
 #include "fsdp/mixed_precision.h"
+#include "fsdp/offload.h"
 #include "fsdp/placements.h"
 #include "fsdp/stats.h"
 
@@ -49,6 +50,11 @@ struct FullyShardOptions {
   DeviceMesh mesh = {};
   /// By default the whole module is one unit.
   UnitPredicate units = {};
+  /// Modules that make up one unit together, by name: using one of them gathers all. (FSDP2's fully_shard of a list.) unit_settings are
+  /// asked for the first one's.
+  std::vector<std::vector<std::string>> unit_groups = {};
+  /// Parameters that stay ordinary tensors, whole on every rank, with gradients of their own: the caller's to synchronize and to update.
+  std::function<bool(const std::string& name, const at::Tensor& parameter)> ignore = {};
   Placements placements = Placements::optim_grads_params();
   /// Of the outer dimension of a 2-D mesh: no_shard (HSDP: the shards' gradients are all-reduced over it), or optim (HFSDP: main parameters
   /// and optimizer state are sharded over both dimensions, parameters and gradients over the inner one; needs optim_grads_params there).
@@ -58,6 +64,9 @@ struct FullyShardOptions {
   /// With reshard_after_forward: so many neighbouring ranks (of one machine, say) keep a copy between them after forward, from which
   /// backward gathers. Divides the sharding dimension; 0: none is kept. (FSDP2's reshard_after_forward=k.)
   std::int64_t reshard_after_forward_size = 0;
+  /// With reshard_after_forward: so many bytes of whole parameters stay gathered from forward into backward all the same, of the units that
+  /// forward used first.
+  std::int64_t keep_gathered_bytes = 0;
   /// How many units ahead all-gathers are started; 0 turns read-ahead off.
   int prefetch_depth = 1;
   /// Where each parameter may be cut; by default anywhere (element).
@@ -66,8 +75,13 @@ struct FullyShardOptions {
   std::optional<MixedPrecisionPolicy> mixed_precision = {};
   /// In which bytes each parameter travels in all-gathers (share one format between parameters); null: in its compute dtype.
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
+  /// What lies in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
+  Offload offload = Offload::kNone;
   /// What single units have different, by name ("" for the root) and module.
   std::function<UnitSettings(const std::string& name, const torch::nn::Module& module)> unit_settings = {};
+  /// At the end of each backward, looks for NaN in every parameter's gradient, before and after its reduction: an Error on all ranks names
+  /// parameter, unit and ranks. Reads all gradients twice more; docs/tuning.md says what that costs. (Megatron-FSDP's option.)
+  bool report_nan_in_param_grad = false;
   /// Reductions get a process group of their own, so that they and all-gathers do not wait for each other.
   bool separate_reduce_group = false;
 };

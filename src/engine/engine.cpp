@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "fsdp/error.h"
+#include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 
 namespace fsdp::engine {
@@ -15,8 +16,10 @@ bool contains(std::span<Unit* const> units, const Unit& unit) { return std::find
 
 }  // namespace
 
-Engine::Engine(c10::Device device, int prefetch_depth)
-    : device_(device), prefetch_depth_(prefetch_depth), pool_(device, accounting_), reducer_(pool_, accounting_) {}
+Engine::Engine(const EngineOptions& options)
+    : options_(options),
+      pool_(options.mesh.device(), accounting_),
+      reducer_(options.mesh.device(), pool_, accounting_, {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}) {}
 
 Engine::~Engine() {
   reducer_.drop(units_);
@@ -68,6 +71,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
     unit.hot = true;  // back in an enclosing unit, which has stayed: the enclosed one stays as well
     return;
   }
+  if (current_ == nullptr && backward_ == BackwardState::kNone) validate_parameters();
   history_[moves_++ % history_.size()] = &unit;
   schedule_.move_to(unit.index);
   if (!within) depart_to(unit, together);
@@ -87,11 +91,20 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
     if (unit->state != ParameterState::kPresent || related(*unit, destination) || contains(together, *unit)) continue;
     const bool was_used = unit->hot.exchange(false);
     if (backward_ == BackwardState::kNone) {
-      if (unit->options.reshard_after_forward) evict_after_forward(*unit);
-    } else if ((unit->options.reshard_after_forward || was_used) && unit->options.reshard_after_backward) {
+      if (unit->options.reshard_after_forward && !fits_the_budget(*unit)) evict_after_forward(*unit);
+    } else if (((unit->options.reshard_after_forward && !unit->kept) || was_used) && unit->options.reshard_after_backward) {
       evict(*unit);
     }
   }
+}
+
+/// True if the unit may stay gathered after its forward, and is entered as kept.
+bool Engine::fits_the_budget(Unit& unit) {
+  if (unit.kept) return true;
+  if (unit.replicated_parameters() || kept_bytes_ + unit.full.bytes > options_.keep_gathered_bytes) return false;
+  unit.kept = true;
+  kept_bytes_ += unit.full.bytes;
+  return true;
 }
 
 void Engine::start_gather(Unit& unit) {
@@ -118,7 +131,7 @@ comm::GatherPiece Engine::piece_to_gather(Unit& unit, std::size_t k) {
   const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
   if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.parts[k]};
   if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
-  if (format.gathers_main()) return {.full = full, .shard = unit.main[k]};
+  if (format.gathers_main() && !unit.offloaded()) return {.full = full, .shard = unit.main[k]};
   const auto place = Unit::region(full, unit.all_pieces(), unit.main_pieces());
   convert_main(unit, k, place);
   return {.full = full, .shard = place};
@@ -128,10 +141,10 @@ comm::GatherPiece Engine::piece_to_gather(Unit& unit, std::size_t k) {
 void Engine::convert_main(Unit& unit, std::size_t k, const at::Tensor& place) {
   const auto& gather = unit.formats[k].gather;
   if (!gather) {
-    place.copy_(unit.main[k]);
+    place.copy_(unit.main[k], /*non_blocking=*/true);
   } else if (place.numel() > 0) {
     const auto pieces = unit.main_pieces().count;
-    gather->pre_all_gather(unit.main[k].view({pieces, -1}), place.view({pieces, -1}));
+    gather->pre_all_gather(unit.main[k].to(device(), /*non_blocking=*/true).view({pieces, -1}), place.view({pieces, -1}));
   }
 }
 
@@ -187,7 +200,7 @@ std::vector<std::size_t> Engine::expected_next() const {
     const auto& listed = current_->prefetch[static_cast<std::size_t>(schedule_.phase())];
     if (!listed.empty()) return listed;
   }
-  return schedule_.next(prefetch_depth_);
+  return schedule_.next(options_.prefetch_depth);
 }
 
 // [Read ahead] What was gathered on a prediction that no longer holds gives its slot back first, so that memory stays bounded.
@@ -205,6 +218,7 @@ void Engine::read_ahead() {
 
 void Engine::evict(Unit& unit) {
   unit.hot = false;
+  if (std::exchange(unit.kept, false)) kept_bytes_ -= unit.full.bytes;
   if (unit.state == ParameterState::kSharded) return;
   if (unit.state == ParameterState::kGathering) ensure_present(unit);
   write_back(unit);
@@ -240,7 +254,8 @@ void Engine::write_back(Unit& unit) {
     }
     // Where the operator changed nothing, the main parameters keep the digits that the whole ones do not have.
     const auto before = as_gathered(unit, k);
-    unit.main[k].copy_(at::where(written == before, unit.main[k], written.to(unit.main[k].scalar_type())));
+    const auto main = unit.main[k].to(device());
+    unit.main[k].copy_(at::where(written == before, main, written.to(main.scalar_type())));
   }
   unit.shards_outdated = unit.options.outer_sharded_optimizer;
 }
@@ -248,7 +263,7 @@ void Engine::write_back(Unit& unit) {
 /// What a gather would bring of this rank's main parameters of sub-buffer k.
 at::Tensor Engine::as_gathered(Unit& unit, std::size_t k) {
   const auto& format = unit.formats[k];
-  if (!format.gather) return unit.main[k].to(format.compute);
+  if (!format.gather) return unit.main[k].to(device()).to(format.compute);
   const auto pieces = unit.main_pieces().count;
   const auto gathered = at::empty({unit.main[k].numel()}, unit.full.parts[k].options());
   if (gathered.numel() == 0) return gathered;
@@ -296,12 +311,14 @@ void Engine::end_backward() {
     }
     current_ = nullptr;
     reducer_.finish(units_);
-    if (is_last_backward_) reducer_.drain();
+    if (is_last_backward_ || options_.report_nan_in_param_grad) reducer_.drain();
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
   schedule_.begin(Phase::kForward);
+  pool_.end_step();
   validate();
+  if (options_.report_nan_in_param_grad) guarded([&] { reducer_.report_nan(units_); });
 }
 
 bool Engine::in_backward() {
@@ -320,6 +337,12 @@ void Engine::validate() const {
     if (unit->options.requires_gradient_sync && unit->gradient_state == GradientState::kCollecting) {
       throw Error("internal: unit '" + unit->name + "' has unreduced gradients after backward");
     }
+  }
+  validate_parameters();
+}
+
+void Engine::validate_parameters() const {
+  for (const auto& unit : units_) {
     for (const auto& parameter : unit->parameters) {
       const auto tensor = parameter.tensor.lock();
       if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
@@ -389,6 +412,8 @@ void Engine::flush_writes() {
         "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
   }
   for (const auto& unit : units_) write_back(*unit);
+  // The caller may write to what is being copied to the device.
+  if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
 }
 
 std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tensor> main) {
@@ -398,7 +423,8 @@ std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tens
   std::vector<comm::GatherPiece> outer;
   std::vector<comm::GatherPiece> inner;
   for (const auto& part : main) {
-    const auto& full = whole.emplace_back(at::empty({part.numel() / unit.main_pieces().count * unit.all_pieces().count}, part.options()));
+    const auto numel = part.numel() / unit.main_pieces().count * unit.all_pieces().count;
+    const auto& full = whole.emplace_back(at::empty({numel}, part.options().device(device())));
     const auto own = Unit::region(full, unit.all_pieces(), unit.main_pieces());
     const auto shard = Unit::region(full, unit.all_pieces(), unit.inner_pieces());
     own.copy_(part);
@@ -441,6 +467,11 @@ void Engine::finish_gradient_sync() {
   guarded([&] { reducer_.drain(); });
 }
 
+void Engine::check_parameters() {
+  const std::lock_guard lock(mutex_);
+  validate_parameters();
+}
+
 void Engine::retire() {
   const std::lock_guard lock(mutex_);
   retired_ = true;
@@ -449,7 +480,7 @@ void Engine::retire() {
 void Engine::set_prefetch_depth(int depth) {
   if (depth < 0) throw Error("prefetch_depth " + std::to_string(depth) + "; give 0 (no read-ahead) or more");
   const std::lock_guard lock(mutex_);
-  prefetch_depth_ = depth;
+  options_.prefetch_depth = depth;
 }
 
 }  // namespace fsdp::engine

@@ -13,6 +13,7 @@
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 #include "engine/unit.h"
+#include "fsdp/device_mesh.h"
 #include "memory/accounting.h"
 #include "memory/slot_pool.h"
 
@@ -23,6 +24,13 @@ namespace fsdp::engine {
 ///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
+struct EngineOptions {
+  DeviceMesh mesh;  ///< All ranks that share the model.
+  int prefetch_depth = 1;
+  std::int64_t keep_gathered_bytes = 0;
+  bool report_nan_in_param_grad = false;
+};
+
 /// One training step over units: gathers them when they are touched, evicts them when the computation has moved on, reduces their gradients
 /// when backward departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
@@ -31,7 +39,7 @@ enum class BackwardState : std::uint8_t { kNone, kRunning };
 /// for, since nothing else could proceed then. Every rank must touch units in the same order [Order is collective].
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  Engine(c10::Device device, int prefetch_depth);
+  explicit Engine(const EngineOptions& options);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -72,6 +80,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error.
   void main_parameters_changed();
+  /// Throws Error if a parameter was given other memory.
+  void check_parameters();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
@@ -81,7 +91,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finish_gradient_sync();
 
   memory::Accounting& accounting() { return accounting_; }
-  c10::Device device() const { return device_; }
+  c10::Device device() const { return options_.mesh.device(); }
+  const DeviceMesh& mesh() const { return options_.mesh; }
 
  private:
   void move_to(Unit& unit, std::span<Unit* const> together);
@@ -102,14 +113,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void write_back(Unit& unit);
   void reset_locked();
   void validate() const;
+  void validate_parameters() const;
+  bool fits_the_budget(Unit& unit);
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
   void guarded(const Body& body);
 
   // Serializes forward, backward (which autograd may run on another thread) and the optimizer.
   std::mutex mutex_;
-  c10::Device device_;
-  int prefetch_depth_;
+  EngineOptions options_;
   bool is_last_backward_ = true;
   bool retired_ = false;
   memory::Accounting accounting_;
@@ -117,6 +129,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it
   Reducer reducer_;
   Schedule schedule_;
+  std::int64_t kept_bytes_ = 0;  // of whole parameters, by keep_gathered_bytes
   Unit* current_ = nullptr;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;

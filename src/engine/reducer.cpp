@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "fsdp/error.h"
+#include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 
 namespace fsdp::engine {
@@ -26,8 +28,12 @@ void zero_bytes(const at::Tensor& tensor) {
   }
 }
 
+memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
+
 /// What a backward without synchronization left waits for this backward's share.
 bool reduced_on_departure(const Unit& unit) { return unit.options.requires_gradient_sync && unit.collected_in_this_backward && !unit.late; }
+
+bool any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any().item<bool>(); }
 
 void append_bit(std::vector<std::uint8_t>& bits, std::size_t& count, bool value) {
   if (count % 8 == 0) bits.push_back(0);
@@ -101,12 +107,40 @@ void Reducer::acquire(Unit& unit) {
 void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
   auto& buffer = unit.main_gradient_buffer;
-  const auto device = buffer.storage.device();
-  const c10::DeviceGuard guard(device);
-  unit.main_gradient_memory =
-      std::make_shared<c10::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(buffer.bytes)));
+  const auto allocate = [&] {
+    if (unit.offloaded()) return memory::allocate_host(device_, buffer.bytes);
+    const c10::DeviceGuard guard(device_);
+    return c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes));
+  };
+  unit.main_gradient_memory = std::make_shared<c10::DataPtr>(allocate());
   memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
-  accounting_.add(memory::Kind::kMainGradients, buffer.bytes);
+  accounting_.add(main_gradients_kind(unit), buffer.bytes);
+}
+
+/// Memory for the result of a reduction.
+void Reducer::allocate_reduced(Unit& unit) {
+  if (unit.offloaded()) {
+    unit.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
+  } else {
+    allocate_main_gradient(unit);
+  }
+}
+
+/// The result of a whole reduction reaches the main gradients.
+void Reducer::deliver(Unit& unit) {
+  if (unit.offloaded()) {
+    allocate_main_gradient(unit);
+    for (std::size_t k = 0; k < unit.reduced.size(); ++k) {
+      if (unit.main_gradient_valid) {
+        unit.main_gradient[k].add_(unit.reduced[k].to(at::kCPU));
+      } else {
+        unit.main_gradient[k].copy_(unit.reduced[k], /*non_blocking=*/true);
+        copies_to_host_ = true;
+      }
+    }
+    unit.reduced_buffer.release();
+  }
+  unit.main_gradient_valid = true;
 }
 
 void Reducer::zero_grad(Unit& unit) {
@@ -121,7 +155,7 @@ void Reducer::zero_grad(Unit& unit) {
   if (!unit.main_gradient_memory || unit.collects_in_place) return;
   memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
   unit.main_gradient_memory.reset();
-  accounting_.remove(memory::Kind::kMainGradients, unit.main_gradient_buffer.bytes);
+  accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
 }
 
 // [Order is collective] Reductions begin at moments that all ranks share, and so do the later hops of those that began before: all but the
@@ -131,6 +165,7 @@ void Reducer::reduce(Unit& unit) {
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     auto& parameter = unit.parameters[i];
     if (parameter.trainable && !parameter.gradient_seen) zero_bytes(buffer.views[i]);
+    if (options_.report_nan && parameter.gradient_seen) parameter.has_nan = parameter.has_nan || any_nan(buffer.views[i]);
     parameter.gradient_seen = false;
   }
   while (inner_under_way() >= kLiveGradients) complete_oldest_inner();  // for gradients that are collected in place, nothing has waited yet
@@ -160,17 +195,20 @@ void Reducer::begin(Unit& unit, Hop hop) {
 std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
   std::vector<comm::ReducePiece> reduced;
   std::vector<comm::GatherPiece> gathered;
-  const auto own_piece = [&](std::size_t k) { return unit.main_region(unit.main_gradient[k], unit.own_pieces()); };
-  const auto inner_region = [&](std::size_t k) { return unit.main_region(unit.main_gradient[k], unit.inner_pieces()); };
-  const auto sub_buffers = unit.main_gradient.size();
+  const auto own_piece = [&](std::size_t k) { return unit.main_region(unit.reduced[k], unit.own_pieces()); };
+  const auto inner_region = [&](std::size_t k) { return unit.main_region(unit.reduced[k], unit.inner_pieces()); };
+  const auto sub_buffers = unit.reduced.size();
+  // What is offloaded is added up on the host.
+  const bool accumulate = unit.main_gradient_valid && !unit.offloaded();
   switch (hop) {
     case Hop::kInnerReduce:
       // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
-      unit.reduces_in_place = unit.adds_up_locally && !unit.groups.outer && !unit.main_gradient_memory && !unit.own_local_gradients;
+      unit.reduces_in_place =
+          unit.adds_up_locally && !unit.groups.outer && !unit.main_gradient_memory && !unit.own_local_gradients && !unit.offloaded();
       if (unit.groups.outer) {
         unit.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
       } else if (!unit.reduces_in_place) {
-        allocate_main_gradient(unit);
+        allocate_reduced(unit);
       }
       unit.staging.acquire(pool_, memory::Kind::kCommunication);
       for (std::size_t k = 0; k < sub_buffers; ++k) {
@@ -180,11 +218,11 @@ std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
                            .out = unit.groups.outer       ? unit.partial.parts[k]
                                   : unit.reduces_in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
                                                           : inner_region(k),
-                           .accumulate = unit.groups.outer ? unit.partial_valid : unit.main_gradient_valid});
+                           .accumulate = unit.groups.outer ? unit.partial_valid : accumulate});
       }
       return unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), {.operation = "reduce-scatter", .unit = unit.name});
     case Hop::kOuterReduce:
-      allocate_main_gradient(unit);
+      allocate_reduced(unit);
       unit.partial_wire.acquire(pool_, memory::Kind::kCommunication);
       unit.outer_staging.acquire(pool_, memory::Kind::kCommunication);
       for (std::size_t k = 0; k < sub_buffers; ++k) {
@@ -194,14 +232,14 @@ std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
         reduced.push_back({.unreduced = wire.defined() ? wire : partial,
                            .staging = unit.outer_staging.parts[k],
                            .out = own_piece(k),
-                           .accumulate = unit.main_gradient_valid});
+                           .accumulate = accumulate});
       }
       return unit.groups.outer->reduce_scatter(reduced, 1.0, {.operation = "outer reduce-scatter", .unit = unit.name});
     case Hop::kOuterGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
       return unit.groups.outer->all_gather(gathered, {.operation = "outer all-gather of gradients", .unit = unit.name});
     case Hop::kInnerGather:
-      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = unit.main_gradient[k], .shard = inner_region(k)});
+      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = unit.reduced[k], .shard = inner_region(k)});
       return unit.groups.reduce->all_gather(gathered, {.operation = "all-gather of gradients", .unit = unit.name});
   }
   return {};
@@ -221,39 +259,40 @@ void Reducer::complete(Reduction& reduction) {
       }
     }
     release_unreduced(unit);
-    (unit.groups.outer ? unit.partial_valid : unit.main_gradient_valid) = true;
+    if (unit.groups.outer) unit.partial_valid = true;
   } else if (reduction.hop == Hop::kOuterReduce) {
     unit.partial.release();
     unit.partial_valid = false;
     unit.partial_wire.release();
     unit.outer_staging.release();
-    unit.main_gradient_valid = true;
   }
+  const bool is_partial = reduction.hop == Hop::kInnerReduce && unit.groups.outer;
+  if (!is_partial && !next_hop(unit, reduction.hop)) deliver(unit);
+}
+
+std::optional<Reducer::Hop> Reducer::next_hop(const Unit& unit, Hop hop) {
+  switch (hop) {
+    case Hop::kInnerReduce:
+      if (unit.groups.outer) return unit.options.requires_all_reduce ? std::optional(Hop::kOuterReduce) : std::nullopt;
+      break;
+    case Hop::kOuterReduce:
+      if (unit.options.outer_sharded_optimizer) return std::nullopt;
+      return Hop::kOuterGather;
+    case Hop::kOuterGather:
+      break;
+    case Hop::kInnerGather:
+      return std::nullopt;
+  }
+  return unit.replicated_optimizer() ? std::optional(Hop::kInnerGather) : std::nullopt;
 }
 
 bool Reducer::advance(Reduction& reduction) {
   complete(reduction);
-  const Unit& unit = *reduction.unit;
-  const auto follows = [&](Hop hop) {
-    switch (hop) {
-      case Hop::kInnerReduce:
-        return false;
-      case Hop::kOuterReduce:
-        return unit.groups.outer != nullptr && unit.options.requires_all_reduce;
-      case Hop::kOuterGather:
-        return unit.groups.outer != nullptr && unit.options.requires_all_reduce && !unit.options.outer_sharded_optimizer;
-      case Hop::kInnerGather:
-        return unit.replicated_optimizer() && (!unit.groups.outer || unit.options.requires_all_reduce);
-    }
-    return false;
-  };
-  while (reduction.hop != Hop::kInnerGather) {
-    reduction.hop = static_cast<Hop>(static_cast<int>(reduction.hop) + 1);
-    if (!follows(reduction.hop)) continue;
-    reduction.pending = start(*reduction.unit, reduction.hop);
-    return false;
-  }
-  return true;
+  const auto next = next_hop(*reduction.unit, reduction.hop);
+  if (!next) return true;
+  reduction.hop = *next;
+  reduction.pending = start(*reduction.unit, *next);
+  return false;
 }
 
 std::size_t Reducer::inner_under_way() const {
@@ -279,6 +318,7 @@ void Reducer::drain() {
       }
     }
   }
+  if (std::exchange(copies_to_host_, false)) memory::synchronize(device_);
 }
 
 void Reducer::release_unreduced(Unit& unit) {
@@ -358,6 +398,47 @@ void Reducer::finish(std::span<const std::unique_ptr<Unit>> units) {
   for (const auto& unit : units) unit->reduced_in_this_backward = false;
 }
 
+void Reducer::report_nan(std::span<const std::unique_ptr<Unit>> units) {
+  // This rank's number, then two values for each parameter: before its reduction, and after, in this rank's own piece of the result.
+  std::vector<std::int32_t> found{static_cast<std::int32_t>(options_.rank)};
+  for (const auto& unit : units) {
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      auto& parameter = unit->parameters[i];
+      found.push_back(std::exchange(parameter.has_nan, false) ? 1 : 0);
+      const auto slice = unit->slice(i, unit->own_pieces());
+      const bool reduced = parameter.has_gradient && unit->main_gradient_valid && slice.numel > 0;
+      found.push_back(reduced && any_nan(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) ? 1 : 0);
+    }
+  }
+  const auto& groups = units.front()->groups;
+  const comm::Label label{.operation = "report of NaN", .unit = "(all)"};
+  auto all = groups.reduce->exchange(at::tensor(found, at::kInt), label);
+  if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
+  all = all.reshape({-1, static_cast<std::int64_t>(found.size())});
+  if (!all.narrow(1, 1, all.size(1) - 1).any().item<bool>()) return;
+  std::string text = "NaN in gradients of this backward:";
+  const auto* values = all.const_data_ptr<std::int32_t>();
+  std::size_t column = 1;
+  for (const auto& unit : units) {
+    for (const auto& parameter : unit->parameters) {
+      for (const char* when : {"before", "after"}) {
+        std::string ranks;
+        for (std::int64_t row = 0; row < all.size(0); ++row) {
+          const auto* of_rank = values + static_cast<std::size_t>(row) * found.size();
+          if (of_rank[column] != 0) ranks += (ranks.empty() ? "" : ", ") + std::to_string(of_rank[0]);
+        }
+        ++column;
+        if (!ranks.empty())
+          text += "\n  parameter '" + parameter.name + "' of unit '" + unit->name + "' " + when + " reduction, on rank " + ranks;
+      }
+    }
+  }
+  throw Error(
+      text +
+      "\nNaN before reduction came out of the model's own backward on that rank; NaN only after it, from infinities of opposite sign "
+      "on several ranks. Gradients are kept: call zero_grad() to go on without this step");
+}
+
 void Reducer::drop(std::span<const std::unique_ptr<Unit>> units) {
   reductions_.clear();
   collecting_.clear();
@@ -365,9 +446,11 @@ void Reducer::drop(std::span<const std::unique_ptr<Unit>> units) {
     release_unreduced(*unit);
     unit->partial_wire.release();
     unit->outer_staging.release();
+    unit->reduced_buffer.release();
     unit->reduced_in_this_backward = false;
     for (auto& parameter : unit->parameters) {
       parameter.gradient_seen = false;
+      parameter.has_nan = false;
       parameter.contributed = false;
     }
   }

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -19,7 +21,12 @@ namespace fsdp::engine {
 /// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer).
 class Reducer {
  public:
-  Reducer(memory::SlotPool& pool, memory::Accounting& accounting) : pool_(pool), accounting_(accounting) {}
+  struct Options {
+    std::int64_t rank = 0;    ///< For error messages.
+    bool report_nan = false;  ///< Reductions look for NaN first: see report_nan().
+  };
+  Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)
+      : device_(device), pool_(pool), accounting_(accounting), options_(options) {}
 
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
@@ -32,6 +39,10 @@ class Reducer {
   /// Units that do not require synchronization are left as they are. Reductions may still be under way: see drain.
   void finish(std::span<const std::unique_ptr<Unit>> units);
 
+  /// Tells all ranks which gradients had NaN on which of them, before or after their reduction in this backward. Throws Error on all of
+  /// them if one had. Needs drain() before.
+  void report_nan(std::span<const std::unique_ptr<Unit>> units);
+
   /// Runs all reductions to their ends.
   void drain();
 
@@ -43,6 +54,7 @@ class Reducer {
 
  private:
   enum class Hop : std::uint8_t { kInnerReduce, kOuterReduce, kOuterGather, kInnerGather };
+  static std::optional<Hop> next_hop(const Unit& unit, Hop hop);
   /// One unit's reduction, at one of its hops. The next hop starts at a moment that all ranks share [Order is collective], which may be
   /// later than the end of this one.
   struct Reduction {
@@ -53,6 +65,8 @@ class Reducer {
 
   void acquire(Unit& unit);
   void allocate_main_gradient(Unit& unit);
+  void allocate_reduced(Unit& unit);
+  void deliver(Unit& unit);
   void reduce(Unit& unit);
   void begin(Unit& unit, Hop hop);
   std::unique_ptr<comm::Pending> start(Unit& unit, Hop hop);
@@ -64,8 +78,11 @@ class Reducer {
   void release_unreduced(Unit& unit);
   void exchange_usage(std::span<Unit* const> units);
 
+  c10::Device device_;
   memory::SlotPool& pool_;
   memory::Accounting& accounting_;
+  Options options_;
+  bool copies_to_host_ = false;  ///< Copies of offloaded gradients may be under way.
   std::vector<Unit*> collecting_;
   std::deque<Reduction> reductions_;  // in the order of their start
 };

@@ -116,7 +116,8 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
       return Part{formats[k].gather ? at::kByte : formats[k].compute, travelling_numel(k) * inner};
     });
   }
-  lay_out(main_buffer, empty(), all, [&](std::size_t k) {
+  const auto empty_main = [&] { return memory::empty_storage(offloaded() ? c10::Device(at::kCPU) : device); };
+  lay_out(main_buffer, empty_main(), all, [&](std::size_t k) {
     return main_is_shared(k) ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)};
   });
   for (std::size_t k = 0; k < all; ++k) {
@@ -129,9 +130,16 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
     }
   }
 
-  const auto reduced = replicated_gradients() ? all_pieces() : main_pieces();
-  lay_out(main_gradient_buffer, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, reduced.count)}; });
-  for (const auto& part : main_gradient_buffer.parts) main_gradient.push_back(region(part, reduced, main_pieces()));
+  const auto held = replicated_gradients() ? all_pieces() : main_pieces();
+  const auto held_gradients = [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, held.count)}; };
+  lay_out(main_gradient_buffer, empty_main(), trainable, held_gradients);
+  for (const auto& part : main_gradient_buffer.parts) main_gradient.push_back(region(part, held, main_pieces()));
+  if (offloaded()) {
+    lay_out(reduced_buffer, empty(), trainable, held_gradients);
+    reduced = reduced_buffer.parts;
+  } else {
+    reduced = main_gradient;
+  }
   lay_out_gradients(wire_gradients, *this, [&](std::size_t k) { return Part{formats[k].wire_gradient, numel(k, world)}; });
   const auto differs = [](const SubBufferFormat& format) { return format.wire_gradient != format.main_gradient; };
   if (std::any_of(formats.begin(), formats.begin() + static_cast<std::ptrdiff_t>(trainable), differs)) {
@@ -159,7 +167,7 @@ std::int64_t Unit::travelling_numel(std::size_t k) const {
 }
 
 bool Unit::has_separate_main() const {
-  return std::any_of(formats.begin(), formats.end(), [](const SubBufferFormat& format) { return !format.gathers_main(); });
+  return offloaded() || std::any_of(formats.begin(), formats.end(), [](const SubBufferFormat& format) { return !format.gathers_main(); });
 }
 
 Unit::Pieces Unit::main_pieces() const {
@@ -200,12 +208,13 @@ double Unit::gradient_scale() const {
 }
 
 void Unit::allocate_main(memory::Accounting& accounting) {
+  const auto device = full.storage.device();
   const auto allocate = [&](Buffer& buffer, at::Tensor& memory, memory::Kind kind) {
-    memory = memory::zeros(full.storage.device(), buffer.bytes);
+    memory = kind == memory::Kind::kHost ? memory::host_zeros(device, buffer.bytes) : memory::zeros(device, buffer.bytes);
     memory::attach(*buffer.storage.unsafeGetStorageImpl(), memory.data_ptr(), buffer.bytes);
     accounting.add(kind, buffer.bytes);
   };
-  allocate(main_buffer, main_memory, memory::Kind::kMainParameters);
+  allocate(main_buffer, main_memory, offloaded() ? memory::Kind::kHost : memory::Kind::kMainParameters);
   if (options.outer_sharded_optimizer) {
     allocate(shards, shards_memory, memory::Kind::kGatheredParameters);
     shards_outdated = true;

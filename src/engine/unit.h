@@ -17,6 +17,7 @@
 #include "comm/communicator.h"
 #include "fsdp/gather_format.h"
 #include "fsdp/mixed_precision.h"
+#include "fsdp/offload.h"
 #include "fsdp/placements.h"
 #include "layout/unit_layout.h"
 #include "memory/slot_pool.h"
@@ -47,6 +48,7 @@ struct UnitParameter {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
 
   bool gradient_seen = false;  ///< A gradient of this rank is in the collecting buffer.
+  bool has_nan = false;        ///< This rank's gradients had NaN before a reduction of this backward.
   bool contributed = false;    ///< This rank had a gradient since ranks last told each other.
   bool partial = false;        ///< Some rank had a gradient that is not yet reduced over the outer dimension.
   bool has_gradient = false;   ///< Some rank had a gradient since zero_grad(): the optimizer updates it.
@@ -77,6 +79,7 @@ struct UnitOptions {
   std::optional<MixedPrecisionPolicy> mixed_precision;
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
+  Offload offload = Offload::kNone;
 };
 
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.
@@ -132,6 +135,7 @@ struct Unit {
   // (always, if parameters are replicated).
   ParameterState state = ParameterState::kSharded;
   std::atomic<bool> hot = false;  ///< Present, and touching it changes nothing: the only thing the fast path reads.
+  bool kept = false;              ///< Stays gathered after forward, within the budget for that.
   bool written = false;           ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
   Buffer full;
   Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
@@ -149,12 +153,15 @@ struct Unit {
   bool shards_outdated = false;  ///< The main parameters were written since `shards` was gathered over the outer dimension.
   std::unique_ptr<comm::Pending> shards_gather;
 
-  // Main gradients, trainable sub-buffers only: like `main`; whole if gradients are replicated. Have bytes from the first reduction to
-  // zero_grad().
+  // Main gradients, trainable sub-buffers only: like `main`, on the same device; whole if gradients are replicated. Have bytes from the
+  // first reduction to zero_grad().
   Buffer main_gradient_buffer;
   std::shared_ptr<c10::DataPtr> main_gradient_memory;
   std::vector<at::Tensor> main_gradient;  ///< Views of `main_gradient_buffer`.
   bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
+  /// Where reductions put their results: `main_gradient`, or, if that is offloaded, views of `reduced_buffer`, from which they are copied.
+  std::vector<at::Tensor> reduced;
+  Buffer reduced_buffer;
 
   // Unreduced gradients. In `wire_gradients` if they are about to travel; in `local_gradients` while backwards without synchronization add
   // up. The latter is the former where the dtypes are the same.
@@ -179,17 +186,20 @@ struct Unit {
   std::shared_ptr<void> trigger;
 
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
-  /// A shard of one rank is the whole.
+  /// The main parameters, main gradients and optimizer state lie in host memory.
+  bool offloaded() const { return options.offload == Offload::kAll; }
+  /// The main gradients of a device are whole: a shard of one rank is, too. The host has those that the optimizer needs.
   bool replicated_gradients() const {
-    return options.placements.gradients == Placement::kReplicated || (groups.gather->size() == 1 && !options.outer_sharded_optimizer);
+    return !offloaded() &&
+           (options.placements.gradients == Placement::kReplicated || (groups.gather->size() == 1 && !options.outer_sharded_optimizer));
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
   GradientBuffer& local_gradients() { return own_local_gradients ? *own_local_gradients : wire_gradients; }
   /// Main parameters of sub-buffer k are a region of `full` (or of `shards`): the bytes exist once.
   bool main_is_shared(std::size_t k) const {
-    return formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
+    return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
   }
-  /// Some sub-buffer's whole parameters are not bit for bit its main parameters.
+  /// Some sub-buffer's whole parameters are not bit for bit its main parameters, or those are not on the device.
   bool has_separate_main() const;
   /// Elements of a piece of sub-buffer k as it travels in gathers: its own, or the bytes of its gather format.
   std::int64_t travelling_numel(std::size_t k) const;

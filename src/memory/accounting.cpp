@@ -14,12 +14,12 @@ void grow(MemoryUse& use, std::int64_t bytes) {
 
 void Accounting::add(Kind kind, std::int64_t bytes) {
   grow(by_kind_[static_cast<std::size_t>(kind)], bytes);
-  grow(total_, bytes);
+  if (kind != Kind::kHost) grow(total_, bytes);
 }
 
 void Accounting::remove(Kind kind, std::int64_t bytes) {
   by_kind_[static_cast<std::size_t>(kind)].live -= bytes;
-  total_.live -= bytes;
+  if (kind != Kind::kHost) total_.live -= bytes;
 }
 
 void Accounting::pool_grew(std::int64_t bytes) {
@@ -39,6 +39,7 @@ MemoryStats Accounting::stats() const {
       .communication = of(Kind::kCommunication),
       .optimizer_state = of(Kind::kOptimizerState),
       .total = total_,
+      .host = of(Kind::kHost),
       .slots = pool_,
       .slot_allocations = pool_allocations_,
   };

@@ -15,6 +15,7 @@ enum class Kind : std::uint8_t {
   kUnreducedGradients,
   kCommunication,
   kOptimizerState,
+  kHost,  ///< What is offloaded; no part of the total.
 };
 
 /// Counts live and peak bytes by kind, and of the pool behind the slots. Every byte that the engine holds is entered here where
@@ -31,7 +32,7 @@ class Accounting {
   void reset_peaks();
 
  private:
-  std::array<MemoryUse, 6> by_kind_{};
+  std::array<MemoryUse, 7> by_kind_{};
   MemoryUse total_;
   MemoryUse pool_;
   std::int64_t pool_allocations_ = 0;

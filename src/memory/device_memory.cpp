@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
 
 #include <memory>
@@ -50,6 +51,20 @@ at::Tensor zeros(c10::Device device, std::int64_t bytes) {
                                                        map(device, static_cast<std::size_t>(bytes)), nullptr, /*resizable=*/false);
   // Fresh mappings are zero.
   return at::empty({0}, options).set_(c10::Storage(std::move(storage)), 0, {bytes}, {1});
+}
+
+void synchronize(c10::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+}
+
+c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes) {
+  if (device.is_cpu()) return allocate(device, bytes);
+  return at::globalContext().getPinnedMemoryAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
+}
+
+at::Tensor host_zeros(c10::Device device, std::int64_t bytes) {
+  if (device.is_cpu()) return zeros(device, bytes);
+  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
 }
 
 }  // namespace fsdp::memory

@@ -17,4 +17,13 @@ c10::DataPtr allocate(c10::Device device, std::int64_t bytes);
 /// The same as a 1-D tensor of `bytes` bytes, set to zero.
 at::Tensor zeros(c10::Device device, std::int64_t bytes);
 
+/// Blocks until the device has done what its current stream holds. Nothing to do on the CPU.
+void synchronize(c10::Device device);
+
+/// Memory of the host, from which `device` copies without help of the CPU (pinned, unless `device` is the CPU); not initialised.
+c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes);
+
+/// The same as a 1-D tensor of `bytes` bytes, set to zero.
+at::Tensor host_zeros(c10::Device device, std::int64_t bytes);
+
 }  // namespace fsdp::memory

@@ -143,7 +143,9 @@ std::string describe(const std::vector<paging::UnitPlan>& plans, const FullyShar
   };
   text << "placements " << digits(options.placements) << ", reshard_after_forward " << options.reshard_after_forward << ", prefetch_depth "
        << options.prefetch_depth << ", outer placements " << digits(options.outer_placements) << ", reshard_after_forward_size "
-       << options.reshard_after_forward_size << ", separate_reduce_group " << options.separate_reduce_group << "\n";
+       << options.reshard_after_forward_size << ", separate_reduce_group " << options.separate_reduce_group << ", offload "
+       << static_cast<int>(options.offload) << ", keep_gathered_bytes " << options.keep_gathered_bytes << ", report_nan_in_param_grad "
+       << options.report_nan_in_param_grad << "\n";
   for (const auto& plan : plans) {
     if (plan.parameters.empty()) text << "unit '" << shown(plan.name) << "': no parameters\n";
     for (const auto& [name, parameter] : plan.parameters) {
@@ -235,6 +237,7 @@ std::unique_ptr<Unit> make_unit(Draft draft, const paging::UnitPlan& plan, const
   unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
   unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
   unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
+  unit_options.offload = options.offload;
   auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
   auto unit = std::make_unique<Unit>(shown(plan.name), std::move(draft.parameters), std::move(draft.layout), std::move(draft.formats),
                                      unit_options, groups, c10::Storage(storage));
@@ -270,6 +273,9 @@ void validate(const FullyShardOptions& options) {
   }
   if (options.prefetch_depth < 0) {
     throw Error("prefetch_depth " + std::to_string(options.prefetch_depth) + "; give 0 (no read-ahead) or more");
+  }
+  if (options.keep_gathered_bytes < 0) {
+    throw Error("keep_gathered_bytes " + std::to_string(options.keep_gathered_bytes) + "; give 0 (nothing is kept) or more");
   }
   if (options.reshard_after_forward_size != 0 && placements != Placements::optim_grads_params()) {
     throw Error("reshard_after_forward_size needs placements optim_grads_params: with others, parameters stay whole after forward");
@@ -350,9 +356,11 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   std::exception_ptr refusal;
   try {
     validate(options);
-    plans = paging::divide(module, options.units);
+    plans = paging::divide(module, {options.units, options.unit_groups, options.ignore});
     for (auto& plan : plans) {
-      if (options.unit_settings) plan.settings = options.unit_settings(plan.name, *plan.module);
+      if (options.unit_settings)
+        plan.settings =
+            options.unit_settings(plan.modules.size() == 1 ? plan.name : plan.name.substr(0, plan.name.find('+')), *plan.modules[0]);
       if (!plan.settings.mesh.defined()) plan.settings.mesh = options.mesh;
       validate(plan.settings.mesh, options);
       for (const auto& [name, parameter] : plan.parameters) validate(name, parameter, options.mesh.device());
@@ -369,7 +377,10 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   expect_equal(options.mesh, description);
   if (refusal) std::rethrow_exception(refusal);
 
-  const auto engine = std::make_shared<Engine>(options.mesh.device(), options.prefetch_depth);
+  const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
+                                                                     .prefetch_depth = options.prefetch_depth,
+                                                                     .keep_gathered_bytes = options.keep_gathered_bytes,
+                                                                     .report_nan_in_param_grad = options.report_nan_in_param_grad});
   GroupsOf groups_of(options);
   for (std::size_t k = 0; k < plans.size(); ++k) {
     auto& plan = plans[k];
@@ -379,7 +390,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     copy_values(unit, plan, engine->accounting());
     // Frees the original memory unit by unit, unless somebody else holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
-    Registry::instance().add(plan.module, engine, k);
+    for (const auto* unit_module : plan.modules) Registry::instance().add(unit_module, engine, k);
   }
   return FSDPModule(engine, 0);
 }

@@ -15,6 +15,7 @@
 
 namespace {
 
+using fsdp::Offload;
 using fsdp::Placements;
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
@@ -43,12 +44,21 @@ std::vector<Strategy> strategies() {
           {"HFSDP", Placements::optim_grads_params(), true, Placements::optim()}};
 }
 
-std::vector<std::pair<Strategy, bool>> with_and_without_checkpointing() {
-  std::vector<std::pair<Strategy, bool>> rows;
+struct Row {
+  Strategy strategy;
+  bool checkpoint = false;
+  Offload offload = Offload::kNone;
+};
+
+std::vector<Row> rows() {
+  std::vector<Row> all;
   for (const auto& strategy : strategies()) {
-    for (const bool checkpoint : {false, true}) rows.emplace_back(strategy, checkpoint);
+    for (const bool checkpoint : {false, true}) {
+      for (const auto offload : {Offload::kNone, Offload::kAll}) all.push_back({strategy, checkpoint, offload});
+    }
+    all.push_back({strategy, false, Offload::kOptimizerState});
   }
-  return rows;
+  return all;
 }
 
 struct Precision {
@@ -201,9 +211,12 @@ struct Bytes {
   std::int64_t main_parameters = 0;
   std::int64_t main_gradients = 0;
   std::int64_t gathered_peak = 0;
+  std::int64_t host = 0;  ///< After the first update.
 };
 
-Bytes expected_bytes(const Strategy& strategy, const Precision& precision, const Accumulation& accumulation, int ranks) {
+Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulation& accumulation, int ranks) {
+  const auto& strategy = row.strategy;
+  const bool on_host = row.offload == Offload::kAll;
   const auto units = pieces_of(precision, ranks);
   const auto itemsize = [](at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); };
   const std::int64_t outer = outer_size(strategy, ranks);
@@ -215,7 +228,7 @@ Bytes expected_bytes(const Strategy& strategy, const Precision& precision, const
   const bool sharded_optimizer = strategy.placements != Placements::no_shard();
   const bool sharded_gradients = sharded_parameters || strategy.placements == Placements::optim_grads();
   const bool hfsdp = strategy.outer == Placements::optim() && outer > 1;
-  const bool separate = precision.compute != at::kFloat || precision.float8_gather;
+  const bool separate = precision.compute != at::kFloat || precision.float8_gather || on_host;
   const std::int64_t reductions = accumulation.sync ? accumulation.backwards : 1;
   Bytes bytes;
   for (std::size_t u = 0; u < units.size(); ++u) {
@@ -237,8 +250,13 @@ Bytes expected_bytes(const Strategy& strategy, const Precision& precision, const
     // What lives.
     const auto held = !sharded_optimizer ? full : hfsdp ? piece : shard;
     const bool shared = !separate && (!sharded_parameters || hfsdp);
-    if (!shared) bytes.main_parameters += held * 4;
-    bytes.main_gradients += (sharded_gradients ? held : full) * 4;
+    if (on_host) {
+      bytes.host += held * 4 * 4;  // Parameters, gradients, and two states per element.
+    } else {
+      if (!shared) bytes.main_parameters += held * 4;
+      bytes.main_gradients += (sharded_gradients ? held : full) * 4;
+      if (row.offload == Offload::kOptimizerState) bytes.host += held * 2 * 4;
+    }
     if (!sharded_parameters) bytes.gathered_peak += full * itemsize(precision.compute);
     if (hfsdp) bytes.gathered_peak += (travelling(shard) + 63) / 64 * 64;
   }
@@ -263,13 +281,16 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
           const auto flat = train_reference(precision, accumulation, ranks, ranks);
           const auto in_rows = train_reference(precision, accumulation, ranks, ranks > 1 ? ranks / 2 : 1);
           std::map<std::string, std::int64_t> peaks;
-          for (const auto& [strategy, checkpoint] : with_and_without_checkpointing()) {
-            SCOPED_TRACE(strategy.name + ", " + precision.name + ", " + accumulation.name + (checkpoint ? ", checkpointed" : ""));
-            auto model = make_stack({.checkpoint = checkpoint});
+          for (const auto& row : rows()) {
+            const auto& strategy = row.strategy;
+            SCOPED_TRACE(strategy.name + ", " + precision.name + ", " + accumulation.name + (row.checkpoint ? ", checkpointed" : "") +
+                         ", offload " + std::to_string(static_cast<int>(row.offload)));
+            auto model = make_stack({.checkpoint = row.checkpoint});
             fsdp::FullyShardOptions options{.mesh = strategy.two_dimensions ? plane : line,
                                             .units = stack_units(),
                                             .placements = strategy.placements,
-                                            .outer_placements = strategy.outer};
+                                            .outer_placements = strategy.outer,
+                                            .offload = row.offload};
             if (precision.policy)
               options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = precision.compute, .grad_comm_dtype = precision.wire};
             if (precision.float8_gather) {
@@ -289,7 +310,7 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
                 losses.push_back(loss.item<float>());
               }
               if (step + 1 == kSteps) {
-                const auto expected = expected_bytes(strategy, precision, accumulation, ranks);
+                const auto expected = expected_bytes(row, precision, accumulation, ranks);
                 const auto stats = sharded.memory_stats();
                 const auto wire = sharded.wire_stats();
                 EXPECT_EQ(wire.all_gather_bytes, expected.all_gather);
@@ -297,7 +318,8 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
                 EXPECT_EQ(stats.main_gradients.live, expected.main_gradients);
                 EXPECT_EQ(stats.main_parameters.live, expected.main_parameters);
                 EXPECT_EQ(stats.gathered_parameters.peak, expected.gathered_peak);
-                peaks[strategy.name] = stats.total.peak;
+                EXPECT_EQ(stats.host.live, expected.host);
+                if (row.offload == Offload::kNone) peaks[strategy.name] = stats.total.peak;
                 gradients = sharded.full_gradients();
                 optimizer.step();
               } else {

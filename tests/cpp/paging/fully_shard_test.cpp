@@ -157,13 +157,16 @@ TEST(FullyShard, RanksThatDifferAreAnErrorOnAll) {
   });
 }
 
-// What takes a parameter's data away is noticed at the end of the next backward.
+// What takes a parameter's data away is noticed when the next forward begins, or by the backward or optimizer where all of it is gone.
 TEST(FullyShard, ConvertedParametersAreAnError) {
   over_ranks([](int rank) {
     const auto mesh = mesh_of_all();
     const auto expect_error = [&](Net& model, const at::Tensor& x) {
-      auto loss = model.forward(x).square().mean();
-      const auto message = error_of([&] { loss.backward(); });
+      fsdp::SGD optimizer(model, {.lr = 0.1});
+      const auto message = error_of([&] {
+        model.forward(x);
+        optimizer.step();
+      });
       EXPECT_TRUE(has(message, "'first.weight'") && has(message, "fsdp::fully_unshard")) << message;
     };
     {

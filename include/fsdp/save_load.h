@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "fsdp/optim.h"
+
+// Sharded checkpoints in the format of torch.distributed.checkpoint (DCP): Python reads what C++ wrote, and the reverse, on any number of
+// ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", the optimizer's state under "optim" as
+// get_optimizer_state_dict arranges it, what else a run needs under "extra".
+namespace fsdp {
+
+using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
+/// What a run needs beside model and optimizer, by name: the step, where the data stood. Rank 0's is saved; every rank gets it.
+using ExtraState = std::map<std::string, ExtraValue>;
+
+struct SaveOptions {
+  /// After the checkpoint is complete, older complete ones beside it (of the same folder) are removed, but for so many with this one. 0: none
+  /// is.
+  int keep_last = 0;
+  /// The state of torch's default generator of the CPU, each rank's own.
+  bool rng = true;
+};
+
+/// Writes a checkpoint into the new folder `path` ("runs/a/1000"), on a file system that all ranks share. It appears complete or not at all:
+/// files are written to a hidden folder beside it, synced, and one rename commits. A folder that is there already is replaced in the same
+/// way. Collective. Throws Error on every rank if it failed on any; what was there before is then as it was.
+void save(const std::string& path, torch::nn::Module& module, const ExtraState& extra = {}, SaveOptions options = {});
+void save(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, const ExtraState& extra = {}, SaveOptions options = {});
+
+struct LoadOptions {
+  /// Error if the model has names that the checkpoint has not, or the reverse. Otherwise they stay as they are, or are left out.
+  bool strict = true;
+  /// The name in the checkpoint of one in the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"). By default the same.
+  std::function<std::string(const std::string& key)> rename = {};
+  /// Restores each rank's generator, if as many ranks saved it.
+  bool rng = true;
+};
+
+struct Loaded {
+  ExtraState extra;
+  std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
+  std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
+  bool rng = false;                     ///< The generators were restored.
+};
+
+/// Reads a checkpoint into a sharded model, and its optimizer. Each rank reads only the byte ranges that it needs; values are converted where
+/// dtypes differ. Everything is read and checked before anything is assigned. A checkpoint of this library is checked by its checksums, and
+/// refused if it is not complete. Collective. Throws Error on every rank if it failed on any; model and optimizer are then as they were.
+///
+/// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
+Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
+Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
+
+/// The newest complete checkpoint of this library in a folder, by the number that ends its name; nothing if there is none. Not collective.
+std::optional<std::string> latest(const std::string& folder);
+
+/// Saves beside training (DCP's async_save): save() copies this rank's shards to host memory, which is kept and used again, and returns;
+/// a thread writes them. One save is under way at most: the next one waits for it. Errors surface there, or in wait().
+class AsyncSaver {
+ public:
+  /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.
+  explicit AsyncSaver(torch::nn::Module& module, Optimizer* optimizer = nullptr);
+  /// Waits for what is under way; its error is lost.
+  ~AsyncSaver();
+  AsyncSaver(const AsyncSaver&) = delete;
+  AsyncSaver& operator=(const AsyncSaver&) = delete;
+
+  /// As fsdp::save. Throws the Error of the save before, too; then nothing new is begun.
+  void save(const std::string& path, const ExtraState& extra = {}, SaveOptions options = {});
+  /// Returns when the last save is complete; throws its Error on every rank.
+  void wait();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fsdp
