@@ -1,0 +1,40 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <string_view>
+
+#include "example/temporary_folder.h"
+
+namespace fsdp::testing {
+
+/// Runs a command of tests/python/checkpoint_peer.py on a folder. PYTHON and PEER are the paths of the interpreter and of that file.
+inline void run_python(const std::string& command, const std::filesystem::path& folder) {
+  const std::string line = std::string(PYTHON) + " -W ignore " + PEER + " " + command + " " + folder.string();
+  ASSERT_EQ(std::system(line.c_str()), 0) << line;
+}
+
+inline std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error("cannot read " + path.string());
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// What() of the Error that `fn` throws; a failure of the test if it throws none.
+template <typename E, typename Fn>
+std::string message_of(Fn fn) {
+  try {
+    fn();
+  } catch (const E& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+}  // namespace fsdp::testing
