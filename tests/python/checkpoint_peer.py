@@ -7,10 +7,39 @@ Exits with 0 if all is as expected; otherwise with an exception that says what i
 
 import math
 import pickle
+import shutil
 import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex64,
+    torch.complex128,
+]
 
 PLAIN: dict[Any, Any] = {
     "none": None,
@@ -33,12 +62,86 @@ def write_pickles(folder: Path) -> None:
 
 
 def check_pickle(folder: Path) -> None:
-    from torch import _weights_only_unpickler
-
     with (folder / "plain").open("rb") as file:
-        restricted = _weights_only_unpickler.load(file, encoding="utf-8")
+        restricted = torch._weights_only_unpickler.load(file, encoding="utf-8")
     for found in (pickle.loads((folder / "plain").read_bytes()), restricted):
         assert repr(found) == repr(PLAIN), found
+
+
+def state() -> dict[str, Any]:
+    """Tensors of all dtypes and some shapes, and objects. Byte k of a dtype's tensor is k modulo 251 (2 for booleans)."""
+    tensors: dict[str, Any] = {}
+    for dtype in DTYPES:
+        count = 6 * torch.empty((), dtype=dtype).itemsize
+        data = torch.arange(count) % (2 if dtype == torch.bool else 251)
+        tensors[str(dtype).removeprefix("torch.")] = data.to(torch.uint8).view(dtype).reshape(2, 3)
+    shapes = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "cube": torch.arange(24.0).reshape(2, 3, 4)}
+    return {"dtypes": tensors, "shapes": [shapes, "between", 3], "plain": PLAIN["nested"], "none": None, "pi": 3.25}
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {
+        "rows": torch.arange(15.0).reshape(5, 3),
+        "few": torch.arange(3.0).reshape(1, 3),
+        "columns": torch.arange(8).reshape(2, 4),
+    }
+    sharded = {
+        name: distribute_tensor(tensor, mesh, [Shard(1 if name == "columns" else 0)]) for name, tensor in whole.items()
+    }
+    dcp.save({**sharded, "step": 7}, checkpoint_id=folder / "two_ranks")
+    dist.destroy_process_group()
+
+
+def write_dcp(folder: Path) -> None:
+    dcp.save(state(), checkpoint_id=folder / "one_rank", no_dist=True)
+    torch.multiprocessing.spawn(two_ranks, args=(folder,), nprocs=2)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """The checkpoint's content, loaded into a state of other values."""
+    found = torch.utils._pytree.tree_map_only(torch.Tensor, torch.zeros_like, state())
+    found.update(none=1, pi=0)
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def check_same(found: Any, expected: Any, name: str = "state") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, name
+        assert found.shape == expected.shape, name
+        # By their bytes: some are NaN.
+        assert found.contiguous().view(-1).view(torch.uint8).equal(expected.contiguous().view(-1).view(torch.uint8)), (
+            name
+        )
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), name
+        for key, value in expected.items():
+            check_same(found[key], value, f"{name}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), name
+        for index, value in enumerate(expected):
+            check_same(found[index], value, f"{name}.{index}")
+    else:
+        assert repr(found) == repr(expected), name
+
+
+def check_rewritten(folder: Path) -> None:
+    """C++ has read `.metadata` of one_rank and two_ranks, and written it into one_rank.again and two_ranks.again."""
+    for name in ("one_rank", "two_ranks"):
+        again = read_metadata(folder / f"{name}.again")
+        assert again == read_metadata(folder / name), again
+        assert list(again.state_dict_metadata) == list(read_metadata(folder / name).state_dict_metadata)
+        for file in (folder / name).glob("*.distcp"):
+            shutil.copy(file, folder / f"{name}.again")
+    check_same(loaded(folder / "one_rank.again"), state())
 
 
 def main() -> None:

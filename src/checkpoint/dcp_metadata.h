@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "checkpoint/boxes.h"
+#include "checkpoint/dtype.h"
+
+namespace fsdp::ckpt {
+
+/// The file of a DCP folder that says what is in it and where.
+inline constexpr std::string_view kMetadataFile = ".metadata";
+
+/// The record of one item: `length` bytes at `offset` of a file of the folder.
+struct RecordLocation {
+  std::string file;
+  std::int64_t offset = 0;
+  std::int64_t length = 0;
+
+  bool operator==(const RecordLocation&) const = default;
+};
+
+/// A tensor, stored as boxes. DCP finds a box's record by the tensor's name and the box's offsets. A box without elements may have no
+/// record: its file is empty.
+struct DcpTensor {
+  struct Chunk {
+    Box box;
+    RecordLocation record;
+
+    bool operator==(const Chunk&) const = default;
+  };
+  Dtype dtype = Dtype::float32;
+  Shape shape;
+  std::vector<Chunk> chunks;
+
+  bool operator==(const DcpTensor&) const = default;
+};
+
+/// Anything else, as torch.save writes it.
+struct DcpObject {
+  RecordLocation record;
+
+  bool operator==(const DcpObject&) const = default;
+};
+
+struct DcpItem {
+  std::string name;
+  std::variant<DcpTensor, DcpObject> content;
+
+  bool operator==(const DcpItem&) const = default;
+};
+
+/// How a name came from a nested state dict: {"model": {"layers": [w]}} became "model.layers.0" by the path model, layers, 0.
+using DcpPath = std::vector<std::variant<std::string, std::int64_t>>;
+
+struct DcpMetadata {
+  /// In the state dict's order, each name once.
+  std::vector<DcpItem> items;
+  std::vector<std::pair<std::string, DcpPath>> paths;
+
+  bool operator==(const DcpMetadata&) const = default;
+};
+
+/// Reads the text of a `.metadata` file, as torch 2.11 and later write it. Checked: that boxes lie in their tensors, that each has a record
+/// (one without elements may have none), and that records name files of the folder itself. Whether the boxes cover a tensor, and whether
+/// the files are there, shows at reading. Throws Error, which begins with `file`.
+DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file);
+
+/// The text for what torch.distributed.checkpoint's FileSystemReader reads.
+std::string write_dcp_metadata(const DcpMetadata& metadata);
+
+}  // namespace fsdp::ckpt
