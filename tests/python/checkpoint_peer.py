@@ -69,7 +69,7 @@ def check_pickle(folder: Path) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Tensors of all dtypes and some shapes, and objects. Byte k of a dtype's tensor is k modulo 251 (2 for booleans)."""
+    """Tensors of all dtypes and shapes, and objects. Byte k of a dtype's tensor is k modulo 251 (2 for booleans)."""
     tensors: dict[str, Any] = {}
     for dtype in DTYPES:
         count = 6 * torch.empty((), dtype=dtype).itemsize

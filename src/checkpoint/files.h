@@ -1,0 +1,97 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace fsdp::ckpt {
+
+/// The system calls below everything here, with their own conventions: -1 and errno. Tests replace some, to have full disks and broken
+/// ones. Called from any thread.
+class FileSystem {
+ public:
+  FileSystem() = default;
+  FileSystem(const FileSystem&) = delete;
+  FileSystem& operator=(const FileSystem&) = delete;
+  virtual ~FileSystem() = default;
+
+  /// The operating system's.
+  static FileSystem& real();
+
+  virtual int open(const char* path, int flags, mode_t mode);
+  virtual ssize_t pwrite(int file, const void* data, std::size_t length, off_t offset);
+  virtual ssize_t pread(int file, void* data, std::size_t length, off_t offset);
+  virtual int fsync(int file);
+  virtual int close(int file);
+  virtual int mkdir(const char* path, mode_t mode);
+  /// rename, or renameat2 with `flags` RENAME_EXCHANGE.
+  virtual int rename(const char* from, const char* to, unsigned flags);
+  virtual int unlink(const char* path);
+  virtual int rmdir(const char* path);
+};
+
+/// Where bytes are read from: fills `to` from `offset` of a file, or throws Error.
+using ReadAt = std::function<void(std::int64_t offset, std::span<char> to)>;
+
+/// An open file. All methods but close() may be called from several threads at once; all throw Error, which names the file and the reason.
+/// Interrupted and short transfers are continued.
+class File {
+ public:
+  /// An empty file to write and read; an existing one is emptied. Readable by all that the process's umask lets.
+  static File create(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+  /// A file to write and read as it is, e.g. one that another rank has created.
+  static File open_to_write(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+  static File open(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+  File(File&& other) noexcept;
+  File& operator=(File&&) = delete;
+  /// Closes; an error goes unnoticed then. Who has written calls sync() and close().
+  ~File();
+
+  const std::filesystem::path& path() const { return path_; }
+  /// Of a file that was opened, as it was then; of one that is written, now.
+  std::int64_t size() const;
+  void write_at(std::int64_t offset, std::span<const char> data);
+  /// Throws if the file ends before `to` is full.
+  void read_at(std::int64_t offset, std::span<char> to) const;
+  ReadAt reader() const;
+  /// Returns when the bytes would survive a loss of power.
+  void sync();
+  void close();
+
+ private:
+  File(std::filesystem::path path, int flags, FileSystem& files);
+  [[noreturn]] void fail(const std::string& doing) const;
+
+  std::filesystem::path path_;
+  FileSystem* files_;
+  int file_ = -1;
+};
+
+/// The whole of a file of at most `most` bytes; a larger one is an Error.
+std::string read_whole(const std::filesystem::path& path, std::int64_t most, FileSystem& files = FileSystem::real());
+
+/// Creates a file with this content, and syncs it.
+void write_whole(const std::filesystem::path& path, std::string_view content, FileSystem& files = FileSystem::real());
+
+/// The parent must be there, the folder not.
+void make_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+
+/// What was created, renamed and removed in the folder survives a loss of power after this.
+void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+
+/// Names in a folder, in order. Throws if it cannot be read, e.g. is not there.
+std::vector<std::string> list_folder(const std::filesystem::path& path);
+
+/// A folder with all that is in it, or a file. Nothing there is no error. Links are removed, not followed.
+void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+
+/// "cannot <doing> <path>: <errno's text>", for errno as it is now.
+[[noreturn]] void throw_errno(const std::string& doing, const std::filesystem::path& path);
+
+}  // namespace fsdp::ckpt

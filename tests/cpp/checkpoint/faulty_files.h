@@ -1,0 +1,105 @@
+#pragma once
+
+#include <fcntl.h>
+#include <sys/types.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "checkpoint/files.h"
+
+namespace fsdp::testing {
+
+/// The real file system, with faults.
+class FaultyFiles : public ckpt::FileSystem {
+ public:
+  /// Every transfer moves at most so many bytes.
+  std::size_t most_at_once = SIZE_MAX;
+  /// Every other transfer, fsync and open is interrupted first.
+  bool interrupts = false;
+  /// Bytes that still fit the disk.
+  std::atomic<std::int64_t> space = INT64_MAX;
+  /// The errno with which these calls fail; 0 for none.
+  int pwrite_error = 0;
+  int pread_error = 0;
+  int fsync_error = 0;
+  int close_error = 0;
+  int rename_error = 0;
+  /// As where renameat2 cannot exchange.
+  bool can_exchange = true;
+  std::chrono::milliseconds fsync_time{0};
+  /// Called before every call that changes something, with its name and path (empty for those of an open file). May throw, which stands for
+  /// the end of the process there.
+  std::function<void(const std::string& call, const std::string& path)> before;
+
+  int open(const char* path, int flags, mode_t mode) override {
+    if (interrupted()) return -1;
+    if ((flags & O_CREAT) != 0) announce("create", path);
+    return FileSystem::open(path, flags, mode);
+  }
+  ssize_t pwrite(int file, const void* data, std::size_t length, off_t offset) override {
+    if (interrupted()) return -1;
+    announce("pwrite");
+    if (pwrite_error != 0) return fail(pwrite_error);
+    length = std::min({length, most_at_once, static_cast<std::size_t>(std::max<std::int64_t>(space, 0))});
+    if (length == 0) return fail(ENOSPC);
+    space -= static_cast<std::int64_t>(length);
+    return FileSystem::pwrite(file, data, length, offset);
+  }
+  ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
+    if (interrupted()) return -1;
+    if (pread_error != 0) return fail(pread_error);
+    return FileSystem::pread(file, data, std::min(length, most_at_once), offset);
+  }
+  int fsync(int file) override {
+    if (interrupted()) return -1;
+    announce("fsync");
+    std::this_thread::sleep_for(fsync_time);
+    return fsync_error != 0 ? fail(fsync_error) : FileSystem::fsync(file);
+  }
+  int close(int file) override {
+    const int result = FileSystem::close(file);
+    return close_error != 0 ? fail(close_error) : result;
+  }
+  int mkdir(const char* path, mode_t mode) override {
+    announce("mkdir", path);
+    return FileSystem::mkdir(path, mode);
+  }
+  int rename(const char* from, const char* to, unsigned flags) override {
+    announce("rename", to);
+    if (rename_error != 0) return fail(rename_error);
+    if (flags != 0 && !can_exchange) return fail(EINVAL);
+    return FileSystem::rename(from, to, flags);
+  }
+  int unlink(const char* path) override {
+    announce("unlink", path);
+    return FileSystem::unlink(path);
+  }
+  int rmdir(const char* path) override {
+    announce("rmdir", path);
+    return FileSystem::rmdir(path);
+  }
+
+ private:
+  static int fail(int error) {
+    errno = error;
+    return -1;
+  }
+  bool interrupted() {
+    if (!interrupts || (calls_++ % 2) != 0) return false;
+    errno = EINTR;
+    return true;
+  }
+  void announce(const std::string& call, const std::string& path = "") const {
+    if (before) before(call, path);
+  }
+
+  std::atomic<int> calls_ = 0;
+};
+
+}  // namespace fsdp::testing
