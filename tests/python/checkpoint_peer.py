@@ -9,6 +9,7 @@ import math
 import pickle
 import shutil
 import sys
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,33 @@ def check_rewritten(folder: Path) -> None:
         for file in (folder / name).glob("*.distcp"):
             shutil.copy(file, folder / f"{name}.again")
     check_same(loaded(folder / "one_rank.again"), state())
+
+
+def check_records(folder: Path) -> None:
+    """C++ has written a record per dtype, some of other shapes, and PLAIN."""
+    tensors = {**state()["dtypes"], **state()["shapes"][0]}
+    for name, tensor in tensors.items():
+        with zipfile.ZipFile(folder / name) as archive:
+            assert archive.testzip() is None, name
+        for mmap in (False, True):
+            check_same(torch.load(folder / name, weights_only=True, mmap=mmap), tensor, name)
+    check_same(torch.load(folder / "plain", weights_only=True), PLAIN)
+
+
+def check_copied(folder: Path) -> None:
+    """C++ has read all of one_rank and written it again, some tensors in parts."""
+    check_same(loaded(folder / "copied"), state())
+
+
+def check_huge(folder: Path) -> None:
+    """A record of more than 4 GiB, of zeros and a last 7."""
+    size = 5 * 2**30
+    with zipfile.ZipFile(folder / "huge") as archive:
+        assert archive.getinfo("archive/data/0").file_size == size
+    tensor = torch.load(folder / "huge", weights_only=True, mmap=True)
+    assert tensor.shape == (size,)
+    assert tensor[0] == 0
+    assert tensor[-1] == 7
 
 
 def main() -> None:
