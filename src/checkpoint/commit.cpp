@@ -1,0 +1,289 @@
+#include "checkpoint/commit.h"
+
+#include <linux/fs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <random>
+#include <sstream>
+#include <system_error>
+#include <tuple>
+#include <utility>
+
+#include "checkpoint/checksum.h"
+#include "fsdp/error.h"
+
+namespace fsdp::ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kTemporary = ".tmp-";
+constexpr std::string_view kReplaced = ".old-";
+constexpr std::size_t kRandomDigits = 8;
+
+// A block is summed and written while it is in the cache.
+constexpr std::size_t kBlock = std::size_t{1} << 20;
+
+// A line per file; the largest checkpoints have some ten thousand.
+constexpr std::int64_t kMostSidecar = std::int64_t{64} << 20;
+constexpr std::string_view kFirstLine = "fsdp-checksums 1";
+
+std::string hexadecimal(std::uint32_t value) {
+  char text[kRandomDigits + 1];
+  std::snprintf(text, sizeof(text), "%08x", value);
+  return text;
+}
+
+/// A name beside `target` that nobody has: prefix, target's name, random digits.
+fs::path hidden_name(const fs::path& target, std::string_view prefix) {
+  static thread_local std::random_device random;
+  return target.parent_path() / (std::string(prefix) + target.filename().string() + "-" + hexadecimal(random()));
+}
+
+/// The target's name in a hidden one; empty for other names.
+std::string_view name_in(std::string_view hidden, std::string_view prefix) {
+  if (!hidden.starts_with(prefix) || hidden.size() <= prefix.size() + kRandomDigits + 1) return {};
+  hidden.remove_prefix(prefix.size());
+  hidden.remove_suffix(kRandomDigits + 1);
+  return hidden;
+}
+
+fs::path parent_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : fs::path("."); }
+
+/// "ckpt/" is "ckpt".
+fs::path without_slash(const fs::path& path) { return path.has_filename() ? path : path.parent_path(); }
+
+bool is_there(const fs::path& path) {
+  std::error_code ignored;
+  return fs::exists(fs::symlink_status(path, ignored));
+}
+
+void make_folders(const fs::path& path, FileSystem& files) {
+  if (is_there(path)) return;
+  make_folders(parent_of(path), files);
+  // Another process may have been faster.
+  if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
+  sync_folder(parent_of(path), files);
+}
+
+void rename_to(const fs::path& from, const fs::path& to, unsigned flags, FileSystem& files) {
+  if (files.rename(from.c_str(), to.c_str(), flags) != 0) throw_errno("rename " + from.string() + " to", to);
+}
+
+/// Gives what is at `path` a temporary name, so that it is no step any more, before it goes file by file.
+void remove_step(const fs::path& path, FileSystem& files) {
+  const fs::path doomed = hidden_name(path, kTemporary);
+  rename_to(path, doomed, 0, files);
+  remove_tree(doomed, files);
+}
+
+/// The number at the end of a name.
+std::optional<std::uint64_t> step_number(std::string_view name) {
+  std::size_t begin = name.size();
+  while (begin > 0 && name[begin - 1] >= '0' && name[begin - 1] <= '9') --begin;
+  std::uint64_t number = 0;
+  const auto result = std::from_chars(name.data() + begin, name.data() + name.size(), number);
+  if (begin == name.size() || result.ec != std::errc()) return std::nullopt;
+  return number;
+}
+
+/// What is wrong with a listed file; empty if nothing is, as far as can be seen without reading it.
+std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem& files) {
+  try {
+    const std::int64_t size = File::open(step / listed.name, files).size();
+    if (size == listed.size) return "";
+    return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+SummedFile::SummedFile(const fs::path& folder, std::string name, FileSystem& files)
+    : file_(File::create(folder / name, files)), listed_{std::move(name), 0, 0} {}
+
+void SummedFile::append(std::span<const char> data) {
+  while (!data.empty()) {
+    const std::span<const char> block = data.first(std::min(data.size(), kBlock));
+    listed_.crc32c = crc32c(listed_.crc32c, block);
+    file_.write_at(listed_.size, block);
+    listed_.size += static_cast<std::int64_t>(block.size());
+    data = data.subspan(block.size());
+  }
+}
+
+std::uint32_t SummedFile::append_with_crc32(std::span<const char> data) {
+  std::uint32_t crc = 0;
+  while (!data.empty()) {
+    const std::span<const char> block = data.first(std::min(data.size(), kBlock));
+    crc = crc32(crc, block);
+    append(block);
+    data = data.subspan(block.size());
+  }
+  return crc;
+}
+
+ListedFile SummedFile::finish() {
+  file_.sync();
+  file_.close();
+  return listed_;
+}
+
+fs::path begin_step(const fs::path& target, FileSystem& files) {
+  const fs::path step = without_slash(target);
+  make_folders(parent_of(step), files);
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    const fs::path temporary = hidden_name(step, kTemporary);
+    if (files.mkdir(temporary.c_str(), 0777) == 0) return temporary;
+    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  }
+}
+
+void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
+  std::string text = std::string(kFirstLine) + "\n";
+  for (const ListedFile& file : listed) {
+    if (file.name.empty() || file.name.find_first_of("/\n") != std::string::npos) {
+      throw Error("'" + file.name + "' is no name for a file of a checkpoint");
+    }
+    text += hexadecimal(file.crc32c) + " " + std::to_string(file.size) + " " + file.name + "\n";
+  }
+  text += "end " + hexadecimal(crc32c(0, text)) + "\n";
+  write_whole(temporary / kSidecar, text, files);
+  sync_folder(temporary, files);
+}
+
+void commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
+  const fs::path step = without_slash(target);
+  const fs::path parent = parent_of(step);
+  if (!is_there(step)) {
+    rename_to(temporary, step, 0, files);
+    return sync_folder(parent, files);
+  }
+  if (files.rename(temporary.c_str(), step.c_str(), RENAME_EXCHANGE) == 0) {
+    sync_folder(parent, files);
+    return remove_tree(temporary, files);
+  }
+  if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP) throw_errno("exchange " + temporary.string() + " with", step);
+  const fs::path replaced = hidden_name(step, kReplaced);
+  rename_to(step, replaced, 0, files);
+  rename_to(temporary, step, 0, files);
+  sync_folder(parent, files);
+  remove_step(replaced, files);
+}
+
+std::vector<ListedFile> read_sidecar(const fs::path& step, FileSystem& files) {
+  const fs::path path = step / kSidecar;
+  const std::string text = read_whole(path, kMostSidecar, files);
+  const auto fail = [&path](const std::string& why) { throw Error(path.string() + " is damaged: " + why); };
+  // The last line sums the ones before.
+  constexpr std::size_t kLastLine = 4 + kRandomDigits + 1;
+  if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
+  if (text.size() < kLastLine) fail("it is cut off");
+  const std::string lines = text.substr(0, text.size() - kLastLine);
+  if (text.substr(lines.size()) != "end " + hexadecimal(crc32c(0, lines)) + "\n") fail("its last line does not fit the others");
+
+  std::vector<ListedFile> listed;
+  std::istringstream in(lines);
+  std::string line;
+  std::getline(in, line);
+  while (std::getline(in, line)) {
+    std::istringstream fields(line);
+    ListedFile file;
+    fields >> std::hex >> file.crc32c >> std::dec >> file.size;
+    fields.get();
+    if (!std::getline(fields, file.name) || file.size < 0 || file.name.find('/') != std::string::npos) fail("the line '" + line + "'");
+    listed.push_back(std::move(file));
+  }
+  return listed;
+}
+
+bool is_complete(const fs::path& step, FileSystem& files) {
+  try {
+    const std::vector<ListedFile> listed = read_sidecar(step, files);
+    return std::all_of(listed.begin(), listed.end(), [&](const ListedFile& file) { return fault_of(step, file, files).empty(); });
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+std::vector<fs::path> complete_steps(const fs::path& folder, FileSystem& files) {
+  if (!is_there(folder)) return {};
+  std::vector<std::tuple<std::uint64_t, std::string, fs::path>> found;
+  for (const std::string& entry : list_folder(folder)) {
+    std::string name = entry;
+    if (const std::string_view replaced = name_in(entry, kReplaced); !replaced.empty()) {
+      name = replaced;
+      if (is_there(folder / name)) continue;
+    } else if (entry.starts_with('.')) {
+      continue;
+    }
+    const std::optional<std::uint64_t> number = step_number(name);
+    if (number && is_complete(folder / entry, files)) found.emplace_back(*number, name, folder / entry);
+  }
+  std::sort(found.begin(), found.end());
+  std::vector<fs::path> steps;
+  for (auto& [number, name, path] : found) steps.push_back(std::move(path));
+  return steps;
+}
+
+std::optional<fs::path> latest_step(const fs::path& folder, FileSystem& files) {
+  const std::vector<fs::path> steps = complete_steps(folder, files);
+  if (steps.empty()) return std::nullopt;
+  return steps.back();
+}
+
+void prune_steps(const fs::path& folder, int keep_last, FileSystem& files) {
+  if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
+  for (const std::string& entry : list_folder(folder)) {
+    if (!name_in(entry, kTemporary).empty()) {
+      remove_tree(folder / entry, files);
+    } else if (const std::string_view name = name_in(entry, kReplaced); !name.empty()) {
+      if (!is_there(folder / name) && is_complete(folder / entry, files)) {
+        rename_to(folder / entry, folder / name, 0, files);
+      } else {
+        remove_step(folder / entry, files);
+      }
+    }
+  }
+  std::vector<fs::path> steps = complete_steps(folder, files);
+  const std::size_t kept = std::min(steps.size(), static_cast<std::size_t>(keep_last));
+  steps.resize(steps.size() - kept);
+  for (const fs::path& step : steps) remove_step(step, files);
+  sync_folder(folder, files);
+}
+
+void verify_step(const fs::path& step, FileSystem& files) {
+  std::string faults;
+  std::string buffer(kBlock, '\0');
+  for (const ListedFile& listed : read_sidecar(step, files)) {
+    std::string fault = fault_of(step, listed, files);
+    if (fault.empty()) {
+      try {
+        const File file = File::open(step / listed.name, files);
+        std::uint32_t crc = 0;
+        for (std::int64_t offset = 0; offset < listed.size;) {
+          const auto length = std::min(static_cast<std::int64_t>(kBlock), listed.size - offset);
+          const std::span<char> block(buffer.data(), static_cast<std::size_t>(length));
+          file.read_at(offset, block);
+          crc = crc32c(crc, block);
+          offset += length;
+        }
+        if (crc != listed.crc32c) {
+          fault =
+              listed.name + " has the checksum " + hexadecimal(crc) + " instead of " + hexadecimal(listed.crc32c) + ": its bytes changed";
+        }
+      } catch (const Error& error) {
+        fault = error.what();
+      }
+    }
+    if (!fault.empty()) faults += "\n  " + fault;
+  }
+  if (!faults.empty()) throw Error("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
+}
+
+}  // namespace fsdp::ckpt

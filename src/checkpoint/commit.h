@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/files.h"
+
+namespace fsdp::ckpt {
+
+// How a step (a folder with a checkpoint) gets its name only when it is whole, and on the disk:
+//
+//   1. begin_step() makes a folder `.tmp-<name>-<random>` beside the target. All ranks write their files into it, each with SummedFile,
+//      which syncs it.
+//   2. seal_step() writes the sidecar, which lists the files with sizes and checksums, and syncs the folder.
+//   3. commit_step() gives the folder its name by one rename and syncs the parent. Where a step of that name is there, the two exchange
+//      names, and the old one is removed.
+//
+// A process may end anywhere in between: before the rename, the old step (or none) is there and whole; after it, the new one. Some
+// filesystems cannot exchange names (NFS, some FUSE ones). There the old step becomes `.old-<name>-<random>` first; if the process ends
+// just then, complete_steps() finds it under that name, and prune_steps() gives it its own one back.
+
+/// The sidecar. Python's DCP opens no file that its metadata do not name.
+inline constexpr std::string_view kSidecar = ".fsdp-checksums";
+
+struct ListedFile {
+  std::string name;  ///< In the step's folder.
+  std::int64_t size = 0;
+  std::uint32_t crc32c = 0;
+
+  bool operator==(const ListedFile&) const = default;
+};
+
+/// A file of a step, written from front to back and summed as it is. One thread at a time.
+class SummedFile {
+ public:
+  SummedFile(const std::filesystem::path& folder, std::string name, FileSystem& files = FileSystem::real());
+
+  /// Bytes so far.
+  std::int64_t size() const { return listed_.size; }
+  void append(std::span<const char> data);
+  /// The same; returns also the data's CRC-32, for a record's tail.
+  std::uint32_t append_with_crc32(std::span<const char> data);
+  /// Syncs and closes it.
+  ListedFile finish();
+
+ private:
+  File file_;
+  ListedFile listed_;
+};
+
+/// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this.
+std::filesystem::path begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::real());
+/// One rank calls this, when all have finished their files: `listed` are all of them.
+void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::real());
+void commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target, FileSystem& files = FileSystem::real());
+
+/// What a step's sidecar lists. Throws Error if it is missing or damaged.
+std::vector<ListedFile> read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
+
+/// Whether the sidecar is there and whole, and all that it lists is there with these sizes. Contents are not read: see verify_step().
+bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
+
+/// The complete steps in a folder, oldest first. The order is that of the numbers at the ends of their names, as in "1000" or "step-1000";
+/// a name without one is no step. A folder that is not there has no steps.
+std::vector<std::filesystem::path> complete_steps(const std::filesystem::path& folder, FileSystem& files = FileSystem::real());
+
+/// The newest complete step, if there is any.
+std::optional<std::filesystem::path> latest_step(const std::filesystem::path& folder, FileSystem& files = FileSystem::real());
+
+/// Removes all complete steps but the newest `keep_last`, and what processes that ended have left behind. Incomplete steps without a
+/// temporary name are somebody else's, and stay. To be called by one rank, after a commit, while no save into the folder is under way.
+void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem& files = FileSystem::real());
+
+/// Reads all files of a step. Throws one Error that lists all that is missing, too short or long, or damaged.
+void verify_step(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
+
+}  // namespace fsdp::ckpt
