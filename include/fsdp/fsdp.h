@@ -17,4 +17,5 @@
 #include "fsdp/offload.h"          // what lies in host memory
 #include "fsdp/optim.h"            // optimizers on shards
 #include "fsdp/placements.h"       // what is sharded
+#include "fsdp/save_load.h"        // checkpoints
 #include "fsdp/stats.h"            // memory and wire accounting

@@ -15,8 +15,8 @@
 #include "fsdp/optim.h"
 
 // Sharded checkpoints in the format of torch.distributed.checkpoint (DCP): Python reads what C++ wrote, and the reverse, on any number of
-// ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", the optimizer's state under "optim" as
-// get_optimizer_state_dict arranges it, what else a run needs under "extra".
+// ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", the optimizer's state under "optim"
+// as get_optimizer_state_dict arranges it, what else a run needs under "extra".
 namespace fsdp {
 
 using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
@@ -24,16 +24,16 @@ using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Ten
 using ExtraState = std::map<std::string, ExtraValue>;
 
 struct SaveOptions {
-  /// After the checkpoint is complete, older complete ones beside it (of the same folder) are removed, but for so many with this one. 0: none
-  /// is.
+  /// After the checkpoint is complete, older complete ones beside it (of the same folder) are removed, but for so many with this one. 0:
+  /// none is.
   int keep_last = 0;
   /// The state of torch's default generator of the CPU, each rank's own.
   bool rng = true;
 };
 
-/// Writes a checkpoint into the new folder `path` ("runs/a/1000"), on a file system that all ranks share. It appears complete or not at all:
-/// files are written to a hidden folder beside it, synced, and one rename commits. A folder that is there already is replaced in the same
-/// way. Collective. Throws Error on every rank if it failed on any; what was there before is then as it was.
+/// Writes a checkpoint into the new folder `path` ("runs/a/1000"), on a file system that all ranks share. It appears complete or not at
+/// all: files are written to a hidden folder beside it, synced, and one rename commits. A folder that is there already is replaced in the
+/// same way. Collective. Throws Error on every rank if it failed on any; what was there before is then as it was.
 void save(const std::string& path, torch::nn::Module& module, const ExtraState& extra = {}, SaveOptions options = {});
 void save(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, const ExtraState& extra = {}, SaveOptions options = {});
 
@@ -53,9 +53,10 @@ struct Loaded {
   bool rng = false;                     ///< The generators were restored.
 };
 
-/// Reads a checkpoint into a sharded model, and its optimizer. Each rank reads only the byte ranges that it needs; values are converted where
-/// dtypes differ. Everything is read and checked before anything is assigned. A checkpoint of this library is checked by its checksums, and
-/// refused if it is not complete. Collective. Throws Error on every rank if it failed on any; model and optimizer are then as they were.
+/// Reads a checkpoint into a sharded model, and its optimizer. Each rank reads only the byte ranges that it needs; values are converted
+/// where dtypes differ. Everything is read and checked before anything is assigned. A checkpoint of this library is checked by its
+/// checksums, and refused if it is not complete. Collective. Throws Error on every rank if it failed on any; model and optimizer are then
+/// as they were.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});

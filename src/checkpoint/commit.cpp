@@ -257,30 +257,31 @@ void prune_steps(const fs::path& folder, int keep_last, FileSystem& files) {
   sync_folder(folder, files);
 }
 
+std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem& files) {
+  std::string fault = fault_of(step, listed, files);
+  if (!fault.empty()) return fault;
+  try {
+    const File file = File::open(step / listed.name, files);
+    std::string buffer(kBlock, '\0');
+    std::uint32_t crc = 0;
+    for (std::int64_t offset = 0; offset < listed.size;) {
+      const auto length = std::min(static_cast<std::int64_t>(kBlock), listed.size - offset);
+      const std::span<char> block(buffer.data(), static_cast<std::size_t>(length));
+      file.read_at(offset, block);
+      crc = crc32c(crc, block);
+      offset += length;
+    }
+    if (crc == listed.crc32c) return "";
+    return listed.name + " has the checksum " + hexadecimal(crc) + " instead of " + hexadecimal(listed.crc32c) + ": its bytes changed";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
 void verify_step(const fs::path& step, FileSystem& files) {
   std::string faults;
-  std::string buffer(kBlock, '\0');
   for (const ListedFile& listed : read_sidecar(step, files)) {
-    std::string fault = fault_of(step, listed, files);
-    if (fault.empty()) {
-      try {
-        const File file = File::open(step / listed.name, files);
-        std::uint32_t crc = 0;
-        for (std::int64_t offset = 0; offset < listed.size;) {
-          const auto length = std::min(static_cast<std::int64_t>(kBlock), listed.size - offset);
-          const std::span<char> block(buffer.data(), static_cast<std::size_t>(length));
-          file.read_at(offset, block);
-          crc = crc32c(crc, block);
-          offset += length;
-        }
-        if (crc != listed.crc32c) {
-          fault =
-              listed.name + " has the checksum " + hexadecimal(crc) + " instead of " + hexadecimal(listed.crc32c) + ": its bytes changed";
-        }
-      } catch (const Error& error) {
-        fault = error.what();
-      }
-    }
+    const std::string fault = fault_in(step, listed, files);
     if (!fault.empty()) faults += "\n  " + fault;
   }
   if (!faults.empty()) throw Error("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);

@@ -76,6 +76,9 @@ std::optional<std::filesystem::path> latest_step(const std::filesystem::path& fo
 /// temporary name are somebody else's, and stay. To be called by one rank, after a commit, while no save into the folder is under way.
 void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem& files = FileSystem::real());
 
+/// What is wrong with a listed file, which is read: missing, too short or long, damaged. Empty if nothing is.
+std::string fault_in(const std::filesystem::path& step, const ListedFile& listed, FileSystem& files = FileSystem::real());
+
 /// Reads all files of a step. Throws one Error that lists all that is missing, too short or long, or damaged.
 void verify_step(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
 

@@ -40,7 +40,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   if (follows_plan_) {
     const auto planned = plan_.slot_of[lease];
     slot.capacity_ = plan_.capacities[planned];
-    slot.memory_ = planned_[planned] ? std::move(planned_[planned]) : allocate_block(slot.capacity_);
+    slot.memory_ = planned_[planned] ? std::exchange(planned_[planned], {}) : allocate_block(slot.capacity_);
     planned_lent_[planned] = true;
   } else {
     slot.memory_ = take_any(bytes, slot.capacity_);
@@ -95,7 +95,7 @@ void SlotPool::give_back(Slot& slot) {
 void SlotPool::leave_plan() {
   if (!std::exchange(follows_plan_, false)) return;
   for (std::size_t planned = 0; planned < planned_.size(); ++planned) {
-    if (planned_[planned]) free_.emplace(plan_.capacities[planned], std::move(planned_[planned]));
+    if (planned_[planned]) free_.emplace(plan_.capacities[planned], std::exchange(planned_[planned], {}));
   }
 }
 

@@ -90,7 +90,7 @@ class SlotPool {
   SlotPlan plan_;
   bool follows_plan_ = false;
   bool left_last_step_ = false;
-  std::vector<c10::DataPtr> planned_;  // of each planned slot, if it is allocated and not lent
+  std::vector<c10::DataPtr> planned_;  // of each planned slot, if it is allocated and not lent (a moved-from DataPtr keeps its address)
   std::vector<bool> planned_lent_;
 };
 

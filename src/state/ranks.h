@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "fsdp/device_mesh.h"
+
+namespace fsdp::state {
+
+/// The ranks that write or read a checkpoint together. Not thread-safe.
+class Ranks {
+ public:
+  enum class Groups : std::uint8_t {
+    kOfMesh,  ///< Speaks through the mesh's own communicators: not beside training.
+    kOwn,     ///< Makes communicators (collective): may be used from another thread while the model trains.
+  };
+  Ranks(const DeviceMesh& mesh, Groups groups);
+
+  std::int64_t size() const { return size_; }
+  /// This rank's position in the mesh, the last dimension varying fastest.
+  std::int64_t index() const { return index_; }
+
+  /// Every rank's bytes, by index. Collective. Throws CommError.
+  std::vector<std::string> gather(const std::string& mine, const char* operation) const;
+
+  /// Ranks tell each other whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message. Collective.
+  void agree(const std::exception_ptr& failure, const std::string& what) const;
+
+ private:
+  std::vector<std::shared_ptr<comm::Communicator>> communicators_;  // outermost dimension first
+  std::int64_t size_ = 1;
+  std::int64_t index_ = 0;
+};
+
+}  // namespace fsdp::state

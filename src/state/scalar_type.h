@@ -1,0 +1,15 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <string>
+
+#include "checkpoint/dtype.h"
+
+namespace fsdp::state {
+
+/// The file formats' name of a tensor's dtype, and back. Throw Error, which names `what`, for dtypes that the other side has not.
+ckpt::Dtype dtype_of(at::ScalarType type, const std::string& what);
+at::ScalarType scalar_type_of(ckpt::Dtype dtype, const std::string& what);
+
+}  // namespace fsdp::state

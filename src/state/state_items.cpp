@@ -1,0 +1,129 @@
+#include "state/state_items.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/engine.h"
+#include "fsdp/error.h"
+#include "optim/shard_optimizer.h"
+#include "state/ranks.h"
+
+namespace fsdp::state {
+namespace {
+
+std::vector<std::string> path_below(const std::string& prefix, std::vector<std::string> rest) {
+  if (!prefix.empty()) rest.insert(rest.begin(), prefix);
+  return rest;
+}
+
+/// Which of the values of parameter i that this rank holds are its own: [begin, begin + numel).
+std::pair<std::int64_t, std::int64_t> own_part(const engine::Unit& unit, std::size_t parameter) {
+  const auto own = unit.slice(parameter, unit.own_pieces());
+  if (own.numel == 0) return {0, 0};
+  return {own.parameter_offset - unit.main_slice(parameter).parameter_offset, own.numel};
+}
+
+/// The rank that owns the first element speaks for the parameter.
+bool owns_first_element(const engine::Unit& unit, std::size_t parameter) {
+  const auto own = unit.slice(parameter, unit.own_pieces());
+  return own.numel > 0 && own.parameter_offset == 0;
+}
+
+}  // namespace
+
+std::string StateItem::key() const {
+  std::string key;
+  for (const auto& part : path) key += (key.empty() ? "" : ".") + part;
+  return key;
+}
+
+std::vector<StateItem> model_items(torch::nn::Module& module, const std::string& prefix) {
+  const auto engine = handle(module).engine();
+  std::vector<std::pair<std::size_t, StateItem>> ordered;
+  for (const auto& unit : engine->units()) {
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      const auto& parameter = unit->parameters[i];
+      const auto slice = unit->main_slice(i);
+      const auto [own_begin, own_numel] = own_part(*unit, i);
+      ordered.emplace_back(parameter.position, StateItem{.path = path_below(prefix, {parameter.name}),
+                                                         .shape = parameter.shape,
+                                                         .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
+                                                         .offset = slice.parameter_offset,
+                                                         .own_begin = own_begin,
+                                                         .own_numel = own_numel});
+    }
+  }
+  std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<StateItem> items;
+  for (auto& [position, item] : ordered) items.push_back(std::move(item));
+  const bool speaks = Ranks(engine->mesh(), Ranks::Groups::kOfMesh).index() == 0;
+  for (const auto& buffer : module.named_buffers()) {
+    if (!buffer.value().defined()) continue;
+    if (!buffer.value().is_contiguous()) {
+      throw Error("buffer '" + buffer.key() + "' is not contiguous; register_buffer a contiguous() copy to save and load it");
+    }
+    const auto values = buffer.value().detach().view({-1});
+    items.push_back({.path = path_below(prefix, {buffer.key()}),
+                     .shape = buffer.value().sizes().vec(),
+                     .values = values,
+                     .offset = 0,
+                     .own_begin = 0,
+                     .own_numel = speaks ? values.numel() : 0});
+  }
+  return items;
+}
+
+std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& prefix) {
+  std::vector<StateItem> items;
+  for (const auto& part : optimizer.state().parts) {
+    for (auto& tensor : part->state()) {
+      const auto& unit = *tensor.unit;
+      const auto& parameter = unit.parameters[tensor.parameter];
+      const auto slice = unit.main_slice(tensor.parameter);
+      const auto [own_begin, own_numel] = own_part(unit, tensor.parameter);
+      const auto per_value = tensor.kind.elements_per_value;
+      const auto values_of = [per_value](std::int64_t elements) { return (elements + per_value - 1) / per_value; };
+      const auto& whole = unit.layout.placements()[tensor.parameter];
+      items.push_back({.path = path_below(prefix, {"state", parameter.name, tensor.kind.name}),
+                       .shape = per_value == 1 ? parameter.shape : std::vector<std::int64_t>{values_of(whole.numel)},
+                       .values = tensor.values,
+                       .offset = slice.parameter_offset / per_value,
+                       .own_begin = own_begin / per_value,
+                       .own_numel = values_of(own_numel)});
+    }
+  }
+  return items;
+}
+
+std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix) {
+  std::vector<StateItem> items;
+  for (const auto& part : optimizer.state().parts) {
+    for (const auto& unit : optimizer.engine()->units()) {
+      for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+        if (!part->updates(*unit, i)) continue;
+        const auto steps = part->steps(*unit, i);
+        items.push_back({.path = path_below(prefix, {"state", unit->parameters[i].name, "step"}),
+                         .shape = {},
+                         .values = at::full({1}, static_cast<double>(steps), at::kFloat),
+                         .offset = 0,
+                         .own_begin = 0,
+                         .own_numel = steps > 0 && owns_first_element(*unit, i) ? 1 : 0});
+      }
+    }
+  }
+  return items;
+}
+
+void set_optimizer_steps(Optimizer& optimizer, const std::function<std::int64_t(const std::string& parameter)>& steps) {
+  for (const auto& part : optimizer.state().parts) {
+    for (const auto& unit : optimizer.engine()->units()) {
+      for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+        if (part->updates(*unit, i)) part->set_steps(*unit, i, steps(unit->parameters[i].name));
+      }
+    }
+  }
+}
+
+}  // namespace fsdp::state

@@ -1,0 +1,202 @@
+// A checkpoint is written: every rank its file, rank 0 what joins them.
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "checkpoint/checksum.h"
+#include "checkpoint/commit.h"
+#include "checkpoint/records.h"
+#include "fsdp/error.h"
+#include "state/snapshot.h"
+
+namespace fsdp::state {
+namespace {
+
+namespace fs = std::filesystem;
+
+using ckpt::DcpMetadata;
+using ckpt::DcpTensor;
+
+/// Joins small pieces before they are written.
+class Output {
+ public:
+  Output(const fs::path& folder, std::string name) : file_(folder, std::move(name)) {}
+
+  std::int64_t position() const { return file_.size() + static_cast<std::int64_t>(waiting_.size()); }
+  void append(std::string_view text) {
+    waiting_ += text;
+    if (waiting_.size() >= kJoined) flush();
+  }
+  /// Returns the data's CRC-32.
+  std::uint32_t append_data(std::span<const char> data) {
+    if (data.size() >= kJoined) {
+      flush();
+      return file_.append_with_crc32(data);
+    }
+    append({data.data(), data.size()});
+    return ckpt::crc32(0, data);
+  }
+  ckpt::ListedFile finish() {
+    flush();
+    return file_.finish();
+  }
+
+ private:
+  static constexpr std::size_t kJoined = std::size_t{1} << 20;
+
+  void flush() {
+    file_.append(waiting_);
+    waiting_.clear();
+  }
+
+  ckpt::SummedFile file_;
+  std::string waiting_;
+};
+
+/// Writes a rank's records; says where they are.
+std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, const Snapshot& snapshot, std::int64_t rank) {
+  const auto name = "__" + std::to_string(rank) + "_0.distcp";
+  Output out(folder, name);
+  DcpMetadata metadata;
+  for (const auto& tensor : snapshot.tensors) {
+    DcpTensor stored{.dtype = tensor.dtype, .shape = tensor.shape, .chunks = {}};
+    for (const auto& chunk : tensor.chunks) {
+      const ckpt::TensorRecord record(tensor.dtype, chunk.box.sizes);
+      stored.chunks.push_back({chunk.box, {name, out.position(), record.length()}});
+      out.append(record.head());
+      const auto crc = out.append_data({chunk.data, static_cast<std::size_t>(record.data_length())});
+      out.append(record.tail(crc));
+    }
+    metadata.items.push_back({tensor.key, std::move(stored)});
+    metadata.paths.emplace_back(tensor.key, tensor.path);
+  }
+  for (const auto& object : snapshot.objects) {
+    const auto record = ckpt::object_record(object.value);
+    metadata.items.push_back({object.key, ckpt::DcpObject{{name, out.position(), static_cast<std::int64_t>(record.size())}}});
+    out.append(record);
+    metadata.paths.emplace_back(object.key, object.path);
+  }
+  return {std::move(metadata), out.finish()};
+}
+
+/// What ranks tell rank 0: the file's line in the sidecar, then the metadata.
+std::string packed(const DcpMetadata& metadata, const ckpt::ListedFile& file) {
+  return std::to_string(file.crc32c) + " " + std::to_string(file.size) + " " + file.name + "\n" + ckpt::write_dcp_metadata(metadata);
+}
+
+std::pair<DcpMetadata, ckpt::ListedFile> unpacked(const std::string& text) {
+  const auto line_end = text.find('\n');
+  std::istringstream line(text.substr(0, line_end));
+  ckpt::ListedFile file;
+  line >> file.crc32c >> file.size >> file.name;
+  return {ckpt::read_dcp_metadata(std::string_view(text).substr(line_end + 1), "the metadata of " + file.name), std::move(file)};
+}
+
+/// All ranks' records. Throws Error unless the boxes of every tensor make it up, each element once.
+DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
+  DcpMetadata all;
+  std::map<std::string, std::size_t> position;
+  for (const auto& part : parts) {
+    for (std::size_t i = 0; i < part.items.size(); ++i) {
+      const auto& item = part.items[i];
+      const auto [found, is_new] = position.emplace(item.name, all.items.size());
+      if (is_new) {
+        all.items.push_back(item);
+        all.paths.push_back(part.paths[i]);
+        continue;
+      }
+      auto* tensor = std::get_if<DcpTensor>(&all.items[found->second].content);
+      const auto* more = std::get_if<DcpTensor>(&item.content);
+      if (tensor == nullptr || more == nullptr || tensor->dtype != more->dtype || tensor->shape != more->shape) {
+        throw Error("ranks have different tensors named '" + item.name + "'; give them different names");
+      }
+      // An empty tensor has the same one box on every rank.
+      if (ckpt::numel(tensor->shape) > 0) tensor->chunks.insert(tensor->chunks.end(), more->chunks.begin(), more->chunks.end());
+    }
+  }
+  for (const auto& item : all.items) {
+    const auto* tensor = std::get_if<DcpTensor>(&item.content);
+    if (tensor == nullptr) continue;
+    std::int64_t covered = 0;
+    for (const auto& chunk : tensor->chunks) covered += ckpt::numel(chunk.box.sizes);
+    const auto numel = ckpt::numel(tensor->shape);
+    if (covered != numel) {
+      throw Error("the ranks' parts of '" + item.name + "' have " + std::to_string(covered) + " elements, the tensor has " +
+                  std::to_string(numel) + (covered > numel ? ": several ranks hold different parameters of this name" : ""));
+    }
+  }
+  return all;
+}
+
+void remove_quietly(const fs::path& folder) {
+  try {
+    ckpt::remove_tree(folder);
+  } catch (const Error&) {
+    // The error that made this necessary is on its way; what is left has a temporary name.
+  }
+}
+
+}  // namespace
+
+void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks) {
+  const fs::path target = path;
+  const std::string what = "the checkpoint " + path + " could not be written:";
+  const bool leads = ranks.index() == 0;
+  std::exception_ptr failure;
+  const auto attempt = [&](const auto& body) {
+    if (failure) return;
+    try {
+      body();
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+  };
+
+  fs::path folder;
+  attempt([&] {
+    if (options.keep_last < 0) throw Error("keep_last is " + std::to_string(options.keep_last) + "; give 0 (all are kept) or more");
+    if (leads) folder = ckpt::begin_step(target);
+  });
+  ranks.agree(failure, what);
+  folder = ranks.gather(folder.string(), "checkpoint: its folder")[0];
+
+  std::string part;
+  attempt([&] {
+    const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
+    part = packed(metadata, file);
+  });
+  try {
+    ranks.agree(failure, what);
+    const auto parts = ranks.gather(part, "checkpoint: what ranks wrote");
+    if (leads) {
+      attempt([&] {
+        std::vector<DcpMetadata> metadata;
+        std::vector<ckpt::ListedFile> listed;
+        for (const auto& text : parts) {
+          auto [some, file] = unpacked(text);
+          metadata.push_back(std::move(some));
+          listed.push_back(std::move(file));
+        }
+        ckpt::SummedFile file(folder, std::string(ckpt::kMetadataFile));
+        file.append(ckpt::write_dcp_metadata(joined(metadata)));
+        listed.push_back(file.finish());
+        ckpt::seal_step(folder, listed);
+        ckpt::commit_step(folder, target);
+      });
+    }
+    ranks.agree(failure, what);
+  } catch (...) {
+    if (leads) remove_quietly(folder);
+    throw;
+  }
+  attempt([&] {
+    if (leads && options.keep_last > 0) ckpt::prune_steps(target.has_parent_path() ? target.parent_path() : ".", options.keep_last);
+  });
+  ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");
+}
+
+}  // namespace fsdp::state
