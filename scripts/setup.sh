@@ -78,7 +78,7 @@ need_headers() {
 case $target in
   build)
     need_headers
-    need_python_packages torch==2.13.0 numpy 'cmake>=3.25' ninja
+    need_python_packages torch==2.13.0 numpy safetensors 'cmake>=3.25' ninja
     ;;
   bench) need_python_packages matplotlib ;;
   format) need_python_packages clang-format==14.0.6 ;;

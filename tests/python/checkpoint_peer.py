@@ -172,6 +172,38 @@ def check_huge(folder: Path) -> None:
     assert tensor[-1] == 7
 
 
+def write_safetensors(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = state()["dtypes"]
+    del tensors["complex128"]
+    save_file({**tensors, **state()["shapes"][0]}, folder / "python.safetensors", metadata={"format": "pt", "by": "x"})
+
+
+def check_safetensors(folder: Path) -> None:
+    """C++ has written the tensors of write_safetensors into model.safetensors, and into three files with an index."""
+    import json
+
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    expected = {**state()["dtypes"], **state()["shapes"][0]}
+    del expected["complex128"]
+    one = folder / "model.safetensors"
+    found = load_file(one)
+    check_same({name: found[name] for name in expected}, expected)
+    assert len(found) == len(expected)
+    with safe_open(one, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+    index = json.loads((folder / "sharded" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(expected)
+    assert len(set(index["weight_map"].values())) == 3
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    for name, file in index["weight_map"].items():
+        check_same(load_file(folder / "sharded" / file)[name], expected[name], name)
+
+
 def main() -> None:
     command, folder = sys.argv[1:]
     globals()[command](Path(folder))

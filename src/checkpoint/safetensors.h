@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/boxes.h"
+#include "checkpoint/dtype.h"
+#include "checkpoint/files.h"
+
+namespace fsdp::ckpt {
+
+/// Hugging Face's format: a file is the length of its header (8 bytes), the header (JSON) and the tensors' data, row-major and without
+/// gaps. A model of several files has an index beside them. Only headers are read and written here; ranges of the data are read and written
+/// where these say, in any order and from any rank.
+
+inline constexpr std::string_view kSafetensorsFile = "model.safetensors";
+inline constexpr std::string_view kSafetensorsIndex = "model.safetensors.index.json";
+
+struct SafetensorsTensor {
+  std::string name;
+  Dtype dtype = Dtype::float32;
+  Shape shape;
+  std::int64_t offset = 0;  ///< Of the first byte in the file.
+  std::int64_t length = 0;  ///< In bytes.
+
+  bool operator==(const SafetensorsTensor&) const = default;
+};
+
+struct SafetensorsHeader {
+  std::vector<SafetensorsTensor> tensors;       ///< In the order of their data.
+  std::map<std::string, std::string> metadata;  ///< Free text by key.
+};
+
+/// Reads the header of a file of `size` bytes. Checked: that header and data fill the file exactly, that each tensor's data have the size
+/// that dtype and shape ask for and do not overlap, and that all names differ. Errors begin with `file`. Memory: some tens of times the
+/// header's size, which is at most 100 MB and the file's.
+SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size, const std::string& file);
+
+/// A file of a model, with what is in it.
+struct SafetensorsFile {
+  std::string name;
+  std::vector<SafetensorsTensor> tensors;
+};
+
+/// Reads the headers of a model: `path` is a file, or a folder with an index (whose files' tensors must be those that it names) or a
+/// `model.safetensors`. Names of files are relative to the folder.
+std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+
+/// A file to be written.
+struct PlannedSafetensors {
+  SafetensorsFile file;
+  std::string head;       ///< What comes before the data.
+  std::int64_t size = 0;  ///< Of the whole file.
+};
+
+struct SafetensorsPlan {
+  std::vector<PlannedSafetensors> files;
+  std::string index;  ///< The text of the index; empty for one file, which has none.
+};
+
+struct SafetensorsOptions {
+  /// A file takes tensors up to this size, or one larger one.
+  std::int64_t most_bytes_per_file = std::int64_t{5} << 30;
+  /// transformers loads files of format "pt".
+  std::map<std::string, std::string> metadata = {{"format", "pt"}};
+};
+
+/// Divides tensors (offsets and lengths are ignored) among files, in their order, and says where their data go. Within a file, those with
+/// larger elements come first, so that all are aligned.
+SafetensorsPlan plan_safetensors(std::vector<SafetensorsTensor> tensors, const SafetensorsOptions& options = {});
+
+}  // namespace fsdp::ckpt

@@ -1,0 +1,186 @@
+#include "checkpoint/safetensors.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "checkpoint/python_peer.h"
+#include "fsdp/error.h"
+
+namespace fsdp::ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+using fsdp::testing::message_of;
+using fsdp::testing::run_python;
+using fsdp::testing::TemporaryFolder;
+
+std::string read_data(const fs::path& path, const SafetensorsTensor& tensor) {
+  std::string data(static_cast<std::size_t>(tensor.length), '\0');
+  File::open(path).read_at(tensor.offset, data);
+  return data;
+}
+
+/// Writes a planned file's data in reverse order, as ranks might.
+void write_planned(const fs::path& folder, const PlannedSafetensors& planned, const std::map<std::string, std::string>& data) {
+  File file = File::create(folder / planned.file.name);
+  for (auto tensor = planned.file.tensors.rbegin(); tensor != planned.file.tensors.rend(); ++tensor) {
+    EXPECT_EQ(tensor->offset % itemsize(tensor->dtype), 0);
+    file.write_at(tensor->offset, data.at(tensor->name));
+  }
+  file.write_at(0, planned.head);
+  EXPECT_EQ(file.size(), planned.size);
+}
+
+TEST(Safetensors, BothWaysWithPython) {
+  const TemporaryFolder folder;
+  run_python("write_safetensors", folder.path());
+  const fs::path path = folder.path() / "python.safetensors";
+  const File file = File::open(path);
+  const SafetensorsHeader header = read_safetensors_header(file.reader(), file.size(), path.string());
+  EXPECT_EQ(header.metadata, (std::map<std::string, std::string>{{"by", "x"}, {"format", "pt"}}));
+  std::map<std::string, std::string> data;
+  for (const SafetensorsTensor& tensor : header.tensors) data[tensor.name] = read_data(path, tensor);
+  for (const DtypeNames& names : dtypes()) {
+    if (names.dtype == Dtype::complex128) continue;
+    std::string expected;
+    for (std::int64_t k = 0; k < 6 * names.itemsize; ++k) expected += static_cast<char>(k % (names.dtype == Dtype::boolean ? 2 : 251));
+    EXPECT_EQ(data.at(std::string(names.name)), expected);
+    const auto tensor = std::find_if(header.tensors.begin(), header.tensors.end(), [&](const auto& it) { return it.name == names.name; });
+    EXPECT_EQ(tensor->dtype, names.dtype);
+    EXPECT_EQ(tensor->shape, (Shape{2, 3}));
+  }
+
+  const SafetensorsPlan one = plan_safetensors(header.tensors);
+  ASSERT_EQ(one.files.size(), 1U);
+  EXPECT_EQ(one.index, "");
+  write_planned(folder.path(), one.files[0], data);
+  const SafetensorsPlan three = plan_safetensors(header.tensors, {.most_bytes_per_file = 170});
+  ASSERT_EQ(three.files.size(), 3U);
+  fs::create_directory(folder.path() / "sharded");
+  for (const PlannedSafetensors& planned : three.files) write_planned(folder.path() / "sharded", planned, data);
+  folder.write("sharded/model.safetensors.index.json", three.index);
+  run_python("check_safetensors", folder.path());
+
+  for (const fs::path& model : {folder.path(), folder.path() / "model.safetensors", folder.path() / "sharded"}) {
+    std::map<std::string, std::string> again;
+    const fs::path where = fs::is_directory(model) ? model : folder.path();
+    for (const SafetensorsFile& part : read_safetensors(model)) {
+      for (const SafetensorsTensor& tensor : part.tensors) again[tensor.name] = read_data(where / part.name, tensor);
+    }
+    EXPECT_EQ(again, data);
+  }
+}
+
+SafetensorsHeader read(const std::string& text) {
+  const ReadAt reader = [&text](std::int64_t offset, std::span<char> to) {
+    ASSERT_LE(static_cast<std::size_t>(offset) + to.size(), text.size());
+    std::memcpy(to.data(), text.data() + offset, to.size());
+  };
+  return read_safetensors_header(reader, static_cast<std::int64_t>(text.size()), "F");
+}
+
+std::string file_of(const std::string& json, std::size_t data) {
+  std::uint64_t length = json.size();
+  std::string text(sizeof(length), '\0');
+  std::memcpy(text.data(), &length, sizeof(length));
+  return text + json + std::string(data, 'd');
+}
+
+std::string error_of(const std::string& json, std::size_t data = 8) {
+  return message_of<Error>([&] { read(file_of(json, data)); });
+}
+
+TEST(Safetensors, TensorsOfAnyOrderAndWithoutElements) {
+  const SafetensorsHeader header =
+      read(file_of(R"({"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]},"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]},)"
+                   R"("e":{"dtype":"F64","shape":[0,9],"data_offsets":[4,4]},"s":{"dtype":"I32","shape":[],"data_offsets":[8,12]}}  )",
+                   12));
+  ASSERT_EQ(header.tensors.size(), 4U);
+  EXPECT_EQ(header.tensors[0].name, "a");
+  EXPECT_EQ(header.tensors[1].name, "e");
+  EXPECT_EQ(header.tensors[2].name, "b");
+  EXPECT_EQ(header.tensors[3].shape, Shape{});
+  EXPECT_EQ(read(file_of("{}", 0)).tensors.size(), 0U);
+}
+
+TEST(Safetensors, DamageIsAnErrorWithNames) {
+  EXPECT_EQ(message_of<Error>([] { read("short"); }), "F: not a safetensors file: it has 5 bytes");
+  EXPECT_EQ(message_of<Error>([] { read(std::string(20, '\xFF')); }),
+            "F: not a safetensors file, or cut off: its header would have 18446744073709551615 of the file's 20 bytes");
+  EXPECT_EQ(error_of(" {}"), "F: not a safetensors file: its header does not begin with '{'");
+  EXPECT_NE(error_of("{\"a\":").find("F: not valid JSON"), std::string::npos);
+  EXPECT_NE(error_of("{\"\xFF\":1}").find("F: not valid JSON"), std::string::npos);
+  EXPECT_EQ(error_of(R"({"a":{"b":[[1]]}})"), "F: the JSON is nested deeper than this format is");
+  EXPECT_EQ(error_of("{}"), "F: the file has 18 bytes, but its tensors end at 10");
+  EXPECT_EQ(error_of(R"({"a":1})"), "F: tensor 'a' has no 'dtype'");
+  EXPECT_EQ(error_of(R"({"__metadata__":{"a":1}})"), "F: __metadata__ 'a' is no string");
+  const auto tensor = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+    return "{\"dtype\":" + dtype + ",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
+  };
+  const auto error_with = [&](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+    return error_of("{\"a\":" + tensor(dtype, shape, offsets) + "}");
+  };
+  EXPECT_EQ(error_with("\"F4\"", "[1]", "[0,8]"), "F: tensor 'a' has the dtype \"F4\", which is not supported");
+  EXPECT_EQ(error_with("7", "[1]", "[0,8]"), "F: tensor 'a' has the dtype 7, which is not supported");
+  EXPECT_EQ(error_with("\"F32\"", "[1]", "[0,8]"), "F: tensor 'a' has 8 bytes, but its dtype and shape ask for 4");
+  EXPECT_EQ(error_with("\"F32\"", "[-1]", "[0,8]"), "F: tensor 'a': a size is no natural number: -1");
+  EXPECT_EQ(error_with("\"F32\"", "[2.0]", "[0,8]"), "F: tensor 'a': a size is no natural number: 2.0");
+  EXPECT_EQ(error_with("\"F32\"", "[2]", "[0,9]"), "F: tensor 'a' has bytes [0, 9) of 8");
+  EXPECT_EQ(error_with("\"F32\"", "[2]", "[8,0]"), "F: tensor 'a' has bytes [8, 0) of 8");
+  EXPECT_EQ(error_with("\"F32\"", "[2]", "[0]"), "F: tensor 'a' needs two data_offsets");
+  EXPECT_EQ(error_with("\"F32\"", "2", "[0,8]"), "F: tensor 'a' has no list as its shape");
+  EXPECT_EQ(error_with("\"F32\"", "[4294967296,4294967296]", "[0,8]"),
+            "F: a tensor of shape [4294967296, 4294967296] has more than 2^63 - 1 elements");
+  EXPECT_EQ(error_with("\"F32\"", "[4611686018427387904]", "[0,8]"), "F: tensor 'a' has more than 2^63 - 1 bytes");
+  const std::string half = tensor("\"F32\"", "[1]", "[0,4]");
+  EXPECT_NE(error_of("{\"a\":" + half + ",\"b\":" + half + "}").find("begin at byte"), std::string::npos);
+  EXPECT_EQ(error_of("{\"a\":" + half + ",\"a\":" + half + "}"), "F: the key 'a' is there twice");
+  EXPECT_NE(error_of("{\"a\":" + tensor("\"F32\"", "[1]", "[4,8]") + "}").find("but should at"), std::string::npos);
+}
+
+TEST(Safetensors, AnIndexMustFitItsFiles) {
+  const TemporaryFolder folder;
+  const SafetensorsPlan plan = plan_safetensors({{.name = "a", .shape = {2}}, {.name = "b", .shape = {1}}}, {.most_bytes_per_file = 8});
+  ASSERT_EQ(plan.files.size(), 2U);
+  for (const PlannedSafetensors& planned : plan.files) {
+    write_planned(folder.path(), planned, {{"a", std::string(8, 'a')}, {"b", std::string(4, 'b')}});
+  }
+  folder.write("model.safetensors.index.json", plan.index);
+  EXPECT_EQ(read_safetensors(folder.path()).size(), 2U);
+
+  const auto error_with = [&](const std::string& index) {
+    folder.write("model.safetensors.index.json", index);
+    return message_of<Error>([&] { read_safetensors(folder.path()); });
+  };
+  const std::string message = error_with(R"({"weight_map":{"c":"model-00001-of-00002.safetensors"}})");
+  EXPECT_NE(message.find("'a' is in model-00001-of-00002.safetensors, but the index does not say so"), std::string::npos) << message;
+  EXPECT_NE(message.find("'c' is not in model-00001-of-00002.safetensors, but the index says so"), std::string::npos) << message;
+  EXPECT_NE(error_with(R"({"weight_map":{"a":"../secret"}})").find("'a' is in \"../secret\", which is no file of this folder"),
+            std::string::npos);
+  EXPECT_NE(error_with(R"({"weight_map":{"a":"gone"}})").find("No such file"), std::string::npos);
+  EXPECT_NE(error_with("[]").find("the index has no 'weight_map'"), std::string::npos);
+}
+
+TEST(Safetensors, WhatTheFormatLacksIsAnError) {
+  EXPECT_NE(message_of<Error>([] { plan_safetensors({{.name = "a", .dtype = Dtype::complex128, .shape = {2}}}); }).find("do not know"),
+            std::string::npos);
+  EXPECT_EQ(message_of<Error>([] {
+              plan_safetensors({{.name = "a", .shape = {2}}, {.name = "a", .shape = {2}}});
+            }),
+            "'a' cannot be the name of two tensors");
+  EXPECT_EQ(message_of<Error>([] { plan_safetensors({{.name = "__metadata__", .shape = {2}}}); }),
+            "'__metadata__' cannot be the name of a tensor");
+  EXPECT_NE(message_of<Error>([] { plan_safetensors({{.name = "\xFF", .shape = {2}}}); }).find("cannot be written as JSON"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace fsdp::ckpt
