@@ -53,14 +53,26 @@ struct Loaded {
   bool rng = false;                     ///< The generators were restored.
 };
 
-/// Reads a checkpoint into a sharded model, and its optimizer. Each rank reads only the byte ranges that it needs; values are converted
-/// where dtypes differ. Everything is read and checked before anything is assigned. A checkpoint of this library is checked by its
-/// checksums, and refused if it is not complete. Collective. Throws Error on every rank if it failed on any; model and optimizer are then
-/// as they were.
+/// Reads a checkpoint into a sharded model, and its optimizer: DCP's, or, for the model alone, Hugging Face's safetensors (a file, or a
+/// folder with an index; its names get "model." in front). Each rank reads only the byte ranges that it needs; values are converted where
+/// dtypes differ. Everything is read and checked before anything is assigned. A checkpoint of this library is checked by its checksums, and
+/// refused if it is not complete. Collective. Throws Error on every rank if it failed on any; model and optimizer are then as they were.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
+
+struct ExportOptions {
+  /// Of floating-point tensors; by default that of the main parameters.
+  std::optional<at::ScalarType> dtype = {};
+  /// A file takes tensors up to this size, or one larger one. Several files get an index.
+  std::int64_t most_bytes_per_file = std::int64_t{5} << 30;
+};
+
+/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all. Every rank
+/// writes its own ranges: none holds more than one tensor's share beside its shards. Collective. Throws Error on every rank if it failed on
+/// any.
+void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
 /// The newest complete checkpoint of this library in a folder, by the number that ends its name; nothing if there is none. Not collective.
 std::optional<std::string> latest(const std::string& folder);

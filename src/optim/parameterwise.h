@@ -34,6 +34,7 @@ class Parameterwise final : public Part {
                 MakeState make_state, UpdatePiece update);
   void step(double lr_factor) override;
   double base_lr() const override { return groups_[0].lr; }
+  const std::vector<StateKind>& kinds() const override { return kinds_; }
   bool updates(const engine::Unit& unit, std::size_t parameter) const override;
   std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
   void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;

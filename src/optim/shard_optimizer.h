@@ -75,6 +75,7 @@ class Part {
 
   // For checkpoints.
 
+  virtual const std::vector<StateKind>& kinds() const = 0;
   virtual bool updates(const engine::Unit& unit, std::size_t parameter) const = 0;
   /// How often a parameter has been updated. Known where this rank has a part of it.
   virtual std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const = 0;
@@ -127,6 +128,7 @@ class Elementwise final : public Part {
               const Selection& selection = {});
   void step(double lr_factor) override;
   double base_lr() const override { return groups_[0].lr; }
+  const std::vector<StateKind>& kinds() const override { return kinds_; }
   bool updates(const engine::Unit& unit, std::size_t parameter) const override;
   std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
   void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;

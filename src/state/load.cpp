@@ -2,110 +2,27 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
 
 #include "checkpoint/commit.h"
-#include "checkpoint/dcp_metadata.h"
-#include "checkpoint/records.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
-#include "memory/device_memory.h"
 #include "optim/shard_optimizer.h"
-#include "state/scalar_type.h"
 #include "state/snapshot.h"
+#include "state/source.h"
 #include "state/state_items.h"
 
 namespace fsdp {
 namespace {
 
-namespace fs = std::filesystem;
-
-using ckpt::DcpTensor;
 using state::Ranks;
 using state::StateItem;
-
-/// A checkpoint's folder, open for reading.
-class Checkpoint {
- public:
-  explicit Checkpoint(const std::string& path) : folder_(path), is_sealed_(fs::exists(folder_ / ckpt::kSidecar)) {
-    const auto file = folder_ / ckpt::kMetadataFile;
-    if (!fs::is_directory(folder_)) throw Error("there is no checkpoint " + path);
-    constexpr std::int64_t kMostMetadata = std::int64_t{1} << 32;
-    metadata_ = ckpt::read_dcp_metadata(ckpt::read_whole(file, kMostMetadata), file.string());
-    for (const auto& item : metadata_.items) by_name_.emplace(item.name, &item);
-  }
-
-  const ckpt::DcpMetadata& metadata() const { return metadata_; }
-
-  const ckpt::DcpItem* find(const std::string& key) const {
-    const auto found = by_name_.find(key);
-    return found == by_name_.end() ? nullptr : found->second;
-  }
-
-  /// A share of the files' checksums, if there are any: all ranks together check all.
-  void verify(const Ranks& ranks) const {
-    if (!is_sealed_) return;
-    const auto listed = ckpt::read_sidecar(folder_);
-    std::string faults;
-    for (std::size_t i = 0; i < listed.size(); ++i) {
-      if (static_cast<std::int64_t>(i) % ranks.size() != ranks.index()) continue;
-      const auto fault = ckpt::fault_in(folder_, listed[i]);
-      if (!fault.empty()) faults += "\n    " + fault;
-    }
-    if (!faults.empty()) throw Error(folder_.string() + " is damaged:" + faults);
-  }
-
-  /// Elements [offset, offset + numel) of a tensor as it is stored: a 1-D tensor of its dtype.
-  at::Tensor read(const std::string& key, std::int64_t offset, std::int64_t numel) {
-    const auto& tensor = std::get<DcpTensor>(find(key)->content);
-    const auto type = state::scalar_type_of(tensor.dtype, "'" + key + "'");
-    const auto itemsize = ckpt::itemsize(tensor.dtype);
-    // Mapped apart from malloc's heap where it is large: it goes soon.
-    auto values = memory::zeros(at::kCPU, numel * itemsize).view(type);
-    auto* to = static_cast<char*>(values.mutable_data_ptr());
-    std::int64_t found = 0;
-    for (const auto& chunk : tensor.chunks) {
-      const auto runs = ckpt::runs_to_slice(chunk.box, tensor.shape, offset, numel);
-      if (runs.empty()) continue;
-      auto& file = open(chunk.record.file);
-      const auto data = ckpt::locate_tensor(file.reader(), chunk.record, key, tensor.dtype, chunk.box.sizes);
-      for (const auto& run : runs) {
-        file.read_at(data.offset + run.source * itemsize,
-                     {to + run.destination * itemsize, static_cast<std::size_t>(run.length * itemsize)});
-        found += run.length;
-      }
-    }
-    if (found != numel) {
-      throw Error(folder_.string() + ": the stored parts of '" + key + "' have " + std::to_string(found) + " of the " +
-                  std::to_string(numel) + " elements that are needed");
-    }
-    return values;
-  }
-
-  ckpt::PythonValue read_object(const std::string& key) {
-    const auto& record = std::get<ckpt::DcpObject>(find(key)->content).record;
-    return ckpt::read_object(open(record.file).reader(), record, key);
-  }
-
- private:
-  ckpt::File& open(const std::string& name) {
-    auto found = files_.find(name);
-    if (found == files_.end()) found = files_.emplace(name, ckpt::File::open(folder_ / name)).first;
-    return found->second;
-  }
-
-  fs::path folder_;
-  bool is_sealed_;
-  ckpt::DcpMetadata metadata_;
-  std::map<std::string, const ckpt::DcpItem*> by_name_;
-  std::map<std::string, ckpt::File> files_;
-};
 
 std::string text_of(const std::vector<std::int64_t>& shape) {
   std::string text;
@@ -123,41 +40,42 @@ std::string lines(const std::vector<std::string>& names) {
 class Loading {
  public:
   Loading(const std::string& path, const LoadOptions& options, const Ranks& ranks)
-      : checkpoint_(path), path_(path), options_(options), ranks_(ranks) {}
+      : source_(state::open_source(path)), path_(path), options_(options), ranks_(ranks) {}
 
-  void verify() const { checkpoint_.verify(ranks_); }
+  void verify() const { source_->verify(ranks_); }
 
   std::string stored_key(const std::string& key) const { return options_.rename ? options_.rename(key) : key; }
-  bool has(const std::string& key) const { return checkpoint_.find(stored_key(key)) != nullptr; }
+  bool has(const std::string& key) const { return source_->has(stored_key(key)); }
 
   /// Reads this rank's values of a tensor, or notes that they are missing.
   void read(const StateItem& item) {
     const auto key = item.key();
     const auto stored = stored_key(key);
-    const auto* found = checkpoint_.find(stored);
-    if (found == nullptr) {
+    if (!source_->has(stored)) {
       missing_.push_back(key);
       return;
     }
     used_.insert(stored);
-    const auto* tensor = std::get_if<DcpTensor>(&found->content);
-    if (tensor == nullptr) throw Error(path_ + ": '" + stored + "' is no tensor");
+    const auto tensor = source_->find(stored);
+    if (!tensor) throw Error(path_ + ": '" + stored + "' is no tensor");
     if (tensor->shape != item.shape) {
       throw Error(path_ + ": '" + stored + "' has shape " + text_of(tensor->shape) + ", the model's has " + text_of(item.shape));
     }
-    if (item.values.numel() > 0) read_.emplace_back(item.values, checkpoint_.read(stored, item.offset, item.values.numel()));
+    if (item.values.numel() > 0) read_.emplace_back(item.values, source_->read(stored, item.offset, item.values.numel()));
   }
+
+  /// A name that other ranks may read.
+  void expect(const std::string& key) { used_.insert(stored_key(key)); }
 
   /// A scalar's value.
   std::optional<double> number(const std::string& key) {
     const auto stored = stored_key(key);
-    const auto* found = checkpoint_.find(stored);
-    if (found == nullptr) return std::nullopt;
+    if (!source_->has(stored)) return std::nullopt;
     used_.insert(stored);
-    const auto* tensor = std::get_if<DcpTensor>(&found->content);
-    if (tensor != nullptr && ckpt::numel(tensor->shape) == 1) return checkpoint_.read(stored, 0, 1).item<double>();
-    if (tensor == nullptr) {
-      const auto value = checkpoint_.read_object(stored);
+    const auto tensor = source_->find(stored);
+    if (tensor && ckpt::numel(tensor->shape) == 1) return source_->read(stored, 0, 1).item<double>();
+    if (!tensor) {
+      const auto value = source_->read_object(stored);
       if (const auto* whole = std::get_if<std::int64_t>(&value.value)) return static_cast<double>(*whole);
       if (const auto* real = std::get_if<double>(&value.value)) return *real;
     }
@@ -166,9 +84,9 @@ class Loading {
 
   /// What was asked for and not found, or found below these prefixes and not asked for: an Error if strict.
   void check(const std::vector<std::string>& prefixes) {
-    for (const auto& item : checkpoint_.metadata().items) {
-      const auto below = [&](const std::string& prefix) { return item.name.starts_with(prefix + "."); };
-      if (!used_.contains(item.name) && std::any_of(prefixes.begin(), prefixes.end(), below)) unexpected_.push_back(item.name);
+    for (const auto& name : source_->names()) {
+      const auto below = [&](const std::string& prefix) { return name.starts_with(prefix + "."); };
+      if (!used_.contains(name) && std::any_of(prefixes.begin(), prefixes.end(), below)) unexpected_.push_back(name);
     }
     if (!options_.strict || (missing_.empty() && unexpected_.empty())) return;
     std::string text = path_ + " does not fit the model";
@@ -184,14 +102,14 @@ class Loading {
   ExtraState extra() {
     ExtraState extra;
     const std::string prefix = std::string(state::kExtra) + ".";
-    for (const auto& item : checkpoint_.metadata().items) {
-      if (!item.name.starts_with(prefix)) continue;
-      auto& value = extra[item.name.substr(prefix.size())];
-      if (const auto* tensor = std::get_if<DcpTensor>(&item.content)) {
-        value = checkpoint_.read(item.name, 0, ckpt::numel(tensor->shape)).reshape(tensor->shape).clone();
+    for (const auto& name : source_->names()) {
+      if (!name.starts_with(prefix)) continue;
+      auto& value = extra[name.substr(prefix.size())];
+      if (const auto tensor = source_->find(name)) {
+        value = source_->read(name, 0, ckpt::numel(tensor->shape)).reshape(tensor->shape).clone();
         continue;
       }
-      const auto object = checkpoint_.read_object(item.name);
+      const auto object = source_->read_object(name);
       if (const auto* boolean = std::get_if<bool>(&object.value)) {
         value = *boolean;
       } else if (const auto* whole = std::get_if<std::int64_t>(&object.value)) {
@@ -201,8 +119,7 @@ class Loading {
       } else if (const auto* text = std::get_if<std::string>(&object.value)) {
         value = *text;
       } else {
-        throw Error(path_ + ": '" + item.name + "' is not a bool, int, float, str or tensor; keep such values out of '" + state::kExtra +
-                    "'");
+        throw Error(path_ + ": '" + name + "' is not a bool, int, float, str or tensor; keep such values out of '" + state::kExtra + "'");
       }
     }
     return extra;
@@ -212,12 +129,12 @@ class Loading {
   std::optional<at::Tensor> rng() {
     if (!options_.rng) return std::nullopt;
     std::int64_t saved = 0;
-    while (checkpoint_.find(state::rng_key(saved)) != nullptr) ++saved;
+    while (source_->has(state::rng_key(saved))) ++saved;
     if (saved != ranks_.size()) return std::nullopt;
     const auto key = state::rng_key(ranks_.index());
-    const auto* tensor = std::get_if<DcpTensor>(&checkpoint_.find(key)->content);
-    if (tensor == nullptr || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
-    return checkpoint_.read(key, 0, ckpt::numel(tensor->shape));
+    const auto tensor = source_->find(key);
+    if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
+    return source_->read(key, 0, ckpt::numel(tensor->shape));
   }
 
   std::vector<std::string> take_missing() { return std::move(missing_); }
@@ -225,12 +142,12 @@ class Loading {
 
   /// Any name below a prefix.
   bool has_any(const std::string& prefix) const {
-    const auto& items = checkpoint_.metadata().items;
-    return std::any_of(items.begin(), items.end(), [&](const auto& item) { return item.name.starts_with(prefix + "."); });
+    const auto& names = source_->names();
+    return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(prefix + "."); });
   }
 
  private:
-  Checkpoint checkpoint_;
+  std::unique_ptr<state::Source> source_;
   std::string path_;
   const LoadOptions& options_;
   const Ranks& ranks_;
@@ -298,6 +215,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       steps.emplace(*optimizer);
       steps->read(*loading);
       for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->read(item);
+      for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
       prefixes.push_back(std::string(state::kOptimizer) + ".state");
       if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
     }

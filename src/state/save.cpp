@@ -6,6 +6,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
 #include "fsdp/save_load.h"
 #include "state/snapshot.h"
 

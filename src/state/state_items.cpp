@@ -97,6 +97,21 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
   return items;
 }
 
+std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string& prefix) {
+  std::vector<std::string> keys;
+  for (const auto& part : optimizer.state().parts) {
+    for (const auto& unit : optimizer.engine()->units()) {
+      for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+        if (!part->updates(*unit, i)) continue;
+        for (const auto& kind : part->kinds()) {
+          keys.push_back(StateItem{.path = path_below(prefix, {"state", unit->parameters[i].name, kind.name})}.key());
+        }
+      }
+    }
+  }
+  return keys;
+}
+
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix) {
   std::vector<StateItem> items;
   for (const auto& part : optimizer.state().parts) {

@@ -33,6 +33,9 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
 /// {prefix, "state", parameter, "exp_avg"}: of parameters that have been updated.
 std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& prefix);
 
+/// The keys of all state that the optimizer may have on any rank.
+std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string& prefix);
+
 /// How often each parameter that the optimizer updates has been updated: scalars of fp32, {prefix, "state", parameter, "step"}. Copies, and
 /// right on the rank that owns the parameter's first element only. No rank owns those of parameters that have not been updated.
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix);

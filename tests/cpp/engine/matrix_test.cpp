@@ -23,7 +23,7 @@ using fsdp::testing::Stack;
 using fsdp::testing::stack_input;
 using fsdp::testing::stack_units;
 
-constexpr int kSteps = 3;
+constexpr int kSteps = 2;
 constexpr std::int64_t kFloat8Block = 32;
 
 struct Strategy {

@@ -481,9 +481,14 @@ TEST_P(Memory, ValidationSkippedLayersAndNewOrdersStayBounded) {
       const auto disturbed = sharded.memory_stats();
       for (int round = 0; round < 3; ++round) disturb(round);
       for (int step = 0; step < 3; ++step) train(step);
+      const auto calm = sharded.memory_stats();
+      for (int step = 0; step < 3; ++step) train(step);
       const auto last = sharded.memory_stats();
-      EXPECT_EQ(last.slot_allocations, disturbed.slot_allocations);
-      EXPECT_EQ(last.slots.live, disturbed.slots.live);
+      // Plans come and go with the disturbance; the memory does not grow by it, and what is usual again allocates nothing.
+      EXPECT_LE(calm.slots.live, disturbed.slots.live);
+      EXPECT_LE(calm.slots.live, usual.slots.live);
+      EXPECT_EQ(last.slot_allocations, calm.slot_allocations);
+      EXPECT_EQ(last.slots.live, calm.slots.live);
       EXPECT_EQ(last.gathered_parameters.live, usual.gathered_parameters.live);
 
       // Never more at once than the root, the current unit and one read ahead; the root's gradient and two others; their staging.

@@ -54,8 +54,9 @@ fsdp::DeviceMesh line() { return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}
 fsdp::DeviceMesh plane() { return fsdp::init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}}); }
 
 /// A sharded model that trains.
-struct Run {
-  explicit Run(FullyShardOptions options = {}, const MakeOptimizer& make_optimizer = adamw(), std::uint64_t seed = 11) : model(nullptr) {
+struct Training {
+  explicit Training(FullyShardOptions options = {}, const MakeOptimizer& make_optimizer = adamw(), std::uint64_t seed = 11)
+      : model(nullptr) {
     torch::manual_seed(seed);
     model = Stack(fsdp::testing::StackOptions{});
     model->register_buffer("counts", torch::randn({3, 2}));
@@ -123,12 +124,12 @@ TEST_F(SaveLoad, ARunContinuesBitForBit) {
   run_ranks(2, [&](int rank) {
     for (const auto& [name, options, make_optimizer] : cases) {
       SCOPED_TRACE(name);
-      Run run(options, make_optimizer);
-      const auto loss = [&](Run& some, int step) {
+      Training run(options, make_optimizer);
+      const auto loss = [&](Training& some, int step) {
         const auto x = fsdp::testing::stack_input(step, rank).to(options.mixed_precision ? at::kBFloat16 : at::kFloat);
         return some.model->forward(x).square().mean();
       };
-      const auto train = [&](Run& some, int from, int to) {
+      const auto train = [&](Training& some, int from, int to) {
         for (int step = from; step < to; ++step) {
           loss(some, step).backward();
           some.optimizer->step();
@@ -142,7 +143,7 @@ TEST_F(SaveLoad, ARunContinuesBitForBit) {
       const auto random = torch::randn({2});
       train(run, 2, 4);
 
-      Run other(options, make_optimizer, 12);
+      Training other(options, make_optimizer, 12);
       train(other, 7, 8);  // Another past.
       const auto loaded = fsdp::load(path(name), *other.model, *other.optimizer);
       EXPECT_TRUE(loaded.rng);
@@ -186,7 +187,7 @@ TEST_F(SaveLoad, AnyShardingReadsAnyOther) {
   };
   for (const auto& writer : {shardings[0], shardings[1], shardings[4]}) {
     run_ranks(writer.ranks, [&] {
-      Run run(writer.options());
+      Training run(writer.options());
       run.train(0, 2);
       fsdp::save(path(writer.name), *run.model, *run.optimizer);
     });
@@ -196,7 +197,7 @@ TEST_F(SaveLoad, AnyShardingReadsAnyOther) {
       SCOPED_TRACE(writer.name + " to " + reader.name);
       const auto again = path(writer.name + "_" + reader.name);
       run_ranks(reader.ranks, [&] {
-        Run run(reader.options(), adamw(), 12);
+        Training run(reader.options(), adamw(), 12);
         const auto loaded = fsdp::load(path(writer.name), *run.model, *run.optimizer);
         EXPECT_EQ(loaded.rng, writer.ranks == reader.ranks);
         fsdp::save(again, *run.model, *run.optimizer);
@@ -208,11 +209,11 @@ TEST_F(SaveLoad, AnyShardingReadsAnyOther) {
 
 TEST_F(SaveLoad, ConvertsDtypes) {
   run_ranks(2, [&] {
-    Run run;
+    Training run;
     run.train(0, 1);
     fsdp::save(path("fp32"), *run.model);
-    Run narrow({.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16, .main_params_dtype = at::kBFloat16}}, adamw(),
-               12);
+    Training narrow({.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16, .main_params_dtype = at::kBFloat16}},
+                    adamw(), 12);
     fsdp::load(path("fp32"), *narrow.model);
     const auto expected = run.handle->full_parameters();
     const auto converted = narrow.handle->full_parameters();
@@ -224,11 +225,11 @@ TEST_F(SaveLoad, ConvertsDtypes) {
 
 TEST_F(SaveLoad, PartsAndOtherNames) {
   run_ranks(2, [&] {
-    Run run;
+    Training run;
     run.train(0, 1);
     fsdp::save(path("all"), *run.model, *run.optimizer);
     // The model alone.
-    Run model_only({}, adamw(), 12);
+    Training model_only({}, adamw(), 12);
     EXPECT_TRUE(fsdp::load(path("all"), *model_only.model).unexpected.empty());
     expect_same(run.handle->full_parameters(), model_only.handle->full_parameters());
 
@@ -247,7 +248,7 @@ TEST_F(SaveLoad, PartsAndOtherNames) {
     EXPECT_TRUE(torch::equal(sharded.full_parameters()[0].second, torch::ones({5})));
 
     // By a map of names.
-    Run renamed({}, adamw(), 12);
+    Training renamed({}, adamw(), 12);
     const auto swap = [](const std::string& key) {
       // Two blocks of equal sizes there are not: the biases of entry and blocks' ends have one.
       if (key == "model.blocks.0.down.bias") return std::string("model.blocks.1.down.bias");
@@ -265,11 +266,11 @@ TEST_F(SaveLoad, PartsAndOtherNames) {
 
 TEST_F(SaveLoad, WhatIsWrongIsOneErrorAndChangesNothing) {
   run_ranks(2, [&](int rank) {
-    Run run;
+    Training run;
     run.train(0, 2);
     fsdp::save(path("1"), *run.model, *run.optimizer);
     fsdp::save(path("model"), *run.model);
-    Run other({}, adamw(), 12);
+    Training other({}, adamw(), 12);
     other.train(0, 1);
     const auto before = other.handle->full_parameters();
     const auto mesh = line();
@@ -316,7 +317,7 @@ TEST_F(SaveLoad, WhatIsWrongIsOneErrorAndChangesNothing) {
     EXPECT_TRUE(has(message, "belongs to another model")) << message;
 
     // What a failed load leaves trains on as if there had been none.
-    Run untouched({}, adamw(), 12);
+    Training untouched({}, adamw(), 12);
     untouched.train(0, 3);
     other.train(1, 3);
     expect_same(other.handle->full_parameters(), untouched.handle->full_parameters());
@@ -325,7 +326,7 @@ TEST_F(SaveLoad, WhatIsWrongIsOneErrorAndChangesNothing) {
 
 TEST_F(SaveLoad, AFailedSaveLeavesWhatWasThere) {
   run_ranks(2, [&](int rank) {
-    Run run;
+    Training run;
     run.train(0, 1);
     fsdp::save(path("1"), *run.model);
     const auto mesh = line();
@@ -346,7 +347,7 @@ TEST_F(SaveLoad, AFailedSaveLeavesWhatWasThere) {
 
 TEST_F(SaveLoad, KeepsTheLastAndReplaces) {
   run_ranks(2, [&] {
-    Run run;
+    Training run;
     for (int step = 1; step <= 4; ++step) {
       run.train(step - 1, step);
       fsdp::save(path("step-" + std::to_string(step)), *run.model, *run.optimizer, {{"step", std::int64_t{step}}}, {.keep_last = 2});
@@ -356,7 +357,7 @@ TEST_F(SaveLoad, KeepsTheLastAndReplaces) {
     EXPECT_EQ(fsdp::latest(folder.path().string()), path("step-4"));
     const auto expected = run.handle->full_parameters();
     fsdp::save(path("step-3"), *run.model, *run.optimizer, {{"step", std::int64_t{33}}});  // Again, over the one that is there.
-    Run other({}, adamw(), 12);
+    Training other({}, adamw(), 12);
     const auto loaded = fsdp::load(path("step-3"), *other.model, *other.optimizer);
     EXPECT_EQ(std::get<std::int64_t>(loaded.extra.at("step")), 33);
     expect_same(other.handle->full_parameters(), expected);
@@ -364,9 +365,37 @@ TEST_F(SaveLoad, KeepsTheLastAndReplaces) {
   });
 }
 
+TEST_F(SaveLoad, Safetensors) {
+  run_ranks(3, [&](int rank) {
+    Training run;
+    run.train(0, 1);
+    fsdp::export_safetensors(path("one"), *run.model);
+    fsdp::export_safetensors(path("many"), *run.model, {.most_bytes_per_file = 1000});
+    EXPECT_TRUE(fs::exists(path("one") + "/model.safetensors"));
+    EXPECT_TRUE(fs::exists(path("many") + "/model.safetensors.index.json"));
+    for (const auto* name : {"one", "one/model.safetensors", "many"}) {
+      Training other({.placements = Placements::optim()}, adamw(), 12);
+      fsdp::load(path(name), *other.model);
+      expect_same(run.handle->full_parameters(), other.handle->full_parameters());
+      EXPECT_TRUE(has(error_of([&] { fsdp::load(path(name), *other.model, *other.optimizer); }), "no state of an optimizer"));
+    }
+    fsdp::export_safetensors(path("narrow"), *run.model, {.dtype = at::kBFloat16});
+    Training other({}, adamw(), 12);
+    fsdp::load(path("narrow"), *other.model);
+    const auto exact = run.handle->full_parameters();
+    const auto rounded = other.handle->full_parameters();
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+      EXPECT_TRUE(same_bits(rounded[i].second, exact[i].second.to(at::kBFloat16).to(at::kFloat))) << exact[i].first;
+    }
+    const auto refusal = error_of([&] { fsdp::export_safetensors(path("none"), *run.model, {.most_bytes_per_file = 0}); });
+    EXPECT_TRUE(has(refusal, "must be positive")) << refusal;
+    EXPECT_FALSE(fs::exists(path("none")));
+  });
+}
+
 TEST_F(SaveLoad, BesideTraining) {
   run_ranks(2, [&] {
-    Run run;
+    Training run;
     fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
     std::vector<Named> expected;
     for (int step = 1; step <= 4; ++step) {
@@ -377,7 +406,7 @@ TEST_F(SaveLoad, BesideTraining) {
     run.train(4, 6);
     saver.wait();
     for (int step = 1; step <= 4; ++step) {
-      Run other({}, adamw(), 12);
+      Training other({}, adamw(), 12);
       const auto loaded = fsdp::load(path(std::to_string(step)), *other.model, *other.optimizer);
       EXPECT_EQ(std::get<std::int64_t>(loaded.extra.at("step")), step);
       expect_same(other.handle->full_parameters(), expected[static_cast<std::size_t>(step) - 1]);

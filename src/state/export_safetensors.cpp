@@ -1,0 +1,108 @@
+#include <torch/torch.h>
+
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <utility>
+
+#include "checkpoint/commit.h"
+#include "checkpoint/safetensors.h"
+#include "engine/engine.h"
+#include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
+#include "fsdp/save_load.h"
+#include "state/ranks.h"
+#include "state/scalar_type.h"
+#include "state/state_items.h"
+
+namespace fsdp {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// In which dtype a tensor is written.
+at::ScalarType written_type(const at::Tensor& values, const ExportOptions& options) {
+  return options.dtype && values.is_floating_point() ? *options.dtype : values.scalar_type();
+}
+
+ckpt::SafetensorsPlan plan_of(const std::vector<state::StateItem>& items, const ExportOptions& options) {
+  std::vector<ckpt::SafetensorsTensor> tensors;
+  for (const auto& item : items) {
+    ckpt::SafetensorsTensor tensor;
+    tensor.name = item.key();
+    tensor.dtype = state::dtype_of(written_type(item.values, options), "'" + item.key() + "'");
+    tensor.shape = item.shape;
+    tensors.push_back(std::move(tensor));
+  }
+  return ckpt::plan_safetensors(std::move(tensors), {.most_bytes_per_file = options.most_bytes_per_file});
+}
+
+/// Writes this rank's own values of every tensor, one after the other.
+void write_own(const fs::path& folder, const ckpt::SafetensorsPlan& plan, const std::vector<state::StateItem>& items,
+               const ExportOptions& options) {
+  std::map<std::string, const state::StateItem*> by_name;
+  for (const auto& item : items) by_name.emplace(item.key(), &item);
+  for (const auto& planned : plan.files) {
+    auto file = ckpt::File::open_to_write(folder / planned.file.name);
+    for (const auto& tensor : planned.file.tensors) {
+      const auto& item = *by_name.at(tensor.name);
+      if (item.own_numel == 0) continue;
+      const auto values = item.values.narrow(0, item.own_begin, item.own_numel).to(written_type(item.values, options)).cpu().contiguous();
+      file.write_at(tensor.offset + (item.offset + item.own_begin) * values.element_size(),
+                    {static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
+    }
+    file.sync();
+    file.close();
+  }
+}
+
+}  // namespace
+
+void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options) {
+  const torch::NoGradGuard no_grad;
+  const auto engine = handle(module).engine();
+  const state::Ranks ranks(engine->mesh(), state::Ranks::Groups::kOfMesh);
+  const bool leads = ranks.index() == 0;
+  const std::string what = "the model could not be exported to " + path + ":";
+  const auto together = [&](const std::function<void()>& work) {
+    std::exception_ptr failure;
+    try {
+      work();
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    ranks.agree(failure, what);
+  };
+  std::vector<state::StateItem> items;
+  ckpt::SafetensorsPlan plan;
+  fs::path folder;
+  try {
+    together([&] {
+      if (options.most_bytes_per_file < 1) throw Error("most_bytes_per_file must be positive");
+      engine->flush_writes();
+      items = state::model_items(module, "");
+      plan = plan_of(items, options);
+      if (!leads) return;
+      folder = ckpt::begin_step(path);
+      for (const auto& planned : plan.files) {
+        auto file = ckpt::File::create(folder / planned.file.name);
+        file.write_at(0, planned.head);
+        file.close();
+      }
+      if (!plan.index.empty()) ckpt::write_whole(folder / ckpt::kSafetensorsIndex, plan.index);
+    });
+    const fs::path shared = ranks.gather(folder.string(), "export: its folder")[0];
+    together([&] { write_own(shared, plan, items, options); });
+    together([&] {
+      if (!leads) return;
+      ckpt::sync_folder(folder);
+      ckpt::commit_step(folder, path);
+    });
+  } catch (...) {
+    if (leads && !folder.empty()) ckpt::remove_tree(folder);
+    throw;
+  }
+}
+
+}  // namespace fsdp

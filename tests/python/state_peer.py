@@ -1,0 +1,101 @@
+"""The Python side of tests/cpp/state/python_test.cpp: reads checkpoints that C++ wrote, trains on, and writes them again.
+
+    state_peer.py plain IN OUT     loads into plain tensors in one process, and saves these
+    state_peer.py fsdp2 IN OUT     run by torchrun: loads into a model of FSDP2, saves to OUT/0, trains, saves to OUT/3
+
+Exits with 0 if all went well.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+HIDDEN = (13, 7, 22, 16)
+WIDTH = 10
+STEPS = 3
+
+
+class Block(nn.Module):
+    """StackBlock of tests/cpp/engine/stack.h."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Stack of tests/cpp/engine/stack.h, with the buffer that the tests give it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
+        self.head = nn.Linear(WIDTH, 2)
+        self.register_buffer("counts", torch.zeros(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain(source: str, target: str) -> None:
+    """Every tensor and value of a checkpoint, through plain tensors."""
+    metadata = FileSystemReader(source).read_metadata()
+    state: dict[str, Any] = {}
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, BytesStorageMetadata):
+            state[name] = None
+        else:
+            state[name] = torch.zeros(item.size, dtype=item.properties.dtype)
+    dcp.load(state, checkpoint_id=source, no_dist=True)
+    assert state["optim.param_groups.0.betas"] == (0.9, 0.999), state["optim.param_groups.0.betas"]
+    assert state["optim.param_groups.0.lr"] == 1e-2
+    assert state["extra.step"] == 2
+    assert state["extra.name"] == "a run"
+    dcp.save(state, checkpoint_id=target, no_dist=True)
+
+
+def fsdp2(source: str, target: str) -> None:
+    """Trains the model on with FSDP2."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(5)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def save(name: str) -> None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=Path(target) / name)
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    save("0")
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(str(STEPS))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    {"plain": plain, "fsdp2": fsdp2}[sys.argv[1]](*sys.argv[2:])
