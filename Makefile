@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -7,6 +7,8 @@ SHELL := bash
 VENV ?= .venv
 BUILD_DIR ?= build
 JOBS ?= $(shell nproc)
+# Of each fuzz target.
+SECONDS ?= 60
 # Most tests run two ranks.
 TEST_JOBS ?= $(shell echo $$(( ($(JOBS) + 1) / 2 )))
 export VENV
@@ -18,7 +20,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train test bench format check-format lint asan tsan tidy clean
+.PHONY: help setup build train test bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,8 +64,17 @@ asan tsan: | $(STAMP)-build
 	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
 	ctest --test-dir $(BUILD_DIR)-$@ -j $(TEST_JOBS) --output-on-failure --no-tests=error -L unit
 
+fuzz: | $(STAMP)-build $(STAMP)-fuzz  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz
+	$(configure) --preset fuzz -B $(BUILD_DIR)-fuzz
+	cmake --build $(BUILD_DIR)-fuzz -j $(JOBS) --target fuzz
+	for target in $(notdir $(wildcard tests/fuzz/corpus/*)); do \
+	  mkdir -p $(BUILD_DIR)-fuzz/found/$$target; \
+	  $(BUILD_DIR)-fuzz/tests/fuzz/fuzz_$$target -max_total_time=$(SECONDS) -max_len=8192 -malloc_limit_mb=64 -verbosity=0 \
+	    -print_final_stats=1 -artifact_prefix=$(BUILD_DIR)-fuzz/$$target- $(BUILD_DIR)-fuzz/found/$$target tests/fuzz/corpus/$$target; \
+	done
+
 tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's sources
 	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
 
 clean:  ## Remove the build directories; the virtual environment stays
-	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz

@@ -12,7 +12,7 @@ using Kind = PickleValue::Kind;
 
 std::string PickleValue::description() const {
   constexpr std::size_t kShown = 60;
-  const auto quoted = [this] { return "'" + std::string(text_.substr(0, kShown)) + (text_.size() > kShown ? "...'" : "'"); };
+  const auto quoted = [this] { return std::string("'").append(text_.substr(0, kShown)).append(text_.size() > kShown ? "...'" : "'"); };
   switch (kind_) {
     case Kind::none:
       return "None";

@@ -39,7 +39,7 @@ void PickleWriter::real(double value) {
 }
 
 void PickleWriter::string(std::string_view value) {
-  std::string key = "s" + std::string(value);
+  std::string key = std::string("s").append(value);
   if (recall(key)) return;
   if (value.size() > std::numeric_limits<std::uint32_t>::max()) throw Error("a string of more than 4 GiB cannot be pickled");
   op('X');
@@ -69,7 +69,7 @@ void PickleWriter::bytes(std::string_view value) {
 }
 
 void PickleWriter::global(std::string_view module, std::string_view name) {
-  std::string text = "c" + std::string(module) + "\n" + std::string(name) + "\n";
+  std::string text = std::string("c").append(module).append("\n").append(name).append("\n");
   if (recall(text)) return;
   text_ += text;
   remember(std::move(text));

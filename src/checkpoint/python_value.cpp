@@ -1,6 +1,7 @@
 #include "checkpoint/python_value.h"
 
 #include <type_traits>
+#include <utility>
 
 #include "fsdp/error.h"
 
@@ -90,7 +91,7 @@ class Converter {
     const auto entries = value.entries();
     for (std::size_t i = 0; i < entries.size(); i += 2) {
       PythonValue key = convert(*entries[i], depth + 1);
-      dict.items.emplace_back(std::move(key), convert(*entries[i + 1], depth + 1));
+      dict.items.push_back({std::move(key), convert(*entries[i + 1], depth + 1)});
     }
     return dict;
   }

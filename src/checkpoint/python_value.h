@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <variant>
 #include <vector>
 
@@ -14,6 +13,7 @@ namespace fsdp::ckpt {
 
 /// A value of Python's built-in types, as training scripts keep them beside tensors: None, bool, int, float, str, bytes, tuple, list, dict.
 struct PythonValue {
+  struct Entry;
   struct Bytes {
     std::string data;
     bool operator==(const Bytes&) const = default;
@@ -28,7 +28,7 @@ struct PythonValue {
   };
   /// In insertion order.
   struct Dict {
-    std::vector<std::pair<PythonValue, PythonValue>> items;
+    std::vector<Entry> items;
     bool operator==(const Dict&) const = default;
     /// Null if there is no such string key.
     const PythonValue* find(std::string_view key) const;
@@ -36,6 +36,13 @@ struct PythonValue {
   std::variant<std::monostate, bool, std::int64_t, double, std::string, Bytes, Tuple, List, Dict> value;
 
   bool operator==(const PythonValue&) const = default;
+};
+
+/// Of a dict.
+struct PythonValue::Entry {
+  PythonValue key;
+  PythonValue value;
+  bool operator==(const Entry&) const = default;
 };
 
 /// The globals that python_value() understands: an ordered dict is read as a dict.

@@ -95,8 +95,11 @@ def two_ranks(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def write_dcp(folder: Path) -> None:
+def write_one_rank(folder: Path) -> None:
     dcp.save(state(), checkpoint_id=folder / "one_rank", no_dist=True)
+
+
+def write_two_ranks(folder: Path) -> None:
     torch.multiprocessing.spawn(two_ranks, args=(folder,), nprocs=2)
 
 

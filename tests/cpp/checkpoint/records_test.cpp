@@ -99,7 +99,7 @@ class RecordFile {
 
 TEST(Records, OfPythonAreReadAndWrittenAgain) {
   const TemporaryFolder folder;
-  run_python("write_dcp", folder.path());
+  run_python("write_one_rank", folder.path());
   const auto source = folder.path() / "one_rank";
   DcpMetadata metadata = read_dcp_metadata(read_file(source / kMetadataFile), source.string());
   const File file = File::open(source / "__0_0.distcp");
