@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -50,6 +51,10 @@ struct Options {
   std::int64_t eval_every = 200;
   std::int64_t eval_sequences = 64;
   std::string log;
+  std::string save;
+  std::int64_t save_every = 100;
+  int keep_last = 2;
+  std::string resume = "no";
   std::int64_t sample_tokens = 400;
   double temperature = 0.8;
   std::optional<std::string> prompt;  ///< By default one that suits the default data.
@@ -83,6 +88,8 @@ void validate(const Options& options) {
   require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
           "--eval-every, --eval-sequences and --threads must be positive");
   require(options.sample_tokens >= 0, "--sample-tokens must be at least 0");
+  require(options.save_every > 0 && options.keep_last >= 0, "--save-every must be positive and --keep-last at least 0");
+  require(options.resume != "auto" || !options.save.empty(), "--resume auto looks for the newest checkpoint in --save: give that, too");
   require(options.accumulate > 0 && options.outer > 0, "--accumulate and --outer must be positive");
   require(options.outer_strategy == "no_shard" || (options.outer > 1 && options.strategy == "optim_grads_params"),
           "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
@@ -263,8 +270,21 @@ fsdp::Optimizer optimizer_of(const Options& options, GPT& model) {
   return fsdp::AdamW(*model, adamw, groups);
 }
 
+/// Set by SIGTERM, which Slurm and torchrun send some time before they kill.
+volatile std::sig_atomic_t asked_to_end = 0;
+
+std::string checkpoint_of(const Options& options, std::int64_t step) { return options.save + "/step-" + std::to_string(step); }
+
+/// Goes on from a checkpoint, if the options say so and there is one.
+std::optional<fsdp::Loaded> resume(const Options& options, GPT& model, fsdp::Optimizer& optimizer) {
+  if (options.resume == "no") return std::nullopt;
+  if (options.resume == "auto") return fsdp::load_latest(options.save, *model, optimizer);
+  return fsdp::load(options.resume, *model, optimizer);
+}
+
 int train(const Options& options, const Corpus& corpus) {
   at::set_num_threads(options.threads);
+  std::signal(SIGTERM, [](int) { asked_to_end = 1; });
   const auto line = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
   try {
     validate_ranks(options, line.size());
@@ -290,14 +310,25 @@ int train(const Options& options, const Corpus& corpus) {
                                                             {"validation_bytes", corpus.validation().size()}});
   const std::int64_t share = options.batch / mesh.size();
   const std::int64_t at_once = share / options.accumulate;
-  const auto begin = std::chrono::steady_clock::now();
   std::int64_t step = 0;
+  double seconds_before = 0;  // of the runs that this one continues
+  if (const auto loaded = resume(options, model, optimizer)) {
+    step = std::get<std::int64_t>(loaded->extra.at("step"));
+    seconds_before = std::get<double>(loaded->extra.at("seconds"));
+    report.line("resumed from " + loaded->path, {{"resumed", step}});
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seconds_so_far = [&] { return seconds_before + seconds_since(begin); };
+  const auto save = [&] {
+    fsdp::save(checkpoint_of(options, step), *model, optimizer, {{"step", step}, {"seconds", seconds_so_far()}},
+               {.keep_last = options.keep_last});
+  };
   // Progress in [0, 1]: by steps, or by rank 0's clock, which every rank must agree on.
   const auto done = [&] {
     if (options.steps > 0) return static_cast<double>(step) / static_cast<double>(options.steps);
-    return std::min(1.0, mesh.sum(mesh.rank() == 0 ? seconds_since(begin) / (60 * options.minutes) : 0.0));
+    return std::min(1.0, mesh.sum(mesh.rank() == 0 ? seconds_so_far() / (60 * options.minutes) : 0.0));
   };
-  for (double progress = 0; progress < 1;) {
+  for (double progress = done(); progress < 1;) {
     const auto step_begin = std::chrono::steady_clock::now();
     optimizer.set_lr_factor(lr_factor(options, step, progress));
 
@@ -325,7 +356,16 @@ int train(const Options& options, const Corpus& corpus) {
                  {"lr", optimizer.lr()},
                  {"tokens_per_second", static_cast<double>(options.batch * options.model.context) / seconds},
                  {"peak_mib", static_cast<double>(sharded.memory_stats().total.peak) / (1 << 20)}},
-                seconds_since(begin) / progress * (1 - progress));
+                seconds_so_far() / progress * (1 - progress));
+    const bool ends = mesh.sum(asked_to_end) > 0;  // One rank may have heard of it before the others.
+    if (!options.save.empty() && (ends || progress >= 1 || step % options.save_every == 0)) save();
+    if (ends) {
+      report.line("ended by SIGTERM after step " + std::to_string(step) +
+                      (options.save.empty() ? ", nothing saved: no --save" : ", saved to " + checkpoint_of(options, step)),
+                  {{"step", step}, {"ended", "SIGTERM"}});
+      mesh.barrier();
+      return 0;
+    }
     if (progress < 1 && step % options.eval_every == 0) {
       const double bits = evaluate(model, corpus, options, mesh);
       char text[80];
@@ -333,7 +373,7 @@ int train(const Options& options, const Corpus& corpus) {
       report.line(text, {{"step", step}, {"validation_bits_per_byte", bits}});
     }
   }
-  const double seconds = seconds_since(begin);
+  const double seconds = seconds_so_far();
   const double bits = evaluate(model, corpus, options, mesh);
   const auto text = sample(model, options, mesh);
   char summary[200];
@@ -399,6 +439,12 @@ void add_options(CLI::App& app, Options& options) {
   option("--prefetch", options.prefetch, "Units whose parameters are gathered ahead")->group("Sharding");
   option("--threads", options.threads, "Per rank")->group("Sharding");
   option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}))->group("Sharding");
+
+  option("--save", options.save, "A folder for checkpoints, each a folder step-N; empty: none")->group("Checkpoints");
+  option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too")->group("Checkpoints");
+  option("--keep-last", options.keep_last, "How many of the newest are kept; 0: all")->group("Checkpoints");
+  option("--resume", options.resume, "no; auto: go on from the newest in --save, if there is one; or a checkpoint's path")
+      ->group("Checkpoints");
 
   app.add_option("--log", options.log, "A JSON-lines file to write, one object per step and validation")->group("Output");
   option("--eval-every", options.eval_every, "Steps between validations")->group("Output");

@@ -12,6 +12,9 @@ namespace fsdp {
 /// cores / nproc (at least 1) unless it is set already. If this process is itself a rank (torchrun, mpirun, srun), `fn` runs right here
 /// and `nproc` is ignored.
 ///
+/// SIGTERM to this process is passed on to the ranks, once: a program may handle it in `fn`'s processes, save, and return 0. Ranks that do
+/// not handle it end by it, and then so does this process.
+///
 /// Ranks are forked while this process has one thread only. Once torch has started threads, a fork would copy locked locks: then
 /// the program runs itself again with its own arguments, once per rank, and in those processes this call runs `fn` and exits.
 int launch_local(int nproc, const std::function<int()>& fn);

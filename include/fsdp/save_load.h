@@ -47,6 +47,7 @@ struct LoadOptions {
 };
 
 struct Loaded {
+  std::string path;
   ExtraState extra;
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
   std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
@@ -61,6 +62,10 @@ struct Loaded {
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
+
+/// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none.
+std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
+std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
 struct ExportOptions {
   /// Of floating-point tensors; by default that of the main parameters.

@@ -258,8 +258,35 @@ void signal_running(std::vector<RankProcess>& ranks, int signal) {
   }
 }
 
+// While it lives, SIGTERM to this process goes to the ranks: they may want to save their work before they end.
+class TerminationForwarder {
+ public:
+  TerminationForwarder() {
+    arrived = 0;
+    struct sigaction action {};
+    action.sa_handler = [](int) { arrived = 1; };
+    sigaction(SIGTERM, &action, &before_);
+  }
+  ~TerminationForwarder() { sigaction(SIGTERM, &before_, nullptr); }
+  TerminationForwarder(const TerminationForwarder&) = delete;
+  TerminationForwarder& operator=(const TerminationForwarder&) = delete;
+
+  void forward(const std::vector<RankProcess>& ranks) {
+    if (arrived == 0 || std::exchange(forwarded_, true)) return;
+    for (const RankProcess& process : ranks) {
+      if (process.running) kill(process.pid, SIGTERM);
+    }
+  }
+  bool forwarded() const { return forwarded_; }
+
+ private:
+  inline static volatile std::sig_atomic_t arrived = 0;
+  struct sigaction before_ {};
+  bool forwarded_ = false;
+};
+
 // Waits for all ranks, and returns those that failed, in the order in which they ended.
-std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, const LaunchOptions& options) {
+std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, TerminationForwarder& termination, const LaunchOptions& options) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kNever = Clock::time_point::max();
   constexpr auto kTermToKill = std::chrono::seconds(2);
@@ -269,6 +296,7 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, const Launc
   const auto running = [](const RankProcess& process) { return process.running; };
   while (std::any_of(ranks.begin(), ranks.end(), running)) {
     wait_for_news(ranks);
+    termination.forward(ranks);
     for (RankProcess& process : ranks) {
       if (!process.running || waitpid(process.pid, &process.status, WNOHANG) != process.pid) continue;
       process.running = false;
@@ -356,7 +384,17 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions&
     ranks.push_back(can_fork ? fork_rank(fn, environment, listen_fd, ranks) : execute_rank(environment, listen_fd, ranks));
   }
   close(listen_fd);
-  return report_failures(supervise(ranks, options), options);
+  bool ended_by_termination = false;
+  int result = 0;
+  {
+    TerminationForwarder termination;
+    const auto failures = supervise(ranks, termination, options);
+    const auto terminated = [](const RankProcess* process) { return WIFSIGNALED(process->status) && WTERMSIG(process->status) == SIGTERM; };
+    ended_by_termination = termination.forwarded() && !failures.empty() && std::all_of(failures.begin(), failures.end(), terminated);
+    if (!ended_by_termination) result = report_failures(failures, options);
+  }
+  if (ended_by_termination) raise(SIGTERM);  // As whoever sent it expects of a program that does nothing about it.
+  return result;
 }
 
 }  // namespace comm

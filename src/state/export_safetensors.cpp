@@ -31,7 +31,7 @@ ckpt::SafetensorsPlan plan_of(const std::vector<state::StateItem>& items, const 
   for (const auto& item : items) {
     ckpt::SafetensorsTensor tensor;
     tensor.name = item.key();
-    tensor.dtype = state::dtype_of(written_type(item.values, options), "'" + item.key() + "'");
+    tensor.dtype = state::dtype_of(written_type(item.values, options), item.key());
     tensor.shape = item.shape;
     tensors.push_back(std::move(tensor));
   }

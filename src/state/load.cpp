@@ -239,10 +239,27 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     const std::lock_guard lock(generator.mutex());
     generator.set_state(*rng);
   }
+  loaded.path = path;
   loaded.rng = rng.has_value();
   loaded.missing = loading->take_missing();
   loaded.unexpected = loading->take_unexpected();
   return loaded;
+}
+
+std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
+  const Ranks ranks(handle(module).engine()->mesh(), Ranks::Groups::kOfMesh);
+  std::string path;
+  std::exception_ptr failure;
+  try {
+    if (ranks.index() == 0) path = latest(folder).value_or("");
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  ranks.agree(failure, "nothing was loaded:");
+  // Ranks that look for themselves may see different folders.
+  path = ranks.gather(path, "the newest checkpoint")[0];
+  if (path.empty()) return std::nullopt;
+  return load_all(path, module, optimizer, options);
 }
 
 }  // namespace
@@ -251,6 +268,14 @@ Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions opti
 
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
   return load_all(path, module, &optimizer, options);
+}
+
+std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options) {
+  return load_newest(folder, module, nullptr, options);
+}
+
+std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
+  return load_newest(folder, module, &optimizer, options);
 }
 
 std::optional<std::string> latest(const std::string& folder) {

@@ -33,14 +33,14 @@ Dtype dtype_of(at::ScalarType type, const std::string& what) {
   for (const auto& [scalar, dtype] : kTypes) {
     if (scalar == type) return dtype;
   }
-  throw Error(what + " has dtype " + c10::toString(type) + ", which checkpoints do not have; convert it first");
+  throw Error("'" + what + "' has dtype " + c10::toString(type) + ", which checkpoints do not have; convert it first");
 }
 
 at::ScalarType scalar_type_of(Dtype dtype, const std::string& what) {
   for (const auto& [scalar, found] : kTypes) {
     if (found == dtype) return scalar;
   }
-  throw Error(what + " has dtype " + std::string(ckpt::names_of(dtype).name) + " in the checkpoint, which is not supported");
+  throw Error("'" + what + "' has dtype " + std::string(ckpt::names_of(dtype).name) + " in the checkpoint, which is not supported");
 }
 
 }  // namespace fsdp::state

@@ -8,7 +8,8 @@
 
 namespace fsdp::state {
 
-/// The file formats' name of a tensor's dtype, and back. Throw Error, which names `what`, for dtypes that the other side has not.
+/// The file formats' name of a tensor's dtype, and back. Throw Error, which names the tensor `what`, for dtypes that the other side has
+/// not.
 ckpt::Dtype dtype_of(at::ScalarType type, const std::string& what);
 at::ScalarType scalar_type_of(ckpt::Dtype dtype, const std::string& what);
 

@@ -26,7 +26,7 @@ void add(Snapshot& snapshot, const StateItem& item) {
   auto& tensor = snapshot.tensors.emplace_back();
   tensor.key = key;
   tensor.path.assign(item.path.begin(), item.path.end());
-  tensor.dtype = dtype_of(item.values.scalar_type(), "'" + key + "'");
+  tensor.dtype = dtype_of(item.values.scalar_type(), key);
   tensor.shape = item.shape;
   const auto whole = std::accumulate(item.shape.begin(), item.shape.end(), std::int64_t{1}, std::multiplies<>());
   if (whole == 0) {

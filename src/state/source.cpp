@@ -41,7 +41,7 @@ class OpenFiles {
 
 /// Mapped apart from malloc's heap where it is large: it goes soon.
 at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t numel) {
-  return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, "'" + name + "'"));
+  return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
 }
 
 class Dcp final : public Source {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <future>
 #include <map>
@@ -17,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/save_load.h"
+#include "state/stored.h"
 #include "temporary_folder.h"
 
 namespace fsdp {
@@ -225,12 +228,76 @@ TEST_F(TrainGpt, MeshesDtypesAndOptimizersAreOptions) {
   EXPECT_LT(muon.back(), muon.front() - 1);
 }
 
+/// Model and optimizer, without what tells how long it took.
+std::map<std::string, at::Tensor> trained(const std::filesystem::path& checkpoint) {
+  auto tensors = fsdp::testing::stored_tensors(checkpoint);
+  std::erase_if(tensors, [](const auto& entry) { return entry.first.starts_with("fsdp.rng."); });
+  return tensors;
+}
+
+TEST_F(TrainGpt, AResumedRunIsTheSame) {
+  const auto saves = [&](const std::string& name) { return (folder_.path() / name).string(); };
+  const auto train = [&](const std::string& name, const std::string& folder, const std::vector<std::string>& more) {
+    auto arguments = tiny({"--save", saves(folder), "--save-every", "4", "--keep-last", "0", "--log", log(name)});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run(name, arguments);
+  };
+  ASSERT_EQ(train("whole", "whole", {}).exit_code, 0);
+  const auto whole = losses("whole");
+  ASSERT_EQ(whole.size(), 12U);
+  std::filesystem::copy(saves("whole") + "/step-4", saves("again") + "/step-4", std::filesystem::copy_options::recursive);
+  // A half-written one is no checkpoint.
+  std::filesystem::create_directories(saves("again") + "/step-8");
+  const auto resumed = train("again", "again", {"--resume", "auto"});
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.errors;
+  EXPECT_NE(resumed.output.find("resumed from " + saves("again") + "/step-4"), std::string::npos) << resumed.output;
+  EXPECT_EQ(losses("again"), std::vector<double>(whole.begin() + 4, whole.end()));
+  const auto expected = trained(saves("whole") + "/step-12");
+  const auto found = trained(saves("again") + "/step-12");
+  ASSERT_EQ(found.size(), expected.size());
+  for (const auto& [name, tensor] : expected) EXPECT_TRUE(fsdp::testing::same_bits(tensor, found.at(name))) << name;
+
+  // On more ranks, and sharded otherwise: the same but for rounding.
+  const auto wider =
+      train("wider", "wider", {"--resume", saves("whole") + "/step-4", "--nproc", "4", "--outer", "2", "--outer-strategy", "optim"});
+  EXPECT_EQ(wider.exit_code, 0) << wider.errors;
+  const auto others = losses("wider");
+  ASSERT_EQ(others.size(), 8U);
+  for (std::size_t i = 0; i < others.size(); ++i) EXPECT_NEAR(others[i], whole[i + 4], 1e-3) << "step " << i + 5;
+
+  // Nothing is left to do.
+  const auto done = train("done", "whole", {"--resume", "auto"});
+  EXPECT_EQ(done.exit_code, 0) << done.errors;
+  EXPECT_TRUE(losses("done").empty());
+  // Another model.
+  const auto other = train("other", "other", {"--resume", saves("whole") + "/step-4", "--dim", "32"});
+  EXPECT_EQ(other.exit_code, 1);
+  EXPECT_NE(other.errors.find("has shape"), std::string::npos) << other.errors;
+}
+
+TEST_F(TrainGpt, SigtermSavesAndEndsWell) {
+  const auto saves = (folder_.path() / "saves").string();
+  std::string command = "env -u RANK -u WORLD_SIZE timeout 120 " + quoted(TRAIN_GPT);
+  for (const auto& argument : tiny({"--save", saves, "--log", log("ended"), "--steps", "100000"}))
+    command.append(" ").append(quoted(argument));
+  const auto script = "(" + command + " & pid=$!; until grep -q '\"step\":5,' " + quoted(log("ended")) +
+                      " 2>/dev/null; do sleep 0.1; done; pkill -TERM -P $pid; wait $pid) >" + quoted(folder_.path() / "out") + " 2>&1";
+  const int status = std::system(script.c_str());
+  EXPECT_EQ(WEXITSTATUS(status), 0) << read(folder_.path() / "out");
+  const auto all = rows("ended");
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all.back().value("ended", ""), "SIGTERM") << all.back();
+  const auto step = all.back()["step"].get<std::int64_t>();
+  EXPECT_EQ(fsdp::latest(saves), saves + "/step-" + std::to_string(step));
+}
+
 TEST_F(TrainGpt, RejectsOptionsThatDoNotFitTogether) {
   expect_usage_error(run("outer", {"--nproc", "4", "--outer", "3"}), "--outer 3 does not divide 4 ranks");
   expect_usage_error(run("parts", {"--nproc", "4", "--accumulate", "3"}),
                      "each rank's 2 sequences of --batch 8 do not divide into --accumulate 3");
   expect_usage_error(run("hfsdp", {"--outer-strategy", "optim"}),
                      "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
+  expect_usage_error(run("resume", {"--resume", "auto"}), "--resume auto looks for the newest checkpoint in --save: give that, too");
   expect_usage_error(run("reshard", {"--strategy", "optim", "--no-reshard-after-forward"}),
                      "--no-reshard-after-forward needs --strategy optim_grads_params: with optim, parameters stay whole anyway");
 }
