@@ -77,8 +77,9 @@ std::uint32_t update_by_tables(std::uint32_t state, const char* data, std::size_
 /// The factors that move 128 bits of a message on by `bits`: for its earlier and its later half.
 template <std::uint32_t polynomial>
 __m128i fold_factors(std::uint64_t bits) {
-  return _mm_set_epi64x(static_cast<long long>(std::uint64_t{power_of_x(bits - 32, polynomial)} << 1),
-                        static_cast<long long>(std::uint64_t{power_of_x(bits + 32, polynomial)} << 1));
+  const std::array<std::uint64_t, 2> factors = {std::uint64_t{power_of_x(bits + 32, polynomial)} << 1,
+                                                std::uint64_t{power_of_x(bits - 32, polynomial)} << 1};
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(factors.data()));
 }
 
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold(__m128i value, __m128i factors, __m128i next) {

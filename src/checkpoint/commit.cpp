@@ -227,6 +227,7 @@ std::vector<fs::path> complete_steps(const fs::path& folder, FileSystem& files) 
   }
   std::sort(found.begin(), found.end());
   std::vector<fs::path> steps;
+  steps.reserve(found.size());
   for (auto& [number, name, path] : found) steps.push_back(std::move(path));
   return steps;
 }

@@ -55,8 +55,10 @@ void throw_errno(const std::string& doing, const std::filesystem::path& path) {
   throw Error("cannot " + doing + " " + path.string() + ": " + std::generic_category().message(errno));
 }
 
-File::File(std::filesystem::path path, int flags, FileSystem& files) : path_(std::move(path)), files_(&files) {
-  file_ = uninterrupted([&] { return files_->open(path_.c_str(), flags | O_CLOEXEC, kFileMode); });
+File::File(std::filesystem::path path, int flags, FileSystem& files)
+    : path_(std::move(path)),
+      files_(&files),
+      file_(uninterrupted([&] { return files_->open(path_.c_str(), flags | O_CLOEXEC, kFileMode); })) {
   if (file_ < 0) fail((flags & O_CREAT) != 0 ? "create" : "open");
 }
 

@@ -109,7 +109,7 @@ class PickleWriter {
   void boolean(bool value) { op(value ? '\x88' : '\x89'); }
   void integer(std::int64_t value);
   void real(double value);
-  /// UTF-8. Equal strings are written once.
+  /// UTF-8. Short strings that are equal are written once.
   void string(std::string_view value);
   /// As Python writes bytes in this protocol: a call of _codecs.encode.
   void bytes(std::string_view value);

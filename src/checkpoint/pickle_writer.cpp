@@ -8,6 +8,10 @@
 namespace fsdp::ckpt {
 namespace {
 
+/// Bytes of a string that is written once where it occurs often. Longer ones are repeated: read back, a pickle must not take more memory
+/// for its size than a reader (python_value()) puts up with.
+constexpr std::size_t kMostRemembered = 64;
+
 void append_number(std::string& text, std::uint64_t value, int width) {
   for (int i = 0; i < width; ++i) text += static_cast<char>(value >> (8 * i));
 }
@@ -39,13 +43,17 @@ void PickleWriter::real(double value) {
 }
 
 void PickleWriter::string(std::string_view value) {
-  std::string key = std::string("s").append(value);
-  if (recall(key)) return;
+  const bool is_remembered = value.size() <= kMostRemembered;
+  std::string key;
+  if (is_remembered) {
+    key = std::string("s").append(value);
+    if (recall(key)) return;
+  }
   if (value.size() > std::numeric_limits<std::uint32_t>::max()) throw Error("a string of more than 4 GiB cannot be pickled");
   op('X');
   append_number(text_, value.size(), 4);
   text_ += value;
-  remember(std::move(key));
+  if (is_remembered) remember(std::move(key));
 }
 
 void PickleWriter::bytes(std::string_view value) {

@@ -10,6 +10,11 @@ namespace {
 
 constexpr int kDeepest = 100;
 
+/// Bytes of memory per byte of the pickle. What PickleWriter writes needs less: two bytes stand for a string of 64 at most.
+constexpr std::size_t kMostPerByte = 64;
+constexpr std::size_t kMostAnyway = 4096;
+static_assert(sizeof(PythonValue) + 64 <= 2 * kMostPerByte);
+
 /// What _codecs.encode(text, "latin1") returns.
 std::string encode_latin1(const PickleValue& value) {
   const auto arguments = value.arguments().items();
@@ -33,7 +38,7 @@ std::string encode_latin1(const PickleValue& value) {
 
 class Converter {
  public:
-  explicit Converter(std::size_t pickle_size) : budget_(64 * pickle_size + 4096) {}
+  explicit Converter(std::size_t pickle_size) : budget_(kMostPerByte * pickle_size + kMostAnyway) {}
 
   PythonValue convert(const PickleValue& value, int depth) {
     if (depth > kDeepest) value.throw_unexpected("values nested no deeper than " + std::to_string(kDeepest));

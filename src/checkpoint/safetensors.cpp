@@ -227,16 +227,19 @@ std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path,
   std::string differences;
   for (auto& [name, expected] : read_index(path / kSafetensorsIndex, files)) {
     SafetensorsFile& file = model.emplace_back(read_file_of(path / name, files));
+    const auto add = [&differences, file_name = &name](const std::string& tensor, const char* is, const char* index) {
+      differences.append("\n  '").append(tensor).append(is).append(*file_name).append(index);
+    };
     for (const SafetensorsTensor& tensor : file.tensors) {
-      if (expected.erase(tensor.name) == 0) differences += "\n  '" + tensor.name + "' is in " + name + ", but the index does not say so";
+      if (expected.erase(tensor.name) == 0) add(tensor.name, "' is in ", ", but the index does not say so");
     }
-    for (const std::string& missing : expected) differences += "\n  '" + missing + "' is not in " + name + ", but the index says so";
+    for (const std::string& missing : expected) add(missing, "' is not in ", ", but the index says so");
   }
   if (!differences.empty()) fail((path / kSafetensorsIndex).string(), "the index does not fit the files:" + differences);
   return model;
 }
 
-SafetensorsPlan plan_safetensors(std::vector<SafetensorsTensor> tensors, const SafetensorsOptions& options) {
+SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, const SafetensorsOptions& options) {
   std::unordered_set<std::string_view> names;
   std::vector<std::vector<SafetensorsTensor>> groups(1);
   std::int64_t total = 0;

@@ -71,6 +71,6 @@ struct SafetensorsOptions {
 
 /// Divides tensors (offsets and lengths are ignored) among files, in their order, and says where their data go. Within a file, those with
 /// larger elements come first, so that all are aligned.
-SafetensorsPlan plan_safetensors(std::vector<SafetensorsTensor> tensors, const SafetensorsOptions& options = {});
+SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, const SafetensorsOptions& options = {});
 
 }  // namespace fsdp::ckpt

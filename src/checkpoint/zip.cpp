@@ -78,7 +78,7 @@ void ZipWriter::begin(std::string_view name, std::int64_t size) {
   put(header, 0, 8);
   put(header, entry.name.size(), 2);
   put(header, fields.size(), 2);
-  append(header + entry.name + fields);
+  append(header.append(entry.name).append(fields));
   position_ += size;
   entries_.push_back(std::move(entry));
 }
@@ -130,7 +130,7 @@ void ZipWriter::finish() {
     put(text, 0, 4);  // comment, disk
     put(text, 0, 6);  // attributes
     put(text, in_32_bits(entry.header), 4);
-    append(text + entry.name + fields);
+    append(text.append(entry.name).append(fields));
   }
   const std::int64_t size = position_ - directory;
   const std::int64_t zip64_end = position_;

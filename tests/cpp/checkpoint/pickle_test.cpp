@@ -158,5 +158,12 @@ TEST(PickleWriter, ManyStringsUseLongMemoIndices) {
   EXPECT_EQ(read(writer.finish()), value);
 }
 
+TEST(PickleWriter, WhatRepeatsLongStringsIsReadAgain) {
+  const PythonValue value = list(std::vector<PythonValue>(1000, text(std::string(10000, 'x').c_str())));
+  PickleWriter writer;
+  write(writer, value);
+  EXPECT_EQ(read(writer.finish()), value);
+}
+
 }  // namespace
 }  // namespace fsdp::ckpt
