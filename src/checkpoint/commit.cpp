@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "checkpoint/checksum.h"
+#include "checkpoint/dcp_metadata.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -67,6 +68,13 @@ void make_folders(const fs::path& path, FileSystem& files) {
   // Another process may have been faster.
   if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
   sync_folder(parent_of(path), files);
+}
+
+/// Throws Error unless what is at `step` may go: a checkpoint, an empty folder, or nothing.
+void check_replaceable(const fs::path& step) {
+  if (!is_there(step) || is_there(step / kSidecar) || is_there(step / kMetadataFile)) return;
+  if (fs::is_directory(step) && fs::is_empty(step)) return;
+  throw Error(step.string() + " is there and is no checkpoint: it is not overwritten; give another name, or remove it");
 }
 
 void rename_to(const fs::path& from, const fs::path& to, unsigned flags, FileSystem& files) {
@@ -135,6 +143,7 @@ ListedFile SummedFile::finish() {
 
 fs::path begin_step(const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
+  check_replaceable(step);
   make_folders(parent_of(step), files);
   constexpr int kAttempts = 10;
   for (int attempt = 1;; ++attempt) {
@@ -160,6 +169,7 @@ void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, Fi
 void commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   const fs::path parent = parent_of(step);
+  check_replaceable(step);
   if (!is_there(step)) {
     rename_to(temporary, step, 0, files);
     return sync_folder(parent, files);

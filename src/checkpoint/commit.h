@@ -53,7 +53,8 @@ class SummedFile {
   ListedFile listed_;
 };
 
-/// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this.
+/// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this. Throws Error
+/// if something other than a checkpoint or an empty folder is at `target`; so does commit_step().
 std::filesystem::path begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::real());
 /// One rank calls this, when all have finished their files: `listed` are all of them.
 void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::real());

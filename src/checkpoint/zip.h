@@ -13,8 +13,8 @@ namespace fsdp::ckpt {
 /// "archive". What lies before and after an entry's data is known without them, so they can be written by others, elsewhere and later;
 /// only their CRC-32 comes after them.
 ///
-/// This and not caffe2::serialize's writer: that one wants each entry's data at once and in order, does not tell sizes in advance, and spends
-/// as long on checksums as on writing. The tests compare with it through torch.load and torch.save.
+/// This and not caffe2::serialize's writer: that one wants each entry's data at once and in order, does not tell sizes in advance, and
+/// spends as long on checksums as on writing. The tests compare with it through torch.load and torch.save.
 class ZipWriter {
  public:
   static constexpr std::int64_t kAlignment = 64;

@@ -62,6 +62,28 @@ TEST(Commit, AStepIsThereAndNothingElse) {
   EXPECT_EQ(content_of(steps / "100"), "other");
 }
 
+TEST(Commit, OnlyCheckpointsAreOverwritten) {
+  const TemporaryFolder folder;
+  folder.write("home/thesis.tex", "x");
+  folder.write("file", "x");
+  folder.write("python/.metadata", "x");
+  fs::create_directory(folder.path() / "empty");
+  for (const char* name : {"home", "file"}) {
+    const fs::path target = folder.path() / name;
+    EXPECT_NE(message_of<Error>([&] { save(target, "new"); }).find(target.string() + " is there and is no checkpoint"), std::string::npos);
+  }
+  EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"empty", "file", "home", "python"}));
+  for (const char* name : {"python", "empty"}) {
+    save(folder.path() / name, "new");
+    EXPECT_EQ(content_of(folder.path() / name), "new");
+  }
+  // Where something came while the step was written.
+  const fs::path temporary = begin_step(folder.path() / "late");
+  folder.write("late/thesis.tex", "x");
+  EXPECT_THROW(commit_step(temporary, folder.path() / "late"), Error);
+  EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
+}
+
 TEST(Commit, LargeFilesAreSummedInBlocks) {
   const TemporaryFolder folder;
   std::string content(3000001, 'x');
