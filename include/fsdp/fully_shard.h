@@ -44,6 +44,13 @@ struct UnitSettings {
   std::optional<MixedPrecisionPolicy> mixed_precision = {};
 };
 
+/// A parameter that is one piece already of a whole that other ranks hold, too (tensor parallelism): the pieces of the ranks of `mesh`, in
+/// their order, one behind the other along `dim`. Their sizes along it may differ.
+struct TensorParallel {
+  DeviceMesh mesh;  ///< One dimension; the same for all parameters of a model.
+  std::int64_t dim = 0;
+};
+
 struct FullyShardOptions {
   /// The ranks to shard over; by default all of them, on the CPU. With two dimensions, units are sharded over the last one, and replicated
   /// over the first (HSDP), or main parameters and optimizer state sharded over it as well (HFSDP): see outer_placements.
@@ -73,6 +80,10 @@ struct FullyShardOptions {
   std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
   /// Dtypes of parameters and gradients; without a policy, everything stays in the parameters' own.
   std::optional<MixedPrecisionPolicy> mixed_precision = {};
+  /// Which parameters are pieces of tensor-parallel wholes. They are sharded like others; checkpoints hold the wholes, norms count all
+  /// pieces. Parameters that it says nothing of are the same on all ranks of that mesh. With it, save, load, norms and loss scaling are
+  /// collective over both meshes.
+  std::function<std::optional<TensorParallel>(const std::string& name, const at::Tensor& parameter)> tensor_parallel = {};
   /// In which bytes each parameter travels in all-gathers (share one format between parameters); null: in its compute dtype.
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
   /// What lies in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
@@ -90,8 +101,11 @@ struct FullyShardOptions {
 struct Shard {
   std::string name;                 ///< Fully qualified, as named_parameters() gives it.
   at::Tensor value;                 ///< 1-D, `numel` elements.
-  std::vector<std::int64_t> shape;  ///< Of the whole parameter.
+  std::vector<std::int64_t> shape;  ///< Of the whole parameter (of a tensor-parallel one: of this rank's piece).
   std::int64_t offset = 0;          ///< Of value[0] in the flattened parameter, in elements.
+  /// Of the tensor-parallel whole, and where this rank's piece begins in it; otherwise `shape` and zeros.
+  std::vector<std::int64_t> global_shape;
+  std::vector<std::int64_t> global_offset;
 };
 
 /// A started all-gather of a unit's parameters.

@@ -25,7 +25,8 @@ namespace fsdp::engine {
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
 struct EngineOptions {
-  DeviceMesh mesh;  ///< All ranks that share the model.
+  DeviceMesh mesh;             ///< All ranks that share the model.
+  DeviceMesh tensor_parallel;  ///< Those that hold other pieces of its parameters, one dimension; undefined: none do.
   int prefetch_depth = 1;
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
@@ -93,6 +94,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   memory::Accounting& accounting() { return accounting_; }
   c10::Device device() const { return options_.mesh.device(); }
   const DeviceMesh& mesh() const { return options_.mesh; }
+  const DeviceMesh& tensor_parallel() const { return options_.tensor_parallel; }
+  /// Of the ranks that hold the same piece of a parameter, or all of it, beside those of mesh(), one speaks for it.
+  bool speaks_for(const UnitParameter& parameter) const {
+    const auto& pieces = options_.tensor_parallel;
+    return parameter.tensor_parallel || !pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0;
+  }
 
  private:
   void move_to(Unit& unit, std::span<Unit* const> together);

@@ -43,7 +43,10 @@ struct UnitParameter {
   std::string name;          ///< Fully qualified.
   std::size_t position = 0;  ///< In the model's named_parameters().
   std::vector<std::int64_t> shape;
-  at::ScalarType dtype = at::kFloat;  ///< Its own, from before it was sharded.
+  bool tensor_parallel = false;             ///< A piece of a whole that other ranks hold, too.
+  std::vector<std::int64_t> global_shape;   ///< Of that whole; else `shape`.
+  std::vector<std::int64_t> global_offset;  ///< Where the piece begins in it.
+  at::ScalarType dtype = at::kFloat;        ///< Its own, from before it was sharded.
   bool trainable = true;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
 

@@ -94,8 +94,16 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOp
   for (const auto& unit : engine->units()) {
     if (!unit->main_gradient_valid) continue;
     // Each rank's own piece only, also where other ranks hold it, too: every element counts once, in the same sums for every strategy.
-    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_region(unit->main_gradient[k], unit->own_pieces())));
+    if (!engine->tensor_parallel().defined()) {
+      for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
+        mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_region(unit->main_gradient[k], unit->own_pieces())));
+      }
+      continue;
+    }
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      if (!unit->parameters[i].trainable || !engine->speaks_for(unit->parameters[i])) continue;
+      const auto slice = unit->slice(i, unit->own_pieces());
+      mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)));
     }
   }
   const auto all = optim::exchange(*engine, torch::tensor(mine, at::kDouble), "gradient norm");
@@ -134,8 +142,9 @@ std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& mo
       if (!parameter.trainable) continue;
       const auto slice = unit->slice(i, unit->own_pieces());
       // Other ranks may have other experts, with gradients or without: all send as many values.
-      mine.push_back(parameter.has_gradient ? norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel))
-                                            : 0);
+      mine.push_back(parameter.has_gradient && engine->speaks_for(parameter)
+                         ? norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel))
+                         : 0);
       norms.push_back({parameter.position, parameter.name, parameter.has_gradient, 0});
     }
   }

@@ -17,6 +17,9 @@ at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& value
   const comm::Label label{.operation = operation, .unit = "(all)"};
   auto all = groups.gather->exchange(values, label);
   if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
+  if (const auto& pieces = engine.tensor_parallel(); pieces.defined()) {
+    all = pieces.communicator(pieces.dims().front().name)->exchange(all.reshape({-1}), label);
+  }
   return all.reshape({-1, values.numel()});
 }
 

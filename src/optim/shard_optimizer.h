@@ -116,7 +116,8 @@ struct Segment {
 /// One algorithm over a group's segments.
 using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
 
-/// Every rank's values (1-D, on the CPU), [rank][value], of all ranks of the root unit's mesh. Collective.
+/// Every rank's values (1-D, on the CPU), [rank][value], of all ranks of the root unit's mesh, and of all that hold tensor-parallel pieces.
+/// Collective.
 at::Tensor exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation);
 
 /// An elementwise algorithm. Turns units into segments: parameters that were never without a gradient, and fill whole vector registers

@@ -129,7 +129,9 @@ std::vector<Shard> FSDPModule::parameter_shards() const {
       shards.add(parameter.position, {.name = parameter.name,
                                       .value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                                       .shape = parameter.shape,
-                                      .offset = slice.parameter_offset});
+                                      .offset = slice.parameter_offset,
+                                      .global_shape = parameter.global_shape,
+                                      .global_offset = parameter.global_offset});
     }
   }
   return shards.take();
@@ -142,7 +144,12 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
       const auto slice = unit->slice(i, unit->shard_pieces());
-      Shard shard{.name = parameter.name, .value = {}, .shape = parameter.shape, .offset = slice.parameter_offset};
+      Shard shard{.name = parameter.name,
+                  .value = {},
+                  .shape = parameter.shape,
+                  .offset = slice.parameter_offset,
+                  .global_shape = parameter.global_shape,
+                  .global_offset = parameter.global_offset};
       if (parameter.has_gradient) {
         const auto gradient = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
         // Holds the memory: what a user keeps stays readable after zero_grad().

@@ -119,6 +119,53 @@ engine::SubBufferFormat format_of(const std::string& name, const at::Tensor& par
   return format;
 }
 
+/// The mesh of the tensor-parallel pieces, if there are any.
+DeviceMesh tensor_parallel_mesh(const std::vector<paging::UnitPlan>& plans, const FullyShardOptions& options) {
+  DeviceMesh mesh;
+  if (!options.tensor_parallel) return mesh;
+  for (const auto& plan : plans) {
+    for (const auto& [name, parameter] : plan.parameters) {
+      const auto piece = options.tensor_parallel(name, parameter);
+      if (!piece) continue;
+      const auto fail = [&, &name = name](const std::string& what) { throw Error("tensor_parallel: parameter '" + name + "' " + what); };
+      if (!piece->mesh.defined() || piece->mesh.dims().size() != 1) fail("needs a mesh of one dimension, as in grid[\"tp\"]");
+      if (piece->dim < 0 || piece->dim >= parameter.dim()) fail("has no dimension " + std::to_string(piece->dim));
+      const auto& row = piece->mesh.dims().front().name;
+      if (mesh.defined() && (mesh.dims().front().name != row || mesh.communicator(row) != piece->mesh.communicator(row))) {
+        fail("is on another mesh than others; pieces of one model are over the same ranks");
+      }
+      mesh = piece->mesh;
+    }
+  }
+  return mesh;
+}
+
+/// Says which piece of what each tensor-parallel parameter of a unit is. Collective over that mesh.
+void place_pieces(std::vector<engine::UnitParameter>& parameters, const paging::UnitPlan& plan, const FullyShardOptions& options,
+                  const DeviceMesh& mesh) {
+  const auto& row = mesh.dims().front().name;
+  std::vector<std::pair<engine::UnitParameter*, std::size_t>> pieces;
+  std::vector<std::int64_t> sizes;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto piece = options.tensor_parallel(parameters[i].name, plan.parameters[i].second);
+    if (!piece) continue;
+    const auto dim = static_cast<std::size_t>(piece->dim);
+    pieces.emplace_back(&parameters[i], dim);
+    sizes.push_back(parameters[i].shape[dim]);
+  }
+  if (pieces.empty()) return;
+  const auto all =
+      mesh.communicator(row)->exchange(at::tensor(sizes, at::kLong), {.operation = "sizes of tensor-parallel pieces", .unit = "(model)"});
+  const auto mine = mesh.coordinate(row);
+  for (std::size_t p = 0; p < pieces.size(); ++p) {
+    auto& [parameter, dim] = pieces[p];
+    const auto of_ranks = all.select(1, static_cast<std::int64_t>(p));
+    parameter->tensor_parallel = true;
+    parameter->global_offset[dim] = of_ranks.narrow(0, 0, mine).sum().item<std::int64_t>();
+    parameter->global_shape[dim] = of_ranks.sum().item<std::int64_t>();
+  }
+}
+
 /// Nothing where everything stays in the parameter's own dtype.
 std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) {
   std::string text;
@@ -209,6 +256,8 @@ Draft draft_unit(const paging::UnitPlan& plan, const FullyShardOptions& options,
     entry.name = name;
     entry.position = positions.at(name);
     entry.shape = parameter.sizes().vec();
+    entry.global_shape = entry.shape;
+    entry.global_offset.assign(entry.shape.size(), 0);
     entry.dtype = parameter.scalar_type();
     entry.trainable = parameter.requires_grad();
     entry.tensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(parameter.getIntrusivePtr());
@@ -353,10 +402,12 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   std::vector<paging::UnitPlan> plans;
   std::vector<Draft> drafts;
   std::string description;
+  DeviceMesh pieces;
   std::exception_ptr refusal;
   try {
     validate(options);
     plans = paging::divide(module, {options.units, options.unit_groups, options.ignore});
+    pieces = tensor_parallel_mesh(plans, options);
     for (auto& plan : plans) {
       if (options.unit_settings)
         plan.settings =
@@ -375,9 +426,15 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     description = std::string("refused: ") + error.what();
   }
   expect_equal(options.mesh, description);
+  // Pieces may differ in size, so ranks that hold other ones agree on their refusals only.
+  if (pieces.defined()) expect_equal(pieces, refusal ? description : "accepted");
   if (refusal) std::rethrow_exception(refusal);
+  if (pieces.defined()) {
+    for (std::size_t k = 0; k < plans.size(); ++k) place_pieces(drafts[k].parameters, plans[k], options, pieces);
+  }
 
   const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
+                                                                     .tensor_parallel = pieces,
                                                                      .prefetch_depth = options.prefetch_depth,
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});

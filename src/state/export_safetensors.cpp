@@ -1,5 +1,6 @@
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <exception>
 #include <filesystem>
 #include <functional>
@@ -49,8 +50,16 @@ void write_own(const fs::path& folder, const ckpt::SafetensorsPlan& plan, const 
       const auto& item = *by_name.at(tensor.name);
       if (item.own_numel == 0) continue;
       const auto values = item.values.narrow(0, item.own_begin, item.own_numel).to(written_type(item.values, options)).cpu().contiguous();
-      file.write_at(tensor.offset + (item.offset + item.own_begin) * values.element_size(),
-                    {static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
+      const auto* data = static_cast<const char*>(values.const_data_ptr());
+      const auto itemsize = values.element_size();
+      const auto begin = item.offset + item.own_begin;
+      for (const auto& run : ckpt::runs_to_box(item.piece, ckpt::whole(item.shape))) {
+        const auto from = std::max(run.source, begin);
+        const auto to = std::min(run.source + run.length, begin + item.own_numel);
+        if (from >= to) continue;
+        file.write_at(tensor.offset + (run.destination + from - run.source) * itemsize,
+                      {data + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize)});
+      }
     }
     file.sync();
     file.close();
@@ -62,7 +71,7 @@ void write_own(const fs::path& folder, const ckpt::SafetensorsPlan& plan, const 
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  const state::Ranks ranks(engine->mesh(), state::Ranks::Groups::kOfMesh);
+  const state::Ranks ranks(*engine, state::Ranks::Groups::kOfMesh);
   const bool leads = ranks.index() == 0;
   const std::string what = "the model could not be exported to " + path + ":";
   const auto together = [&](const std::function<void()>& work) {

@@ -61,7 +61,7 @@ class Loading {
     if (tensor->shape != item.shape) {
       throw Error(path_ + ": '" + stored + "' has shape " + text_of(tensor->shape) + ", the model's has " + text_of(item.shape));
     }
-    if (item.values.numel() > 0) read_.emplace_back(item.values, source_->read(stored, item.offset, item.values.numel()));
+    if (item.values.numel() > 0) read_.emplace_back(item.values, source_->read(stored, item.piece, item.offset, item.values.numel()));
   }
 
   /// A name that other ranks may read.
@@ -73,7 +73,7 @@ class Loading {
     if (!source_->has(stored)) return std::nullopt;
     used_.insert(stored);
     const auto tensor = source_->find(stored);
-    if (tensor && ckpt::numel(tensor->shape) == 1) return source_->read(stored, 0, 1).item<double>();
+    if (tensor && ckpt::numel(tensor->shape) == 1) return source_->read_whole(stored).item<double>();
     if (!tensor) {
       const auto value = source_->read_object(stored);
       if (const auto* whole = std::get_if<std::int64_t>(&value.value)) return static_cast<double>(*whole);
@@ -105,8 +105,8 @@ class Loading {
     for (const auto& name : source_->names()) {
       if (!name.starts_with(prefix)) continue;
       auto& value = extra[name.substr(prefix.size())];
-      if (const auto tensor = source_->find(name)) {
-        value = source_->read(name, 0, ckpt::numel(tensor->shape)).reshape(tensor->shape).clone();
+      if (source_->find(name)) {
+        value = source_->read_whole(name).clone();
         continue;
       }
       const auto object = source_->read_object(name);
@@ -134,7 +134,7 @@ class Loading {
     const auto key = state::rng_key(ranks_.index());
     const auto tensor = source_->find(key);
     if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
-    return source_->read(key, 0, ckpt::numel(tensor->shape));
+    return source_->read_whole(key);
   }
 
   std::vector<std::string> take_missing() { return std::move(missing_); }
@@ -194,7 +194,7 @@ class Steps {
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  const Ranks ranks(engine->mesh(), Ranks::Groups::kOfMesh);
+  const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
   std::optional<Loading> loading;
   std::optional<Steps> steps;
   std::optional<double> lr_factor;
@@ -247,7 +247,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
 }
 
 std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
-  const Ranks ranks(handle(module).engine()->mesh(), Ranks::Groups::kOfMesh);
+  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
   std::string path;
   std::exception_ptr failure;
   try {

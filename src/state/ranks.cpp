@@ -33,12 +33,15 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-Ranks::Ranks(const DeviceMesh& mesh, Groups groups) {
-  for (const auto& dim : mesh.dims()) {
-    communicators_.push_back(groups == Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
-    index_ = index_ * dim.size + mesh.coordinate(dim.name);
+Ranks::Ranks(const engine::Engine& engine, Groups groups) {
+  for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
+    if (!mesh.defined()) continue;
+    for (const auto& dim : mesh.dims()) {
+      communicators_.push_back(groups == Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
+      index_ = index_ * dim.size + mesh.coordinate(dim.name);
+    }
+    size_ *= mesh.size();
   }
-  size_ = mesh.size();
 }
 
 std::vector<std::string> Ranks::gather(const std::string& mine, const char* operation) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/engine.h"
 #include "fsdp/device_mesh.h"
 
 namespace fsdp::state {
@@ -18,10 +19,11 @@ class Ranks {
     kOfMesh,  ///< Speaks through the mesh's own communicators: not beside training.
     kOwn,     ///< Makes communicators (collective): may be used from another thread while the model trains.
   };
-  Ranks(const DeviceMesh& mesh, Groups groups);
+  /// All that hold parts of the engine's model: of its mesh, and of its tensor-parallel pieces.
+  Ranks(const engine::Engine& engine, Groups groups);
 
   std::int64_t size() const { return size_; }
-  /// This rank's position in the mesh, the last dimension varying fastest.
+  /// This rank's position: the tensor-parallel one varies slowest, the mesh's last dimension fastest.
   std::int64_t index() const { return index_; }
 
   /// Every rank's bytes, by index. Collective. Throws CommError.

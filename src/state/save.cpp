@@ -32,7 +32,7 @@ Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const Extr
 
 void save_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra,
               const SaveOptions& options) {
-  const Ranks ranks(handle(module).engine()->mesh(), Ranks::Groups::kOfMesh);
+  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
   state::write_checkpoint(path, snapshot_of(module, optimizer, extra, options, ranks), options, ranks);
 }
 
@@ -48,7 +48,7 @@ void save(const std::string& path, torch::nn::Module& module, Optimizer& optimiz
 
 struct AsyncSaver::Impl {
   Impl(torch::nn::Module& module_, Optimizer* optimizer_)
-      : module(module_), optimizer(optimizer_), ranks(handle(module_).engine()->mesh(), Ranks::Groups::kOwn) {}
+      : module(module_), optimizer(optimizer_), ranks(*handle(module_).engine(), Ranks::Groups::kOwn) {}
 
   void wait() {
     if (thread.joinable()) thread.join();

@@ -37,7 +37,8 @@ void add(Snapshot& snapshot, const StateItem& item) {
   const auto values = item.values.narrow(0, item.own_begin, item.own_numel).cpu();
   snapshot.kept.push_back(values);
   const auto* data = static_cast<const char*>(values.const_data_ptr());
-  for (auto& box : ckpt::boxes_of_slice(item.shape, item.offset + item.own_begin, item.own_numel)) {
+  for (auto& box : ckpt::boxes_of_slice(item.piece.sizes, item.offset + item.own_begin, item.own_numel)) {
+    for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.piece.offsets[d];
     const auto bytes = ckpt::numel(box.sizes) * values.element_size();
     tensor.chunks.push_back({std::move(box), data});
     data += bytes;
@@ -90,6 +91,7 @@ void add_extra(Snapshot& snapshot, const ExtraState& extra) {
             const auto values = typed.detach().contiguous().view({-1});
             add(snapshot, {.path = {kExtra, name},
                            .shape = typed.sizes().vec(),
+                           .piece = ckpt::whole(typed.sizes().vec()),
                            .values = values,
                            .offset = 0,
                            .own_begin = 0,
@@ -152,6 +154,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
     const auto state = generator.get_state();
     add(snapshot, {.path = {kOwn, "rng." + std::to_string(ranks.index())},
                    .shape = state.sizes().vec(),
+                   .piece = ckpt::whole(state.sizes().vec()),
                    .values = state.view({-1}),
                    .offset = 0,
                    .own_begin = 0,

@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <utility>
@@ -39,6 +40,17 @@ class OpenFiles {
   std::map<std::string, ckpt::File> files_;
 };
 
+/// How the elements of a stored box get to elements [offset, offset + numel) of another one.
+std::vector<ckpt::Run> runs_to(const ckpt::Box& stored, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) {
+  std::vector<ckpt::Run> runs;
+  for (auto run : ckpt::runs_to_box(stored, box)) {
+    const auto begin = std::max(run.destination, offset);
+    const auto end = std::min(run.destination + run.length, offset + numel);
+    if (begin < end) runs.push_back({run.source + begin - run.destination, begin - offset, end - begin});
+  }
+  return runs;
+}
+
 /// Mapped apart from malloc's heap where it is large: it goes soon.
 at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t numel) {
   return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
@@ -67,14 +79,14 @@ class Dcp final : public Source {
     return tensor == nullptr ? std::nullopt : std::optional(Tensor{tensor->dtype, tensor->shape});
   }
 
-  at::Tensor read(const std::string& name, std::int64_t offset, std::int64_t numel) override {
+  at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) override {
     const auto& tensor = std::get<DcpTensor>(by_name_.at(name)->content);
     auto values = host_values(name, tensor.dtype, numel);
     auto* to = static_cast<char*>(values.mutable_data_ptr());
     const auto itemsize = ckpt::itemsize(tensor.dtype);
     std::int64_t found = 0;
     for (const auto& chunk : tensor.chunks) {
-      const auto runs = ckpt::runs_to_slice(chunk.box, tensor.shape, offset, numel);
+      const auto runs = runs_to(chunk.box, box, offset, numel);
       if (runs.empty()) continue;
       auto& file = files_[chunk.record.file];
       const auto data = ckpt::locate_tensor(file.reader(), chunk.record, name, tensor.dtype, chunk.box.sizes);
@@ -142,11 +154,15 @@ class Safetensors final : public Source {
     return Tensor{found->second.second->dtype, found->second.second->shape};
   }
 
-  at::Tensor read(const std::string& name, std::int64_t offset, std::int64_t numel) override {
+  at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) override {
     const auto& [file, tensor] = by_name_.at(name);
+    const auto itemsize = ckpt::itemsize(tensor->dtype);
     auto values = host_values(name, tensor->dtype, numel);
-    files_[*file].read_at(tensor->offset + offset * ckpt::itemsize(tensor->dtype),
-                          {static_cast<char*>(values.mutable_data_ptr()), values.nbytes()});
+    auto* to = static_cast<char*>(values.mutable_data_ptr());
+    for (const auto& run : runs_to(ckpt::whole(tensor->shape), box, offset, numel)) {
+      files_[*file].read_at(tensor->offset + run.source * itemsize,
+                            {to + run.destination * itemsize, static_cast<std::size_t>(run.length * itemsize)});
+    }
     return values;
   }
 
@@ -164,6 +180,11 @@ class Safetensors final : public Source {
 };
 
 }  // namespace
+
+at::Tensor Source::read_whole(const std::string& name) {
+  const auto tensor = find(name);
+  return read(name, ckpt::whole(tensor->shape), 0, ckpt::numel(tensor->shape)).view(tensor->shape);
+}
 
 std::unique_ptr<Source> open_source(const std::string& path) {
   const fs::path folder = path;

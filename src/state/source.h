@@ -30,8 +30,11 @@ class Source {
   virtual bool has(const std::string& name) const = 0;
   /// Nothing if there is no tensor of this name.
   virtual std::optional<Tensor> find(const std::string& name) const = 0;
-  /// Elements [offset, offset + numel) of the flattened tensor: 1-D, on the CPU, of its stored dtype. Reads only these. Throws Error.
-  virtual at::Tensor read(const std::string& name, std::int64_t offset, std::int64_t numel) = 0;
+  /// Elements [offset, offset + numel) of a box of the tensor, row-major: 1-D, on the CPU, of its stored dtype. Reads only these. Throws
+  /// Error.
+  virtual at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) = 0;
+  /// All of a tensor that is there, in its shape.
+  at::Tensor read_whole(const std::string& name);
   /// A plain value. Throws Error.
   virtual ckpt::PythonValue read_object(const std::string& name) = 0;
   /// Checks this rank's share of the files against checksums, where there are any. Throws Error.

@@ -19,16 +19,20 @@ std::vector<std::string> path_below(const std::string& prefix, std::vector<std::
 }
 
 /// Which of the values of parameter i that this rank holds are its own: [begin, begin + numel).
-std::pair<std::int64_t, std::int64_t> own_part(const engine::Unit& unit, std::size_t parameter) {
+std::pair<std::int64_t, std::int64_t> own_part(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
   const auto own = unit.slice(parameter, unit.own_pieces());
-  if (own.numel == 0) return {0, 0};
+  if (own.numel == 0 || !engine.speaks_for(unit.parameters[parameter])) return {0, 0};
   return {own.parameter_offset - unit.main_slice(parameter).parameter_offset, own.numel};
 }
 
+ckpt::Box piece_of(const engine::UnitParameter& parameter) { return {parameter.global_offset, parameter.shape}; }
+
 /// The rank that owns the first element speaks for the parameter.
-bool owns_first_element(const engine::Unit& unit, std::size_t parameter) {
+bool owns_first_element(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
+  const auto& offset = unit.parameters[parameter].global_offset;
+  const bool is_first = std::all_of(offset.begin(), offset.end(), [](std::int64_t begin) { return begin == 0; });
   const auto own = unit.slice(parameter, unit.own_pieces());
-  return own.numel > 0 && own.parameter_offset == 0;
+  return own.numel > 0 && own.parameter_offset == 0 && is_first && engine.speaks_for(unit.parameters[parameter]);
 }
 
 }  // namespace
@@ -46,9 +50,10 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
       const auto slice = unit->main_slice(i);
-      const auto [own_begin, own_numel] = own_part(*unit, i);
+      const auto [own_begin, own_numel] = own_part(*engine, *unit, i);
       ordered.emplace_back(parameter.position, StateItem{.path = path_below(prefix, {parameter.name}),
-                                                         .shape = parameter.shape,
+                                                         .shape = parameter.global_shape,
+                                                         .piece = piece_of(parameter),
                                                          .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                                                          .offset = slice.parameter_offset,
                                                          .own_begin = own_begin,
@@ -58,7 +63,7 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
   std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<StateItem> items;
   for (auto& [position, item] : ordered) items.push_back(std::move(item));
-  const bool speaks = Ranks(engine->mesh(), Ranks::Groups::kOfMesh).index() == 0;
+  const bool speaks = Ranks(*engine, Ranks::Groups::kOfMesh).index() == 0;
   for (const auto& buffer : module.named_buffers()) {
     if (!buffer.value().defined()) continue;
     if (!buffer.value().is_contiguous()) {
@@ -67,6 +72,7 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
     const auto values = buffer.value().detach().view({-1});
     items.push_back({.path = path_below(prefix, {buffer.key()}),
                      .shape = buffer.value().sizes().vec(),
+                     .piece = ckpt::whole(buffer.value().sizes().vec()),
                      .values = values,
                      .offset = 0,
                      .own_begin = 0,
@@ -82,12 +88,17 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       const auto& unit = *tensor.unit;
       const auto& parameter = unit.parameters[tensor.parameter];
       const auto slice = unit.main_slice(tensor.parameter);
-      const auto [own_begin, own_numel] = own_part(unit, tensor.parameter);
+      const auto [own_begin, own_numel] = own_part(*optimizer.engine(), unit, tensor.parameter);
       const auto per_value = tensor.kind.elements_per_value;
       const auto values_of = [per_value](std::int64_t elements) { return (elements + per_value - 1) / per_value; };
-      const auto& whole = unit.layout.placements()[tensor.parameter];
+      const std::vector<std::int64_t> blocks = {values_of(unit.layout.placements()[tensor.parameter].numel)};
+      if (per_value != 1 && parameter.tensor_parallel) {
+        throw Error("the optimizer's state '" + tensor.kind.name + "' of parameter '" + parameter.name +
+                    "' has a value per block, which has no place in a tensor-parallel whole; use an optimizer with a value per element");
+      }
       items.push_back({.path = path_below(prefix, {"state", parameter.name, tensor.kind.name}),
-                       .shape = per_value == 1 ? parameter.shape : std::vector<std::int64_t>{values_of(whole.numel)},
+                       .shape = per_value == 1 ? parameter.global_shape : blocks,
+                       .piece = per_value == 1 ? piece_of(parameter) : ckpt::whole(blocks),
                        .values = tensor.values,
                        .offset = slice.parameter_offset / per_value,
                        .own_begin = own_begin / per_value,
@@ -121,10 +132,11 @@ std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::str
         const auto steps = part->steps(*unit, i);
         items.push_back({.path = path_below(prefix, {"state", unit->parameters[i].name, "step"}),
                          .shape = {},
+                         .piece = {},
                          .values = at::full({1}, static_cast<double>(steps), at::kFloat),
                          .offset = 0,
                          .own_begin = 0,
-                         .own_numel = steps > 0 && owns_first_element(*unit, i) ? 1 : 0});
+                         .own_numel = steps > 0 && owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0});
       }
     }
   }
