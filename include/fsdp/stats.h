@@ -29,9 +29,11 @@ struct MemoryStats {
 struct WireStats {
   std::int64_t all_gather_bytes = 0;
   std::int64_t reduce_scatter_bytes = 0;
+  std::int64_t scatter_bytes = 0;  ///< First values, sent by another rank.
   std::int64_t control_bytes = 0;  ///< Small host-side exchanges: usage flags, gradient norms, checks.
   std::int64_t all_gathers = 0;
   std::int64_t reduce_scatters = 0;
+  std::int64_t scatters = 0;
 };
 
 }  // namespace fsdp

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 // Collectives over buffers. Knows ranks and bytes, not parameters or units.
 namespace fsdp::comm {
@@ -36,6 +37,13 @@ struct ReducePiece {
   bool accumulate = false;
 };
 
+/// One buffer of a scatter, all 1-D and contiguous, of one dtype. `parts`, which only the root looks at, has what each rank gets: as many
+/// elements as that rank's `into` has. Parts may overlap or be the same (a broadcast); the root's `into` may be its part.
+struct ScatterPiece {
+  std::vector<at::Tensor> parts;
+  at::Tensor into;
+};
+
 /// A started collective. wait() blocks the host (Gloo) or the current stream (NCCL) until its results may be read; throws CommError naming
 /// operation, unit, rank and c10d's message. Idempotent. Destroying an unfinished one waits and swallows errors: the
 /// buffers must not be reused while a peer may still write into them.
@@ -49,9 +57,11 @@ class Pending {
 struct CommStats {
   std::int64_t all_gather_bytes = 0;
   std::int64_t reduce_scatter_bytes = 0;
+  std::int64_t scatter_bytes = 0;
   std::int64_t control_bytes = 0;
   std::int64_t all_gathers = 0;
   std::int64_t reduce_scatters = 0;
+  std::int64_t scatters = 0;
 };
 
 /// The ranks of one mesh row. Every rank must make the same calls in the same order ("Order is collective"); with FSDP_DEBUG=1 each call
@@ -71,6 +81,9 @@ class Communicator {
 
   virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) = 0;
   virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) = 0;
+
+  /// Rank `root` sends each rank its piece.
+  virtual std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) = 0;
 
   /// Small host-side exchange: returns a CPU tensor [size, ...] with every rank's `value` (a contiguous CPU tensor of equal shape and
   /// dtype on all ranks), in rank order. Blocks.

@@ -127,6 +127,41 @@ class PendingReduce final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
+class PendingScatter final : public GroupPending {
+ public:
+  PendingScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
+      : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()), root_(root) {}
+  ~PendingScatter() override { settle(); }
+
+ protected:
+  void post() override {
+    // By messages, as the parts may differ in size. Each is a tensor of a list, as c10d takes them.
+    std::vector<at::Tensor> argument(1);
+    for (const ScatterPiece& piece : pieces_) {
+      if (group_->row.rank != root_) {
+        if (piece.into.numel() == 0) continue;
+        argument[0] = flat_view(piece.into, 0, piece.into.numel());
+        works_.push_back(group_->backend->recv(argument, root_, /*tag=*/0));
+        continue;
+      }
+      for (int peer = 0; peer < group_->row.size(); ++peer) {
+        const at::Tensor& part = piece.parts[static_cast<std::size_t>(peer)];
+        if (peer == root_ || part.numel() == 0) continue;
+        argument[0] = flat_view(part, 0, part.numel());
+        works_.push_back(group_->backend->send(argument, peer, /*tag=*/0));
+      }
+      copy_own_part(piece, root_);
+    }
+  }
+  void finish() override { wait_all(works_); }
+  void forget() noexcept override { works_.clear(); }
+
+ private:
+  const std::vector<ScatterPiece> pieces_;
+  const int root_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
 }  // namespace
 
 NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control)
@@ -155,6 +190,17 @@ std::unique_ptr<Pending> NativeCommunicator::reduce_scatter(std::span<const Redu
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
+  return pending;
+}
+
+std::unique_ptr<Pending> NativeCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
+  const std::int64_t bytes = check_pieces(pieces, root, *this);
+  begin(label, 0);  // the ranks' parts differ in size
+  data_->check_usable(label);
+  auto pending = std::make_unique<PendingScatter>(data_, label, pieces, root);
+  pending->start();
+  stats_.scatter_bytes += bytes;
+  ++stats_.scatters;
   return pending;
 }
 

@@ -28,6 +28,12 @@ std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const Reduce
   return std::make_unique<Nothing>();
 }
 
+std::unique_ptr<Pending> NullCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
+  stats_.scatter_bytes += check_pieces(pieces, root, *this);
+  ++stats_.scatters;
+  return std::make_unique<Nothing>();
+}
+
 at::Tensor NullCommunicator::exchange(const at::Tensor& value, const Label& label) {
   stats_.control_bytes += (size_ - 1) * static_cast<std::int64_t>(value.nbytes());
   return at::stack(std::vector<at::Tensor>(static_cast<std::size_t>(size_), value));

@@ -16,6 +16,8 @@ class NullCommunicator final : public Communicator {
   std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
 
+  std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) override;
+
   /// Every rank is taken to have given the same value as this one.
   at::Tensor exchange(const at::Tensor& value, const Label& label) override;
   void expect_equal(const std::string& text, const Label& label) override {}

@@ -121,6 +121,42 @@ class PendingReduce final : public GroupPending {
   const double scale_;
 };
 
+class PendingScatter final : public GroupPending {
+ public:
+  PendingScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
+      : GroupPending(std::move(group), label), transfers_(group_->backend), pieces_(pieces.begin(), pieces.end()), root_(root) {}
+  ~PendingScatter() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    const std::uint32_t first = group_->take_messages(pieces_.size());
+    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+      const ScatterPiece& piece = pieces_[i];
+      if (row.rank != root_) {
+        if (piece.into.numel() > 0) transfers_.receive(flat_view(piece.into, 0, piece.into.numel()), root_, Group::tag(first + i));
+        continue;
+      }
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_target(row, k);
+        const at::Tensor& part = piece.parts[static_cast<std::size_t>(peer)];
+        if (part.numel() > 0) transfers_.send(flat_view(part, 0, part.numel()), peer, Group::tag(first + i));
+      }
+      copy_own_part(piece, root_);
+    }
+  }
+  void finish() override {
+    transfers_.wait_receives();
+    transfers_.wait_sends();
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+ private:
+  Transfers transfers_;
+  const std::vector<ScatterPiece> pieces_;
+  const int root_;
+};
+
 }  // namespace
 
 std::unique_ptr<Pending> PairwiseCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
@@ -140,6 +176,16 @@ std::unique_ptr<Pending> PairwiseCommunicator::reduce_scatter(std::span<const Re
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
+  return pending;
+}
+
+std::unique_ptr<Pending> PairwiseCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
+  const std::int64_t bytes = check_pieces(pieces, root, *this);
+  begin(label, 0);  // the ranks' parts differ in size
+  auto pending = std::make_unique<PendingScatter>(control(), label, pieces, root);
+  pending->start();
+  stats_.scatter_bytes += bytes;
+  ++stats_.scatters;
   return pending;
 }
 

@@ -16,6 +16,7 @@ class PairwiseCommunicator final : public GroupCommunicator {
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size() - 1) * shard_numel; }
   std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
+  std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) override;
 };
 
 }  // namespace fsdp::comm

@@ -64,6 +64,37 @@ std::int64_t check_pieces(std::span<const ReducePiece> pieces, const Communicato
   return bytes;
 }
 
+std::int64_t check_pieces(std::span<const ScatterPiece> pieces, int root, const Communicator& communicator) {
+  constexpr const char* kOperation = "scatter";
+  std::int64_t bytes = 0;
+  for (const ScatterPiece& piece : pieces) {
+    check_flat(kOperation, "into", piece.into);
+    if (communicator.rank() != root) continue;
+    if (piece.parts.size() != static_cast<std::size_t>(communicator.size())) {
+      throw_misfit(kOperation, std::to_string(piece.parts.size()) + " parts for " + std::to_string(communicator.size()) + " ranks");
+    }
+    for (int rank = 0; rank < communicator.size(); ++rank) {
+      const at::Tensor& part = piece.parts[static_cast<std::size_t>(rank)];
+      check_flat(kOperation, "a part", part);
+      if (part.dtype() != piece.into.dtype()) throw_misfit(kOperation, "a part and into have different dtypes");
+      if (rank != root) {
+        bytes += static_cast<std::int64_t>(part.nbytes());
+      } else if (part.numel() != piece.into.numel()) {
+        throw_misfit(kOperation,
+                     "the root's part has " + std::to_string(part.numel()) + " elements, into has " + std::to_string(piece.into.numel()));
+      }
+    }
+  }
+  return bytes;
+}
+
+void copy_own_part(const ScatterPiece& piece, int root) {
+  const at::Tensor& part = piece.parts[static_cast<std::size_t>(root)];
+  if (part.numel() == 0 || part.const_data_ptr() == piece.into.const_data_ptr()) return;
+  const at::NoGradGuard no_grad;
+  flat_view(piece.into, 0, piece.into.numel()).copy_(flat_view(part, 0, part.numel()));
+}
+
 at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t numel) {
   const c10::DispatchKeySet keys(c10::computeDispatchKey(tensor.scalar_type(), at::kStrided, tensor.device()));
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), keys, tensor.dtype());

@@ -12,6 +12,11 @@ namespace fsdp::comm {
 /// of the dtype that travels.
 std::int64_t check_pieces(std::span<const GatherPiece> pieces, int size);
 std::int64_t check_pieces(std::span<const ReducePiece> pieces, const Communicator& communicator);
+/// Returns the bytes that this rank sends: 0 but on the root.
+std::int64_t check_pieces(std::span<const ScatterPiece> pieces, int root, const Communicator& communicator);
+
+/// Fills the root's own `into`, unless it is its part.
+void copy_own_part(const ScatterPiece& piece, int root);
 
 /// Elements [offset, offset + numel) of a 1-D contiguous tensor. Not narrow(): this costs no dispatch, and drops dispatch keys, such as the
 /// one that pages parameters in.

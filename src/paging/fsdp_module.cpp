@@ -201,9 +201,11 @@ WireStats FSDPModule::wire_stats() const {
     const auto& stats = communicator->stats();
     sum.all_gather_bytes += stats.all_gather_bytes;
     sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
+    sum.scatter_bytes += stats.scatter_bytes;
     sum.control_bytes += stats.control_bytes;
     sum.all_gathers += stats.all_gathers;
     sum.reduce_scatters += stats.reduce_scatters;
+    sum.scatters += stats.scatters;
   }
   return sum;
 }

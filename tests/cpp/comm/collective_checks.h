@@ -13,6 +13,7 @@
 namespace fsdp::testing {
 
 inline constexpr comm::Label kGather = {.operation = "all-gather", .unit = "layers.0"};
+inline constexpr comm::Label kScatter = {.operation = "scatter", .unit = "layers.0"};
 inline constexpr comm::Label kReduce = {.operation = "reduce-scatter", .unit = "layers.0"};
 
 /// The same numbers on every rank for the same seed; of mixed magnitudes and signs, so that a sum's order and precision show.
@@ -86,6 +87,37 @@ struct Gather {
   }
 
   std::vector<comm::GatherPiece> pieces;
+  std::vector<at::Tensor> expected;
+};
+
+/// Buffers of a scatter: rank r gets r elements more than rank 0 does, and of every other piece all get the same. `alias`: the root's part
+/// stays where it is.
+struct Scatter {
+  Scatter(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, int root, bool alias) {
+    const int size = communicator.size();
+    const auto own = static_cast<std::size_t>(communicator.rank());
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      std::vector<at::Tensor> parts;
+      for (int r = 0; r < size; ++r) {
+        const bool same = i % 2 == 1;
+        parts.push_back(
+            numbers(shapes[i].numel + (same ? 0 : r), seed + 1000 * static_cast<std::int64_t>(i) + (same ? 0 : r), shapes[i].dtype));
+      }
+      expected.push_back(parts[own].clone());
+      comm::ScatterPiece piece{.parts = {}, .into = at::full_like(parts[own], -1)};
+      if (communicator.rank() == root) {
+        if (alias) piece.into = parts[own];
+        piece.parts = std::move(parts);
+      }
+      pieces.push_back(std::move(piece));
+    }
+  }
+
+  void check() const {
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bytes(pieces[i].into, expected[i])) << "piece " << i;
+  }
+
+  std::vector<comm::ScatterPiece> pieces;
   std::vector<at::Tensor> expected;
 };
 

@@ -13,9 +13,11 @@ namespace {
 using testing::Gather;
 using testing::kGather;
 using testing::kReduce;
+using testing::kScatter;
 using testing::PieceShape;
 using testing::Reduce;
 using testing::run_ranks;
+using testing::Scatter;
 
 // Over Gloo, which has the same native collectives as NCCL.
 std::unique_ptr<NativeCommunicator> native_world() {
@@ -53,6 +55,17 @@ TEST_P(NativeCommunicatorOfSize, AllGathers) {
       Gather single(*communicator, {shapes[0]}, 8, false);
       communicator->all_gather(single.pieces, kGather)->wait();
       single.check();
+    }
+  });
+}
+
+TEST_P(NativeCommunicatorOfSize, ScattersFromAnyRank) {
+  run_ranks(GetParam(), [] {
+    const auto communicator = native_world();
+    for (int root = 0; root < communicator->size(); ++root) {
+      Scatter scatter(*communicator, kSummedHere, 30, root, false);
+      communicator->scatter(scatter.pieces, root, kScatter)->wait();
+      scatter.check();
     }
   });
 }

@@ -7,6 +7,7 @@ namespace {
 
 using testing::kGather;
 using testing::kReduce;
+using testing::kScatter;
 
 TEST(NullCommunicator, MovesNothingAndCountsEverything) {
   NullCommunicator communicator(100, 1024);
@@ -23,6 +24,12 @@ TEST(NullCommunicator, MovesNothingAndCountsEverything) {
   EXPECT_EQ(communicator.stats().reduce_scatter_bytes, 1023 * 8 * 2);
   EXPECT_EQ(communicator.stats().all_gathers, 1);
   EXPECT_EQ(communicator.stats().reduce_scatters, 1);
+
+  const ScatterPiece scatter{.parts = {}, .into = torch::full({8}, 7.f)};
+  communicator.scatter({&scatter, 1}, 0, kScatter)->wait();
+  EXPECT_TRUE(at::equal(scatter.into, torch::full({8}, 7.f)));
+  EXPECT_EQ(communicator.stats().scatter_bytes, 0);  // Not the root.
+  EXPECT_EQ(communicator.stats().scatters, 1);
 }
 
 TEST(NullCommunicator, TakesPeersToAgree) {

@@ -14,9 +14,11 @@ namespace {
 using testing::Gather;
 using testing::kGather;
 using testing::kReduce;
+using testing::kScatter;
 using testing::PieceShape;
 using testing::Reduce;
 using testing::run_ranks;
+using testing::Scatter;
 
 std::shared_ptr<Communicator> world() { return init_device_mesh("cpu", {{"dp_shard", -1}}).communicator("dp_shard"); }
 
@@ -75,6 +77,30 @@ TEST_P(PairwiseCommunicatorOfSize, SendsEachByteOnceToEachPeer) {
     EXPECT_EQ(communicator->stats().control_bytes, 0);
     communicator->reset_stats();
     EXPECT_EQ(communicator->stats().all_gathers, 0);
+  });
+}
+
+TEST_P(PairwiseCommunicatorOfSize, ScattersFromAnyRank) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto communicator = world();
+    for (int root = 0; root < communicator->size(); ++root) {
+      for (const bool alias : {false, true}) {
+        communicator->reset_stats();
+        Scatter scatter(*communicator, kMixed, 20 + root, root, alias);
+        const auto pending = communicator->scatter(scatter.pieces, root, kScatter);
+        pending->wait();
+        pending->wait();  // Idempotent.
+        scatter.check();
+        std::int64_t bytes = 0;
+        for (const auto& piece : scatter.pieces) {
+          for (std::size_t r = 0; r < piece.parts.size(); ++r) {
+            if (static_cast<int>(r) != rank) bytes += static_cast<std::int64_t>(piece.parts[r].nbytes());
+          }
+        }
+        EXPECT_EQ(communicator->stats().scatter_bytes, bytes);  // Only the root has parts.
+        EXPECT_EQ(communicator->stats().scatters, 1);
+      }
+    }
   });
 }
 
@@ -153,6 +179,15 @@ TEST(PairwiseCommunicator, PiecesThatDoNotFitAreRefused) {
     EXPECT_THROW(reduce(four, torch::zeros({1}), torch::zeros({2})), Error);
     EXPECT_THROW(reduce(four, torch::zeros({2}, at::kHalf), torch::zeros({2})), Error);
     EXPECT_THROW(reduce(four.to(at::kLong), torch::zeros({2}, at::kLong), torch::zeros({2})), Error);
+    const auto scatter = [&](const std::vector<at::Tensor>& parts, const at::Tensor& into) {
+      const ScatterPiece piece{.parts = parts, .into = into};
+      communicator->scatter({&piece, 1}, communicator->rank(), kScatter);
+    };
+    EXPECT_THROW(scatter({four, four}, torch::zeros({3})), Error);
+    EXPECT_THROW(scatter({four}, torch::zeros({4})), Error);
+    EXPECT_THROW(scatter({four, four}, torch::zeros({4}, at::kHalf)), Error);
+    EXPECT_THROW(scatter({torch::zeros({8}).slice(0, 0, 8, 2), four}, torch::zeros({4})), Error);
+    EXPECT_THROW(scatter({four, four}, torch::zeros({8}).slice(0, 0, 8, 2)), Error);
     communicator->barrier();  // Refused before anything was sent.
   });
 }

@@ -38,6 +38,12 @@ class RecordingCommunicator final : public comm::Communicator {
     return std::make_unique<Recorded>(inner_->reduce_scatter(pieces, scale, label), "wait " + what, log_);
   }
 
+  std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPiece> pieces, int root, const comm::Label& label) override {
+    const std::string what = "scatter " + std::string(label.unit);
+    log_->push_back(what);
+    return std::make_unique<Recorded>(inner_->scatter(pieces, root, label), "wait " + what, log_);
+  }
+
   at::Tensor exchange(const at::Tensor& value, const comm::Label& label) override {
     log_->push_back("exchange");
     return inner_->exchange(value, label);
