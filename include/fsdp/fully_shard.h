@@ -165,7 +165,8 @@ class FSDPModule {
   /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient, and holds its memory beyond
   /// zero_grad().
   std::vector<Shard> gradient_shards() const;
-  /// Says that the main parameters were written: gathered copies are dropped and the parameters' versions are bumped.
+  /// Says that the main parameters were written through their shards: gathered copies are dropped and the parameters' versions are bumped.
+  /// Collective: where main parameters are replicated (no_shard), ranks get each other's shards.
   void main_parameters_changed();
 
   /// Whole main parameters and gradients by name, in the order of named_parameters(): collective and as large as the model. For tests and

@@ -284,6 +284,7 @@ void Engine::begin_backward(std::weak_ptr<void> alive) {
     if (!backward_alive_.expired()) return;
     reset_locked();
   }
+  refuse_summoned("a backward");
   backward_ = BackwardState::kRunning;
   backward_alive_ = std::move(alive);
   for (const auto& unit : units_) unit->collected_in_this_backward = false;
@@ -343,6 +344,7 @@ void Engine::validate() const {
 
 void Engine::validate_parameters() const {
   for (const auto& unit : units_) {
+    if (unit->summoned) continue;
     for (const auto& parameter : unit->parameters) {
       const auto tensor = parameter.tensor.lock();
       if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
@@ -411,6 +413,7 @@ void Engine::flush_writes() {
     throw Error(
         "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
   }
+  refuse_summoned("this handle or optimizer is used");
   for (const auto& unit : units_) write_back(*unit);
   // The caller may write to what is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
@@ -439,20 +442,67 @@ std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tens
   return whole;
 }
 
-void Engine::main_parameters_changed() {
+std::vector<at::Tensor> Engine::summon(Unit& unit) {
+  {
+    const std::lock_guard lock(mutex_);
+    write_back(unit);
+  }
+  auto whole = gather_main(unit, unit.main);
   const std::lock_guard lock(mutex_);
+  unit.summoned = true;
+  return whole;
+}
+
+void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  unit.summoned = false;
+  if (whole.empty()) return;
+  if (unit.offloaded()) memory::synchronize(device());  // the main parameters may be on their way to the device
+  for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
+  guarded([&] { outdate_copies(unit); });
+  if (current_ == &unit) current_ = nullptr;
+}
+
+void Engine::refuse_summoned(const char* what) const {
   for (const auto& unit : units_) {
-    unit->written = false;
-    evict(*unit);
-    // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
-    if (unit->replicated_parameters() && (!unit->replicated_optimizer() || unit->has_separate_main()))
-      unit->state = ParameterState::kSharded;
-    unit->post_forward.release();
-    unit->shards_outdated = unit->options.outer_sharded_optimizer;
-    for (const auto& parameter : unit->parameters) {
-      if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
+    if (unit->summoned) {
+      throw Error(std::string(what) + " while SummonFullParams keeps unit '" + unit->name + "' whole; end the guard's scope first");
     }
   }
+}
+
+/// The main parameters of a unit were written.
+void Engine::outdate_copies(Unit& unit) {
+  unit.written = false;
+  evict(unit);
+  // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
+  if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.state = ParameterState::kSharded;
+  unit.post_forward.release();
+  unit.shards_outdated = unit.options.outer_sharded_optimizer;
+  for (const auto& parameter : unit.parameters) {
+    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
+  }
+}
+
+void Engine::main_shards_changed() {
+  {
+    const std::lock_guard lock(mutex_);
+    guarded([&] {
+      for (const auto& unit : units_) {
+        if (!unit->replicated_optimizer()) continue;
+        std::vector<comm::GatherPiece> pieces;
+        for (const auto& main : unit->main) pieces.push_back({.full = main, .shard = unit->main_region(main, unit->inner_pieces())});
+        unit->groups.gather->all_gather(pieces, {.operation = "all-gather of shards", .unit = unit->name})->wait();
+      }
+    });
+  }
+  main_parameters_changed();
+}
+
+void Engine::main_parameters_changed() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& unit : units_) outdate_copies(*unit);
   current_ = nullptr;
   if (backward_ == BackwardState::kNone) schedule_.begin(Phase::kForward);
   const at::NoGradGuard no_grad;

@@ -78,11 +78,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
   /// Collective.
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
+  /// As gather_main, of the main parameters, for the user to keep until dismiss; meanwhile backwards and flush_writes are Errors.
+  std::vector<at::Tensor> summon(Unit& unit);
+  /// Takes back what summon gave. Unless `whole` is empty, this rank's pieces of it become its main parameters, which have then changed.
+  void dismiss(Unit& unit, std::span<const at::Tensor> whole);
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error.
   void main_parameters_changed();
   /// Throws Error if a parameter was given other memory.
   void check_parameters();
+  /// As above, after users wrote this rank's shards of them: where main parameters are replicated, all ranks get each other's. Collective
+  /// there.
+  void main_shards_changed();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
@@ -118,6 +125,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void evict_after_forward(Unit& unit);
   void evict_all();
   void write_back(Unit& unit);
+  void outdate_copies(Unit& unit);
+  void refuse_summoned(const char* what) const;
   void reset_locked();
   void validate() const;
   void validate_parameters() const;

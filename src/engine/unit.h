@@ -154,6 +154,7 @@ struct Unit {
   Buffer shards;
   at::Tensor shards_memory;
   bool shards_outdated = false;  ///< The main parameters were written since `shards` was gathered over the outer dimension.
+  bool summoned = false;         ///< The user holds the main parameters as a whole (SummonFullParams).
   std::unique_ptr<comm::Pending> shards_gather;
 
   // Main gradients, trainable sub-buffers only: like `main`, on the same device; whole if gradients are replicated. Have bytes from the

@@ -70,7 +70,7 @@ void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set_is_l
 void FSDPModule::finish_gradient_sync() { engine_->finish_gradient_sync(); }
 void FSDPModule::reset() { engine_->reset(); }
 void FSDPModule::zero_grad() { engine_->zero_grad(); }
-void FSDPModule::main_parameters_changed() { engine_->main_parameters_changed(); }
+void FSDPModule::main_parameters_changed() { engine_->main_shards_changed(); }
 
 UnshardHandle FSDPModule::unshard_async() {
   engine_->start_unshard(*engine_->units()[unit_]);

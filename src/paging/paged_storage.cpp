@@ -43,20 +43,39 @@ PagedStorage::PagedStorage(c10::Device device)
     : StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
                   /*resizable=*/false) {}
 
+namespace {
+
+/// A parameter's place in its unit's storage, with the paged key.
+c10::intrusive_ptr<c10::TensorImpl> paged_impl(const engine::Unit& unit, std::size_t index) {
+  const auto& placement = unit.layout.placements()[index];
+  const auto& part = unit.full.parts[placement.sub_buffer];
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kPagedKey), part.dtype());
+  impl->set_sizes_contiguous(unit.parameters[index].shape);
+  impl->set_storage_offset(part.storage_offset() + placement.offset);
+  return impl;
+}
+
+}  // namespace
+
 // set_data compares its arguments by an operator: with the key excluded it does not count as a use of the unit.
 
 void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index) {
   const torch::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
-  const auto& placement = unit.layout.placements()[index];
-  const auto& part = unit.full.parts[placement.sub_buffer];
-  auto impl =
-      c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kPagedKey), part.dtype());
-  impl->set_sizes_contiguous(parameter.sizes());
-  impl->set_storage_offset(part.storage_offset() + placement.offset);
   at::Tensor handle = parameter;
-  handle.set_data(at::Tensor(std::move(impl)));
+  handle.set_data(at::Tensor(paged_impl(unit, index)));
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(engine, unit, index));
+}
+
+// Not set_data, which would make the parameter forget what accumulates its gradient: a graph from before still refers to that.
+
+void show(const at::Tensor& parameter, const at::Tensor& value) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
+}
+
+void hide(const at::Tensor& parameter, const engine::Unit& unit, std::size_t index) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(paged_impl(unit, index));
 }
 
 void unpage(const at::Tensor& parameter, const at::Tensor& value) {

@@ -32,6 +32,10 @@ class PagedStorage final : public c10::StorageImpl {
 /// alive for as long as the parameter lives.
 void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index);
 
+/// Makes a paged parameter, in place, an ordinary tensor over the memory of `value`, of any dtype, and back. Its hook stays.
+void show(const at::Tensor& parameter, const at::Tensor& value);
+void hide(const at::Tensor& parameter, const engine::Unit& unit, std::size_t index);
+
 /// Makes `parameter` an ordinary tensor with the given value again.
 void unpage(const at::Tensor& parameter, const at::Tensor& value);
 

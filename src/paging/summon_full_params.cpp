@@ -1,0 +1,84 @@
+#include "fsdp/summon_full_params.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <iostream>
+
+#include "comm/communicator.h"
+#include "engine/engine.h"
+#include "fsdp/error.h"
+#include "paging/paged_storage.h"
+
+namespace fsdp {
+namespace {
+
+bool is_first_rank(const engine::Unit& unit) { return unit.groups.gather->rank() == 0 && unit.groups.outer_rank() == 0; }
+
+/// Those parameters of the unit that still exist.
+void for_each_parameter(const engine::Unit& unit, const std::function<void(const at::Tensor& parameter, std::size_t index)>& fn) {
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    if (const auto tensor = unit.parameters[i].tensor.lock()) fn(at::Tensor(tensor), i);
+  }
+}
+
+}  // namespace
+
+SummonFullParams::SummonFullParams(torch::nn::Module& module, SummonOptions options) : writeback_(options.writeback) {
+  if (options.rank0_only && options.writeback) {
+    throw Error(
+        "SummonFullParams: what rank 0 alone has written can't be kept, as the others would keep what they had; set writeback to false");
+  }
+  if (torch::autograd::get_current_graph_task_id() != -1) throw Error("SummonFullParams inside of a backward; wait for its end");
+  for (const auto& parameter : module.parameters(options.recurse)) {
+    if (!parameter.defined() || !parameter.has_storage()) continue;
+    const auto* storage = paging::PagedStorage::from(parameter.storage().unsafeGetStorageImpl());
+    if (storage == nullptr || storage->unit == nullptr) continue;
+    const auto known = [&](const Summoned& other) { return other.unit == storage->unit; };
+    if (std::none_of(summoned_.begin(), summoned_.end(), known)) {
+      summoned_.push_back({.engine = storage->engine->shared_from_this(), .unit = storage->unit, .whole = {}});
+    }
+  }
+  if (summoned_.empty()) {
+    throw Error("SummonFullParams: module '" + module.name() + "' has no sharded parameters" +
+                (options.recurse ? "" : " of its own (recurse is false)") +
+                "; call fsdp::fully_shard on it or its root first, and end the scope of other guards that show the same parameters");
+  }
+  const torch::NoGradGuard no_grad;
+  const c10::InferenceMode no_inference(false);  // the parameters are to be ordinary tensors
+  try {
+    for (auto& [engine, unit, whole] : summoned_) {
+      auto gathered = engine->summon(*unit);
+      if (options.rank0_only && !is_first_rank(*unit)) continue;
+      whole = std::move(gathered);
+      for (const auto& part : whole) {
+        engine->accounting().add(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));
+      }
+      for_each_parameter(*unit, [&](const at::Tensor& parameter, std::size_t i) { paging::show(parameter, unit->whole(whole, i)); });
+    }
+  } catch (...) {
+    dismiss();
+    throw;
+  }
+}
+
+SummonFullParams::~SummonFullParams() { dismiss(); }
+
+void SummonFullParams::dismiss() noexcept {
+  for (const auto& [engine, unit, whole] : summoned_) {
+    try {
+      if (!whole.empty()) for_each_parameter(*unit, [&](const at::Tensor& parameter, std::size_t i) { paging::hide(parameter, *unit, i); });
+      for (const auto& part : whole) {
+        engine->accounting().remove(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));
+      }
+      engine->dismiss(*unit, writeback_ ? std::span<const at::Tensor>(whole) : std::span<const at::Tensor>());
+    } catch (const std::exception& error) {
+      std::cerr << error.what() << std::endl;  // a destructor can't throw; the group that failed fails every later collective
+    }
+  }
+}
+
+}  // namespace fsdp
