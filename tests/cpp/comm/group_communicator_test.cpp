@@ -20,8 +20,10 @@ namespace {
 using testing::Gather;
 using testing::kGather;
 using testing::kReduce;
+using testing::kScatter;
 using testing::Reduce;
 using testing::run_ranks;
+using testing::Scatter;
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
@@ -123,6 +125,25 @@ TEST(GroupCommunicator, ASigpipeHandlerOfTheProgramStays) {
     raise(SIGPIPE);
     EXPECT_EQ(raised, 1);
   });
+}
+
+TEST(GroupCommunicator, ARootThatDiesFailsThoseWhoWaitForItsParts) {
+  ::testing::internal::CaptureStderr();
+  const int result = launch_ranks(3,
+                                  [] {
+                                    alarm(30);
+                                    const auto communicator = world();
+                                    if (communicator->rank() == 0) raise(SIGKILL);
+                                    Scatter scatter(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 1, /*root=*/0, false);
+                                    const std::string message =
+                                        message_of<CommError>([&] { communicator->scatter(scatter.pieces, 0, kScatter)->wait(); });
+                                    if (!has(message, "scatter of unit 'layers.0' on rank") || !has(message, "A peer has failed or left"))
+                                      throw Error("message: " + message);
+                                    return 0;
+                                  },
+                                  {});
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 0 was killed by signal 9 (Killed)\n");
 }
 
 TEST(GroupCommunicator, ARankThatDiesMidwayFailsPendingCollectives) {
