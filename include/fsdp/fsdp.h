@@ -3,6 +3,7 @@
 // All of libfsdp's C++ API.
 #include "fsdp/adamw_8bit.h"          // AdamW with 8-bit state
 #include "fsdp/checkpoint.h"          // activation checkpointing
+#include "fsdp/deferred_init.h"       // models built without memory
 #include "fsdp/device_mesh.h"         // ranks, named mesh dimensions
 #include "fsdp/error.h"               // what is thrown
 #include "fsdp/forward.h"             // a unit's forward at the boundary of its dtypes

@@ -33,6 +33,15 @@ UnitPredicate each() {
   return [](const std::string&, const torch::nn::Module& module) { return (... || (dynamic_cast<const Modules*>(&module) != nullptr)); };
 }
 
+/// Where the shards' first values come from.
+enum class InitialValues : std::uint8_t {
+  kOwn,        ///< From each rank's own parameters: all ranks must have initialised alike (the same seed).
+  kFromRank0,  ///< From the first rank of each unit's mesh, which sends the others their shards, unit by unit, and its buffers. Nobody
+               ///< looks at the others' values.
+  kZero,       ///< From nowhere: shards are zero, and what deferred_init recorded for them does not run. A checkpoint is to be loaded
+               ///< before they are used; nothing checks that.
+};
+
 /// What one unit has different from the others.
 struct UnitSettings {
   /// Its own ranks to shard over: experts of a mixture, whose parameters differ between the ranks of another dimension. Undefined: the
@@ -66,6 +75,7 @@ struct FullyShardOptions {
   /// Of the outer dimension of a 2-D mesh: no_shard (HSDP: the shards' gradients are all-reduced over it), or optim (HFSDP: main parameters
   /// and optimizer state are sharded over both dimensions, parameters and gradients over the inner one; needs optim_grads_params there).
   Placements outer_placements = Placements::no_shard();
+  InitialValues initial_values = InitialValues::kOwn;
   /// Frees a unit's parameters once forward has moved on, to gather them again in backward; false keeps them in between.
   bool reshard_after_forward = true;
   /// With reshard_after_forward: so many neighbouring ranks (of one machine, say) keep a copy between them after forward, from which
@@ -193,12 +203,16 @@ class FSDPModule {
 
 /// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged: from now on its
 /// parameters hold no memory until an operator touches them. Each rank keeps its own slice of its own values, so all ranks must have
-/// initialised alike (the same seed). Called once, on the root.
+/// initialised alike (the same seed), unless InitialValues says otherwise. Called once, on the root.
+///
+/// Parameters that deferred_init made are computed one after the other, each for as long as it takes to keep this rank's slice; buffers
+/// that it made become ordinary tensors on the mesh's device.
 ///
 /// A parameter that several modules share belongs to the closest common ancestor of the units that reach it.
 ///
 /// Collective. Throws Error on every rank if the ranks' models or options differ, a parameter has a dtype that can't be sharded, is not
-/// dense, or is not on the mesh's device, or the module is sharded already.
+/// dense, or is not on the mesh's device, or the module is sharded already: it is then as it was. And where a value of a deferred
+/// parameter can't be computed: the module can't be used then.
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options = {});
 
 /// The handle of a module that fully_shard has seen, or whose ancestor's unit division made a unit. Throws Error otherwise.

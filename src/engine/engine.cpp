@@ -492,8 +492,12 @@ void Engine::main_shards_changed() {
       for (const auto& unit : units_) {
         if (!unit->replicated_optimizer()) continue;
         std::vector<comm::GatherPiece> pieces;
-        for (const auto& main : unit->main) pieces.push_back({.full = main, .shard = unit->main_region(main, unit->inner_pieces())});
+        for (const auto& main : unit->main) {
+          const auto whole = main.to(device());  // itself, unless it is offloaded
+          pieces.push_back({.full = whole, .shard = unit->main_region(whole, unit->inner_pieces())});
+        }
         unit->groups.gather->all_gather(pieces, {.operation = "all-gather of shards", .unit = unit->name})->wait();
+        for (std::size_t k = 0; k < pieces.size(); ++k) unit->main[k].copy_(pieces[k].full);
       }
     });
   }

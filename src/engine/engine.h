@@ -85,11 +85,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error.
   void main_parameters_changed();
-  /// Throws Error if a parameter was given other memory.
-  void check_parameters();
   /// As above, after users wrote this rank's shards of them: where main parameters are replicated, all ranks get each other's. Collective
   /// there.
   void main_shards_changed();
+  /// Throws Error if a parameter was given other memory.
+  void check_parameters();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);

@@ -11,9 +11,13 @@
 #include <utility>
 
 #include "comm/communicator.h"
+#include "comm/exception_text.h"
+#include "fsdp/deferred_init.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
+#include "paging/deferred_record.h"
+#include "paging/initial_values.h"
 #include "paging/paged_storage.h"
 #include "paging/unit_division.h"
 
@@ -63,11 +67,12 @@ std::string shown(const std::string& unit_name) { return unit_name.empty() ? "(r
 
 void validate(const std::string& name, const at::Tensor& parameter, c10::Device device) {
   const auto fail = [&](const std::string& what) { throw Error("parameter '" + name + "' " + what); };
-  if (parameter.key_set().has(paging::kPagedKey)) {
+  const bool deferred = is_deferred(parameter);
+  if (parameter.key_set().has(paging::kPagedKey) && !deferred) {
     fail("is sharded already; call fully_shard once, on the root, with a `units` predicate, or fully_unshard first");
   }
   if (parameter.layout() != at::kStrided) fail("is not dense; only dense parameters can be sharded");
-  if (parameter.device() != device) {
+  if (parameter.device() != device && !deferred) {
     fail("is on " + parameter.device().str() + ", the mesh on " + device.str() + "; move the module there before fully_shard");
   }
   if (parameter.requires_grad() && !parameter.is_floating_point()) {
@@ -79,6 +84,7 @@ void validate(const std::string& name, const at::Tensor& parameter, c10::Device 
 /// Different parameters over the same bytes would be torn apart by sharding.
 void refuse_overlaps(const std::vector<paging::UnitPlan>& plans) {
   struct Range {
+    const void* storage;  // of a parameter without memory, which has no address
     std::uintptr_t begin;
     std::uintptr_t end;
     const std::string* name;
@@ -87,15 +93,18 @@ void refuse_overlaps(const std::vector<paging::UnitPlan>& plans) {
   for (const auto& plan : plans) {
     for (const auto& [name, parameter] : plan.parameters) {
       if (parameter.numel() == 0) continue;
-      const auto begin = reinterpret_cast<std::uintptr_t>(parameter.const_data_ptr());
+      const void* storage = is_deferred(parameter) ? parameter.storage().unsafeGetStorageImpl() : nullptr;
+      const auto begin = storage != nullptr ? static_cast<std::uintptr_t>(parameter.storage_offset()) * parameter.element_size()
+                                            : reinterpret_cast<std::uintptr_t>(parameter.const_data_ptr());
       std::int64_t span = 1;
       for (std::int64_t dim = 0; dim < parameter.dim(); ++dim) span += (parameter.size(dim) - 1) * parameter.stride(dim);
-      ranges.push_back({begin, begin + static_cast<std::uintptr_t>(span) * parameter.element_size(), &name});
+      ranges.push_back({storage, begin, begin + static_cast<std::uintptr_t>(span) * parameter.element_size(), &name});
     }
   }
-  std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  std::sort(ranges.begin(), ranges.end(),
+            [](const auto& a, const auto& b) { return std::pair(a.storage, a.begin) < std::pair(b.storage, b.begin); });
   for (std::size_t i = 1; i < ranges.size(); ++i) {
-    if (ranges[i].begin < ranges[i - 1].end) {
+    if (ranges[i].storage == ranges[i - 1].storage && ranges[i].begin < ranges[i - 1].end) {
       throw Error("parameters '" + *ranges[i - 1].name + "' and '" + *ranges[i].name +
                   "' share memory without being the same tensor; register one tensor under both names to tie them, or clone one");
     }
@@ -204,20 +213,6 @@ std::string describe(const std::vector<paging::UnitPlan>& plans, const FullyShar
     }
   }
   return text.str();
-}
-
-void copy_values(Unit& unit, const paging::UnitPlan& plan, memory::Accounting& accounting) {
-  unit.allocate_main(accounting);
-  for (std::size_t i = 0; i < plan.parameters.size(); ++i) {
-    const auto flat = plan.parameters[i].second.detach().reshape({-1});
-    if (unit.state == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
-      const auto& placement = unit.layout.placements()[i];
-      unit.full.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
-    } else {
-      const auto slice = unit.main_slice(i);
-      unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel).copy_(flat.narrow(0, slice.parameter_offset, slice.numel));
-    }
-  }
 }
 
 std::int64_t narrowest_itemsize(const engine::SubBufferFormat& format) {
@@ -377,6 +372,30 @@ class GroupsOf {
   std::vector<std::unique_ptr<engine::UnitGroups>> made_;
 };
 
+/// Does all steps, whichever of them fail, for the sake of ranks that take part in them; but a failed collective ends it.
+class Steps {
+ public:
+  template <typename Step>
+  void run(const Step& step) {
+    try {
+      step();
+    } catch (const CommError&) {
+      throw;
+    } catch (...) {
+      if (!failure_) text_ = comm::current_exception_text();
+      if (!failure_) failure_ = std::current_exception();
+    }
+  }
+  const std::string& text() const { return text_; }
+  void rethrow() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  std::exception_ptr failure_;
+  std::string text_;
+};
+
 /// Compares on all ranks of a mesh: along each dimension, what an earlier one found is told to the next.
 void expect_equal(const DeviceMesh& mesh, std::string description) {
   std::exception_ptr difference;
@@ -397,6 +416,7 @@ void expect_equal(const DeviceMesh& mesh, std::string description) {
 
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   const torch::NoGradGuard no_grad;
+  if (paging::current_session()) throw Error("fully_shard inside of deferred_init; call it on the result");
   if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
   // What this rank refuses, it tells the others, which would wait for it. Until all agree, nothing has changed.
   std::vector<paging::UnitPlan> plans;
@@ -420,7 +440,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     std::unordered_map<std::string, std::size_t> positions;
     for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
     for (const auto& plan : plans) drafts.push_back(draft_unit(plan, options, positions));
-    description = describe(plans, options);
+    description = describe(plans, options) + paging::describe(module, options.initial_values);
   } catch (const std::exception& error) {
     refusal = std::current_exception();
     description = std::string("refused: ") + error.what();
@@ -439,16 +459,21 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});
   GroupsOf groups_of(options);
+  Steps filling;
   for (std::size_t k = 0; k < plans.size(); ++k) {
     auto& plan = plans[k];
     auto& unit = engine->add(make_unit(std::move(drafts[k]), plan, options, groups_of(plan.settings.mesh)));
     if (plan.parent != paging::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
     static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->engine = engine.get();
-    copy_values(unit, plan, engine->accounting());
+    unit.allocate_main(engine->accounting());
+    filling.run([&] { paging::fill_main(unit, plan, options.initial_values); });
     // Frees the original memory unit by unit, unless somebody else holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
     for (const auto* unit_module : plan.modules) Registry::instance().add(unit_module, engine, k);
   }
+  filling.run([&] { paging::fill_buffers(plans, engine->units(), options.initial_values); });
+  expect_equal(options.mesh, filling.text());
+  filling.rethrow();
   return FSDPModule(engine, 0);
 }
 

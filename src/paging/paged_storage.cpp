@@ -8,6 +8,7 @@
 
 #include "fsdp/error.h"
 #include "paging/backward.h"
+#include "paging/deferred_storage.h"
 
 namespace fsdp::paging {
 namespace {
@@ -64,7 +65,12 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
   const torch::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
   at::Tensor handle = parameter;
-  handle.set_data(at::Tensor(paged_impl(unit, index)));
+  if (const auto* deferred = DeferredStorage::of(handle)) {
+    deferred->session()->home = unit.full.storage.device();
+    become(handle, at::Tensor(paged_impl(unit, index)));
+  } else {
+    handle.set_data(at::Tensor(paged_impl(unit, index)));
+  }
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(engine, unit, index));
 }
 

@@ -2,6 +2,8 @@
 //
 // A boxed fallback on kPagedKey sees every such operator in forward and backward. It asks the engine to make the units present, then
 // redispatches below the key; operators called inside of it see the key excluded, as their arguments' units stay present throughout.
+// The key has a second meaning, for the same fallback: inside of deferred_init all operators of the thread arrive here, and later those
+// that take what it made. They are recorded.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,6 +14,8 @@
 
 #include "fsdp/error.h"
 #include "paging/backward.h"
+#include "paging/deferred_record.h"
+#include "paging/deferred_storage.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp::paging {
@@ -26,12 +30,16 @@ struct Touched {
   };
   c10::SmallVector<Use, 4> uses;  // each unit once
   bool all_hot = true;
+  bool deferred = false;  ///< A tensor that deferred_init made is among them.
 };
 
 void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
   if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return;
   auto* storage = PagedStorage::from(tensor.storage().unsafeGetStorageImpl());
-  if (storage == nullptr) return;
+  if (storage == nullptr) {
+    touched.deferred = touched.deferred || DeferredStorage::of(tensor) != nullptr;
+    return;
+  }
   auto* unit = storage->unit;
   if (unit == nullptr) throw Error("a parameter of a model that fully_shard had sharded is used after the model is gone");
   touched.all_hot = touched.all_hot && unit->hot.load(std::memory_order_acquire);
@@ -102,7 +110,9 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     visit(values[i], alias != nullptr && alias->isWrite(), touched);
   }
   if (!touched.all_hot && !reads_nothing(op)) touch(touched);
-  {
+  if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kPagedKey)) {
+    record(op, stack);
+  } else {
     const NoAutocastCache no_cache(keys);
     const c10::impl::ExcludeDispatchKeyGuard below(kPagedKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);

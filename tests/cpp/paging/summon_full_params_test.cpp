@@ -356,5 +356,17 @@ TEST(SummonFullParams, TrainsOnInEverySharding) {
   });
 }
 
+TEST(SummonFullParams, ModelsOfDeferredInit) {
+  run_ranks(2, [] {
+    const auto plain = make_net();
+    torch::manual_seed(1);
+    const auto model = deferred_init([] { return std::make_shared<Net>(); });
+    EXPECT_TRUE(has(error_of([&] { SummonFullParams guard(*model); }), "no sharded parameters"));
+    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const SummonFullParams whole(*model);
+    expect_same(values_of(*model), values_of(*plain), 0, "whole");
+  });
+}
+
 }  // namespace
 }  // namespace fsdp
