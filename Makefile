@@ -20,7 +20,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train test bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train test large bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in A
 
 test: build  ## All tests; options for ctest in ARGS="-R name"
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
+
+large: build  ## Tests that take minutes and 10 GB of memory
+	ctest --test-dir $(BUILD_DIR) -C large -L large --output-on-failure --no-tests=error $(ARGS)
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
 	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender $(ARGS)

@@ -1,0 +1,115 @@
+// Initialises a GPT of 1.3 billion parameters on four ranks, and asserts what each of them takes: its shards, and less than one unit more.
+// Whole, the model would take 5.3 GB on each; the four together 21 GB.
+
+#include <fsdp/fsdp.h>
+#include <sys/mman.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+#include "gpt.h"
+
+namespace {
+
+constexpr int kRanks = 4;
+constexpr double kMB = 1e6;
+
+/// Beyond shards and one unit: pages of malloc's heap that are free but not given back, huge pages filled in part, the
+/// recorded operators with their generators' states (5 kB each).
+constexpr std::int64_t kConstant = 48'000'000;
+
+/// A line of /proc/self/status in bytes: VmRSS is what the process holds, VmHWM the most that it held.
+std::int64_t status_bytes(const std::string& key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(key + ":")) return std::stoll(line.substr(key.size() + 1)) * 1024;
+  }
+  return 0;
+}
+
+/// Maps all pages of the program's files: torch's libraries alone are hundreds of megabytes, and would count as they are used.
+void map_files() {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find(".so") == std::string::npos || line.find(" r") == std::string::npos) continue;
+    std::size_t dash = 0;
+    const auto begin = std::stoull(line, &dash, 16);
+    const auto end = std::stoull(line.substr(dash + 1), nullptr, 16);
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_READ);
+  }
+}
+
+/// VmHWM starts again from VmRSS.
+void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+std::int64_t parameter_bytes(const torch::nn::Module& module, bool recurse = true) {
+  std::int64_t bytes = 0;
+  for (const auto& parameter : module.parameters(recurse)) bytes += static_cast<std::int64_t>(parameter.nbytes());
+  return bytes;
+}
+
+int initialise() {
+  const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+  at::randn({1024}).square().sum().item<float>();  // what torch allocates once
+  map_files();
+  mesh.barrier();
+  const std::int64_t before = status_bytes("VmRSS");
+  reset_peak();
+
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(); };
+  torch::manual_seed(1);
+  auto model = fsdp::deferred_init([] {
+    return GPT(GPTConfig{.vocab = 50'304, .dim = 2048, .layers = 24, .heads = 16, .hidden = 5504, .context = 2048, .tied = true});
+  });
+  const double built = seconds();
+  const std::int64_t building = status_bytes("VmHWM") - before;
+  const std::int64_t whole = parameter_bytes(*model);
+  std::int64_t largest_parameter = 0;
+  for (const auto& parameter : model->parameters()) {
+    largest_parameter = std::max(largest_parameter, static_cast<std::int64_t>(parameter.nbytes()));
+  }
+  std::int64_t largest_block = 0;
+  for (const auto& child : model->modules()) {
+    if (child->as<GPTBlockImpl>() != nullptr) largest_block = std::max(largest_block, parameter_bytes(*child));
+  }
+  const std::int64_t largest_unit = std::max(largest_block, largest_parameter);  // the root's is the embedding
+
+  const auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::each<GPTBlockImpl>()});
+  const double done = seconds();
+  const std::int64_t peak = status_bytes("VmHWM") - before;
+  const std::int64_t shards = sharded.memory_stats().main_parameters.live;
+
+  // GPT-2's deviation, as far as this rank's part of one matrix tells.
+  double deviation = 0;
+  for (const auto& shard : sharded.parameter_shards()) {
+    if (shard.name == "blocks.12.gate_up.weight" && shard.value.numel() > 1000) deviation = shard.value.std().item<double>();
+  }
+  const bool right = std::abs(deviation - 0.02) < 2e-4 || mesh.size() == 1;
+
+  for (int rank = 0; rank < mesh.size(); ++rank) {
+    mesh.barrier();
+    if (rank != mesh.rank()) continue;
+    std::printf(
+        "rank %d: %.2f billion parameters, %.0f MB whole; building peaked at %.0f MB (largest parameter %.0f), initialising at %.0f MB: "
+        "shards %.0f, largest unit %.0f; %.0f s + %.0f s; deviation %.5f\n",
+        rank, static_cast<double>(whole) / 4e9, static_cast<double>(whole) / kMB, static_cast<double>(building) / kMB,
+        static_cast<double>(largest_parameter) / kMB, static_cast<double>(peak) / kMB, static_cast<double>(shards) / kMB,
+        static_cast<double>(largest_unit) / kMB, built, done - built, deviation);
+    std::fflush(stdout);
+  }
+  if (building > largest_parameter + kConstant) return 2;
+  if (peak > shards + largest_unit + kConstant) return 3;
+  if (shards > whole / mesh.size() + kConstant) return 4;
+  return right || deviation == 0 ? 0 : 5;
+}
+
+}  // namespace
+
+int main() { return fsdp::launch_local(kRanks, initialise); }
