@@ -50,6 +50,14 @@ inline std::vector<Sharding> shardings(const UnitPredicate& units, const std::st
     gathered.options.outer_placements = outer;
     gathered.options.gather_format = [eight_bits](const std::string&, const at::Tensor&) { return eight_bits; };
   }
+  for (const auto* strategy : {"no_shard", "optim", "optim_grads_params"}) {
+    auto& offloaded = add(std::string("offloaded ") + strategy, rows, Placements::from_name(strategy));
+    offloaded.options.offload = Offload::kAll;
+    as_bf16(offloaded);
+  }
+  auto& offloaded = add("offloaded HFSDP", rows, Placements::optim_grads_params());
+  offloaded.options.outer_placements = Placements::optim();
+  offloaded.options.offload = Offload::kAll;
   return shardings;
 }
 
