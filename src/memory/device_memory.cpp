@@ -18,20 +18,27 @@ constexpr std::int64_t kMappedBytes = std::int64_t{1} << 20;
 struct Mapping {
   void* data;
   std::size_t bytes;
+  bool reported;  ///< To torch's memory profiler.
 };
+
+void report(void* data, std::int64_t change) {
+  c10::reportMemoryUsageToProfiler(data, change, /*total_allocated=*/0, /*total_reserved=*/0, at::kCPU);
+}
 
 void unmap(void* context) {
   const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(context));
+  if (mapping->reported) report(mapping->data, -static_cast<std::int64_t>(mapping->bytes));
   munmap(mapping->data, mapping->bytes);
 }
 
-c10::DataPtr map(c10::Device device, std::size_t bytes) {
+c10::DataPtr map(c10::Device device, std::size_t bytes, bool reported = false) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
     C10_THROW_ERROR(OutOfMemoryError, "libfsdp could not map " + std::to_string(bytes) + " bytes of memory");
   }
   madvise(data, bytes, MADV_HUGEPAGE);  // A wish: without huge pages the memory works as well.
-  return {data, new Mapping{data, bytes}, &unmap, device};
+  if (reported) report(data, static_cast<std::int64_t>(bytes));
+  return {data, new Mapping{data, bytes, reported}, &unmap, device};
 }
 
 bool is_mapped(c10::Device device, std::int64_t bytes) { return device.is_cpu() && bytes >= kMappedBytes; }
@@ -42,6 +49,10 @@ c10::DataPtr allocate(c10::Device device, std::int64_t bytes) {
   if (is_mapped(device, bytes)) return map(device, static_cast<std::size_t>(bytes));
   const c10::DeviceGuard guard(device);
   return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
+}
+
+c10::DataPtr allocate_as_torch(c10::Device device, std::int64_t bytes) {
+  return is_mapped(device, bytes) ? map(device, static_cast<std::size_t>(bytes), /*reported=*/true) : allocate(device, bytes);
 }
 
 at::Tensor zeros(c10::Device device, std::int64_t bytes) {

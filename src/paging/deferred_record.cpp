@@ -250,8 +250,7 @@ Values Call::in_memory(Inputs inputs) {
     in_memory_.push_back(use.tensor);
     if (!use.storage) continue;
     if (inputs == Inputs::kUndefined) {
-      const auto& geometry = use.view.geometry;
-      in_memory_.back() = at::empty_strided(geometry.sizes, geometry.strides, geometry.dtype);
+      in_memory_.back() = use.view.geometry.view(fresh_memory(use.view.contents.bytes));
     } else {
       wanted.push_back(use.view);
       wanted_by.push_back(i);

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "fsdp/error.h"
+#include "memory/device_memory.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp::paging {
@@ -36,10 +37,6 @@ void for_each_input(const Operation& operation, const Fn& fn) {
   for (const auto& argument : operation.arguments) {
     for (const auto& input : argument.tensors) fn(input);
   }
-}
-
-c10::Storage allocate(std::size_t bytes) {
-  return c10::Storage(at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(at::kCPU)).storage());
 }
 
 /// Tensors that share operators or storages, and all operators that lead to them, in the recorded order.
@@ -195,7 +192,7 @@ class Run {
   c10::Storage memory(const Contents& contents) {
     auto& memory = memory_[contents.cell];
     if (memory && memory.nbytes() >= contents.bytes) return memory;
-    auto grown = allocate(contents.bytes);
+    auto grown = fresh_memory(contents.bytes);
     if (memory && memory.nbytes() > 0) std::memcpy(grown.mutable_data(), memory.data(), memory.nbytes());
     return memory = std::move(grown);
   }
@@ -235,10 +232,10 @@ class Run {
       memory = result.storage();
     } else if (!memory && same_place) {
       // It shares another's memory, perhaps with elements that lie on each other.
-      memory = allocate(output.bytes);
+      memory = fresh_memory(output.bytes);
       std::memcpy(memory.mutable_data(), result.storage().data(), std::min(output.bytes, result.storage().nbytes()));
     } else {
-      if (!memory) memory = allocate(output.bytes);
+      if (!memory) memory = fresh_memory(output.bytes);
       output.geometry.view(memory).copy_(result);
     }
   }
@@ -277,6 +274,12 @@ void replay(std::span<const DeferredView> wanted, const std::function<void(std::
   const torch::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet(kPagedKey) | c10::autocast_dispatch_keyset);
   for (const auto& group : Grouping(wanted).groups()) Run(wanted, group).run(take);
+}
+
+c10::Storage fresh_memory(std::size_t bytes) {
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                            memory::allocate_as_torch(at::kCPU, static_cast<std::int64_t>(bytes)),
+                                                            c10::GetAllocator(at::kCPU), /*resizable=*/true));
 }
 
 c10::Storage memory_with(const Contents& contents) {

@@ -96,6 +96,10 @@ c10::IValue map_tensors(const c10::IValue& value, const Fn& fn) {
 /// computed one after the other, so that memory is needed for the largest of them, not for all.
 void replay(std::span<const DeferredView> wanted, const std::function<void(std::size_t index, const at::Tensor& value)>& take);
 
+/// Not initialised; apart from malloc's heap where it is large: between the tape's small pieces, blocks that come and go would leave
+/// ever new holes behind.
+c10::Storage fresh_memory(std::size_t bytes);
+
 /// The storage, of `contents.bytes` at least, with the contents in memory.
 c10::Storage memory_with(const Contents& contents);
 

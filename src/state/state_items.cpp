@@ -13,9 +13,11 @@
 namespace fsdp::state {
 namespace {
 
-std::vector<std::string> path_below(const std::string& prefix, std::vector<std::string> rest) {
-  if (!prefix.empty()) rest.insert(rest.begin(), prefix);
-  return rest;
+std::vector<std::string> path_below(const std::string& prefix, const std::vector<std::string>& rest) {
+  std::vector<std::string> path;
+  if (!prefix.empty()) path.push_back(prefix);
+  path.insert(path.end(), rest.begin(), rest.end());
+  return path;
 }
 
 /// Which of the values of parameter i that this rank holds are its own: [begin, begin + numel).
@@ -115,7 +117,9 @@ std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string&
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         if (!part->updates(*unit, i)) continue;
         for (const auto& kind : part->kinds()) {
-          keys.push_back(StateItem{.path = path_below(prefix, {"state", unit->parameters[i].name, kind.name})}.key());
+          StateItem item;
+          item.path = path_below(prefix, {"state", unit->parameters[i].name, kind.name});
+          keys.push_back(item.key());
         }
       }
     }

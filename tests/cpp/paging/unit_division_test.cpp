@@ -165,7 +165,7 @@ TEST(UnitDivision, UndefinedParametersAreNone) {
 
 TEST(UnitDivision, BuffersAreNotParameters) {
   torch::nn::BatchNorm1d norm(3);
-  EXPECT_EQ(shown(*norm, {}), Lines{"/: weight bias"});
+  EXPECT_EQ(shown(*norm, UnitPredicate()), Lines{"/: weight bias"});
 }
 
 TEST(UnitDivision, SharedParameterLiesInTheClosestCommonAncestor) {
