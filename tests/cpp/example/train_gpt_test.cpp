@@ -245,6 +245,7 @@ TEST_F(TrainGpt, AResumedRunIsTheSame) {
   ASSERT_EQ(train("whole", "whole", {}).exit_code, 0);
   const auto whole = losses("whole");
   ASSERT_EQ(whole.size(), 12U);
+  std::filesystem::create_directories(saves("again"));
   std::filesystem::copy(saves("whole") + "/step-4", saves("again") + "/step-4", std::filesystem::copy_options::recursive);
   // A half-written one is no checkpoint.
   std::filesystem::create_directories(saves("again") + "/step-8");
