@@ -1,4 +1,4 @@
-"""The Python side of tests/cpp/state/python_test.cpp: reads checkpoints that C++ wrote, trains on, and writes them again.
+"""The Python side of tests/cpp/state/python_test.cpp: reads what C++ wrote, trains on, and writes it again.
 
     state_peer.py plain IN OUT     loads into plain tensors in one process, and saves these
     state_peer.py fsdp2 IN OUT     run by torchrun: loads into a model of FSDP2, saves to OUT/0, trains, saves to OUT/3
