@@ -28,6 +28,9 @@ constexpr std::size_t kRandomDigits = 8;
 // A block is summed and written while it is in the cache.
 constexpr std::size_t kBlock = std::size_t{1} << 20;
 
+// So much is given to the disk at once. Linux alone would begin when a tenth of the memory waits, or at fsync.
+constexpr std::int64_t kStarted = std::int64_t{8} << 20;
+
 // A line per file; the largest checkpoints have some ten thousand.
 constexpr std::int64_t kMostSidecar = std::int64_t{64} << 20;
 constexpr std::string_view kFirstLine = "fsdp-checksums 1";
@@ -121,6 +124,10 @@ void SummedFile::append(std::span<const char> data) {
     file_.write_at(listed_.size, block);
     listed_.size += static_cast<std::int64_t>(block.size());
     data = data.subspan(block.size());
+    if (listed_.size - started_ >= kStarted) {
+      file_.start_writing(started_, listed_.size - started_);
+      started_ = listed_.size;
+    }
   }
 }
 
@@ -166,24 +173,44 @@ void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, Fi
   sync_folder(temporary, files);
 }
 
-void commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
+fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   const fs::path parent = parent_of(step);
   check_replaceable(step);
+  /// Syncs what was renamed, or undoes it: on a disk that fails, the names as they were are the safer ones.
+  const auto sync_or = [&](auto undo) {
+    try {
+      sync_folder(parent, files);
+    } catch (const Error&) {
+      undo();
+      throw;
+    }
+  };
   if (!is_there(step)) {
     rename_to(temporary, step, 0, files);
-    return sync_folder(parent, files);
+    sync_or([&] { files.rename(step.c_str(), temporary.c_str(), 0); });
+    return {};
   }
   if (files.rename(temporary.c_str(), step.c_str(), RENAME_EXCHANGE) == 0) {
-    sync_folder(parent, files);
-    return remove_tree(temporary, files);
+    sync_or([&] { files.rename(temporary.c_str(), step.c_str(), RENAME_EXCHANGE); });
+    return temporary;
   }
   if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP) throw_errno("exchange " + temporary.string() + " with", step);
   const fs::path replaced = hidden_name(step, kReplaced);
   rename_to(step, replaced, 0, files);
-  rename_to(temporary, step, 0, files);
-  sync_folder(parent, files);
-  remove_step(replaced, files);
+  const auto restore = [&] { files.rename(replaced.c_str(), step.c_str(), 0); };
+  try {
+    rename_to(temporary, step, 0, files);
+  } catch (const Error&) {
+    restore();
+    throw;
+  }
+  sync_or([&] {
+    if (files.rename(step.c_str(), temporary.c_str(), 0) == 0) restore();
+  });
+  // No step any more, before it goes file by file.
+  const fs::path doomed = hidden_name(step, kTemporary);
+  return files.rename(replaced.c_str(), doomed.c_str(), 0) == 0 ? doomed : replaced;
 }
 
 std::vector<ListedFile> read_sidecar(const fs::path& step, FileSystem& files) {

@@ -18,7 +18,7 @@ namespace fsdp::ckpt {
 //      which syncs it.
 //   2. seal_step() writes the sidecar, which lists the files with sizes and checksums, and syncs the folder.
 //   3. commit_step() gives the folder its name by one rename and syncs the parent. Where a step of that name is there, the two exchange
-//      names, and the old one is removed.
+//      names, and the caller removes the old one.
 //
 // A process may end anywhere in between: before the rename, the old step (or none) is there and whole; after it, the new one. Some
 // filesystems cannot exchange names (NFS, some FUSE ones). There the old step becomes `.old-<name>-<random>` first; if the process ends
@@ -38,7 +38,7 @@ struct ListedFile {
 /// A file of a step, written from front to back and summed as it is. One thread at a time.
 class SummedFile {
  public:
-  SummedFile(const std::filesystem::path& folder, std::string name, FileSystem& files = FileSystem::real());
+  SummedFile(const std::filesystem::path& folder, std::string name, FileSystem& files = FileSystem::current());
 
   /// Bytes so far.
   std::int64_t size() const { return listed_.size; }
@@ -51,36 +51,39 @@ class SummedFile {
  private:
   File file_;
   ListedFile listed_;
+  std::int64_t started_ = 0;  // bytes that the disk was told to write
 };
 
 /// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this. Throws Error
 /// if something other than a checkpoint or an empty folder is at `target`; so does commit_step().
-std::filesystem::path begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::real());
+std::filesystem::path begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 /// One rank calls this, when all have finished their files: `listed` are all of them.
-void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::real());
-void commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target, FileSystem& files = FileSystem::real());
+void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::current());
+/// Where the step that was at `target` is now, for remove_tree(); empty if there was none. If it throws, what was at `target` still is.
+std::filesystem::path commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target,
+                                  FileSystem& files = FileSystem::current());
 
 /// What a step's sidecar lists. Throws Error if it is missing or damaged.
-std::vector<ListedFile> read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
+std::vector<ListedFile> read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
 /// Whether the sidecar is there and whole, and all that it lists is there with these sizes. Contents are not read: see verify_step().
-bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
+bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
 /// The complete steps in a folder, oldest first. The order is that of the numbers at the ends of their names, as in "1000" or "step-1000";
 /// a name without one is no step. A folder that is not there has no steps.
-std::vector<std::filesystem::path> complete_steps(const std::filesystem::path& folder, FileSystem& files = FileSystem::real());
+std::vector<std::filesystem::path> complete_steps(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
 
 /// The newest complete step, if there is any.
-std::optional<std::filesystem::path> latest_step(const std::filesystem::path& folder, FileSystem& files = FileSystem::real());
+std::optional<std::filesystem::path> latest_step(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
 
 /// Removes all complete steps but the newest `keep_last`, and what processes that ended have left behind. Incomplete steps without a
 /// temporary name are somebody else's, and stay. To be called by one rank, after a commit, while no save into the folder is under way.
-void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem& files = FileSystem::real());
+void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem& files = FileSystem::current());
 
 /// What is wrong with a listed file, which is read: missing, too short or long, damaged. Empty if nothing is.
-std::string fault_in(const std::filesystem::path& step, const ListedFile& listed, FileSystem& files = FileSystem::real());
+std::string fault_in(const std::filesystem::path& step, const ListedFile& listed, FileSystem& files = FileSystem::current());
 
 /// Reads all files of a step. Throws one Error that lists all that is missing, too short or long, or damaged.
-void verify_step(const std::filesystem::path& step, FileSystem& files = FileSystem::real());
+void verify_step(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
 }  // namespace fsdp::ckpt

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -21,6 +22,9 @@ constexpr mode_t kFolderMode = 0777;
 
 /// Some systems refuse transfers of 2 GiB and more at once.
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;
+
+/// Null: the operating system's. Atomic, as threads of saves beside training read it.
+std::atomic<FileSystem*> replacement = nullptr;
 
 /// Repeats a call that a signal interrupted.
 template <typename Call>
@@ -37,9 +41,20 @@ FileSystem& FileSystem::real() {
   return instance;
 }
 
+FileSystem& FileSystem::current() {
+  FileSystem* files = replacement;
+  return files != nullptr ? *files : real();
+}
+
+ReplacedFileSystem::ReplacedFileSystem(FileSystem& files) { replacement = &files; }
+ReplacedFileSystem::~ReplacedFileSystem() { replacement = nullptr; }
+
 int FileSystem::open(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
 ssize_t FileSystem::pwrite(int file, const void* data, std::size_t length, off_t offset) { return ::pwrite(file, data, length, offset); }
 ssize_t FileSystem::pread(int file, void* data, std::size_t length, off_t offset) { return ::pread(file, data, length, offset); }
+int FileSystem::start_writing(int file, off_t offset, off_t length) {
+  return ::sync_file_range(file, offset, length, SYNC_FILE_RANGE_WRITE);
+}
 int FileSystem::fsync(int file) { return ::fsync(file); }
 int FileSystem::close(int file) { return ::close(file); }
 int FileSystem::mkdir(const char* path, mode_t mode) { return ::mkdir(path, mode); }
@@ -111,6 +126,8 @@ void File::read_at(std::int64_t offset, std::span<char> to) const {
 ReadAt File::reader() const {
   return [this](std::int64_t offset, std::span<char> to) { read_at(offset, to); };
 }
+
+void File::start_writing(std::int64_t offset, std::int64_t length) { files_->start_writing(file_, offset, length); }
 
 void File::sync() {
   if (uninterrupted([&] { return files_->fsync(file_); }) != 0) fail("sync");

@@ -23,10 +23,14 @@ class FileSystem {
 
   /// The operating system's.
   static FileSystem& real();
+  /// What is used where nothing else is asked for: the operating system's, unless a ReplacedFileSystem is there.
+  static FileSystem& current();
 
   virtual int open(const char* path, int flags, mode_t mode);
   virtual ssize_t pwrite(int file, const void* data, std::size_t length, off_t offset);
   virtual ssize_t pread(int file, void* data, std::size_t length, off_t offset);
+  /// Linux's sync_file_range(SYNC_FILE_RANGE_WRITE).
+  virtual int start_writing(int file, off_t offset, off_t length);
   virtual int fsync(int file);
   virtual int close(int file);
   virtual int mkdir(const char* path, mode_t mode);
@@ -34,6 +38,16 @@ class FileSystem {
   virtual int rename(const char* from, const char* to, unsigned flags);
   virtual int unlink(const char* path);
   virtual int rmdir(const char* path);
+};
+
+/// While it lives, this process's saves and loads go through `files`: for tests of what is above the files. One at a time, and none while
+/// a save or load is under way.
+class ReplacedFileSystem {
+ public:
+  explicit ReplacedFileSystem(FileSystem& files);
+  ~ReplacedFileSystem();
+  ReplacedFileSystem(const ReplacedFileSystem&) = delete;
+  ReplacedFileSystem& operator=(const ReplacedFileSystem&) = delete;
 };
 
 /// Where bytes are read from: fills `to` from `offset` of a file, or throws Error.
@@ -44,10 +58,10 @@ using ReadAt = std::function<void(std::int64_t offset, std::span<char> to)>;
 class File {
  public:
   /// An empty file to write and read; an existing one is emptied. Readable by all that the process's umask lets.
-  static File create(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+  static File create(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
   /// A file to write and read as it is, e.g. one that another rank has created.
-  static File open_to_write(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
-  static File open(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+  static File open_to_write(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
+  static File open(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
   File(File&& other) noexcept;
   File& operator=(File&&) = delete;
   /// Closes; an error goes unnoticed then. Who has written calls sync() and close().
@@ -60,6 +74,8 @@ class File {
   /// Throws if the file ends before `to` is full.
   void read_at(std::int64_t offset, std::span<char> to) const;
   ReadAt reader() const;
+  /// Lets the system begin with what sync() waits for, so that a disk is busy while a file is still being made. A wish.
+  void start_writing(std::int64_t offset, std::int64_t length);
   /// Returns when the bytes would survive a loss of power.
   void sync();
   void close();
@@ -74,22 +90,22 @@ class File {
 };
 
 /// The whole of a file of at most `most` bytes; a larger one is an Error.
-std::string read_whole(const std::filesystem::path& path, std::int64_t most, FileSystem& files = FileSystem::real());
+std::string read_whole(const std::filesystem::path& path, std::int64_t most, FileSystem& files = FileSystem::current());
 
 /// Creates a file with this content, and syncs it.
-void write_whole(const std::filesystem::path& path, std::string_view content, FileSystem& files = FileSystem::real());
+void write_whole(const std::filesystem::path& path, std::string_view content, FileSystem& files = FileSystem::current());
 
 /// The parent must be there, the folder not.
-void make_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+void make_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// What was created, renamed and removed in the folder survives a loss of power after this.
-void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// Names in a folder, in order. Throws if it cannot be read, e.g. is not there.
 std::vector<std::string> list_folder(const std::filesystem::path& path);
 
 /// A folder with all that is in it, or a file. Nothing there is no error. Links are removed, not followed.
-void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// "cannot <doing> <path>: <errno's text>", for errno as it is now.
 [[noreturn]] void throw_errno(const std::string& doing, const std::filesystem::path& path);

@@ -48,7 +48,7 @@ struct SafetensorsFile {
 
 /// Reads the headers of a model: `path` is a file, or a folder with an index (whose files' tensors must be those that it names) or a
 /// `model.safetensors`. Names of files are relative to the folder.
-std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files = FileSystem::real());
+std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// A file to be written.
 struct PlannedSafetensors {

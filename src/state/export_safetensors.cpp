@@ -106,7 +106,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
     together([&] {
       if (!leads) return;
       ckpt::sync_folder(folder);
-      ckpt::commit_step(folder, path);
+      ckpt::remove_tree(ckpt::commit_step(folder, path));
     });
   } catch (...) {
     if (leads && !folder.empty()) ckpt::remove_tree(folder);

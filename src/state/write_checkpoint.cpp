@@ -165,6 +165,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   folder = ranks.gather(folder.string(), "checkpoint: its folder")[0];
 
   std::string part;
+  fs::path replaced;
   attempt([&] {
     const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
     part = packed(metadata, file);
@@ -185,7 +186,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
         file.append(ckpt::write_dcp_metadata(joined(metadata)));
         listed.push_back(file.finish());
         ckpt::seal_step(folder, listed);
-        ckpt::commit_step(folder, target);
+        replaced = ckpt::commit_step(folder, target);
       });
     }
     ranks.agree(failure, what);
@@ -194,6 +195,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     throw;
   }
   attempt([&] {
+    if (!replaced.empty()) ckpt::remove_tree(replaced);
     if (leads && options.keep_last > 0) ckpt::prune_steps(target.has_parent_path() ? target.parent_path() : ".", options.keep_last);
   });
   ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");

@@ -32,7 +32,7 @@ void save(const fs::path& target, const std::string& content, FileSystem& files 
     listed.push_back(file.finish());
   }
   seal_step(temporary, listed, files);
-  commit_step(temporary, target, files);
+  remove_tree(commit_step(temporary, target, files), files);
 }
 
 /// The content of a step, both files of which must hold it.
@@ -216,6 +216,14 @@ TEST(Commit, FaultsLeaveTheOldStepWhole) {
   fails([](FaultyFiles& files) { files.fsync_error = EIO; }, "Input/output error");
   fails([](FaultyFiles& files) { files.close_error = EIO; }, "Input/output error");
   fails([](FaultyFiles& files) { files.rename_error = EROFS; }, "Read-only file system");
+  for (const bool can_exchange : {true, false}) {
+    fails(
+        [&](FaultyFiles& files) {
+          files.fsync_fails_after_rename = true;
+          files.can_exchange = can_exchange;
+        },
+        "Input/output error");
+  }
 }
 
 TEST(Commit, ShortWritesAndSlowSyncsAreNoFaults) {

@@ -30,6 +30,9 @@ class FaultyFiles : public ckpt::FileSystem {
   int fsync_error = 0;
   int close_error = 0;
   int rename_error = 0;
+  int unlink_error = 0;
+  /// After a rename every fsync fails.
+  bool fsync_fails_after_rename = false;
   /// As where renameat2 cannot exchange.
   bool can_exchange = true;
   std::chrono::milliseconds fsync_time{0};
@@ -60,6 +63,7 @@ class FaultyFiles : public ckpt::FileSystem {
     if (interrupted()) return -1;
     announce("fsync");
     std::this_thread::sleep_for(fsync_time);
+    if (fsync_fails_after_rename && renamed_) return fail(EIO);
     return fsync_error != 0 ? fail(fsync_error) : FileSystem::fsync(file);
   }
   int close(int file) override {
@@ -74,10 +78,12 @@ class FaultyFiles : public ckpt::FileSystem {
     announce("rename", to);
     if (rename_error != 0) return fail(rename_error);
     if (flags != 0 && !can_exchange) return fail(EINVAL);
+    renamed_ = true;
     return FileSystem::rename(from, to, flags);
   }
   int unlink(const char* path) override {
     announce("unlink", path);
+    if (unlink_error != 0) return fail(unlink_error);
     return FileSystem::unlink(path);
   }
   int rmdir(const char* path) override {
@@ -100,6 +106,7 @@ class FaultyFiles : public ckpt::FileSystem {
   }
 
   std::atomic<int> calls_ = 0;
+  std::atomic<bool> renamed_ = false;
 };
 
 }  // namespace fsdp::testing
