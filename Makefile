@@ -19,7 +19,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # The stamps lie in the virtual environment, so that they go when it goes.
 STAMP := $(VENV)/.setup
-CXX_FILES = $(shell find include src examples bench tests -name '*.h' -o -name '*.cpp')
+CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
 .PHONY: help setup build train test large bench format check-format lint asan tsan fuzz tidy clean
@@ -36,7 +36,7 @@ setup: $(STAMP)-build  ## Virtual environment with torch and CMake, header packa
 $(BUILD_DIR)/build.ninja: CMakePresets.json | $(STAMP)-build
 	$(configure) --preset release -B $(BUILD_DIR)
 
-build: $(BUILD_DIR)/build.ninja  ## Library, tests, examples and benchmark programs in $BUILD_DIR
+build: $(BUILD_DIR)/build.ninja  ## Library, tests, examples, fsdp-ckpt and benchmark programs in $BUILD_DIR
 	cmake --build $(BUILD_DIR) -j $(JOBS)
 
 train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in ARGS="--help"

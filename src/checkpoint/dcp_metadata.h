@@ -14,6 +14,8 @@ namespace fsdp::ckpt {
 
 /// The file of a DCP folder that says what is in it and where.
 inline constexpr std::string_view kMetadataFile = ".metadata";
+/// Bytes; a larger one is taken for a mistake.
+inline constexpr std::int64_t kMostMetadata = std::int64_t{1} << 32;
 
 /// The record of one item: `length` bytes at `offset` of a file of the folder.
 struct RecordLocation {

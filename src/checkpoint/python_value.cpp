@@ -1,5 +1,7 @@
 #include "checkpoint/python_value.h"
 
+#include <charconv>
+#include <cstdio>
 #include <type_traits>
 #include <utility>
 
@@ -104,6 +106,42 @@ class Converter {
   std::size_t budget_;  // bytes that may still be made
 };
 
+/// A str (of UTF-8) or bytes: quoted; what is not printable is escaped.
+std::string quoted(std::string_view text, bool is_utf8) {
+  std::string result = is_utf8 ? "'" : "b'";
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\'' || c == '\\') {
+      result.append({'\\', c});
+    } else if (byte < 0x20 || byte == 0x7F || (byte >= 0x80 && !is_utf8)) {
+      char escaped[5];
+      std::snprintf(escaped, sizeof(escaped), "\\x%02x", byte);
+      result += escaped;
+    } else {
+      result += c;
+    }
+  }
+  result += '\'';
+  return result;
+}
+
+/// The shortest text that reads back as this number.
+std::string repr_of(double number) {
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof(text), number).ptr;
+  const std::string_view digits(text, static_cast<std::size_t>(end - text));
+  const bool looks_integral = digits.find_first_not_of("-0123456789") == std::string_view::npos;
+  return std::string(digits) + (looks_integral ? ".0" : "");
+}
+
+template <typename Items, typename Text>
+std::string joined(std::string_view open, const Items& items, Text text, std::string_view close) {
+  std::string result(open);
+  for (const auto& item : items) result.append(&item == items.data() ? "" : ", ").append(text(item));
+  result.append(close);
+  return result;
+}
+
 }  // namespace
 
 const PythonValue* PythonValue::Dict::find(std::string_view key) const {
@@ -147,6 +185,34 @@ void write(PickleWriter& writer, const PythonValue& value) {
             write(writer, item);
           }
           writer.end_dict();
+        }
+      },
+      value.value);
+}
+
+std::string repr(const PythonValue& value) {
+  return std::visit(
+      [](const auto& it) -> std::string {
+        using T = std::decay_t<decltype(it)>;
+        if constexpr (std::is_same_v<T, std::monostate>) {
+          return "None";
+        } else if constexpr (std::is_same_v<T, bool>) {
+          return it ? "True" : "False";
+        } else if constexpr (std::is_same_v<T, std::int64_t>) {
+          return std::to_string(it);
+        } else if constexpr (std::is_same_v<T, double>) {
+          return repr_of(it);
+        } else if constexpr (std::is_same_v<T, std::string>) {
+          return quoted(it, true);
+        } else if constexpr (std::is_same_v<T, PythonValue::Bytes>) {
+          return quoted(it.data, false);
+        } else if constexpr (std::is_same_v<T, PythonValue::Tuple>) {
+          return joined("(", it.items, &repr, it.items.size() == 1 ? ",)" : ")");
+        } else if constexpr (std::is_same_v<T, PythonValue::List>) {
+          return joined("[", it.items, &repr, "]");
+        } else {
+          return joined(
+              "{", it.items, [](const PythonValue::Entry& entry) { return repr(entry.key).append(": ").append(repr(entry.value)); }, "}");
         }
       },
       value.value);

@@ -54,4 +54,7 @@ PythonValue python_value(const PickleValue& value, std::size_t pickle_size);
 
 void write(PickleWriter& writer, const PythonValue& value);
 
+/// For people: Python's repr(). What a terminal could take for commands is escaped.
+std::string repr(const PythonValue& value);
+
 }  // namespace fsdp::ckpt

@@ -60,14 +60,14 @@ class Dcp final : public Source {
  public:
   explicit Dcp(const std::string& path) : path_(path), folder_(path), files_(folder_) {
     const auto file = folder_ / ckpt::kMetadataFile;
-    constexpr std::int64_t kMostMetadata = std::int64_t{1} << 32;
-    metadata_ = ckpt::read_dcp_metadata(ckpt::read_whole(file, kMostMetadata), file.string());
+    metadata_ = ckpt::read_dcp_metadata(ckpt::read_whole(file, ckpt::kMostMetadata), file.string());
     for (const auto& item : metadata_.items) {
       by_name_.emplace(item.name, &item);
       names_.push_back(item.name);
     }
   }
 
+  Format format() const override { return Format::kDcp; }
   const std::string& path() const override { return path_; }
   const std::vector<std::string>& names() const override { return names_; }
   bool has(const std::string& name) const override { return by_name_.contains(name); }
@@ -144,6 +144,7 @@ class Safetensors final : public Source {
     }
   }
 
+  Format format() const override { return Format::kSafetensors; }
   const std::string& path() const override { return path_; }
   const std::vector<std::string>& names() const override { return names_; }
   bool has(const std::string& name) const override { return by_name_.contains(name); }

@@ -18,12 +18,14 @@ namespace fsdp::state {
 /// Files of some format that tensors are loaded from, by this library's names ("model.layers.0.weight").
 class Source {
  public:
+  enum class Format : std::uint8_t { kDcp, kSafetensors };
   struct Tensor {
     ckpt::Dtype dtype = ckpt::Dtype::float32;
     ckpt::Shape shape;
   };
 
   virtual ~Source() = default;
+  virtual Format format() const = 0;
   virtual const std::string& path() const = 0;
   /// Of tensors and other values.
   virtual const std::vector<std::string>& names() const = 0;

@@ -1,0 +1,117 @@
+#include "checkpoint/check.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <utility>
+#include <variant>
+
+#include "checkpoint/commit.h"
+#include "checkpoint/records.h"
+#include "fsdp/error.h"
+
+namespace fsdp::ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Runs `look`; what it throws is a fault.
+template <typename Look>
+void note(Findings& findings, Look look) {
+  try {
+    look();
+  } catch (const Error& error) {
+    findings.faults.emplace_back(error.what());
+  }
+}
+
+void check_files(const fs::path& folder, FileSystem& files, Findings& findings) {
+  for (const ListedFile& listed : read_sidecar(folder, files)) {
+    ++findings.files;
+    std::string fault = fault_in(folder, listed, files);
+    if (!fault.empty()) findings.faults.push_back(std::move(fault));
+  }
+}
+
+/// Opens each file once; one that cannot be opened is one fault, however many records it should have.
+class Records {
+ public:
+  Records(fs::path folder, FileSystem& files, Findings& findings) : folder_(std::move(folder)), files_(files), findings_(findings) {}
+
+  /// Null if it is not there.
+  const File* operator[](const std::string& name) {
+    const auto found = open_.find(name);
+    if (found != open_.end()) return found->second.get();
+    std::unique_ptr<File> file;
+    note(findings_, [&] { file = std::make_unique<File>(File::open(folder_ / name, files_)); });
+    return open_.emplace(name, std::move(file)).first->second.get();
+  }
+
+ private:
+  fs::path folder_;
+  FileSystem& files_;
+  Findings& findings_;
+  std::map<std::string, std::unique_ptr<File>> open_;
+};
+
+void check_item(const DcpItem& item, Records& records, Findings& findings) {
+  if (const auto* object = std::get_if<DcpObject>(&item.content)) {
+    ++findings.values;
+    if (const File* file = records[object->record.file]) {
+      note(findings, [&] { read_object(file->reader(), object->record, item.name); });
+    }
+    return;
+  }
+  ++findings.tensors;
+  const auto& tensor = std::get<DcpTensor>(item.content);
+  for (const DcpTensor::Chunk& chunk : tensor.chunks) {
+    if (chunk.record.file.empty()) continue;  // without elements
+    if (const File* file = records[chunk.record.file]) {
+      note(findings, [&] { locate_tensor(file->reader(), chunk.record, item.name, tensor.dtype, chunk.box.sizes); });
+    }
+  }
+  const std::string fault = fault_in_boxes(tensor);
+  if (!fault.empty()) findings.faults.push_back("'" + item.name + "': " + fault);
+}
+
+}  // namespace
+
+std::string fault_in_boxes(const DcpTensor& tensor) {
+  std::vector<const Box*> boxes;
+  std::int64_t covered = 0;
+  for (const DcpTensor::Chunk& chunk : tensor.chunks) {
+    const std::int64_t count = numel(chunk.box.sizes);
+    if (count == 0) continue;
+    if (__builtin_add_overflow(covered, count, &covered)) return "its parts have more than 2^63 - 1 elements";
+    boxes.push_back(&chunk.box);
+  }
+  // In the order of their first rows, a box can overlap only those that begin before its last row.
+  const auto begin = [](const Box& box) { return box.offsets.empty() ? 0 : box.offsets[0]; };
+  const auto end = [&](const Box& box) { return box.offsets.empty() ? 1 : box.offsets[0] + box.sizes[0]; };
+  std::sort(boxes.begin(), boxes.end(), [&](const Box* a, const Box* b) { return begin(*a) < begin(*b); });
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    for (std::size_t j = i + 1; j < boxes.size() && begin(*boxes[j]) < end(*boxes[i]); ++j) {
+      if (intersection(*boxes[i], *boxes[j])) return "two of its parts overlap";
+    }
+  }
+  const std::int64_t all = numel(tensor.shape);
+  if (covered == all) return "";
+  return "its parts have " + std::to_string(covered) + " of " + std::to_string(all) + " elements";
+}
+
+Findings check_dcp(const fs::path& folder, FileSystem& files) {
+  Findings findings;
+  std::error_code ignored;
+  findings.has_checksums = fs::exists(folder / kSidecar, ignored);
+  if (findings.has_checksums) note(findings, [&] { check_files(folder, files, findings); });
+  DcpMetadata metadata;
+  const std::size_t faults_before = findings.faults.size();
+  const fs::path file = folder / kMetadataFile;
+  note(findings, [&] { metadata = read_dcp_metadata(read_whole(file, kMostMetadata, files), file.string()); });
+  if (findings.faults.size() > faults_before) return findings;
+  Records records(folder, files, findings);
+  for (const DcpItem& item : metadata.items) check_item(item, records, findings);
+  return findings;
+}
+
+}  // namespace fsdp::ckpt

@@ -1,0 +1,176 @@
+// Runs the command itself, as a user does. What it reads, Python wrote, and what it writes, Python reads.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "example/temporary_folder.h"
+
+namespace fsdp {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string output;
+  std::string errors;
+};
+
+std::string read(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+/// One folder with Python's checkpoints for all tests; each writes what it writes under names of its own.
+class FsdpCkpt : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder = new testing::TemporaryFolder;
+    python("write");
+  }
+  static void TearDownTestSuite() {
+    delete folder;
+    folder = nullptr;
+  }
+
+  static void python(const std::string& command) {
+    const std::string line = std::string(PYTHON) + " -W ignore " + TOOL_PEER + " " + command + " " + folder->path().string();
+    ASSERT_EQ(std::system(line.c_str()), 0) << line;
+  }
+
+  /// Runs the command in the folder.
+  static Outcome run(const std::string& arguments) {
+    const auto out = folder->path() / "out";
+    const auto err = folder->path() / "err";
+    const std::string line = "cd '" + folder->path().string() + "' && timeout 60 '" FSDP_CKPT "' " + arguments + " >out 2>err";
+    const int status = std::system(line.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out), read(err)};
+  }
+
+  static void expect_output(const std::string& arguments, const std::string& output, int exit_code = 0) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.exit_code, exit_code) << arguments;
+    EXPECT_EQ(outcome.errors, "") << arguments;
+    EXPECT_EQ(outcome.output, output) << arguments;
+  }
+
+  static void expect_part(const std::string& arguments, const std::string& part, int exit_code = 0) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.exit_code, exit_code) << arguments << outcome.errors;
+    EXPECT_NE(outcome.output.find(part), std::string::npos) << part << "\nis not in\n" << outcome.output;
+  }
+
+  static void expect_error(const std::string& arguments, const std::string& part) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.exit_code, 2) << arguments;
+    EXPECT_EQ(outcome.output, "") << arguments;
+    EXPECT_EQ(outcome.errors.rfind("fsdp-ckpt: ", 0), 0U) << outcome.errors;
+    EXPECT_NE(outcome.errors.find(part), std::string::npos) << part << "\nis not in\n" << outcome.errors;
+  }
+
+  static inline testing::TemporaryFolder* folder = nullptr;
+};
+
+TEST_F(FsdpCkpt, Inspects) {
+  const std::string output = run("inspect dcp").output;
+  const auto expect = [&](const std::string& line) {
+    EXPECT_NE(output.find(line), std::string::npos) << line << "\nis not in\n" << output;
+  };
+  expect("dcp: torch.distributed.checkpoint, without checksums (written by Python)\n2 files\n  .metadata");
+  expect("7 tensors, 4,400,112 bytes\n  model.large.weight  float32   [1100, 1000]  1 part  4,400,000 bytes\n");
+  expect("  model.half          float16   [3, 5]        1 part  30 bytes\n");
+  expect("  model.scalar        float32   []            1 part  4 bytes\n");
+  expect("2 values\n  step  7\n  name  'a \\'run\\'\\x0a'\n");
+  expect_part("inspect two_ranks", "columns  int64    [2, 4]  2 parts  64 bytes");
+  expect_part("inspect python.safetensors", "6 tensors, 4,400,096 bytes\n");
+  expect_error("inspect nowhere", "there is no checkpoint nowhere");
+}
+
+TEST_F(FsdpCkpt, Verifies) {
+  expect_output("verify dcp", "dcp: whole: 7 tensors, 2 values, no checksums: places and sizes were checked, not contents\n");
+  expect_output("verify python.safetensors",
+                "python.safetensors: whole: 6 tensors, 0 values, no checksums: places and sizes were checked, not contents\n");
+  ASSERT_EQ(run("convert python.safetensors ours --max-file-size 1MB").exit_code, 0);
+  expect_output("verify ours", "ours: whole: 6 tensors, 0 values, 4 checksums\n");
+  expect_part("inspect ours", "ours: torch.distributed.checkpoint, complete\n5 files\n");
+
+  // All that is wrong, in one go.
+  const fs::path step = folder->path() / "ours";
+  fs::resize_file(step / "__0_0.distcp", 100);
+  {
+    std::fstream file(step / "__0_1.distcp", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(900);
+    file.put('!');
+  }
+  const Outcome outcome = run("verify ours");
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_NE(outcome.output.find("__0_0.distcp has 100 bytes instead of"), std::string::npos) << outcome.output;
+  EXPECT_NE(outcome.output.find("__0_1.distcp has the checksum"), std::string::npos) << outcome.output;
+  expect_part("inspect ours", "ours: torch.distributed.checkpoint, NOT COMPLETE\n");
+  fs::remove(step / ".fsdp-checksums");
+  expect_part("verify ours", "it was cut off", 1);
+  fs::remove(step / ".metadata");
+  expect_part("verify ours", ".metadata: No such file", 1);
+  expect_error("verify nowhere", "there is no checkpoint nowhere");
+}
+
+TEST_F(FsdpCkpt, ConvertsBothWays) {
+  expect_output("convert dcp one", "one: 6 tensors, 4,400,096 bytes; left out: 3 items that are no tensors below 'model.'\n");
+  expect_output("convert python.safetensors back", "back: 6 tensors, 4,400,096 bytes\n");
+  for (const std::string more :
+       {"dcp many --max-file-size 40", "dcp bfloat16 --dtype bf16", "dcp float16 --dtype fp16", "dcp float32 --dtype fp32",
+        "two_ranks two_ranks_converted --prefix ''", "many back_many --prefix net. --max-file-size 50"}) {
+    EXPECT_EQ(run("convert " + more).exit_code, 0) << more;
+  }
+  python("check_converted");
+  expect_output("verify back_many", "back_many: whole: 6 tensors, 0 values, 7 checksums\n");
+  expect_output("diff one python.safetensors", "0 differences, 6 equal\n");
+  expect_output("diff back one", "0 differences, 6 equal\n");
+
+  expect_error("convert dcp none --prefix net.", "dcp has no tensor whose name begins with 'net.'");
+  expect_error("convert dcp one", "one is there and is no checkpoint");
+  expect_error("convert dcp none --max-file-size 0", "must be positive");
+  expect_error("convert dcp none --dtype int8", "--dtype");
+  expect_error("convert nowhere none", "there is no checkpoint nowhere");
+  // What fails leaves nothing.
+  fs::copy(folder->path() / "dcp", folder->path() / "cut");
+  fs::resize_file(folder->path() / "cut/__0_0.distcp", 4000);
+  expect_error("convert cut none", "it was cut off");
+  for (const auto& entry : fs::directory_iterator(folder->path())) {
+    EXPECT_NE(entry.path().filename().string().rfind(".tmp", 0), 0U) << entry.path();
+    EXPECT_NE(entry.path().filename(), "none");
+  }
+}
+
+TEST_F(FsdpCkpt, ListsDifferences) {
+  expect_output("diff dcp dcp", "0 differences, 9 equal\n");
+  expect_output("diff dcp other",
+                "model.bfloat: bfloat16 [7] | bfloat16 [6]\n"
+                "model.count: only in dcp\n"
+                "model.half: float16 [3, 5] | float32 [3, 5], equal values\n"
+                "model.large.weight: 1 of 1100000 elements differ, by 0.5 at most\n"
+                "model.new: only in other\n"
+                "step: 7 | 8\n"
+                "6 differences, 4 equal\n",
+                1);
+  expect_output("diff dcp other --ignore model. --ignore st", "0 differences, 2 equal, 8 ignored\n");
+  expect_part("diff dcp python.safetensors", "optim.m: only in dcp\n", 1);
+  expect_error("diff dcp nowhere", "there is no checkpoint nowhere");
+}
+
+TEST_F(FsdpCkpt, ExplainsItself) {
+  expect_part("--help", "inspect");
+  expect_part("convert --help", "--max-file-size");
+  expect_error("", "A subcommand is required");
+  expect_error("inspect", "path is required");
+}
+
+}  // namespace
+}  // namespace fsdp
