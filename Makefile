@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -9,8 +9,8 @@ BUILD_DIR ?= build
 JOBS ?= $(shell nproc)
 # Of each fuzz target.
 SECONDS ?= 60
-# The groups of unit tests: folders of tests/cpp with an executable each.
-TEST_GROUPS = $(shell sed -n 's/^set(FSDP_TEST_GROUPS \(.*\))/\1/p' tests/cpp/CMakeLists.txt)
+# Of `make torture`.
+KILLS ?= 200
 # Most tests run two ranks.
 TEST_JOBS ?= $(shell echo $$(( ($(JOBS) + 1) / 2 )))
 export VENV
@@ -22,7 +22,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train test large bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train test large torture bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,11 @@ test: build  ## All tests; options for ctest in ARGS="-R name"
 large: build  ## Tests that take minutes and 10 GB of memory
 	ctest --test-dir $(BUILD_DIR) -C large -L large --output-on-failure --no-tests=error $(ARGS)
 
+torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KILLS times, and check what they leave; SEED=n repeats
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt fsdp_ckpt
+	python tests/torture/torture.py --train-gpt $(BUILD_DIR)/examples/train_gpt --fsdp-ckpt $(BUILD_DIR)/tools/fsdp-ckpt \
+	  --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
 	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender $(ARGS)
 
@@ -68,7 +73,9 @@ asan tsan: | $(STAMP)-build
 	$(configure) --preset $@ -B $(BUILD_DIR)-$@
 	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
 	@# A group in one process each: loading an instrumented torch for every test would take longer than the tests.
-	for test in $(foreach group,$(TEST_GROUPS),$(BUILD_DIR)-$@/tests/cpp/test_$(group)); do echo $$test; timeout 3600 $$test --gtest_brief=1; done
+	find $(BUILD_DIR)-$@/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*' | sort | while read -r group; do \
+	  echo $$group; timeout 3600 $$group --gtest_brief=1 </dev/null; \
+	done
 
 fuzz: | $(STAMP)-build $(STAMP)-fuzz  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz
 	$(configure) --preset fuzz -B $(BUILD_DIR)-fuzz
