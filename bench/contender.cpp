@@ -237,6 +237,14 @@ class Sharded : public Trainer {
             *model_, {.mesh = mesh_, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender == "libfsdp"})),
         optimizer_(*model_, {.lr = kLearningRate, .betas = {kBeta1, kBeta2}, .eps = kEps, .weight_decay = kWeightDecay}) {}
 
+  /// Also saves, and loads again: the number is the checkpoint's.
+  std::string handle(const std::string& verb, int number) override {
+    if (verb == "save") return save(number);
+    if (verb == "async_save") return save_beside_training(number);
+    if (verb == "load") return load(number);
+    return Trainer::handle(verb, number);
+  }
+
  private:
   static fsdp::DeviceMesh join(const Options& options) {
     if (options.fake_world == 0) return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
@@ -248,12 +256,44 @@ class Sharded : public Trainer {
   void update() override { optimizer_.step(); }
   void drop_gradients() override { optimizer_.zero_grad(); }
   void barrier() override { mesh_.barrier(); }
+
+  /// The folder of checkpoint `number`; bench/checkpoint.py says below which one.
+  static std::string checkpoint(int number) {
+    const char* folder = std::getenv("BENCH_CHECKPOINTS");
+    if (folder == nullptr) throw std::runtime_error("BENCH_CHECKPOINTS is not set; bench/checkpoint.py starts this program");
+    return std::string(folder) + "/libfsdp-" + std::to_string(number);
+  }
+
+  std::string save(int number) {
+    barrier();
+    const double time = milliseconds([&] { fsdp::save(checkpoint(number), *model_, optimizer_); });
+    return "{\"ms\": " + json_list({time}) + "}";
+  }
+
+  std::string save_beside_training(int number) {
+    if (!saver_) saver_ = std::make_unique<fsdp::AsyncSaver>(*model_, &optimizer_);
+    barrier();
+    double blocked = 0;
+    const double all = milliseconds([&] {
+      blocked = milliseconds([&] { saver_->save(checkpoint(number)); });
+      saver_->wait();
+    });
+    return "{\"blocked_ms\": " + json_list({blocked}) + ", \"ms\": " + json_list({all}) + "}";
+  }
+
+  std::string load(int number) {
+    barrier();
+    const double time = milliseconds([&] { fsdp::load(checkpoint(number), *model_, optimizer_); });
+    return "{\"ms\": " + json_list({time}) + "}";
+  }
+
   std::optional<std::int64_t> counted_peak_bytes() const override { return handle_.memory_stats().total.peak; }
 
   fsdp::DeviceMesh mesh_;
   GPT model_;
   fsdp::FSDPModule handle_;
   fsdp::AdamW optimizer_;
+  std::unique_ptr<fsdp::AsyncSaver> saver_;
 };
 
 /// The library's collectives over two buffers of 64 MiB.
