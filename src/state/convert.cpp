@@ -43,7 +43,7 @@ void for_each_block(Source& source, const Planned& tensor, Write write) {
   const auto type = scalar_type_of(tensor.dtype, tensor.name);
   const auto all = ckpt::numel(tensor.shape);
   for (std::int64_t begin = 0; begin < all; begin += kBlock) {
-    const auto values = source.read(tensor.source_name, begin, std::min(kBlock, all - begin)).to(type);
+    const auto values = source.read(tensor.source_name, ckpt::whole(tensor.shape), begin, std::min(kBlock, all - begin)).to(type);
     write(begin * ckpt::itemsize(tensor.dtype), std::span(static_cast<const char*>(values.const_data_ptr()), values.nbytes()));
   }
 }

@@ -31,15 +31,17 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// How the values of two tensors of one shape differ; empty if their bytes are equal.
-std::string difference_of_values(Source& a, Source& b, const std::string& name, std::int64_t numel) {
+std::string difference_of_values(Source& a, Source& b, const std::string& name, const ckpt::Shape& shape) {
+  const auto whole = ckpt::whole(shape);
+  const auto numel = ckpt::numel(shape);
   std::int64_t differ = 0;
   std::int64_t not_finite = 0;
   double largest = 0;
   bool same_type = true;
   for (std::int64_t begin = 0; begin < numel; begin += kBlock) {
     const auto count = std::min(kBlock, numel - begin);
-    const auto of_a = a.read(name, begin, count);
-    const auto of_b = b.read(name, begin, count);
+    const auto of_a = a.read(name, whole, begin, count);
+    const auto of_b = b.read(name, whole, begin, count);
     same_type = of_a.scalar_type() == of_b.scalar_type();
     if (same_bytes(of_a, of_b)) continue;
     // By bits where the dtypes are equal: zeros of two signs differ, and a NaN is itself.
@@ -69,7 +71,7 @@ std::string difference_of(Source& a, Source& b, const std::string& name) {
     return value_a == value_b ? "" : ckpt::repr(value_a) + " | " + ckpt::repr(value_b);
   }
   if (of_a->shape != of_b->shape) return text_of(*of_a) + " | " + text_of(*of_b);
-  const auto values = difference_of_values(a, b, name, ckpt::numel(of_a->shape));
+  const auto values = difference_of_values(a, b, name, of_a->shape);
   if (of_a->dtype == of_b->dtype) return values;
   return text_of(*of_a) + " | " + text_of(*of_b) + ", " + (values.empty() ? "equal values" : values);
 }
