@@ -69,7 +69,7 @@ lint: $(STAMP)-build $(STAMP)-bench $(STAMP)-lint  ## Check the Python files
 
 asan:  ## Unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, in $BUILD_DIR-asan
 tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan
-asan tsan: | $(STAMP)-build
+asan tsan: | $(STAMP)-build $(STAMP)-clang
 	$(configure) --preset $@ -B $(BUILD_DIR)-$@
 	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
 	@# A group in one process each: loading an instrumented torch for every test would take longer than the tests.
@@ -77,7 +77,7 @@ asan tsan: | $(STAMP)-build
 	  echo $$group; timeout 3600 $$group --gtest_brief=1 </dev/null; \
 	done
 
-fuzz: | $(STAMP)-build $(STAMP)-fuzz  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz
+fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz
 	$(configure) --preset fuzz -B $(BUILD_DIR)-fuzz
 	cmake --build $(BUILD_DIR)-fuzz -j $(JOBS) --target fuzz
 	for target in $(notdir $(wildcard tests/fuzz/corpus/*)); do \

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | bench | format | lint | tidy | fuzz
+#   scripts/setup.sh build | bench | format | lint | tidy | clang
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|bench|format|lint|tidy|fuzz}
+target=${1:?usage: scripts/setup.sh build|bench|format|lint|tidy|clang}
 venv=${VENV:-.venv}
 
 die() {
@@ -74,8 +74,8 @@ need_headers() {
   fi
 }
 
-# clang and its libFuzzer, which Debian has in a package with the version in its name.
-need_fuzzer() {
+# clang, its sanitizers and libFuzzer, which Debian has in a package with the version in its name.
+need_clang() {
   command -v clang++ >/dev/null || apt_install clang
   local probe='extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }'
   if ! clang++ -fsanitize=fuzzer,address,undefined -x c++ -o /dev/null - <<<"$probe" 2>/dev/null; then
@@ -92,7 +92,7 @@ case $target in
   bench) need_python_packages matplotlib ;;
   format) need_python_packages clang-format==14.0.6 ;;
   lint) need_python_packages ruff==0.17.5 mypy==2.4.1 ;;
-  fuzz) need_fuzzer ;;
+  clang) need_clang ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;
 esac

@@ -14,6 +14,15 @@
 
 #include "fsdp/error.h"
 
+// Says of the loop that follows that no iteration reads what another one writes.
+#if defined(__clang__)
+#define FSDP_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define FSDP_INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
+#else
+#define FSDP_INDEPENDENT_ITERATIONS
+#endif
+
 namespace fsdp::comm {
 namespace {
 
@@ -48,17 +57,16 @@ inline Out finish(Acc sum, Acc scale, Out old) {
   }
 }
 
-// out = scale * a, or scale * (a + b), in the precision of `Acc`. `ivdep`: `out` may be one of the sources, but then element by element,
-// which vectorizes.
+// out = scale * a, or scale * (a + b), in the precision of `Acc`. `out` may be one of the sources, but then element by element.
 template <bool kAccumulate, typename Acc, typename A, typename Out>
 void scale_one(const A* a, Out* out, std::int64_t n, Acc scale) {
-#pragma GCC ivdep
+  FSDP_INDEPENDENT_ITERATIONS
   for (std::int64_t i = 0; i < n; ++i) out[i] = finish<kAccumulate>(static_cast<Acc>(a[i]), scale, out[i]);
 }
 
 template <bool kAccumulate, typename Acc, typename A, typename B, typename Out>
 void add_two(const A* a, const B* b, Out* out, std::int64_t n, Acc scale) {
-#pragma GCC ivdep
+  FSDP_INDEPENDENT_ITERATIONS
   for (std::int64_t i = 0; i < n; ++i) out[i] = finish<kAccumulate>(static_cast<Acc>(a[i]) + static_cast<Acc>(b[i]), scale, out[i]);
 }
 

@@ -65,6 +65,8 @@ void give_zeros(const std::vector<at::Tensor>& tensors, c10::Device device) {
 }  // namespace paging
 
 struct detail::Recording::State {
+  explicit State(std::shared_ptr<paging::DeferredSession> outer) : outer(std::move(outer)) {}
+
   std::shared_ptr<paging::DeferredSession> outer;
   c10::impl::IncludeDispatchKeyGuard included{paging::kPagedKey};
 };

@@ -57,7 +57,9 @@ SummonFullParams::SummonFullParams(torch::nn::Module& module, SummonOptions opti
       for (const auto& part : whole) {
         engine->accounting().add(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));
       }
-      for_each_parameter(*unit, [&](const at::Tensor& parameter, std::size_t i) { paging::show(parameter, unit->whole(whole, i)); });
+      for_each_parameter(*unit, [&unit = *unit, &whole = whole](const at::Tensor& parameter, std::size_t i) {
+        paging::show(parameter, unit.whole(whole, i));
+      });
     }
   } catch (...) {
     dismiss();
@@ -70,7 +72,9 @@ SummonFullParams::~SummonFullParams() { dismiss(); }
 void SummonFullParams::dismiss() noexcept {
   for (const auto& [engine, unit, whole] : summoned_) {
     try {
-      if (!whole.empty()) for_each_parameter(*unit, [&](const at::Tensor& parameter, std::size_t i) { paging::hide(parameter, *unit, i); });
+      if (!whole.empty()) {
+        for_each_parameter(*unit, [&unit = *unit](const at::Tensor& parameter, std::size_t i) { paging::hide(parameter, unit, i); });
+      }
       for (const auto& part : whole) {
         engine->accounting().remove(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));
       }

@@ -11,7 +11,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace boxes_test {
 
 /// The positions of a box's elements in the whole tensor's row-major order, in the box's own.
 std::vector<std::int64_t> elements(const Box& box, const Shape& shape) {
@@ -166,5 +166,5 @@ TEST(Boxes, WhatDoesNotFitIsAnError) {
   EXPECT_THROW(intersection({{0}, {1}}, {{0, 0}, {1, 1}}), Error);
 }
 
-}  // namespace
+}  // namespace boxes_test
 }  // namespace fsdp::ckpt

@@ -12,7 +12,7 @@
 #include "example/temporary_folder.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace check_test {
 
 namespace fs = std::filesystem;
 
@@ -100,5 +100,5 @@ TEST(Check, NothingThereIsAFault) {
   expect_fault(check_dcp(folder.path()), "No such file");
 }
 
-}  // namespace
+}  // namespace check_test
 }  // namespace fsdp::ckpt

@@ -8,7 +8,7 @@
 #include <string_view>
 
 namespace fsdp::ckpt {
-namespace {
+namespace checksum_test {
 
 std::span<const char> bytes(std::string_view text) { return {text.data(), text.size()}; }
 
@@ -67,5 +67,5 @@ TEST(Checksum, InPartsAndCombined) {
   }
 }
 
-}  // namespace
+}  // namespace checksum_test
 }  // namespace fsdp::ckpt

@@ -14,7 +14,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace commit_test {
 
 namespace fs = std::filesystem;
 using fsdp::testing::FaultyFiles;
@@ -237,5 +237,5 @@ TEST(Commit, ShortWritesAndSlowSyncsAreNoFaults) {
   EXPECT_EQ(content_of(folder.path() / "1"), "new");
 }
 
-}  // namespace
+}  // namespace commit_test
 }  // namespace fsdp::ckpt

@@ -10,7 +10,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace dcp_metadata_test {
 
 using fsdp::testing::message_of;
 using fsdp::testing::read_file;
@@ -127,5 +127,5 @@ TEST(DcpMetadata, DamageIsAnErrorWithNames) {
   EXPECT_THROW(read_dcp_metadata("\x80\x02N."s, "F"), Error);
 }
 
-}  // namespace
+}  // namespace dcp_metadata_test
 }  // namespace fsdp::ckpt

@@ -11,7 +11,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace files_test {
 
 using fsdp::testing::FaultyFiles;
 using fsdp::testing::message_of;
@@ -76,5 +76,5 @@ TEST(Files, RemoveTreeFollowsNoLinks) {
   EXPECT_EQ(list_folder(folder.path() / "keep"), std::vector<std::string>{"file"});
 }
 
-}  // namespace
+}  // namespace files_test
 }  // namespace fsdp::ckpt

@@ -14,7 +14,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace pickle_test {
 
 using fsdp::testing::message_of;
 using fsdp::testing::read_file;
@@ -165,5 +165,5 @@ TEST(PickleWriter, WhatRepeatsLongStringsIsReadAgain) {
   EXPECT_EQ(read(writer.finish()), value);
 }
 
-}  // namespace
+}  // namespace pickle_test
 }  // namespace fsdp::ckpt

@@ -10,12 +10,13 @@
 #include <string_view>
 
 #include "example/temporary_folder.h"
+#include "test_paths.h"
 
 namespace fsdp::testing {
 
-/// Runs a command of tests/python/checkpoint_peer.py on a folder. PYTHON and PEER are the paths of the interpreter and of that file.
+/// Runs a command of tests/python/checkpoint_peer.py on a folder.
 inline void run_python(const std::string& command, const std::filesystem::path& folder) {
-  const std::string line = std::string(PYTHON) + " -W ignore " + PEER + " " + command + " " + folder.string();
+  const std::string line = kPython + " -W ignore " + kCheckpointPeer + " " + command + " " + folder.string();
   ASSERT_EQ(std::system(line.c_str()), 0) << line;
 }
 

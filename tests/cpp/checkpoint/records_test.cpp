@@ -17,7 +17,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace records_test {
 
 using fsdp::testing::message_of;
 using fsdp::testing::read_file;
@@ -220,5 +220,5 @@ TEST(Records, EveryFlippedByteIsHarmless) {
   }
 }
 
-}  // namespace
+}  // namespace records_test
 }  // namespace fsdp::ckpt

@@ -15,7 +15,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace safetensors_test {
 
 namespace fs = std::filesystem;
 using fsdp::testing::message_of;
@@ -182,5 +182,5 @@ TEST(Safetensors, WhatTheFormatLacksIsAnError) {
             std::string::npos);
 }
 
-}  // namespace
+}  // namespace safetensors_test
 }  // namespace fsdp::ckpt

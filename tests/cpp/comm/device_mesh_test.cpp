@@ -11,7 +11,7 @@
 #include "multi_rank.h"
 
 namespace fsdp {
-namespace {
+namespace device_mesh_test {
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
@@ -158,5 +158,5 @@ TEST(NullDeviceMesh, HasAnySizeSeenFromAnyRank) {
   EXPECT_THROW(null_device_mesh({{"dp_shard", -1}}), Error);
 }
 
-}  // namespace
+}  // namespace device_mesh_test
 }  // namespace fsdp

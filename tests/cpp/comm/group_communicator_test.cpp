@@ -15,7 +15,7 @@
 #include "multi_rank.h"
 
 namespace fsdp::comm {
-namespace {
+namespace group_communicator_test {
 
 using testing::Gather;
 using testing::kGather;
@@ -271,5 +271,5 @@ TEST_F(DebugMode, ARankThatFailsLeavesWithoutAWord) {
   });
 }
 
-}  // namespace
+}  // namespace group_communicator_test
 }  // namespace fsdp::comm

@@ -20,7 +20,7 @@
 #include "program.h"
 
 namespace fsdp {
-namespace {
+namespace launch_test {
 
 using ::testing::internal::CaptureStderr;
 using ::testing::internal::GetCapturedStderr;
@@ -282,5 +282,5 @@ TEST(MultiRank, RanksThatHangAreEnded) {
   EXPECT_TRUE(has(output, "rank 1 was killed by signal 14 (Alarm clock)\n")) << output;
 }
 
-}  // namespace
+}  // namespace launch_test
 }  // namespace fsdp

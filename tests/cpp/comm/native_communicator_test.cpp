@@ -8,7 +8,7 @@
 #include "multi_rank.h"
 
 namespace fsdp::comm {
-namespace {
+namespace native_communicator_test {
 
 using testing::Gather;
 using testing::kGather;
@@ -113,5 +113,5 @@ TEST(NativeCommunicator, CountsLikeThePairwiseOne) {
   });
 }
 
-}  // namespace
+}  // namespace native_communicator_test
 }  // namespace fsdp::comm

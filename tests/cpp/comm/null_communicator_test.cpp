@@ -3,7 +3,7 @@
 #include "collective_checks.h"
 
 namespace fsdp::comm {
-namespace {
+namespace null_communicator_test {
 
 using testing::kGather;
 using testing::kReduce;
@@ -40,5 +40,5 @@ TEST(NullCommunicator, TakesPeersToAgree) {
   communicator.barrier();
 }
 
-}  // namespace
+}  // namespace null_communicator_test
 }  // namespace fsdp::comm

@@ -9,7 +9,7 @@
 #include "multi_rank.h"
 
 namespace fsdp::comm {
-namespace {
+namespace pairwise_communicator_test {
 
 using testing::Gather;
 using testing::kGather;
@@ -192,5 +192,5 @@ TEST(PairwiseCommunicator, PiecesThatDoNotFitAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace pairwise_communicator_test
 }  // namespace fsdp::comm

@@ -6,7 +6,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
-namespace {
+namespace rank_order_sum_test {
 
 using testing::expected_sum;
 using testing::numbers;
@@ -120,5 +120,5 @@ TEST(RankOrderSum, RefusesOtherDtypes) {
   EXPECT_THROW(rank_order_sum(sources, torch::zeros({4}), 1, false), Error);
 }
 
-}  // namespace
+}  // namespace rank_order_sum_test
 }  // namespace fsdp::comm

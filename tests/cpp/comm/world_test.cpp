@@ -8,7 +8,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
-namespace {
+namespace world_test {
 
 using Variables = std::map<std::string, std::string>;
 
@@ -194,5 +194,5 @@ TEST(World, FirstHost) {
   EXPECT_THROW(first_host("node[]"), Error);
 }
 
-}  // namespace
+}  // namespace world_test
 }  // namespace fsdp::comm

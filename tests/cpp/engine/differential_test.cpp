@@ -25,7 +25,7 @@
 #include "fsdp/fsdp.h"
 #include "multi_rank.h"
 
-namespace {
+namespace differential_test {
 
 using fsdp::FSDPModule;
 using fsdp::Granularity;
@@ -599,4 +599,4 @@ TEST_P(Differential, RandomModels) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Differential, ::testing::Values(1, 2, 3, 4), [](const auto& info) { return std::to_string(info.param); });
 
-}  // namespace
+}  // namespace differential_test

@@ -20,7 +20,7 @@
 #include "fsdp/fsdp.h"
 #include "multi_rank.h"
 
-namespace {
+namespace failure_test {
 
 using fsdp::CommError;
 using fsdp::Error;
@@ -592,4 +592,4 @@ TEST_P(Misuse, AParameterAfterItsModel) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Misuse, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
 
-}  // namespace
+}  // namespace failure_test

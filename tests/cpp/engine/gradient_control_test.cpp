@@ -13,7 +13,7 @@
 #include "fsdp/error.h"
 #include "multi_rank.h"
 
-namespace {
+namespace gradient_control_test {
 
 using fsdp::FullyShardOptions;
 using fsdp::Placements;
@@ -344,4 +344,4 @@ TEST(GradientControl, WritesInALowerPrecisionKeepOtherDigits) {
   });
 }
 
-}  // namespace
+}  // namespace gradient_control_test

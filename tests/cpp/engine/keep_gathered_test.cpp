@@ -11,7 +11,7 @@
 #include "fsdp/error.h"
 #include "multi_rank.h"
 
-namespace {
+namespace keep_gathered_test {
 
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
@@ -103,4 +103,4 @@ TEST(KeepGathered, ValidationPassesAndUpdatesLeaveNothingBehind) {
   });
 }
 
-}  // namespace
+}  // namespace keep_gathered_test

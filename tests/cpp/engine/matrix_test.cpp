@@ -13,7 +13,7 @@
 #include "engine/stack.h"
 #include "multi_rank.h"
 
-namespace {
+namespace matrix_test {
 
 using fsdp::Offload;
 using fsdp::Placements;
@@ -360,4 +360,4 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::ValuesIn(kRanks)),
     [](const auto& info) { return std::get<0>(info.param).name + "On" + std::to_string(std::get<1>(info.param)); });
 
-}  // namespace
+}  // namespace matrix_test

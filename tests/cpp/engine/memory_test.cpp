@@ -13,7 +13,7 @@
 #include "fsdp/fsdp.h"
 #include "multi_rank.h"
 
-namespace {
+namespace memory_test {
 
 using fsdp::MemoryStats;
 using fsdp::Placement;
@@ -521,4 +521,4 @@ TEST_P(Memory, AModelThatGoesGivesItsMemoryBack) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Memory, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
 
-}  // namespace
+}  // namespace memory_test

@@ -15,7 +15,7 @@
 #include "fsdp/error.h"
 #include "multi_rank.h"
 
-namespace {
+namespace offload_test {
 
 using fsdp::FullyShardOptions;
 using fsdp::Offload;
@@ -176,4 +176,4 @@ TEST(Offload, UnshardingAndClippingWork) {
   });
 }
 
-}  // namespace
+}  // namespace offload_test

@@ -8,7 +8,7 @@
 #include "gpt.h"
 #include "multi_rank.h"
 
-namespace {
+namespace parity_test {
 
 using fsdp::testing::expect_parity;
 using fsdp::testing::Task;
@@ -95,4 +95,4 @@ TEST_P(Parity, Convolutions) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Parity, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
 
-}  // namespace
+}  // namespace parity_test

@@ -10,7 +10,7 @@
 #include "fsdp/error.h"
 #include "multi_rank.h"
 
-namespace {
+namespace report_nan_test {
 
 using fsdp::Placements;
 using fsdp::testing::make_stack;
@@ -77,4 +77,4 @@ TEST(ReportNaN, OffByDefault) {
   });
 }
 
-}  // namespace
+}  // namespace report_nan_test

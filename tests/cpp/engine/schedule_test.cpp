@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace fsdp::engine {
-namespace {
+namespace schedule_test {
 
 using Units = std::vector<std::size_t>;
 
@@ -140,5 +140,5 @@ TEST(Schedule, AShorterPassEndsWhereItEnds) {
   EXPECT_EQ(schedule.next(9), Units{1});  // nothing is read ahead for units that the last pass did not use
 }
 
-}  // namespace
+}  // namespace schedule_test
 }  // namespace fsdp::engine

@@ -15,7 +15,7 @@
 #include "fsdp/fsdp.h"
 #include "multi_rank.h"
 
-namespace {
+namespace wire_test {
 
 using fsdp::Placements;
 using fsdp::testing::all_strategies;
@@ -464,4 +464,4 @@ TEST(Order, ReplicatedGradientsThatAreReducedTwiceAreGatheredAfterwards) {
   }
 }
 
-}  // namespace
+}  // namespace wire_test

@@ -11,7 +11,7 @@
 #include "temporary_folder.h"
 
 namespace fsdp {
-namespace {
+namespace corpus_test {
 
 using testing::TemporaryFolder;
 
@@ -210,5 +210,5 @@ TEST_F(CorpusBatches, TakeTheWholeTextAndNoMore) {
   EXPECT_THROW(corpus_.validation_batch(0, 1, 1, static_cast<std::int64_t>(corpus_.validation().size())), std::runtime_error);
 }
 
-}  // namespace
+}  // namespace corpus_test
 }  // namespace fsdp

@@ -21,9 +21,10 @@
 #include "fsdp/save_load.h"
 #include "state/stored.h"
 #include "temporary_folder.h"
+#include "test_paths.h"
 
 namespace fsdp {
-namespace {
+namespace train_gpt_test {
 
 using Json = nlohmann::json;
 using testing::TemporaryFolder;
@@ -71,7 +72,7 @@ class TrainGpt : public ::testing::Test {
     const auto out = folder_.path() / (name + ".out");
     const auto err = folder_.path() / (name + ".err");
     // What a launcher around the tests may have set is not meant for this program.
-    std::string command = "env -u RANK -u WORLD_SIZE " + environment + " timeout 120 " + quoted(TRAIN_GPT);
+    std::string command = "env -u RANK -u WORLD_SIZE " + environment + " timeout 120 " + quoted(fsdp::testing::kTrainGpt);
     for (const auto& argument : arguments) command.append(" ").append(quoted(argument));
     command.append(" >").append(quoted(out)).append(" 2>").append(quoted(err));
     const int status = std::system(command.c_str());
@@ -278,7 +279,7 @@ TEST_F(TrainGpt, AResumedRunIsTheSame) {
 
 TEST_F(TrainGpt, SigtermSavesAndEndsWell) {
   const auto saves = (folder_.path() / "saves").string();
-  std::string command = "env -u RANK -u WORLD_SIZE timeout 120 " + quoted(TRAIN_GPT);
+  std::string command = "env -u RANK -u WORLD_SIZE timeout 120 " + quoted(fsdp::testing::kTrainGpt);
   for (const auto& argument : tiny({"--save", saves, "--log", log("ended"), "--steps", "100000"}))
     command.append(" ").append(quoted(argument));
   const auto script = "(" + command + " & pid=$!; until grep -q '\"step\":5,' " + quoted(log("ended")) +
@@ -326,5 +327,5 @@ TEST_F(TrainGpt, RunsAsARankOfAnotherLauncher) {
   EXPECT_EQ(wrong[1].errors, "");
 }
 
-}  // namespace
+}  // namespace train_gpt_test
 }  // namespace fsdp

@@ -16,7 +16,7 @@
 #include "layout_checks.h"
 
 namespace fsdp::layout {
-namespace {
+namespace unit_layout_test {
 
 // The standard's distributions differ between libraries; a seed must give the same cases everywhere.
 class Random {
@@ -342,5 +342,5 @@ TEST(UnitLayout, RefusesAWorldWithoutRanks) {
   }
 }
 
-}  // namespace
+}  // namespace unit_layout_test
 }  // namespace fsdp::layout

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace fsdp::memory {
-namespace {
+namespace accounting_test {
 
 TEST(Accounting, CountsEachKindByItself) {
   Accounting accounting;
@@ -77,5 +77,5 @@ TEST(Accounting, ThePoolIsNotPartOfTheTotal) {
   EXPECT_EQ(stats.slot_allocations, 2);  // giving back is not an allocation
 }
 
-}  // namespace
+}  // namespace accounting_test
 }  // namespace fsdp::memory

@@ -9,7 +9,7 @@
 #include <vector>
 
 namespace fsdp::memory {
-namespace {
+namespace slot_plan_test {
 
 /// Leases of random lengths over `events` moments.
 std::vector<Lease> random_leases(std::mt19937& random, std::size_t count, std::size_t events, std::int64_t most_bytes) {
@@ -110,5 +110,5 @@ TEST(SlotPlan, IsNearTheBestOfAll) {
   EXPECT_LE(worst, 1.5);
 }
 
-}  // namespace
+}  // namespace slot_plan_test
 }  // namespace fsdp::memory

@@ -12,7 +12,7 @@
 #include <vector>
 
 namespace fsdp::memory {
-namespace {
+namespace slot_pool_test {
 
 constexpr auto kKind = Kind::kGatheredParameters;
 
@@ -258,5 +258,5 @@ TEST_F(SlotPoolTest, WhatThePlanDidNotForeseeIsServed) {
   EXPECT_EQ(stats().slot_allocations, allocations);
 }
 
-}  // namespace
+}  // namespace slot_pool_test
 }  // namespace fsdp::memory

@@ -22,7 +22,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace adamw_8bit_test {
 
 using testing::BruteForceMap;
 using testing::error_of;
@@ -333,5 +333,5 @@ TEST(AdamW8bit, RefusesBadArguments) {
   });
 }
 
-}  // namespace
+}  // namespace adamw_8bit_test
 }  // namespace fsdp

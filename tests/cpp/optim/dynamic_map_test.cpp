@@ -11,7 +11,7 @@
 #include "optim/brute_force_map.h"
 
 namespace fsdp {
-namespace {
+namespace dynamic_map_test {
 
 using optim::DynamicMap;
 using testing::BruteForceMap;
@@ -70,5 +70,5 @@ TEST(DynamicMap, NaNHasSomeCode) {
   }
 }
 
-}  // namespace
+}  // namespace dynamic_map_test
 }  // namespace fsdp

@@ -16,7 +16,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace grad_scaler_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -273,5 +273,5 @@ TEST(GradScaler, RefusesWrongOrderAndBadOptions) {
   });
 }
 
-}  // namespace
+}  // namespace grad_scaler_test
 }  // namespace fsdp

@@ -17,7 +17,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace gradient_norm_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -224,5 +224,5 @@ TEST(GradientNorms, RefuseABadNorm) {
   });
 }
 
-}  // namespace
+}  // namespace gradient_norm_test
 }  // namespace fsdp

@@ -10,7 +10,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp {
-namespace {
+namespace lr_schedule_test {
 
 std::vector<double> factors(const LRSchedule& schedule, const std::vector<std::int64_t>& steps) {
   std::vector<double> values;
@@ -75,5 +75,5 @@ TEST(LRSchedule, RefusesBadSteps) {
   EXPECT_NE(message([] { constant_schedule(-1); }), "no error");
 }
 
-}  // namespace
+}  // namespace lr_schedule_test
 }  // namespace fsdp

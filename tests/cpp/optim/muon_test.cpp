@@ -21,7 +21,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace muon_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -398,5 +398,5 @@ TEST(WholeMatrices, ByNameAndDimensions) {
   EXPECT_EQ(blocks("embedding.w", at::zeros({2, 3})), Granularity::element());
 }
 
-}  // namespace
+}  // namespace muon_test
 }  // namespace fsdp

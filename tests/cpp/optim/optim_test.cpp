@@ -19,7 +19,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace optim_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -469,5 +469,5 @@ TEST(Optimizers, RefuseBadArguments) {
   });
 }
 
-}  // namespace
+}  // namespace optim_test
 }  // namespace fsdp

@@ -16,7 +16,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace backward_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -455,5 +455,5 @@ TEST(Backward, AddsToAGradientFromBeforeSharding) {
   });
 }
 
-}  // namespace
+}  // namespace backward_test
 }  // namespace fsdp

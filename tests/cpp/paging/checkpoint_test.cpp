@@ -24,7 +24,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace checkpoint_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -697,5 +697,5 @@ TEST(Checkpoint, TheEngineNeedsNoMoreMemory) {
   });
 }
 
-}  // namespace
+}  // namespace checkpoint_test
 }  // namespace fsdp

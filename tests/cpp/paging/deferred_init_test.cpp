@@ -17,7 +17,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace deferred_init_test {
 
 namespace init = torch::nn::init;
 using testing::batch;
@@ -443,5 +443,5 @@ TEST(DeferredInit, DefaultDtypes) {
   });
 }
 
-}  // namespace
+}  // namespace deferred_init_test
 }  // namespace fsdp

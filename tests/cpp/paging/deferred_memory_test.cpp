@@ -16,7 +16,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace deferred_memory_test {
 
 using testing::mesh_of_all;
 using testing::over_ranks;
@@ -279,5 +279,5 @@ TEST(DeferredMemory, LongChains) {
   });
 }
 
-}  // namespace
+}  // namespace deferred_memory_test
 }  // namespace fsdp

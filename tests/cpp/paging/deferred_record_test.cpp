@@ -17,7 +17,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace deferred_record_test {
 
 using testing::buffers_of;
 using testing::error_of;
@@ -232,5 +232,5 @@ TEST(DeferredRecord, RefusesWhatItCannotRecord) {
   });
 }
 
-}  // namespace
+}  // namespace deferred_record_test
 }  // namespace fsdp

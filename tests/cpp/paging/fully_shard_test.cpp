@@ -17,7 +17,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace fully_shard_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -376,5 +376,5 @@ TEST(FullyShard, GranularityKeepsPiecesWhole) {
   });
 }
 
-}  // namespace
+}  // namespace fully_shard_test
 }  // namespace fsdp

@@ -16,7 +16,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace initial_values_test {
 
 using testing::batch;
 using testing::buffers_of;
@@ -207,5 +207,5 @@ TEST(InitialValues, ZeroAndThenLoaded) {
   });
 }
 
-}  // namespace
+}  // namespace initial_values_test
 }  // namespace fsdp

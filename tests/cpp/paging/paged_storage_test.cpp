@@ -16,7 +16,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace paged_storage_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -293,5 +293,5 @@ TEST(PagedStorage, OddShapes) {
   });
 }
 
-}  // namespace
+}  // namespace paged_storage_test
 }  // namespace fsdp

@@ -18,7 +18,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace summon_full_params_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -368,5 +368,5 @@ TEST(SummonFullParams, ModelsOfDeferredInit) {
   });
 }
 
-}  // namespace
+}  // namespace summon_full_params_test
 }  // namespace fsdp

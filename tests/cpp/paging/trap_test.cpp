@@ -18,7 +18,7 @@
 #include "paging/twins.h"
 
 namespace fsdp {
-namespace {
+namespace trap_test {
 
 namespace F = torch::nn::functional;
 using testing::batch;
@@ -452,5 +452,5 @@ TEST(Trap, AutocastCachesNoShardedWeights) {
   });
 }
 
-}  // namespace
+}  // namespace trap_test
 }  // namespace fsdp

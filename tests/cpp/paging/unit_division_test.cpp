@@ -15,7 +15,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::paging {
-namespace {
+namespace unit_division_test {
 
 /// A module of parts that a test names.
 struct Box : torch::nn::Module {
@@ -244,5 +244,5 @@ TEST(UnitDivision, SharedModuleThatSharesAParameter) {
   EXPECT_EQ(shown(root, named({"a", "b", "a.s", "a.s.inner"})), (Lines{"/: a.w", "a(/):", "a.s(/): a.s.own", "a.s.inner(a.s):", "b(/):"}));
 }
 
-}  // namespace
+}  // namespace unit_division_test
 }  // namespace fsdp::paging

@@ -25,7 +25,7 @@
 #include "multi_rank.h"
 #include "state/stored.h"
 
-namespace {
+namespace faults_test {
 
 namespace fs = std::filesystem;
 
@@ -244,4 +244,4 @@ TEST_F(Faults, ALoadThatFailsIsOneErrorAndChangesNothing) {
   });
 }
 
-}  // namespace
+}  // namespace faults_test

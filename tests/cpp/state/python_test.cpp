@@ -12,8 +12,9 @@
 #include "fsdp/save_load.h"
 #include "multi_rank.h"
 #include "state/stored.h"
+#include "test_paths.h"
 
-namespace {
+namespace python_test {
 
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
@@ -64,12 +65,12 @@ TEST(WithPython, RunsGoFromOneToTheOtherAndBack) {
   });
   const auto written = stored_tensors(path("cpp"));
 
-  const std::string python = std::string(PYTHON) + " -W ignore ";
-  run(python + STATE_PEER + " plain " + path("cpp") + " " + path("plain"));
+  const std::string python = fsdp::testing::kPython + " -W ignore ";
+  run(python + fsdp::testing::kStatePeer + " plain " + path("cpp") + " " + path("plain"));
   expect_same(stored_tensors(path("plain")), written);
 
-  run(python + "-m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " + STATE_PEER + " fsdp2 " + path("cpp") + " " +
-      path("fsdp2"));
+  run(python + "-m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " + fsdp::testing::kStatePeer + " fsdp2 " +
+      path("cpp") + " " + path("fsdp2"));
   expect_same(of_both(stored_tensors(path("fsdp2/0"))), of_both(written));
   const auto trained = stored_tensors(path("fsdp2/3"));
   EXPECT_FALSE(same_bits(trained.at("model.entry.weight"), written.at("model.entry.weight")));
@@ -89,4 +90,4 @@ TEST(WithPython, RunsGoFromOneToTheOtherAndBack) {
   EXPECT_EQ(stored_tensors(path("trained")).at("optim.state.entry.weight.step").item<float>(), 7);
 }
 
-}  // namespace
+}  // namespace python_test

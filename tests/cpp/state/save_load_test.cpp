@@ -20,7 +20,7 @@
 #include "multi_rank.h"
 #include "state/stored.h"
 
-namespace {
+namespace save_load_test {
 
 namespace fs = std::filesystem;
 
@@ -125,7 +125,7 @@ TEST_F(SaveLoad, ARunContinuesBitForBit) {
     for (const auto& [name, options, make_optimizer] : cases) {
       SCOPED_TRACE(name);
       Training run(options, make_optimizer);
-      const auto loss = [&](Training& some, int step) {
+      const auto loss = [&, &options = options](Training& some, int step) {
         const auto x = fsdp::testing::stack_input(step, rank).to(options.mixed_precision ? at::kBFloat16 : at::kFloat);
         return some.model->forward(x).square().mean();
       };
@@ -425,4 +425,4 @@ TEST_F(SaveLoad, BesideTraining) {
   });
 }
 
-}  // namespace
+}  // namespace save_load_test

@@ -16,7 +16,7 @@
 #include "multi_rank.h"
 #include "state/stored.h"
 
-namespace {
+namespace tensor_parallel_test {
 
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
@@ -208,4 +208,4 @@ TEST_F(TensorParallel, RefusesWhatMakesNoWhole) {
   });
 }
 
-}  // namespace
+}  // namespace tensor_parallel_test

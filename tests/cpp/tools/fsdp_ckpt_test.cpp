@@ -10,9 +10,10 @@
 #include <string>
 
 #include "example/temporary_folder.h"
+#include "test_paths.h"
 
 namespace fsdp {
-namespace {
+namespace fsdp_ckpt_test {
 
 namespace fs = std::filesystem;
 
@@ -41,7 +42,7 @@ class FsdpCkpt : public ::testing::Test {
   }
 
   static void python(const std::string& command) {
-    const std::string line = std::string(PYTHON) + " -W ignore " + TOOL_PEER + " " + command + " " + folder->path().string();
+    const std::string line = testing::kPython + " -W ignore " + testing::kToolPeer + " " + command + " " + folder->path().string();
     ASSERT_EQ(std::system(line.c_str()), 0) << line;
   }
 
@@ -49,7 +50,7 @@ class FsdpCkpt : public ::testing::Test {
   static Outcome run(const std::string& arguments) {
     const auto out = folder->path() / "out";
     const auto err = folder->path() / "err";
-    const std::string line = "cd '" + folder->path().string() + "' && timeout 60 '" FSDP_CKPT "' " + arguments + " >out 2>err";
+    const std::string line = "cd '" + folder->path().string() + "' && timeout 60 '" + testing::kFsdpCkpt + "' " + arguments + " >out 2>err";
     const int status = std::system(line.c_str());
     return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out), read(err)};
   }
@@ -172,5 +173,5 @@ TEST_F(FsdpCkpt, ExplainsItself) {
   expect_error("inspect", "path is required");
 }
 
-}  // namespace
+}  // namespace fsdp_ckpt_test
 }  // namespace fsdp

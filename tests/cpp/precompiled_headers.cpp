@@ -1,1 +1,0 @@
-// Nothing but the header that is compiled before it.
