@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,8 +29,9 @@ struct MuonOptions {
   int ns_steps = 5;                                                   ///< Newton-Schulz iterations.
   std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};  ///< Of x, x^3 and x^5.
   double eps = 1e-7;                                                  ///< The least norm that an update is divided by.
-  /// In which the iterations run. float32 costs no accuracy that matters, and is faster where the processor has no bfloat16 products.
-  at::ScalarType ns_dtype = at::kBFloat16;
+  /// In which the iterations run. By default bfloat16, whose accuracy is enough; on the CPU float32, since few processors multiply bfloat16
+  /// as fast, and others take five times as long for it.
+  std::optional<at::ScalarType> ns_dtype = std::nullopt;
   /// Which parameters, by name, Muon updates, among those of two dimensions or more; by default those that are laid out whole
   /// (whole_matrices). It is meant for hidden layers: leave embeddings and the output layer to AdamW.
   std::function<bool(const std::string& name)> matrices = {};

@@ -7,7 +7,6 @@
 
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
-#include "memory/slot_storage.h"
 
 namespace fsdp::engine {
 namespace {
@@ -19,6 +18,7 @@ bool contains(std::span<Unit* const> units, const Unit& unit) { return std::find
 Engine::Engine(const EngineOptions& options)
     : options_(options),
       pool_(options.mesh.device(), accounting_),
+      gatherer_(options.mesh.device(), pool_, options.keep_gathered_bytes),
       reducer_(options.mesh.device(), pool_, accounting_, {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}) {}
 
 Engine::~Engine() {
@@ -75,9 +75,9 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
   history_[moves_++ % history_.size()] = &unit;
   schedule_.move_to(unit.index);
   if (!within) depart_to(unit, together);
-  start_gather(unit);
+  gatherer_.start(unit);
   read_ahead();
-  ensure_present(unit);
+  gatherer_.finish(unit);
   unit.hot = true;
   if (!within) current_ = &unit;
 }
@@ -91,107 +91,11 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
     if (unit->state != ParameterState::kPresent || related(*unit, destination) || contains(together, *unit)) continue;
     const bool was_used = unit->hot.exchange(false);
     if (backward_ == BackwardState::kNone) {
-      if (unit->options.reshard_after_forward && !fits_the_budget(*unit)) evict_after_forward(*unit);
+      if (unit->options.reshard_after_forward) gatherer_.leave_forward(*unit);
     } else if (((unit->options.reshard_after_forward && !unit->kept) || was_used) && unit->options.reshard_after_backward) {
-      evict(*unit);
+      gatherer_.evict(*unit);
     }
   }
-}
-
-/// True if the unit may stay gathered after its forward, and is entered as kept.
-bool Engine::fits_the_budget(Unit& unit) {
-  if (unit.kept) return true;
-  if (unit.replicated_parameters() || kept_bytes_ + unit.full.bytes > options_.keep_gathered_bytes) return false;
-  unit.kept = true;
-  kept_bytes_ += unit.full.bytes;
-  return true;
-}
-
-void Engine::start_gather(Unit& unit) {
-  if (unit.state != ParameterState::kSharded) return;
-  const at::NoGradGuard no_grad;
-  if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
-  std::vector<comm::GatherPiece> pieces;
-  if (unit.post_forward.live()) {
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
-      pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
-    unit.gather = unit.groups.post_forward->all_gather(pieces, {.operation = "all-gather after forward", .unit = unit.name});
-  } else {
-    unit.wire.acquire(pool_, memory::Kind::kCommunication);
-    if (unit.options.outer_sharded_optimizer) finish_shards(unit);
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back(piece_to_gather(unit, k));
-    if (!unit.replicated_optimizer()) unit.gather = unit.groups.gather->all_gather(pieces, {.operation = "all-gather", .unit = unit.name});
-  }
-  unit.state = ParameterState::kGathering;
-}
-
-/// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.
-comm::GatherPiece Engine::piece_to_gather(Unit& unit, std::size_t k) {
-  const auto& format = unit.formats[k];
-  const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
-  if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.parts[k]};
-  if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
-  if (format.gathers_main() && !unit.offloaded()) return {.full = full, .shard = unit.main[k]};
-  const auto place = Unit::region(full, unit.all_pieces(), unit.main_pieces());
-  convert_main(unit, k, place);
-  return {.full = full, .shard = place};
-}
-
-/// The main parameters of sub-buffer k, as they travel.
-void Engine::convert_main(Unit& unit, std::size_t k, const at::Tensor& place) {
-  const auto& gather = unit.formats[k].gather;
-  if (!gather) {
-    place.copy_(unit.main[k], /*non_blocking=*/true);
-  } else if (place.numel() > 0) {
-    const auto pieces = unit.main_pieces().count;
-    gather->pre_all_gather(unit.main[k].to(device(), /*non_blocking=*/true).view({pieces, -1}), place.view({pieces, -1}));
-  }
-}
-
-// The hop over the outer dimension that precedes the first gather after an update. [Order is collective] All units start it together after
-// an optimizer step, and one alone after an operator wrote to it.
-void Engine::start_shards(Unit& unit) {
-  if (!std::exchange(unit.shards_outdated, false)) return;
-  unit.shards_gather.reset();
-  std::vector<comm::GatherPiece> pieces;
-  for (std::size_t k = 0; k < unit.main.size(); ++k) {
-    const auto own = Unit::region(unit.shards.parts[k], unit.inner_pieces(), unit.main_pieces());
-    if (!unit.main_is_shared(k)) convert_main(unit, k, own);
-    pieces.push_back({.full = unit.shards.parts[k], .shard = own});
-  }
-  unit.shards_gather = unit.groups.outer->all_gather(pieces, {.operation = "outer all-gather", .unit = unit.name});
-}
-
-void Engine::finish_shards(Unit& unit) {
-  start_shards(unit);
-  if (!unit.shards_gather) return;
-  unit.shards_gather->wait();
-  unit.shards_gather.reset();
-}
-
-void Engine::ensure_present(Unit& unit) {
-  start_gather(unit);
-  if (unit.state != ParameterState::kGathering) return;
-  if (unit.gather) unit.gather->wait();
-  unit.gather.reset();
-  if (unit.post_forward.live()) {
-    unit.post_forward.release();
-  } else {
-    widen(unit);
-  }
-  unit.state = ParameterState::kPresent;
-}
-
-/// Converts what arrived in a gather format.
-void Engine::widen(Unit& unit) {
-  const at::NoGradGuard no_grad;
-  const auto pieces = unit.all_pieces().count;
-  for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
-    const auto& gather = unit.formats[k].gather;
-    const auto& full = unit.full.parts[k];
-    if (gather && full.numel() > 0) gather->post_all_gather(unit.wire.parts[k].view({pieces, -1}), full.view({pieces, -1}));
-  }
-  unit.wire.release();
 }
 
 /// What the user listed for the current unit, else what the schedule expects.
@@ -210,67 +114,10 @@ void Engine::read_ahead() {
   for (const auto& unit : units_) {
     if (unit->state == ParameterState::kGathering && unit->index != now &&
         std::find(expected.begin(), expected.end(), unit->index) == expected.end()) {
-      evict(*unit);
+      gatherer_.evict(*unit);
     }
   }
-  for (const auto index : expected) start_gather(*units_[index]);
-}
-
-void Engine::evict(Unit& unit) {
-  unit.hot = false;
-  if (std::exchange(unit.kept, false)) kept_bytes_ -= unit.full.bytes;
-  if (unit.state == ParameterState::kSharded) return;
-  if (unit.state == ParameterState::kGathering) ensure_present(unit);
-  write_back(unit);
-  if (unit.replicated_parameters()) return;
-  unit.free_whole();
-  unit.state = ParameterState::kSharded;
-}
-
-/// Evicts a unit whose forward is over; where neighbours keep a copy between them, this rank keeps its part.
-void Engine::evict_after_forward(Unit& unit) {
-  const auto& neighbours = unit.groups.post_forward;
-  if (neighbours && unit.state == ParameterState::kPresent) {
-    write_back(unit);
-    unit.post_forward.acquire(pool_, memory::Kind::kGatheredParameters);
-    const at::NoGradGuard no_grad;
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
-      const auto& full = unit.full.parts[k];
-      unit.post_forward.parts[k].copy_(Unit::region(full, {0, neighbours->size()}, {neighbours->rank(), 1}));
-    }
-  }
-  evict(unit);
-}
-
-void Engine::write_back(Unit& unit) {
-  if (!std::exchange(unit.written, false)) return;
-  const at::NoGradGuard no_grad;
-  for (std::size_t k = 0; k < unit.main.size(); ++k) {
-    if (unit.replicated_parameters() && unit.main_is_shared(k)) continue;
-    const auto written = Unit::region(unit.full.parts[k], unit.all_pieces(), unit.main_pieces());
-    if (unit.formats[k].gathers_main()) {
-      unit.main[k].copy_(written);
-      continue;
-    }
-    // Where the operator changed nothing, the main parameters keep the digits that the whole ones do not have.
-    const auto before = as_gathered(unit, k);
-    const auto main = unit.main[k].to(device());
-    unit.main[k].copy_(at::where(written == before, main, written.to(main.scalar_type())));
-  }
-  unit.shards_outdated = unit.options.outer_sharded_optimizer;
-}
-
-/// What a gather would bring of this rank's main parameters of sub-buffer k.
-at::Tensor Engine::as_gathered(Unit& unit, std::size_t k) {
-  const auto& format = unit.formats[k];
-  if (!format.gather) return unit.main[k].to(device()).to(format.compute);
-  const auto pieces = unit.main_pieces().count;
-  const auto gathered = at::empty({unit.main[k].numel()}, unit.full.parts[k].options());
-  if (gathered.numel() == 0) return gathered;
-  const auto wire = at::empty({unit.travelling_numel(k) * pieces}, gathered.options().dtype(at::kByte));
-  convert_main(unit, k, wire);
-  format.gather->post_all_gather(wire.view({pieces, -1}), gathered.view({pieces, -1}));
-  return gathered;
+  for (const auto index : expected) gatherer_.start(*units_[index]);
 }
 
 void Engine::wrote(Unit& unit) {
@@ -308,7 +155,7 @@ void Engine::end_backward() {
     // Before the last reductions, whose staging needs the room: the root's is often the largest.
     for (const auto& unit : units_) {
       unit->hot = false;
-      if (unit->options.reshard_after_backward) evict(*unit);
+      if (unit->options.reshard_after_backward) gatherer_.evict(*unit);
     }
     current_ = nullptr;
     reducer_.finish(units_);
@@ -357,23 +204,23 @@ void Engine::validate_parameters() const {
 }
 
 void Engine::evict_all() {
-  for (const auto& unit : units_) evict(*unit);
+  for (const auto& unit : units_) gatherer_.evict(*unit);
   current_ = nullptr;
 }
 
 void Engine::unshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
-  guarded([&] { ensure_present(unit); });
+  guarded([&] { gatherer_.finish(unit); });
 }
 
 void Engine::start_unshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
-  guarded([&] { start_gather(unit); });
+  guarded([&] { gatherer_.start(unit); });
 }
 
 void Engine::reshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
-  guarded([&] { evict(unit); });
+  guarded([&] { gatherer_.evict(unit); });
   if (current_ == &unit) current_ = nullptr;
 }
 
@@ -384,13 +231,7 @@ void Engine::reset() {
 
 void Engine::reset_locked() {
   reducer_.drop(units_);
-  for (const auto& unit : units_) {
-    if (unit->state == ParameterState::kGathering) {
-      unit->gather.reset();  // waits; a failed peer's error was reported where it was first seen
-      unit->wire.release();
-      unit->state = unit->replicated_parameters() ? ParameterState::kSharded : ParameterState::kPresent;
-    }
-  }
+  for (const auto& unit : units_) gatherer_.drop(*unit);
   evict_all();
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
@@ -414,7 +255,8 @@ void Engine::flush_writes() {
         "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
   }
   refuse_summoned("this handle or optimizer is used");
-  for (const auto& unit : units_) write_back(*unit);
+  validate_parameters();
+  for (const auto& unit : units_) gatherer_.write_back(*unit);
   // The caller may write to what is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
 }
@@ -423,29 +265,14 @@ std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tens
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> whole;
-  std::vector<comm::GatherPiece> outer;
-  std::vector<comm::GatherPiece> inner;
-  for (const auto& part : main) {
-    const auto numel = part.numel() / unit.main_pieces().count * unit.all_pieces().count;
-    const auto& full = whole.emplace_back(at::empty({numel}, part.options().device(device())));
-    const auto own = Unit::region(full, unit.all_pieces(), unit.main_pieces());
-    const auto shard = Unit::region(full, unit.all_pieces(), unit.inner_pieces());
-    own.copy_(part);
-    outer.push_back({.full = shard, .shard = own});
-    inner.push_back({.full = full, .shard = shard});
-  }
-  guarded([&] {
-    const comm::Label label{.operation = "all-gather of main parameters or gradients", .unit = unit.name};
-    if (unit.options.outer_sharded_optimizer) unit.groups.outer->all_gather(outer, label)->wait();
-    if (!unit.replicated_optimizer()) unit.groups.gather->all_gather(inner, label)->wait();
-  });
+  guarded([&] { whole = gatherer_.gather_main(unit, main); });
   return whole;
 }
 
 std::vector<at::Tensor> Engine::summon(Unit& unit) {
   {
     const std::lock_guard lock(mutex_);
-    write_back(unit);
+    gatherer_.write_back(unit);
   }
   auto whole = gather_main(unit, unit.main);
   const std::lock_guard lock(mutex_);
@@ -460,7 +287,7 @@ void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   if (whole.empty()) return;
   if (unit.offloaded()) memory::synchronize(device());  // the main parameters may be on their way to the device
   for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
-  guarded([&] { outdate_copies(unit); });
+  guarded([&] { gatherer_.outdate_copies(unit); });
   if (current_ == &unit) current_ = nullptr;
 }
 
@@ -472,32 +299,12 @@ void Engine::refuse_summoned(const char* what) const {
   }
 }
 
-/// The main parameters of a unit were written.
-void Engine::outdate_copies(Unit& unit) {
-  unit.written = false;
-  evict(unit);
-  // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
-  if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.state = ParameterState::kSharded;
-  unit.post_forward.release();
-  unit.shards_outdated = unit.options.outer_sharded_optimizer;
-  for (const auto& parameter : unit.parameters) {
-    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
-  }
-}
-
 void Engine::main_shards_changed() {
   {
     const std::lock_guard lock(mutex_);
     guarded([&] {
       for (const auto& unit : units_) {
-        if (!unit->replicated_optimizer()) continue;
-        std::vector<comm::GatherPiece> pieces;
-        for (const auto& main : unit->main) {
-          const auto whole = main.to(device());  // itself, unless it is offloaded
-          pieces.push_back({.full = whole, .shard = unit->main_region(whole, unit->inner_pieces())});
-        }
-        unit->groups.gather->all_gather(pieces, {.operation = "all-gather of shards", .unit = unit->name})->wait();
-        for (std::size_t k = 0; k < pieces.size(); ++k) unit->main[k].copy_(pieces[k].full);
+        if (unit->replicated_optimizer()) gatherer_.exchange_main(*unit);
       }
     });
   }
@@ -506,12 +313,12 @@ void Engine::main_shards_changed() {
 
 void Engine::main_parameters_changed() {
   const std::lock_guard lock(mutex_);
-  for (const auto& unit : units_) outdate_copies(*unit);
+  for (const auto& unit : units_) gatherer_.outdate_copies(*unit);
   current_ = nullptr;
   if (backward_ == BackwardState::kNone) schedule_.begin(Phase::kForward);
   const at::NoGradGuard no_grad;
   guarded([&] {
-    for (const auto& unit : units_) start_shards(*unit);
+    for (const auto& unit : units_) gatherer_.start_shards(*unit);
   });
 }
 
@@ -519,11 +326,6 @@ void Engine::finish_gradient_sync() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   guarded([&] { reducer_.drain(); });
-}
-
-void Engine::check_parameters() {
-  const std::lock_guard lock(mutex_);
-  validate_parameters();
 }
 
 void Engine::retire() {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/gatherer.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 #include "engine/unit.h"
@@ -73,7 +74,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reshard(Unit& unit);
   void reset();
   void zero_grad();
-  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired.
+  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired, or a parameter was
+  /// given other memory.
   void flush_writes();
   /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
   /// Collective.
@@ -88,8 +90,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// As above, after users wrote this rank's shards of them: where main parameters are replicated, all ranks get each other's. Collective
   /// there.
   void main_shards_changed();
-  /// Throws Error if a parameter was given other memory.
-  void check_parameters();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
@@ -111,26 +111,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   void move_to(Unit& unit, std::span<Unit* const> together);
   void depart_to(Unit& destination, std::span<Unit* const> together);
-  void start_gather(Unit& unit);
-  comm::GatherPiece piece_to_gather(Unit& unit, std::size_t sub_buffer);
-  void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
-  at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
-  void start_shards(Unit& unit);
-  void finish_shards(Unit& unit);
-  void widen(Unit& unit);
-  void ensure_present(Unit& unit);
   void read_ahead();
   std::vector<std::size_t> expected_next() const;
-  void evict(Unit& unit);
-  void evict_after_forward(Unit& unit);
   void evict_all();
-  void write_back(Unit& unit);
-  void outdate_copies(Unit& unit);
   void refuse_summoned(const char* what) const;
   void reset_locked();
   void validate() const;
   void validate_parameters() const;
-  bool fits_the_budget(Unit& unit);
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
   void guarded(const Body& body);
@@ -143,9 +130,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   memory::Accounting accounting_;
   memory::SlotPool pool_;
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it
+  Gatherer gatherer_;
   Reducer reducer_;
   Schedule schedule_;
-  std::int64_t kept_bytes_ = 0;  // of whole parameters, by keep_gathered_bytes
   Unit* current_ = nullptr;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;

@@ -19,7 +19,7 @@ void validate(const MuonOptions& options) {
   require(options.momentum >= 0 && options.momentum < 1, "Muon: momentum must lie in [0, 1)");
   require(options.ns_steps >= 1 && options.ns_steps < 100, "Muon: ns_steps must lie in [1, 100)");
   require(options.eps > 0, "Muon: eps must be positive");
-  require(c10::isFloatingType(options.ns_dtype), "Muon: ns_dtype must be a real floating-point dtype");
+  require(!options.ns_dtype || c10::isFloatingType(*options.ns_dtype), "Muon: ns_dtype must be a real floating-point dtype");
 }
 
 bool is_muons(const MuonOptions& options, const engine::Unit& unit, std::size_t parameter) {
@@ -44,7 +44,7 @@ void refuse_cut_matrices(const MuonOptions& options, const engine::Engine& engin
 /// c s^5, which draws those between 0 and 1 into a neighbourhood of 1, the small ones fast.
 at::Tensor orthogonalized(const at::Tensor& matrix, const MuonOptions& options) {
   const auto [a, b, c] = options.ns_coefficients;
-  at::Tensor x = matrix.to(options.ns_dtype);
+  at::Tensor x = matrix.to(options.ns_dtype.value_or(matrix.is_cpu() ? at::kFloat : at::kBFloat16));
   // The shorter side first: its Gram matrix is the smaller one.
   const bool tall = x.size(0) > x.size(1);
   if (tall) x = x.t();

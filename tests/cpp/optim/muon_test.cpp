@@ -100,7 +100,7 @@ Rule muon_rule(const MuonOptions& options) {
 
 const std::vector<MuonOptions>& variants() {
   static const std::vector<MuonOptions> all = {
-      {.lr = 0.05, .ns_dtype = at::kFloat},
+      {.lr = 0.05},
       {.lr = 0.05, .weight_decay = 0.3, .momentum = 0.5, .nesterov = false, .ns_dtype = at::kFloat, .adamw = {.lr = 0.01}},
       {.lr = 0.05, .weight_decay = 0.1, .adjust_lr = AdjustLR::kMatchRMSAdamW, .ns_dtype = at::kFloat},
   };
@@ -118,8 +118,7 @@ TEST(Muon, IsTheAlgorithmOnWholeMatrices) {
 
 TEST(Muon, IsTorchsInBFloat16) {
   over_ranks([] {
-    const MuonOptions options{.lr = 0.02, .weight_decay = 0.1};
-    EXPECT_EQ(options.ns_dtype, at::kBFloat16);
+    const MuonOptions options{.lr = 0.02, .weight_decay = 0.1, .ns_dtype = at::kBFloat16};
     expect_rule([&](torch::nn::Module& module) { return Muon(module, options); }, [&] { return muon_rule(options); },
                 {.granularity = whole_matrices(), .tolerance = 1e-6});
   });

@@ -1,0 +1,211 @@
+#include "engine/gatherer.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace fsdp::engine {
+
+void Gatherer::start(Unit& unit) {
+  if (unit.state != ParameterState::kSharded) return;
+  const at::NoGradGuard no_grad;
+  if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
+  std::vector<comm::GatherPiece> pieces;
+  if (unit.post_forward.live()) {
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
+      pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
+    unit.gather = unit.groups.post_forward->all_gather(pieces, {.operation = "all-gather after forward", .unit = unit.name});
+  } else {
+    unit.wire.acquire(pool_, memory::Kind::kCommunication);
+    if (unit.options.outer_sharded_optimizer) finish_shards(unit);
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back(piece_to_gather(unit, k));
+    if (!unit.replicated_optimizer()) unit.gather = unit.groups.gather->all_gather(pieces, {.operation = "all-gather", .unit = unit.name});
+  }
+  unit.state = ParameterState::kGathering;
+}
+
+/// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.
+comm::GatherPiece Gatherer::piece_to_gather(Unit& unit, std::size_t k) {
+  const auto& format = unit.formats[k];
+  const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
+  if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.parts[k]};
+  if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
+  if (format.gathers_main() && !unit.offloaded()) return {.full = full, .shard = unit.main[k]};
+  const auto place = Unit::region(full, unit.all_pieces(), unit.main_pieces());
+  convert_main(unit, k, place);
+  return {.full = full, .shard = place};
+}
+
+/// The main parameters of sub-buffer k, as they travel.
+void Gatherer::convert_main(Unit& unit, std::size_t k, const at::Tensor& place) {
+  const auto& gather = unit.formats[k].gather;
+  if (!gather) {
+    place.copy_(unit.main[k], /*non_blocking=*/true);
+  } else if (place.numel() > 0) {
+    const auto pieces = unit.main_pieces().count;
+    gather->pre_all_gather(unit.main[k].to(device_, /*non_blocking=*/true).view({pieces, -1}), place.view({pieces, -1}));
+  }
+}
+
+void Gatherer::finish(Unit& unit) {
+  start(unit);
+  if (unit.state != ParameterState::kGathering) return;
+  if (unit.gather) unit.gather->wait();
+  unit.gather.reset();
+  if (unit.post_forward.live()) {
+    unit.post_forward.release();
+  } else {
+    widen(unit);
+  }
+  unit.state = ParameterState::kPresent;
+}
+
+/// Converts what arrived in a gather format.
+void Gatherer::widen(Unit& unit) {
+  const at::NoGradGuard no_grad;
+  const auto pieces = unit.all_pieces().count;
+  for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
+    const auto& gather = unit.formats[k].gather;
+    const auto& full = unit.full.parts[k];
+    if (gather && full.numel() > 0) gather->post_all_gather(unit.wire.parts[k].view({pieces, -1}), full.view({pieces, -1}));
+  }
+  unit.wire.release();
+}
+
+void Gatherer::leave_forward(Unit& unit) {
+  if (fits_the_budget(unit)) return;
+  if (unit.groups.post_forward && unit.state == ParameterState::kPresent) keep_part(unit);
+  evict(unit);
+}
+
+/// True if the unit may stay gathered after its forward, and is entered as kept.
+bool Gatherer::fits_the_budget(Unit& unit) {
+  if (unit.kept) return true;
+  if (unit.replicated_parameters() || kept_bytes_ + unit.full.bytes > keep_bytes_) return false;
+  unit.kept = true;
+  kept_bytes_ += unit.full.bytes;
+  return true;
+}
+
+/// This rank's part of the copy that neighbours keep between them after forward.
+void Gatherer::keep_part(Unit& unit) {
+  const auto& neighbours = unit.groups.post_forward;
+  write_back(unit);
+  unit.post_forward.acquire(pool_, memory::Kind::kGatheredParameters);
+  const at::NoGradGuard no_grad;
+  for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
+    const auto& full = unit.full.parts[k];
+    unit.post_forward.parts[k].copy_(Unit::region(full, {0, neighbours->size()}, {neighbours->rank(), 1}));
+  }
+}
+
+void Gatherer::evict(Unit& unit) {
+  unit.hot = false;
+  if (std::exchange(unit.kept, false)) kept_bytes_ -= unit.full.bytes;
+  if (unit.state == ParameterState::kSharded) return;
+  if (unit.state == ParameterState::kGathering) finish(unit);
+  write_back(unit);
+  if (unit.replicated_parameters()) return;
+  unit.free_whole();
+  unit.state = ParameterState::kSharded;
+}
+
+void Gatherer::drop(Unit& unit) {
+  if (unit.state != ParameterState::kGathering) return;
+  unit.gather.reset();  // waits; a failed peer's error was reported where it was first seen
+  unit.wire.release();
+  unit.state = unit.replicated_parameters() ? ParameterState::kSharded : ParameterState::kPresent;
+}
+
+void Gatherer::write_back(Unit& unit) {
+  if (!std::exchange(unit.written, false)) return;
+  const at::NoGradGuard no_grad;
+  for (std::size_t k = 0; k < unit.main.size(); ++k) {
+    if (unit.replicated_parameters() && unit.main_is_shared(k)) continue;
+    const auto written = Unit::region(unit.full.parts[k], unit.all_pieces(), unit.main_pieces());
+    if (unit.formats[k].gathers_main()) {
+      unit.main[k].copy_(written);
+      continue;
+    }
+    // Where the operator changed nothing, the main parameters keep the digits that the whole ones do not have.
+    const auto before = as_gathered(unit, k);
+    const auto main = unit.main[k].to(device_);
+    unit.main[k].copy_(at::where(written == before, main, written.to(main.scalar_type())));
+  }
+  unit.shards_outdated = unit.options.outer_sharded_optimizer;
+}
+
+/// What a gather would bring of this rank's main parameters of sub-buffer k.
+at::Tensor Gatherer::as_gathered(Unit& unit, std::size_t k) {
+  const auto& format = unit.formats[k];
+  if (!format.gather) return unit.main[k].to(device_).to(format.compute);
+  const auto pieces = unit.main_pieces().count;
+  const auto gathered = at::empty({unit.main[k].numel()}, unit.full.parts[k].options());
+  if (gathered.numel() == 0) return gathered;
+  const auto wire = at::empty({unit.travelling_numel(k) * pieces}, gathered.options().dtype(at::kByte));
+  convert_main(unit, k, wire);
+  format.gather->post_all_gather(wire.view({pieces, -1}), gathered.view({pieces, -1}));
+  return gathered;
+}
+
+void Gatherer::start_shards(Unit& unit) {
+  if (!std::exchange(unit.shards_outdated, false)) return;
+  unit.shards_gather.reset();
+  std::vector<comm::GatherPiece> pieces;
+  for (std::size_t k = 0; k < unit.main.size(); ++k) {
+    const auto own = Unit::region(unit.shards.parts[k], unit.inner_pieces(), unit.main_pieces());
+    if (!unit.main_is_shared(k)) convert_main(unit, k, own);
+    pieces.push_back({.full = unit.shards.parts[k], .shard = own});
+  }
+  unit.shards_gather = unit.groups.outer->all_gather(pieces, {.operation = "outer all-gather", .unit = unit.name});
+}
+
+void Gatherer::finish_shards(Unit& unit) {
+  start_shards(unit);
+  if (!unit.shards_gather) return;
+  unit.shards_gather->wait();
+  unit.shards_gather.reset();
+}
+
+void Gatherer::outdate_copies(Unit& unit) {
+  unit.written = false;
+  evict(unit);
+  // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
+  if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.state = ParameterState::kSharded;
+  unit.post_forward.release();
+  unit.shards_outdated = unit.options.outer_sharded_optimizer;
+  for (const auto& parameter : unit.parameters) {
+    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
+  }
+}
+
+void Gatherer::exchange_main(Unit& unit) {
+  std::vector<comm::GatherPiece> pieces;
+  for (const auto& main : unit.main) {
+    const auto whole = main.to(device_);  // itself, unless it is offloaded
+    pieces.push_back({.full = whole, .shard = unit.main_region(whole, unit.inner_pieces())});
+  }
+  unit.groups.gather->all_gather(pieces, {.operation = "all-gather of shards", .unit = unit.name})->wait();
+  for (std::size_t k = 0; k < pieces.size(); ++k) unit.main[k].copy_(pieces[k].full);
+}
+
+std::vector<at::Tensor> Gatherer::gather_main(Unit& unit, std::span<const at::Tensor> main) {
+  std::vector<at::Tensor> whole;
+  std::vector<comm::GatherPiece> outer;
+  std::vector<comm::GatherPiece> inner;
+  for (const auto& part : main) {
+    const auto numel = part.numel() / unit.main_pieces().count * unit.all_pieces().count;
+    const auto& full = whole.emplace_back(at::empty({numel}, part.options().device(device_)));
+    const auto own = Unit::region(full, unit.all_pieces(), unit.main_pieces());
+    const auto shard = Unit::region(full, unit.all_pieces(), unit.inner_pieces());
+    own.copy_(part);
+    outer.push_back({.full = shard, .shard = own});
+    inner.push_back({.full = full, .shard = shard});
+  }
+  const comm::Label label{.operation = "all-gather of main parameters or gradients", .unit = unit.name};
+  if (unit.options.outer_sharded_optimizer) unit.groups.outer->all_gather(outer, label)->wait();
+  if (!unit.replicated_optimizer()) unit.groups.gather->all_gather(inner, label)->wait();
+  return whole;
+}
+
+}  // namespace fsdp::engine

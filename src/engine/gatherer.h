@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/unit.h"
+#include "memory/slot_pool.h"
+
+namespace fsdp::engine {
+
+/// The life of parameters: a unit's shards are all-gathered into a slot, stay there while the unit is used, and are written back, if an
+/// operator wrote to them, before the slot is freed. Called by Engine only, under its lock; moves ParameterState.
+///
+/// A gather takes up to two hops: over the outer ranks, where the optimizer is sharded over them as well, and over the inner ranks.
+class Gatherer {
+ public:
+  /// Units of up to `keep_bytes` together stay gathered after their forward.
+  Gatherer(c10::Device device, memory::SlotPool& pool, std::int64_t keep_bytes) : device_(device), pool_(pool), keep_bytes_(keep_bytes) {}
+
+  /// Starts gathering a sharded unit; any other is left alone.
+  void start(Unit& unit);
+  /// Waits for the gather, which is started if need be.
+  void finish(Unit& unit);
+  /// Forward has left the unit: frees it, or what its neighbours do not keep, unless it stays within the budget.
+  void leave_forward(Unit& unit);
+  /// Writes back and frees. A gather under way is waited for first.
+  void evict(Unit& unit);
+  /// Ends a gather under way after a failure; what arrived is not to be trusted.
+  void drop(Unit& unit);
+
+  /// What operators wrote to the present parameters reaches the main parameters.
+  void write_back(Unit& unit);
+  /// The main parameters were written: copies are outdated, and the parameters' versions bumped.
+  void outdate_copies(Unit& unit);
+  /// Starts the hop over the outer dimension that precedes the first gather after an update, where there is one. [Order is collective] All
+  /// units start it together after an optimizer step, and one alone after an operator wrote to it.
+  void start_shards(Unit& unit);
+  /// Gathers replicated main parameters of which every rank has written its own shard.
+  void exchange_main(Unit& unit);
+  /// See Engine::gather_main.
+  std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
+
+ private:
+  comm::GatherPiece piece_to_gather(Unit& unit, std::size_t sub_buffer);
+  void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
+  at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
+  void finish_shards(Unit& unit);
+  void widen(Unit& unit);
+  bool fits_the_budget(Unit& unit);
+  void keep_part(Unit& unit);
+
+  c10::Device device_;
+  memory::SlotPool& pool_;
+  std::int64_t keep_bytes_;
+  std::int64_t kept_bytes_ = 0;
+};
+
+}  // namespace fsdp::engine
