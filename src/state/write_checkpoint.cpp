@@ -170,7 +170,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   });
   try {
     ranks.agree(failure, what);
-    const auto parts = ranks.gather(part, "checkpoint: what ranks wrote");
+    const auto parts = ranks.gather_at_first(part, "checkpoint: what ranks wrote");
     if (leads) {
       attempt([&] {
         std::vector<DcpMetadata> metadata;
