@@ -85,7 +85,7 @@ using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimi
 
 /// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
 /// std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`. It sees one 1-D tensor per parameter (possibly empty). Exact for elementwise
-/// optimizers only; set_lr_factor scales the options' learning rate.
+/// optimizers only; set_lr_factor scales the options' learning rate. Checkpoints hold the state of Adam, AdamW, SGD, RMSprop and Adagrad.
 class WrappedOptimizer : public Optimizer {
  public:
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);

@@ -56,8 +56,8 @@ struct Loaded {
 
 /// Reads a checkpoint into a sharded model, and its optimizer: DCP's, or, for the model alone, Hugging Face's safetensors (a file, or a
 /// folder with an index; its names get "model." in front). Each rank reads only the byte ranges that it needs; values are converted where
-/// dtypes differ. Everything is read and checked before anything is assigned. A checkpoint of this library is checked by its checksums, and
-/// refused if it is not complete. Collective. Throws Error on every rank if it failed on any; model and optimizer are then as they were.
+/// dtypes differ. All that is needed is read and checked, by checksums where there are any, before anything is assigned. Collective. Throws
+/// Error on every rank if it failed on any; model and optimizer are then as they were, unless the error says that they are partly loaded.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});

@@ -7,7 +7,6 @@
 #include <charconv>
 #include <cstdio>
 #include <random>
-#include <sstream>
 #include <system_error>
 #include <tuple>
 #include <utility>
@@ -25,18 +24,16 @@ constexpr std::string_view kTemporary = ".tmp-";
 constexpr std::string_view kReplaced = ".old-";
 constexpr std::size_t kRandomDigits = 8;
 
-// A block is summed and written while it is in the cache.
-constexpr std::size_t kBlock = std::size_t{1} << 20;
-
 // So much is given to the disk at once. Linux alone would begin when a tenth of the memory waits, or at fsync.
 constexpr std::int64_t kStarted = std::int64_t{8} << 20;
 
-// A line per file; the largest checkpoints have some ten thousand.
-constexpr std::int64_t kMostSidecar = std::int64_t{64} << 20;
-constexpr std::string_view kFirstLine = "fsdp-checksums 1";
+// A line per file, 8 digits per block: enough for 32 TB.
+constexpr std::int64_t kMostSidecar = std::int64_t{256} << 20;
+constexpr std::string_view kFirstLine = "fsdp-checksums 2";
+constexpr std::size_t kDigits = 8;  // of a checksum
 
 std::string hexadecimal(std::uint32_t value) {
-  char text[kRandomDigits + 1];
+  char text[kDigits + 1];
   std::snprintf(text, sizeof(text), "%08x", value);
   return text;
 }
@@ -112,15 +109,49 @@ std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem&
   }
 }
 
+std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size % kSummedBlock != 0 ? 1 : 0); }
+
 }  // namespace
 
+// "<size> <name> <checksums>": a name may have spaces, what stands around it has none.
+std::string line_of(const ListedFile& listed) {
+  if (listed.name.empty() || listed.name.find_first_of("/\n") != std::string::npos) {
+    throw Error("'" + listed.name + "' is no name for a file of a checkpoint");
+  }
+  std::string line = std::to_string(listed.size) + " " + listed.name + " ";
+  line.reserve(line.size() + listed.crc32c.size() * kDigits);
+  for (const std::uint32_t sum : listed.crc32c) line += hexadecimal(sum);
+  return line;
+}
+
+ListedFile listed_in(std::string_view line) {
+  const auto fail = [line] { throw Error("the line '" + std::string(line.substr(0, 200)) + "' is no file's"); };
+  const std::size_t before_name = line.find(' ');
+  const std::size_t after_name = line.rfind(' ');
+  if (before_name == std::string_view::npos || before_name + 1 >= after_name) fail();
+  ListedFile listed{std::string(line.substr(before_name + 1, after_name - before_name - 1))};
+  const auto size = std::from_chars(line.data(), line.data() + before_name, listed.size);
+  std::string_view sums = line.substr(after_name + 1);
+  const bool has_size = size.ec == std::errc() && size.ptr == line.data() + before_name && listed.size >= 0;
+  const auto digits = static_cast<std::int64_t>(sums.size());
+  if (!has_size || listed.name.find('/') != std::string::npos || digits % kDigits != 0 || digits / kDigits != blocks_of(listed.size))
+    fail();
+  for (; !sums.empty(); sums.remove_prefix(kDigits)) {
+    const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32c.emplace_back(), 16);
+    if (sum.ec != std::errc() || sum.ptr != sums.data() + kDigits) fail();
+  }
+  return listed;
+}
+
 SummedFile::SummedFile(const fs::path& folder, std::string name, FileSystem& files)
-    : file_(File::create(folder / name, files)), listed_{std::move(name), 0, 0} {}
+    : file_(File::create(folder / name, files)), listed_{std::move(name)} {}
 
 void SummedFile::append(std::span<const char> data) {
   while (!data.empty()) {
-    const std::span<const char> block = data.first(std::min(data.size(), kBlock));
-    listed_.crc32c = crc32c(listed_.crc32c, block);
+    const std::int64_t in_block = listed_.size % kSummedBlock;
+    const std::span<const char> block = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock - in_block)));
+    if (in_block == 0) listed_.crc32c.push_back(0);
+    listed_.crc32c.back() = crc32c(listed_.crc32c.back(), block);
     file_.write_at(listed_.size, block);
     listed_.size += static_cast<std::int64_t>(block.size());
     data = data.subspan(block.size());
@@ -134,7 +165,7 @@ void SummedFile::append(std::span<const char> data) {
 std::uint32_t SummedFile::append_with_crc32(std::span<const char> data) {
   std::uint32_t crc = 0;
   while (!data.empty()) {
-    const std::span<const char> block = data.first(std::min(data.size(), kBlock));
+    const std::span<const char> block = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock)));
     crc = crc32(crc, block);
     append(block);
     data = data.subspan(block.size());
@@ -162,12 +193,7 @@ fs::path begin_step(const fs::path& target, FileSystem& files) {
 
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
   std::string text = std::string(kFirstLine) + "\n";
-  for (const ListedFile& file : listed) {
-    if (file.name.empty() || file.name.find_first_of("/\n") != std::string::npos) {
-      throw Error("'" + file.name + "' is no name for a file of a checkpoint");
-    }
-    text += hexadecimal(file.crc32c) + " " + std::to_string(file.size) + " " + file.name + "\n";
-  }
+  for (const ListedFile& file : listed) text += line_of(file) + "\n";
   text += "end " + hexadecimal(crc32c(0, text)) + "\n";
   write_whole(temporary / kSidecar, text, files);
   sync_folder(temporary, files);
@@ -218,23 +244,23 @@ std::vector<ListedFile> read_sidecar(const fs::path& step, FileSystem& files) {
   const std::string text = read_whole(path, kMostSidecar, files);
   const auto fail = [&path](const std::string& why) { throw Error(path.string() + " is damaged: " + why); };
   // The last line sums the ones before.
-  constexpr std::size_t kLastLine = 4 + kRandomDigits + 1;
+  constexpr std::size_t kLastLine = 4 + kDigits + 1;
   if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
-  if (text.size() < kLastLine) fail("it is cut off");
+  if (text.size() < kFirstLine.size() + 1 + kLastLine) fail("it is cut off");
   const std::string lines = text.substr(0, text.size() - kLastLine);
   if (text.substr(lines.size()) != "end " + hexadecimal(crc32c(0, lines)) + "\n") fail("its last line does not fit the others");
 
   std::vector<ListedFile> listed;
-  std::istringstream in(lines);
-  std::string line;
-  std::getline(in, line);
-  while (std::getline(in, line)) {
-    std::istringstream fields(line);
-    ListedFile file;
-    fields >> std::hex >> file.crc32c >> std::dec >> file.size;
-    fields.get();
-    if (!std::getline(fields, file.name) || file.size < 0 || file.name.find('/') != std::string::npos) fail("the line '" + line + "'");
-    listed.push_back(std::move(file));
+  std::string_view rest = lines;
+  rest.remove_prefix(kFirstLine.size() + 1);
+  while (!rest.empty()) {
+    const std::size_t end = rest.find('\n');
+    try {
+      listed.push_back(listed_in(rest.substr(0, end)));
+    } catch (const Error& error) {
+      fail(error.what());
+    }
+    rest.remove_prefix(end + 1);
   }
   return listed;
 }
@@ -295,22 +321,31 @@ void prune_steps(const fs::path& folder, int keep_last, FileSystem& files) {
   sync_folder(folder, files);
 }
 
+std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
+  const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
+  const std::int64_t end = std::min(begin + kSummedBlock, listed.size);
+  std::uint32_t sum = 0;
+  for (std::int64_t at = begin; at < end;) {
+    const auto part = scratch.first(std::min(scratch.size(), static_cast<std::size_t>(end - at)));
+    file.read_at(at, part);
+    sum = crc32c(sum, part);
+    at += static_cast<std::int64_t>(part.size());
+  }
+  if (sum == listed.crc32c[block]) return "";
+  return listed.name + " has the checksum " + hexadecimal(sum) + " instead of " + hexadecimal(listed.crc32c[block]) + " in bytes " +
+         std::to_string(begin) + " to " + std::to_string(end - 1) + ": they changed";
+}
+
 std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem& files) {
   std::string fault = fault_of(step, listed, files);
   if (!fault.empty()) return fault;
   try {
     const File file = File::open(step / listed.name, files);
-    std::string buffer(kBlock, '\0');
-    std::uint32_t crc = 0;
-    for (std::int64_t offset = 0; offset < listed.size;) {
-      const auto length = std::min(static_cast<std::int64_t>(kBlock), listed.size - offset);
-      const std::span<char> block(buffer.data(), static_cast<std::size_t>(length));
-      file.read_at(offset, block);
-      crc = crc32c(crc, block);
-      offset += length;
+    std::vector<char> scratch(kReadAtOnce);
+    for (std::size_t block = 0; block < listed.crc32c.size() && fault.empty(); ++block) {
+      fault = fault_in_block(file, listed, block, scratch);
     }
-    if (crc == listed.crc32c) return "";
-    return listed.name + " has the checksum " + hexadecimal(crc) + " instead of " + hexadecimal(listed.crc32c) + ": its bytes changed";
+    return fault;
   } catch (const Error& error) {
     return error.what();
   }

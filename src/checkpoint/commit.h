@@ -27,13 +27,23 @@ namespace fsdp::ckpt {
 /// The sidecar. Python's DCP opens no file that its metadata do not name.
 inline constexpr std::string_view kSidecar = ".fsdp-checksums";
 
+/// Files are summed in blocks of so many bytes, counted from their beginning (the last one is what is left), so that who needs a part of a
+/// file reads and checks little more than that. A block stays in the processor's cache from the sum to the write, and from the read to the
+/// sum.
+inline constexpr std::int64_t kSummedBlock = std::int64_t{1} << 20;
+
 struct ListedFile {
   std::string name;  ///< In the step's folder.
   std::int64_t size = 0;
-  std::uint32_t crc32c = 0;
+  std::vector<std::uint32_t> crc32c = {};  ///< Of each block.
 
   bool operator==(const ListedFile&) const = default;
 };
+
+/// The sidecar's line of a file, and back (without the end of the line). Throw Error for a name that is none in a folder, and a line that
+/// is none.
+std::string line_of(const ListedFile& listed);
+ListedFile listed_in(std::string_view line);
 
 /// A file of a step, written from front to back and summed as it is. One thread at a time.
 class SummedFile {
@@ -80,7 +90,14 @@ std::optional<std::filesystem::path> latest_step(const std::filesystem::path& fo
 /// temporary name are somebody else's, and stay. To be called by one rank, after a commit, while no save into the folder is under way.
 void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem& files = FileSystem::current());
 
-/// What is wrong with a listed file, which is read: missing, too short or long, damaged. Empty if nothing is.
+/// So much of a file is best read and summed at once: it then is in the second-level cache.
+inline constexpr std::size_t kReadAtOnce = std::size_t{256} << 10;
+
+/// Reads a block of a listed file, through `scratch`, and says what is wrong with it: empty, or that its checksum is another one than
+/// listed. Throws Error if it cannot be read.
+std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch);
+
+/// What is wrong with a listed file, which is read: missing, too short or long, the first damaged block. Empty if nothing is.
 std::string fault_in(const std::filesystem::path& step, const ListedFile& listed, FileSystem& files = FileSystem::current());
 
 /// Reads all files of a step. Throws one Error that lists all that is missing, too short or long, or damaged.

@@ -55,6 +55,10 @@ ssize_t FileSystem::pread(int file, void* data, std::size_t length, off_t offset
 int FileSystem::start_writing(int file, off_t offset, off_t length) {
   return ::sync_file_range(file, offset, length, SYNC_FILE_RANGE_WRITE);
 }
+int FileSystem::start_reading(int file, off_t offset, off_t length) {
+  errno = ::posix_fadvise(file, offset, length, POSIX_FADV_WILLNEED);
+  return errno == 0 ? 0 : -1;
+}
 int FileSystem::fsync(int file) { return ::fsync(file); }
 int FileSystem::close(int file) { return ::close(file); }
 int FileSystem::mkdir(const char* path, mode_t mode) { return ::mkdir(path, mode); }
@@ -128,6 +132,8 @@ ReadAt File::reader() const {
 }
 
 void File::start_writing(std::int64_t offset, std::int64_t length) { files_->start_writing(file_, offset, length); }
+
+void File::start_reading(std::int64_t offset, std::int64_t length) const { files_->start_reading(file_, offset, length); }
 
 void File::sync() {
   if (uninterrupted([&] { return files_->fsync(file_); }) != 0) fail("sync");

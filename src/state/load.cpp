@@ -36,19 +36,17 @@ std::string lines(const std::vector<std::string>& names) {
   return text;
 }
 
-/// Reads into memory beside the model; what was read is assigned when all is there.
+/// What a load takes from a checkpoint.
 class Loading {
  public:
   Loading(const std::string& path, const LoadOptions& options, const Ranks& ranks)
-      : source_(state::open_source(path)), path_(path), options_(options), ranks_(ranks) {}
-
-  void verify() const { source_->verify(ranks_); }
+      : source_(state::open_source(path)), transfer_(*source_), path_(path), options_(options), ranks_(ranks) {}
 
   std::string stored_key(const std::string& key) const { return options_.rename ? options_.rename(key) : key; }
   bool has(const std::string& key) const { return source_->has(stored_key(key)); }
 
-  /// Reads this rank's values of a tensor, or notes that they are missing.
-  void read(const StateItem& item) {
+  /// Notes that this rank's values of a tensor will be read, or that they are missing. Reads nothing.
+  void add(const StateItem& item) {
     const auto key = item.key();
     const auto stored = stored_key(key);
     if (!source_->has(stored)) {
@@ -61,7 +59,7 @@ class Loading {
     if (tensor->shape != item.shape) {
       throw Error(path_ + ": '" + stored + "' has shape " + text_of(tensor->shape) + ", the model's has " + text_of(item.shape));
     }
-    if (item.values.numel() > 0) read_.emplace_back(item.values, source_->read(stored, item.piece, item.offset, item.values.numel()));
+    if (item.values.numel() > 0) transfer_.add(stored, item.piece, item.offset, item.values);
   }
 
   /// A name that other ranks may read.
@@ -83,7 +81,7 @@ class Loading {
   }
 
   /// What was asked for and not found, or found below these prefixes and not asked for: an Error if strict.
-  void check(const std::vector<std::string>& prefixes) {
+  void check_names(const std::vector<std::string>& prefixes) {
     for (const auto& name : source_->names()) {
       const auto below = [&](const std::string& prefix) { return name.starts_with(prefix + "."); };
       if (!used_.contains(name) && std::any_of(prefixes.begin(), prefixes.end(), below)) unexpected_.push_back(name);
@@ -95,9 +93,9 @@ class Loading {
     throw Error(text + "\n  (LoadOptions::rename maps names, strict = false allows this)");
   }
 
-  void assign() {
-    for (const auto& [to, from] : read_) to.copy_(from);
-  }
+  /// Reads and checks all values that were added.
+  void check_values() { transfer_.check(); }
+  void assign() { transfer_.read(); }
 
   ExtraState extra() {
     ExtraState extra;
@@ -148,10 +146,10 @@ class Loading {
 
  private:
   std::unique_ptr<state::Source> source_;
+  state::Transfer transfer_;
   std::string path_;
   const LoadOptions& options_;
   const Ranks& ranks_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> read_;  // where to, and what
   std::set<std::string> used_;
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
@@ -205,8 +203,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
     engine->flush_writes();
     loading.emplace(path, options, ranks);
-    loading->verify();
-    for (const auto& item : state::model_items(module, state::kModel)) loading->read(item);
+    for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
     std::vector<std::string> prefixes = {state::kModel};
     if (optimizer != nullptr) {
       if (options.strict && !loading->has_any(state::kOptimizer)) {
@@ -214,14 +211,15 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       }
       steps.emplace(*optimizer);
       steps->read(*loading);
-      for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->read(item);
+      for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
       for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
       prefixes.push_back(std::string(state::kOptimizer) + ".state");
       if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
     }
-    loading->check(prefixes);
+    loading->check_names(prefixes);
     loaded.extra = loading->extra();
     rng = loading->rng();
+    loading->check_values();
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
@@ -231,8 +229,13 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     if (steps) steps->undo();
     throw;
   }
-  loading->assign();
+  try {
+    loading->assign();
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
   engine->main_parameters_changed();
+  ranks.agree(failure, "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again");
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
   if (rng) {
     auto generator = at::detail::getDefaultCPUGenerator();

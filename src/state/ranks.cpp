@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 
 #include "fsdp/error.h"
 
@@ -20,6 +21,53 @@ at::Tensor exchange(const std::vector<std::shared_ptr<comm::Communicator>>& comm
   return all.reshape({-1, mine.numel()});
 }
 
+/// Texts, each behind its length.
+std::string packed(const std::string& text) {
+  const auto length = static_cast<std::int64_t>(text.size());
+  return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
+}
+
+std::vector<std::string> unpacked(std::string_view texts) {
+  std::vector<std::string> all;
+  while (!texts.empty()) {
+    std::int64_t length = 0;
+    std::memcpy(&length, texts.data(), sizeof(length));
+    all.emplace_back(texts.substr(sizeof(length), static_cast<std::size_t>(length)));
+    texts.remove_prefix(sizeof(length) + static_cast<std::size_t>(length));
+  }
+  return all;
+}
+
+/// Every rank's bytes, one after the other, on the row's first rank; nothing on the others.
+std::string at_first_of_row(comm::Communicator& row, const std::string& mine, c10::Device device, const comm::Label& label) {
+  const auto lengths = row.exchange(at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), label).reshape({-1});
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  const auto nothing = at::empty({0}, options);
+  const bool is_first = row.rank() == 0;
+  std::vector<at::Tensor> received;
+  std::vector<std::unique_ptr<comm::Pending>> pending;
+  for (int from = 1; from < row.size(); ++from) {
+    comm::ScatterPiece piece;
+    if (row.rank() == from) {
+      piece.parts.assign(static_cast<std::size_t>(row.size()), nothing);
+      const auto bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
+      std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
+      piece.parts[0] = bytes.to(device);
+    }
+    piece.into = is_first ? at::empty({lengths[from].item<std::int64_t>()}, options) : nothing;
+    if (is_first) received.push_back(piece.into);
+    pending.push_back(row.scatter({&piece, 1}, from, label));
+  }
+  for (const auto& one : pending) one->wait();
+  if (!is_first) return {};
+  auto all = mine;
+  for (const auto& part : received) {
+    const auto bytes = part.cpu();
+    all.append(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  }
+  return all;
+}
+
 std::string text_of(const std::exception_ptr& failure) {
   if (!failure) return {};
   try {
@@ -33,7 +81,7 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-Ranks::Ranks(const engine::Engine& engine, Groups groups) {
+Ranks::Ranks(const engine::Engine& engine, Groups groups) : device_(engine.device()) {
   for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
     if (!mesh.defined()) continue;
     for (const auto& dim : mesh.dims()) {
@@ -57,6 +105,13 @@ std::vector<std::string> Ranks::gather(const std::string& mine, const char* oper
                                                static_cast<std::size_t>(lengths.const_data_ptr<std::int64_t>()[rank]));
   }
   return all;
+}
+
+std::vector<std::string> Ranks::gather_at_first(const std::string& mine, const char* operation) const {
+  const comm::Label label{.operation = operation, .unit = "(checkpoint)"};
+  auto texts = packed(mine);
+  for (auto row = communicators_.rbegin(); row != communicators_.rend(); ++row) texts = at_first_of_row(**row, texts, device_, label);
+  return index_ == 0 ? unpacked(texts) : std::vector<std::string>();
 }
 
 void Ranks::agree(const std::exception_ptr& failure, const std::string& what) const {

@@ -29,11 +29,15 @@ class Ranks {
   /// Every rank's bytes, by index. Collective. Throws CommError.
   std::vector<std::string> gather(const std::string& mine, const char* operation) const;
 
+  /// The same for rank 0 alone, others get nothing: for what is large when there are many ranks.
+  std::vector<std::string> gather_at_first(const std::string& mine, const char* operation) const;
+
   /// Ranks tell each other whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message. Collective.
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:
   std::vector<std::shared_ptr<comm::Communicator>> communicators_;  // outermost dimension first
+  c10::Device device_;                                              // what the communicators speak of lies there
   std::int64_t size_ = 1;
   std::int64_t index_ = 0;
 };

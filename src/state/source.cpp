@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <tuple>
 #include <utility>
 #include <variant>
 
-#include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
@@ -23,22 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 
 using ckpt::DcpTensor;
-
-/// Files of a folder, opened when they are first needed.
-class OpenFiles {
- public:
-  explicit OpenFiles(fs::path folder) : folder_(std::move(folder)) {}
-
-  ckpt::File& operator[](const std::string& name) {
-    auto found = files_.find(name);
-    if (found == files_.end()) found = files_.emplace(name, ckpt::File::open(folder_ / name)).first;
-    return found->second;
-  }
-
- private:
-  fs::path folder_;
-  std::map<std::string, ckpt::File> files_;
-};
 
 /// How the elements of a stored box get to elements [offset, offset + numel) of another one.
 std::vector<ckpt::Run> runs_to(const ckpt::Box& stored, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) {
@@ -56,11 +40,45 @@ at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t 
   return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
 }
 
+/// Asks the system for what is going to be read, some way ahead: a disk is busy while a block is summed. The system's own reading ahead
+/// stops where one jumps.
+class ReadAhead {
+ public:
+  /// In the order in which they will be read.
+  void add(const ckpt::CheckedFile& file, std::int64_t begin, std::int64_t end) { ranges_.push_back({&file, begin, end}); }
+  /// So many bytes of the ranges will be read next.
+  void advance(std::int64_t bytes) {
+    reached_ += bytes;
+    while (next_ < ranges_.size() && asked_ < reached_ + kAhead) {
+      auto& [file, begin, end] = ranges_[next_];
+      const auto length = std::min(end - begin, kAtOnce);
+      file->start_reading(begin, length);
+      begin += length;
+      asked_ += length;
+      if (begin == end) ++next_;
+    }
+  }
+
+ private:
+  struct Range {
+    const ckpt::CheckedFile* file;
+    std::int64_t begin;
+    std::int64_t end;
+  };
+  static constexpr std::int64_t kAhead = std::int64_t{32} << 20;
+  static constexpr std::int64_t kAtOnce = std::int64_t{1} << 20;
+
+  std::vector<Range> ranges_;
+  std::size_t next_ = 0;
+  std::int64_t asked_ = 0;
+  std::int64_t reached_ = 0;
+};
+
 class Dcp final : public Source {
  public:
-  explicit Dcp(const std::string& path) : path_(path), folder_(path), files_(folder_) {
-    const auto file = folder_ / ckpt::kMetadataFile;
-    metadata_ = ckpt::read_dcp_metadata(ckpt::read_whole(file, ckpt::kMostMetadata), file.string());
+  explicit Dcp(const std::string& path) : path_(path), files_(path) {
+    const std::string file(ckpt::kMetadataFile);
+    metadata_ = ckpt::read_dcp_metadata(files_.read_whole(file, ckpt::kMostMetadata), (fs::path(path) / file).string());
     for (const auto& item : metadata_.items) {
       by_name_.emplace(item.name, &item);
       names_.push_back(item.name);
@@ -79,29 +97,18 @@ class Dcp final : public Source {
     return tensor == nullptr ? std::nullopt : std::optional(Tensor{tensor->dtype, tensor->shape});
   }
 
-  at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) override {
-    const auto& tensor = std::get<DcpTensor>(by_name_.at(name)->content);
-    auto values = host_values(name, tensor.dtype, numel);
-    auto* to = static_cast<char*>(values.mutable_data_ptr());
-    const auto itemsize = ckpt::itemsize(tensor.dtype);
-    std::int64_t found = 0;
-    for (const auto& chunk : tensor.chunks) {
-      const auto runs = runs_to(chunk.box, box, offset, numel);
-      if (runs.empty()) continue;
-      auto& file = files_[chunk.record.file];
-      const auto data = ckpt::locate_tensor(file.reader(), chunk.record, name, tensor.dtype, chunk.box.sizes);
-      for (const auto& run : runs) {
-        file.read_at(data.offset + run.source * itemsize,
-                     {to + run.destination * itemsize, static_cast<std::size_t>(run.length * itemsize)});
-        found += run.length;
-      }
-    }
-    if (found != numel) {
-      throw Error(path_ + ": the stored parts of '" + name + "' have " + std::to_string(found) + " of the " + std::to_string(numel) +
-                  " elements that are needed");
-    }
-    return values;
+  std::vector<Part> parts(const std::string& name) const override {
+    std::vector<Part> parts;
+    for (const auto& chunk : std::get<DcpTensor>(by_name_.at(name)->content).chunks) parts.push_back({chunk.box, chunk.record});
+    return parts;
   }
+
+  std::int64_t data_offset(const std::string& name, const Part& part) override {
+    const auto dtype = std::get<DcpTensor>(by_name_.at(name)->content).dtype;
+    return ckpt::locate_tensor(file(part.place.file).reader(), part.place, name, dtype, part.box.sizes).offset;
+  }
+
+  ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
   ckpt::PythonValue read_object(const std::string& name) override {
     const auto* object = std::get_if<ckpt::DcpObject>(&by_name_.at(name)->content);
@@ -109,22 +116,9 @@ class Dcp final : public Source {
     return ckpt::read_object(files_[object->record.file].reader(), object->record, name);
   }
 
-  void verify(const Ranks& ranks) const override {
-    if (!fs::exists(folder_ / ckpt::kSidecar)) return;  // Python's
-    const auto listed = ckpt::read_sidecar(folder_);
-    std::string faults;
-    for (std::size_t i = 0; i < listed.size(); ++i) {
-      if (static_cast<std::int64_t>(i) % ranks.size() != ranks.index()) continue;
-      const auto fault = ckpt::fault_in(folder_, listed[i]);
-      if (!fault.empty()) faults += "\n    " + fault;
-    }
-    if (!faults.empty()) throw Error("the checkpoint " + path_ + " is damaged; load an older one:" + faults);
-  }
-
  private:
   std::string path_;
-  fs::path folder_;
-  OpenFiles files_;
+  ckpt::CheckedFiles files_;
   ckpt::DcpMetadata metadata_;
   std::map<std::string, const ckpt::DcpItem*> by_name_;
   std::vector<std::string> names_;
@@ -155,32 +149,36 @@ class Safetensors final : public Source {
     return Tensor{found->second.second->dtype, found->second.second->shape};
   }
 
-  at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) override {
+  std::vector<Part> parts(const std::string& name) const override {
     const auto& [file, tensor] = by_name_.at(name);
-    const auto itemsize = ckpt::itemsize(tensor->dtype);
-    auto values = host_values(name, tensor->dtype, numel);
-    auto* to = static_cast<char*>(values.mutable_data_ptr());
-    for (const auto& run : runs_to(ckpt::whole(tensor->shape), box, offset, numel)) {
-      files_[*file].read_at(tensor->offset + run.source * itemsize,
-                            {to + run.destination * itemsize, static_cast<std::size_t>(run.length * itemsize)});
-    }
-    return values;
+    return {{ckpt::whole(tensor->shape), {*file, tensor->offset, tensor->length}}};
   }
+
+  std::int64_t data_offset(const std::string&, const Part& part) override { return part.place.offset; }
+  ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
   ckpt::PythonValue read_object(const std::string& name) override {
     throw Error(path_ + ": safetensors files hold tensors only, not '" + name + "'");
   }
-  void verify(const Ranks&) const override {}
 
  private:
   std::string path_;
-  OpenFiles files_;
+  ckpt::CheckedFiles files_;
   std::vector<ckpt::SafetensorsFile> headers_;
   std::vector<std::string> names_;
   std::map<std::string, std::pair<const std::string*, const ckpt::SafetensorsTensor*>> by_name_;
 };
 
 }  // namespace
+
+at::Tensor Source::read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) {
+  auto values = host_values(name, find(name)->dtype, numel);
+  Transfer transfer(*this);
+  transfer.add(name, box, offset, values);
+  transfer.check();
+  transfer.read();
+  return values;
+}
 
 at::Tensor Source::read_whole(const std::string& name) {
   const auto tensor = find(name);
@@ -194,6 +192,98 @@ std::unique_ptr<Source> open_source(const std::string& path) {
       !fs::is_directory(folder) || fs::exists(folder / ckpt::kSafetensorsIndex) || fs::exists(folder / ckpt::kSafetensorsFile);
   if (is_safetensors) return std::make_unique<Safetensors>(path);
   return std::make_unique<Dcp>(path);
+}
+
+void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to) {
+  std::int64_t found = 0;
+  for (auto& part : source_.parts(name)) {
+    auto runs = runs_to(part.box, box, offset, to.numel());
+    if (runs.empty()) continue;
+    for (const auto& run : runs) found += run.length;
+    parts_.push_back({wanted_.size(), std::move(part), std::move(runs)});
+  }
+  if (found != to.numel()) {
+    throw Error(source_.path() + ": the stored parts of '" + name + "' have " + std::to_string(found) + " of the " +
+                std::to_string(to.numel()) + " elements that are needed");
+  }
+  wanted_.push_back({name, source_.find(name)->dtype, std::move(to), {}});
+}
+
+void Transfer::check() {
+  std::sort(parts_.begin(), parts_.end(), [](const WantedPart& a, const WantedPart& b) {
+    return std::tie(a.part.place.file, a.part.place.offset) < std::tie(b.part.place.file, b.part.place.offset);
+  });
+  ReadAhead ahead;
+  std::vector<std::int64_t> lengths;
+  for (const auto& [wanted, part, runs] : parts_) {
+    const auto itemsize = ckpt::itemsize(wanted_[wanted].dtype);
+    const auto before = runs.front().source * itemsize;
+    const auto after = (ckpt::numel(part.box.sizes) - runs.back().source - runs.back().length) * itemsize;
+    const auto begin = part.place.offset + before;
+    const auto end = std::max(begin, part.place.offset + part.place.length - after);
+    ahead.add(source_.file(part.place.file), begin, end);
+    lengths.push_back(end - begin);
+  }
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    ahead.advance(0);
+    const auto& [index, part, runs] = parts_[i];
+    auto& wanted = wanted_[index];
+    auto& file = source_.file(part.place.file);
+    const auto itemsize = ckpt::itemsize(wanted.dtype);
+    const auto data = source_.data_offset(wanted.name, part);
+    auto unread = lengths[i];
+    for (const auto& run : runs) {
+      const auto begin = data + run.source * itemsize;
+      const auto end = begin + run.length * itemsize;
+      for (auto at = begin; at < end; at += ckpt::kSummedBlock) {
+        const auto length = std::min(end - at, ckpt::kSummedBlock);
+        file.check(at, length);
+        ahead.advance(std::min(length, unread));
+        unread -= std::min(length, unread);
+      }
+      wanted.stretches.push_back({&file, begin, run.destination, run.length});
+    }
+    ahead.advance(unread);
+  }
+}
+
+void Transfer::read() {
+  for (auto& wanted : wanted_) {
+    const bool as_it_is = wanted.to.is_cpu() && wanted.to.scalar_type() == scalar_type_of(wanted.dtype, wanted.name);
+    std::sort(wanted.stretches.begin(), wanted.stretches.end(), [](const Stretch& a, const Stretch& b) { return a.to < b.to; });
+    as_it_is ? read_directly(wanted) : read_and_convert(wanted);
+  }
+}
+
+void Transfer::read_directly(const Wanted& wanted) {
+  const auto itemsize = ckpt::itemsize(wanted.dtype);
+  auto* to = static_cast<char*>(wanted.to.mutable_data_ptr());
+  for (const auto& stretch : wanted.stretches) {
+    stretch.file->read_at(stretch.byte, {to + stretch.to * itemsize, static_cast<std::size_t>(stretch.numel * itemsize)});
+  }
+  // As copy_() would: a graph that saved the tensor must not be used any more.
+  wanted.to.unsafeGetTensorImpl()->bump_version();
+}
+
+void Transfer::read_and_convert(const Wanted& wanted) {
+  constexpr std::int64_t kElements = std::int64_t{1} << 20;
+  const auto itemsize = ckpt::itemsize(wanted.dtype);
+  const auto values = memory::host_zeros(wanted.to.device(), std::min(kElements, wanted.to.numel()) * itemsize);
+  auto* buffer = static_cast<char*>(values.mutable_data_ptr());
+  const auto typed = values.view(scalar_type_of(wanted.dtype, wanted.name));
+  auto next = wanted.stretches.begin();
+  for (std::int64_t begin = 0; begin < wanted.to.numel(); begin += kElements) {
+    const auto end = std::min(begin + kElements, wanted.to.numel());
+    for (; next != wanted.stretches.end() && next->to < end; ++next) {
+      const auto from = std::max(next->to, begin);
+      const auto to = std::min(next->to + next->numel, end);
+      next->file->read_at(next->byte + (from - next->to) * itemsize,
+                          {buffer + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize)});
+      // The rest is in the next stretch of the buffer.
+      if (to < next->to + next->numel) break;
+    }
+    wanted.to.narrow(0, begin, end - begin).copy_(typed.narrow(0, 0, end - begin));
+  }
 }
 
 }  // namespace fsdp::state

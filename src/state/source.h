@@ -9,19 +9,26 @@
 #include <vector>
 
 #include "checkpoint/boxes.h"
+#include "checkpoint/checked_files.h"
+#include "checkpoint/dcp_metadata.h"
 #include "checkpoint/dtype.h"
 #include "checkpoint/python_value.h"
-#include "state/ranks.h"
 
 namespace fsdp::state {
 
-/// Files of some format that tensors are loaded from, by this library's names ("model.layers.0.weight").
+/// Files of some format that tensors are loaded from, by this library's names ("model.layers.0.weight"). All that is read is checked
+/// against checksums, where there are any.
 class Source {
  public:
   enum class Format : std::uint8_t { kDcp, kSafetensors };
   struct Tensor {
     ckpt::Dtype dtype = ckpt::Dtype::float32;
     ckpt::Shape shape;
+  };
+  /// A box of a tensor, and the bytes that its data are among.
+  struct Part {
+    ckpt::Box box;
+    ckpt::RecordLocation place;
   };
 
   virtual ~Source() = default;
@@ -32,15 +39,60 @@ class Source {
   virtual bool has(const std::string& name) const = 0;
   /// Nothing if there is no tensor of this name.
   virtual std::optional<Tensor> find(const std::string& name) const = 0;
-  /// Elements [offset, offset + numel) of a box of the tensor, row-major: 1-D, on the CPU, of its stored dtype. Reads only these. Throws
-  /// Error.
-  virtual at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) = 0;
+  /// What a tensor is stored as.
+  virtual std::vector<Part> parts(const std::string& name) const = 0;
+  /// Where in its file a part's data begin; they follow row-major. Throws Error.
+  virtual std::int64_t data_offset(const std::string& name, const Part& part) = 0;
+  virtual ckpt::CheckedFile& file(const std::string& name) = 0;
+  /// Elements [offset, offset + numel) of a box of the tensor, row-major: 1-D, on the CPU, of its stored dtype. Throws Error.
+  at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel);
   /// All of a tensor that is there, in its shape.
   at::Tensor read_whole(const std::string& name);
   /// A plain value. Throws Error.
   virtual ckpt::PythonValue read_object(const std::string& name) = 0;
-  /// Checks this rank's share of the files against checksums, where there are any. Throws Error.
-  virtual void verify(const Ranks& ranks) const = 0;
+};
+
+/// Brings parts of tensors to where they belong. First all that is needed is read once, and checked; nothing is kept of it. Then it is read
+/// again, straight to its place: from the system's memory, as a rule. So there is no copy of a model beside it, whose fresh pages would
+/// cost more time than the second reading.
+class Transfer {
+ public:
+  explicit Transfer(Source& source) : source_(source) {}
+
+  /// Notes that elements [offset, offset + to.numel()) of a box of the tensor go to `to` (1-D, contiguous; any dtype and device). Reads
+  /// nothing. Throws Error if the tensor's parts have not all of them.
+  void add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to);
+  /// Reads all blocks of files that hold what was added, in the files' order. Throws Error.
+  void check();
+  /// After check(). Throws Error if what could be read then cannot be read now.
+  void read();
+
+ private:
+  /// Elements that lie side by side, in a file and where they go.
+  struct Stretch {
+    const ckpt::CheckedFile* file;
+    std::int64_t byte;  ///< In the file.
+    std::int64_t to;
+    std::int64_t numel;
+  };
+  struct Wanted {
+    std::string name;
+    ckpt::Dtype dtype;
+    at::Tensor to;
+    std::vector<Stretch> stretches;
+  };
+  struct WantedPart {
+    std::size_t wanted;
+    Source::Part part;
+    std::vector<ckpt::Run> runs;
+  };
+
+  static void read_directly(const Wanted& wanted);
+  static void read_and_convert(const Wanted& wanted);
+
+  Source& source_;
+  std::vector<Wanted> wanted_;
+  std::vector<WantedPart> parts_;
 };
 
 /// Opens a folder of torch.distributed.checkpoint, or Hugging Face's safetensors (a file, or a folder of them), whose names get "model." in

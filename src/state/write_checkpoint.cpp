@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <map>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "checkpoint/checksum.h"
@@ -85,15 +84,14 @@ std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, c
 
 /// What ranks tell rank 0: the file's line in the sidecar, then the metadata.
 std::string packed(const DcpMetadata& metadata, const ckpt::ListedFile& file) {
-  return std::to_string(file.crc32c) + " " + std::to_string(file.size) + " " + file.name + "\n" + ckpt::write_dcp_metadata(metadata);
+  return ckpt::line_of(file) + "\n" + ckpt::write_dcp_metadata(metadata);
 }
 
 std::pair<DcpMetadata, ckpt::ListedFile> unpacked(const std::string& text) {
   const auto line_end = text.find('\n');
-  std::istringstream line(text.substr(0, line_end));
-  ckpt::ListedFile file;
-  line >> file.crc32c >> file.size >> file.name;
-  return {ckpt::read_dcp_metadata(std::string_view(text).substr(line_end + 1), "the metadata of " + file.name), std::move(file)};
+  auto file = ckpt::listed_in(std::string_view(text).substr(0, line_end));
+  auto metadata = ckpt::read_dcp_metadata(std::string_view(text).substr(line_end + 1), "the metadata of " + file.name);
+  return {std::move(metadata), std::move(file)};
 }
 
 /// All ranks' records. Throws Error unless the boxes of every tensor make it up, each element once.
@@ -172,7 +170,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   });
   try {
     ranks.agree(failure, what);
-    const auto parts = ranks.gather(part, "checkpoint: what ranks wrote");
+    const auto parts = ranks.gather_at_first(part, "checkpoint: what ranks wrote");
     if (leads) {
       attempt([&] {
         std::vector<DcpMetadata> metadata;

@@ -24,6 +24,8 @@ class FaultyFiles : public ckpt::FileSystem {
   bool interrupts = false;
   /// Bytes that still fit the disk.
   std::atomic<std::int64_t> space = INT64_MAX;
+  /// So many preads succeed before pread_error strikes.
+  std::atomic<std::int64_t> good_preads = 0;
   /// The errno with which these calls fail; 0 for none.
   int pwrite_error = 0;
   int pread_error = 0;
@@ -56,7 +58,7 @@ class FaultyFiles : public ckpt::FileSystem {
   }
   ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
     if (interrupted()) return -1;
-    if (pread_error != 0) return fail(pread_error);
+    if (pread_error != 0 && good_preads-- <= 0) return fail(pread_error);
     return FileSystem::pread(file, data, std::min(length, most_at_once), offset);
   }
   int fsync(int file) override {

@@ -1,0 +1,194 @@
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "fsdp/optim.h"
+#include "optim/shard_optimizer.h"
+#include "optim/torch_state.h"
+
+namespace fsdp {
+namespace {
+
+using optim::require;
+using torch::optim::OptimizerParamState;
+
+/// This rank's part of a trainable parameter, as the wrapped optimizer sees it.
+struct Shard {
+  engine::Unit* unit;
+  std::size_t parameter;
+  at::Tensor value;  ///< 1-D, possibly empty.
+};
+
+/// The wrapped optimizer's state, for checkpoints. It stays in the optimizer, and is looked up each time: the user's program has it, too.
+class WrappedPart final : public optim::Part {
+ public:
+  WrappedPart(const std::vector<Shard>& shards, torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+    std::map<const void*, std::size_t> group_of;
+    for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+      for (const auto& value : optimizer.param_groups()[g].params()) group_of[value.unsafeGetTensorImpl()] = g;
+    }
+    for (const auto& shard : shards) {
+      const auto group = group_of.find(shard.value.unsafeGetTensorImpl());
+      if (group != group_of.end()) entries_[{shard.unit, shard.parameter}] = {shard.value, group->second, nullptr};
+    }
+  }
+
+  void step(double) override {
+    // After this, no load is undone.
+    for (auto& [key, entry] : entries_) entry.set_aside.reset();
+    optimizer_.step();
+  }
+  double base_lr() const override { return optimizer_.param_groups().front().options().get_lr(); }
+
+  const std::vector<optim::StateKind>& kinds() const override {
+    kinds_.clear();
+    for (const auto& kind : known().kinds) {
+      const auto& groups = optimizer_.param_groups();
+      if (std::any_of(groups.begin(), groups.end(), [&](const auto& group) { return kind.is_kept(group.options()); })) {
+        kinds_.push_back({kind.name});
+      }
+    }
+    return kinds_;
+  }
+
+  bool updates(const engine::Unit& unit, std::size_t parameter) const override {
+    known();
+    return entries_.contains({&unit, parameter});
+  }
+
+  std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override {
+    const auto* state = state_of(entries_.at({&unit, parameter}));
+    if (state == nullptr) return 0;
+    return known().steps ? known().steps(*state) : 1;
+  }
+
+  /// May be undone until the next step: no state is lost before.
+  void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override {
+    auto& entry = entries_.at({&unit, parameter});
+    auto& current = optimizer_.state()[entry.value.unsafeGetTensorImpl()];
+    if (steps == 0) {
+      if (this->steps(unit, parameter) > 0) {
+        entry.set_aside = std::move(current);
+        if (known().initial) current = known().initial(options_of(entry), entry.value);
+      }
+      if (current == nullptr) optimizer_.state().erase(entry.value.unsafeGetTensorImpl());
+      return;
+    }
+    if (this->steps(unit, parameter) == 0 && entry.set_aside != nullptr) current = std::move(entry.set_aside);
+    if (current == nullptr) current = known().make();
+    for (const auto& kind : known().kinds) {
+      auto& values = kind.tensor(*current);
+      if (kind.is_kept(options_of(entry)) && !values.defined()) values = at::zeros_like(entry.value, at::MemoryFormat::Preserve);
+    }
+    if (known().set_steps) known().set_steps(*current, steps);
+  }
+
+  std::vector<optim::StateTensor> state() override {
+    std::vector<optim::StateTensor> tensors;
+    for (auto& [key, entry] : entries_) {
+      const auto& [unit, parameter] = key;
+      if (entry.value.numel() == 0 || steps(*unit, parameter) == 0) continue;
+      for (const auto& kind : known().kinds) {
+        const auto& values = kind.tensor(*state_of(entry));
+        if (!kind.is_kept(options_of(entry)) || !values.defined()) continue;
+        tensors.push_back({.unit = unit, .parameter = parameter, .kind = {kind.name}, .values = values});
+      }
+    }
+    return tensors;
+  }
+
+  std::vector<optim::GroupDescription> groups(double) const override {
+    std::vector<optim::GroupDescription> groups(optimizer_.param_groups().size());
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      const auto& options = optimizer_.param_groups()[g].options();
+      groups[g].settings = known().settings(options);
+      groups[g].settings.insert(groups[g].settings.begin(), {"lr", options.get_lr()});
+    }
+    std::vector<std::pair<std::size_t, std::pair<std::size_t, std::string>>> ordered;  // position, group, name
+    for (const auto& [key, entry] : entries_) {
+      const auto& parameter = key.first->parameters[key.second];
+      ordered.push_back({parameter.position, {entry.group, parameter.name}});
+    }
+    std::sort(ordered.begin(), ordered.end());
+    for (auto& [position, named] : ordered) groups[named.first].parameters.push_back(std::move(named.second));
+    return groups;
+  }
+
+ private:
+  struct Entry {
+    at::Tensor value;
+    std::size_t group = 0;
+    std::unique_ptr<OptimizerParamState> set_aside;  ///< By set_steps(0).
+  };
+
+  const optim::TorchState& known() const { return optim::torch_state_of(optimizer_); }
+  const torch::optim::OptimizerOptions& options_of(const Entry& entry) const { return optimizer_.param_groups()[entry.group].options(); }
+
+  /// Null if there is none.
+  OptimizerParamState* state_of(const Entry& entry) const {
+    const auto found = optimizer_.state().find(entry.value.unsafeGetTensorImpl());
+    return found == optimizer_.state().end() ? nullptr : found->second.get();
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  std::map<std::pair<const engine::Unit*, std::size_t>, Entry> entries_;
+  mutable std::vector<optim::StateKind> kinds_;  // what kinds() gave last: options may change
+};
+
+}  // namespace
+
+struct WrappedOptimizer::Wrapped : Optimizer::State {
+  Wrapped(torch::nn::Module& module, const TorchOptimizerFactory& factory) : State(module) {
+    for (const auto& unit : engine->units()) {
+      require(unit->options.offload != Offload::kOptimizerState,
+              "wrap: a torch::optim optimizer keeps its state where the parameters are; use Offload::kAll or kNone, or an optimizer of "
+              "this library");
+      for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+        if (!unit->parameters[i].trainable) continue;
+        const auto slice = unit->main_slice(i);
+        auto value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel).detach().requires_grad_();
+        shards.push_back({unit.get(), i, std::move(value)});
+      }
+    }
+    std::vector<at::Tensor> parameters;
+    for (const auto& shard : shards) parameters.push_back(shard.value);
+    optimizer = factory(std::move(parameters));
+    require(optimizer != nullptr, "wrap: the factory returned no optimizer");
+    for (auto& group : optimizer->param_groups()) base_lrs.push_back(group.options().get_lr());
+    parts.push_back(std::make_unique<WrappedPart>(shards, *optimizer));
+  }
+
+  void step() override {
+    for (auto& shard : shards) {
+      if (!shard.unit->parameters[shard.parameter].has_gradient) continue;
+      const auto slice = shard.unit->main_slice(shard.parameter);
+      const auto gradient = shard.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+      shard.value.mutable_grad() = gradient.to(shard.value.scalar_type());
+    }
+    State::step();
+    // The gradients' memory goes with zero_grad().
+    for (auto& shard : shards) shard.value.mutable_grad() = at::Tensor();
+  }
+
+  // The wrapped optimizer's options hold the factor.
+  double lr() const override { return parts.front()->base_lr(); }
+  void set_lr_factor(double factor) override {
+    State::set_lr_factor(factor);
+    for (std::size_t g = 0; g < base_lrs.size(); ++g) optimizer->param_groups()[g].options().set_lr(base_lrs[g] * factor);
+  }
+
+  std::vector<Shard> shards;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<double> base_lrs;
+};
+
+WrappedOptimizer::WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory)
+    : Optimizer(std::make_unique<Wrapped>(module, factory)) {}
+
+torch::optim::Optimizer& WrappedOptimizer::torch_optimizer() { return *static_cast<Wrapped&>(*state_).optimizer; }
+
+WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory) { return WrappedOptimizer(module, factory); }
+
+}  // namespace fsdp

@@ -1,0 +1,154 @@
+#include "checkpoint/checked_files.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "checkpoint/faulty_files.h"
+#include "checkpoint/python_peer.h"
+#include "fsdp/error.h"
+
+namespace fsdp::ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+using fsdp::testing::FaultyFiles;
+using fsdp::testing::message_of;
+using fsdp::testing::read_file;
+using fsdp::testing::TemporaryFolder;
+
+std::string content_of_size(std::int64_t size) {
+  std::string content(static_cast<std::size_t>(size), '\0');
+  for (std::size_t i = 0; i < content.size(); ++i) content[i] = static_cast<char>(i * 2654435761U >> 13);
+  return content;
+}
+
+/// A sealed folder with one file, "data".
+void seal(const fs::path& folder, const std::string& content) {
+  SummedFile file(folder, "data");
+  file.append(content);
+  const std::vector<ListedFile> listed = {file.finish()};
+  seal_step(folder, listed);
+}
+
+void flip(const fs::path& path, std::int64_t offset, int bit = 0) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(offset);
+  const auto byte = static_cast<char>(file.get() ^ (1 << bit));
+  file.seekp(offset);
+  file.put(byte);
+}
+
+std::string read(CheckedFile& file, std::int64_t offset, std::int64_t length) {
+  std::string text(static_cast<std::size_t>(length), '\0');
+  file.reader()(offset, text);
+  return text;
+}
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST(CheckedFiles, PartsOfAllSizesReadAsTheyWereWritten) {
+  for (const std::int64_t size :
+       {std::int64_t{0}, std::int64_t{1}, kSummedBlock - 1, kSummedBlock, kSummedBlock + 1, 3 * kSummedBlock + 5}) {
+    const TemporaryFolder folder;
+    const auto content = content_of_size(size);
+    seal(folder.path(), content);
+    for (const bool has_sidecar : {true, false}) {
+      if (!has_sidecar) fs::remove(folder.path() / kSidecar);
+      for (const std::int64_t begin : {std::int64_t{0}, kSummedBlock - 1, kSummedBlock, 2 * kSummedBlock + 3}) {
+        for (const std::int64_t length : {std::int64_t{0}, std::int64_t{1}, std::int64_t{2}, kSummedBlock, kSummedBlock + 2}) {
+          if (begin + length > size) continue;
+          CheckedFiles files(folder.path());
+          const auto from = static_cast<std::size_t>(begin);
+          ASSERT_TRUE(read(files["data"], begin, length) == content.substr(from, static_cast<std::size_t>(length)))
+              << begin << " " << length;
+        }
+      }
+      CheckedFiles files(folder.path());
+      EXPECT_TRUE(files.read_whole("data", size) == content);
+      EXPECT_TRUE(has(message_of<Error>([&] { read(files["data"], size, 1); }), "it was cut off"));
+    }
+  }
+}
+
+// Whatever bit changed: who reads its block hears of it, and nobody else.
+TEST(CheckedFiles, AChangedBitIsFoundByWhoReadsItsBlock) {
+  const TemporaryFolder folder;
+  const std::int64_t size = 3 * kSummedBlock + 100;
+  seal(folder.path(), content_of_size(size));
+  const auto step = folder.path();
+  for (const std::int64_t at : {std::int64_t{0}, std::int64_t{70}, kSummedBlock - 1, kSummedBlock, kSummedBlock + kSummedBlock / 2,
+                                2 * kSummedBlock - 1, 2 * kSummedBlock, 3 * kSummedBlock, size - 1}) {
+    const auto bit = static_cast<int>(at % 8);
+    flip(step / "data", at, bit);
+    const auto damaged = at / kSummedBlock;
+    for (std::int64_t block = 0; block * kSummedBlock < size; ++block) {
+      const auto begin = block * kSummedBlock;
+      const auto last = std::min(begin + kSummedBlock, size) - 1;
+      for (const std::int64_t byte : {begin, last}) {
+        CheckedFiles files(step);
+        if (block != damaged) {
+          files["data"].check(byte, 1);
+          continue;
+        }
+        const auto message = message_of<Error>([&] { files["data"].check(byte, 1); });
+        EXPECT_TRUE(has(message, "the checkpoint " + step.string() + " is damaged; load an older one: data has the checksum ")) << message;
+        EXPECT_TRUE(has(message, " in bytes " + std::to_string(begin) + " to " + std::to_string(last) + ": they changed")) << message;
+      }
+    }
+    CheckedFiles files(step);
+    EXPECT_TRUE(has(message_of<Error>([&] { files["data"].check(0, size); }), "data has the checksum"));
+    EXPECT_TRUE(has(message_of<Error>([&] { verify_step(step); }), "data has the checksum"));
+    flip(step / "data", at, bit);
+    verify_step(step);
+  }
+}
+
+TEST(CheckedFiles, WhatIsMissingCutOrUnknownIsRefused) {
+  const TemporaryFolder folder;
+  seal(folder.path(), content_of_size(kSummedBlock + 1));
+  folder.write("other", "x");
+  CheckedFiles files(folder.path());
+  EXPECT_TRUE(has(message_of<Error>([&] { files["other"]; }), "does not list the file other"));
+  fs::resize_file(folder.path() / "data", kSummedBlock);
+  EXPECT_TRUE(has(message_of<Error>([&] { files["data"]; }), "data has 1048576 bytes instead of 1048577"));
+  fs::remove(folder.path() / "data");
+  EXPECT_TRUE(has(message_of<Error>([&] { files["data"]; }), "No such file"));
+  flip(folder.path() / kSidecar, 20);
+  EXPECT_TRUE(has(message_of<Error>([&] { CheckedFiles again(folder.path()); }), "is damaged"));
+}
+
+TEST(CheckedFiles, ReadsEachBlockOnceAndReportsADiskThatFails) {
+  const TemporaryFolder folder;
+  seal(folder.path(), content_of_size(2 * kSummedBlock));
+  FaultyFiles faulty;
+  CheckedFiles files(folder.path(), faulty);
+  auto& file = files["data"];
+  file.check(kSummedBlock - 1, 1);
+  faulty.pread_error = EIO;
+  file.check(0, kSummedBlock);
+  EXPECT_TRUE(has(message_of<Error>([&] { file.check(0, kSummedBlock + 1); }), "Input/output error"));
+  faulty.pread_error = 0;
+  file.check(0, 2 * kSummedBlock);
+}
+
+TEST(ListedFile, LinesAreReadAsTheyAreWritten) {
+  for (const ListedFile& listed :
+       {ListedFile{"a b", 0, {}}, ListedFile{"__0_0.distcp", 7, {0xdeadbeef}}, ListedFile{" 1 ", kSummedBlock + 1, {0, 0xffffffff}}}) {
+    EXPECT_EQ(listed_in(line_of(listed)), listed) << line_of(listed);
+  }
+  for (const char* line : {"", "7", "7 a", "7 a 1234", "7 a 123456789", "7 a 0000000g", "-7 a 12345678", "7a a 12345678", "0 a 12345678",
+                           "1048577 a 12345678", "7 a/b 12345678", "7  12345678", "99999999999999999999 a 12345678"}) {
+    EXPECT_TRUE(has(message_of<Error>([&] { listed_in(line); }), "is no file's")) << line;
+  }
+  EXPECT_THROW(line_of({"a\nb", 0, {}}), Error);
+  EXPECT_THROW(line_of({"", 0, {}}), Error);
+}
+
+}  // namespace
+}  // namespace fsdp::ckpt

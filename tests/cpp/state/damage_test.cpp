@@ -1,0 +1,216 @@
+// Checkpoints that are damaged, and disks that begin to fail in the middle of a load: what a load needs of a checkpoint is checked before
+// anything changes, and what it does not need is not looked at.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/commit.h"
+#include "checkpoint/faulty_files.h"
+#include "engine/stack.h"
+#include "example/temporary_folder.h"
+#include "fsdp/error.h"
+#include "fsdp/save_load.h"
+#include "multi_rank.h"
+#include "state/stored.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+using fsdp::testing::FaultyFiles;
+using fsdp::testing::run_ranks;
+using fsdp::testing::same_bits;
+
+constexpr int kRanks = 2;
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+struct Training {
+  explicit Training(std::uint64_t seed, fsdp::testing::StackOptions options = {}) : model(nullptr) {
+    torch::manual_seed(seed);
+    model = fsdp::testing::Stack(std::move(options));
+    handle = std::make_unique<fsdp::FSDPModule>(fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::testing::stack_units()}));
+    optimizer = std::make_unique<fsdp::AdamW>(*model, fsdp::AdamWOptions{.lr = 1e-2});
+  }
+  void train(int step) {
+    fsdp::testing::stack_loss(model, step, static_cast<int>(mesh.rank())).backward();
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+
+  fsdp::DeviceMesh mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+  fsdp::testing::Stack model;
+  std::unique_ptr<fsdp::FSDPModule> handle;
+  std::unique_ptr<fsdp::Optimizer> optimizer;
+};
+
+void expect_same(const Named& a, const Named& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i].second, b[i].second)) << a[i].first;
+}
+
+template <typename Work>
+std::string error_of(Work work) {
+  try {
+    work();
+  } catch (const fsdp::Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+void flip(const fs::path& path, std::int64_t offset) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(offset);
+  const auto byte = static_cast<char>(file.get() ^ (1 << offset % 8));
+  file.seekp(offset);
+  file.put(byte);
+}
+
+/// Changes a file on rank 0, and changes it back when it goes; other ranks wait both times.
+class Flipped {
+ public:
+  Flipped(const fsdp::DeviceMesh& mesh, fs::path path, std::int64_t offset) : mesh_(mesh), path_(std::move(path)), offset_(offset) {
+    toggle();
+  }
+  ~Flipped() { toggle(); }
+  Flipped(const Flipped&) = delete;
+  Flipped& operator=(const Flipped&) = delete;
+
+ private:
+  void toggle() {
+    mesh_.barrier();
+    if (mesh_.rank() == 0) flip(path_, offset_);
+    mesh_.barrier();
+  }
+
+  const fsdp::DeviceMesh& mesh_;
+  fs::path path_;
+  std::int64_t offset_;
+};
+
+// Records' descriptions, data, checksums and padding, plain values, metadata, the sidecar itself.
+TEST(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
+  const fsdp::testing::TemporaryFolder folder;
+  const auto path = (folder.path() / "1").string();
+  run_ranks(kRanks, [&] {
+    Training run(11);
+    run.train(0);
+    fsdp::save(path, *run.model, *run.optimizer, {{"step", std::int64_t{1}}});
+    Training other(12);
+    other.train(0);
+    const auto before = other.handle->full_parameters();
+    const auto mesh = other.mesh;
+    for (const std::string name : {"__0_0.distcp", "__1_0.distcp", ".metadata", ".fsdp-checksums"}) {
+      const auto size = static_cast<std::int64_t>(fs::file_size(fs::path(path) / name));
+      // All offsets modulo 64, to which records are aligned, and the ends.
+      std::vector<std::int64_t> offsets = {0, size - 1};
+      for (std::int64_t offset = 1; offset < size; offset += std::max<std::int64_t>(size / 24 | 1, 1)) offsets.push_back(offset);
+      for (const auto offset : offsets) {
+        SCOPED_TRACE(name + " at " + std::to_string(offset));
+        const Flipped flipped(mesh, fs::path(path) / name, offset);
+        const auto message = error_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
+        EXPECT_TRUE(message.starts_with("nothing was loaded:\n  rank ")) << message;
+        EXPECT_TRUE(has(message, "damaged") && has(message, name)) << message;
+      }
+    }
+    expect_same(other.handle->full_parameters(), before);
+    // It trains on as if nothing had been, and loads what is whole again.
+    Training untouched(12);
+    untouched.train(0);
+    untouched.train(1);
+    other.train(1);
+    expect_same(other.handle->full_parameters(), untouched.handle->full_parameters());
+    EXPECT_EQ(std::get<std::int64_t>(fsdp::load(path, *other.model, *other.optimizer).extra.at("step")), 1);
+    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+TEST(Damage, IsReportedByWhoNeedsIt) {
+  const fsdp::testing::TemporaryFolder folder;
+  const auto path = (folder.path() / "1").string();
+  const fsdp::testing::StackOptions large{.width = 200, .hidden = {1500, 1500}};
+  run_ranks(kRanks, [&] {
+    Training run(11, large);
+    run.train(0);
+    fsdp::save(path, *run.model, *run.optimizer);
+    const auto file = fs::path(path) / "__1_0.distcp";
+    const auto size = static_cast<std::int64_t>(fs::file_size(file));
+    ASSERT_GT(size, 6 * fsdp::ckpt::kSummedBlock);
+    Training other(12, large);
+    {
+      // The first block has parameters, the last one but one the optimizer's moments.
+      const Flipped flipped(other.mesh, file, size - size % fsdp::ckpt::kSummedBlock - 1);
+      EXPECT_TRUE(
+          has(error_of([&] { fsdp::load(path, *other.model, *other.optimizer); }), "rank 1: the checkpoint " + path + " is damaged"));
+      fsdp::load(path, *other.model);
+      EXPECT_TRUE(has(error_of([&] { fsdp::ckpt::verify_step(path); }), "__1_0.distcp has the checksum"));
+    }
+    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+    const Flipped flipped(other.mesh, file, fsdp::ckpt::kSummedBlock / 2);
+    other.train(1);
+    const auto before = other.handle->full_parameters();
+    EXPECT_TRUE(has(error_of([&] { fsdp::load(path, *other.model); }), "rank 1: the checkpoint " + path + " is damaged"));
+    expect_same(other.handle->full_parameters(), before);
+  });
+}
+
+// A disk that fails while a checkpoint is being checked changes nothing. One that fails later is the only fault that leaves a model that
+// has to be loaded again; both are one error on every rank.
+TEST(Damage, ADiskThatFailsInTheMiddle) {
+  const fsdp::testing::TemporaryFolder folder;
+  const auto path = (folder.path() / "1").string();
+  run_ranks(kRanks, [&](int rank) {
+    Training run(11);
+    run.train(0);
+    fsdp::save(path, *run.model, *run.optimizer);
+    Training other(12);
+    other.train(0);
+    bool ended = false;
+    int unchanged = 0;
+    int changed = 0;
+    for (std::int64_t good = 0; !ended; good += good / 4 + 1) {
+      SCOPED_TRACE(good);
+      const auto before = other.handle->full_parameters();
+      FaultyFiles files;
+      files.good_preads = good;
+      if (rank == 1) files.pread_error = EIO;
+      std::string message;
+      {
+        const fsdp::ckpt::ReplacedFileSystem replaced(files);
+        message = error_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
+      }
+      ended = message == "no error";
+      if (has(message, "nothing was loaded:")) {
+        ++unchanged;
+        expect_same(other.handle->full_parameters(), before);
+      } else if (!ended) {
+        ++changed;
+        EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
+      }
+      if (!ended) {
+        EXPECT_TRUE(has(message, "rank 1: ") && has(message, "Input/output error")) << message;
+      }
+    }
+    EXPECT_GT(unchanged, 0);
+    EXPECT_GT(changed, 0);
+    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+    run.train(1);
+    other.train(1);
+    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+}  // namespace
