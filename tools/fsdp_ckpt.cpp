@@ -44,7 +44,7 @@ std::string counted(std::int64_t count, const std::string& what) { return std::t
 /// "1,234,567 bytes".
 std::string bytes_text(std::int64_t bytes) {
   std::string text = std::to_string(bytes);
-  for (std::size_t at = text.size(); at > 3; at -= 3) text.insert(at - 3, ",");
+  for (std::size_t at = text.size(); at > 3; at -= 3) text.insert(at - 3, 1, ',');
   return text + (bytes == 1 ? " byte" : " bytes");
 }
 

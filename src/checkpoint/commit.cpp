@@ -133,9 +133,8 @@ ListedFile listed_in(std::string_view line) {
   const auto size = std::from_chars(line.data(), line.data() + before_name, listed.size);
   std::string_view sums = line.substr(after_name + 1);
   const bool has_size = size.ec == std::errc() && size.ptr == line.data() + before_name && listed.size >= 0;
-  const auto digits = static_cast<std::int64_t>(sums.size());
-  if (!has_size || listed.name.find('/') != std::string::npos || digits % kDigits != 0 || digits / kDigits != blocks_of(listed.size))
-    fail();
+  const bool has_sums = sums.size() % kDigits == 0 && static_cast<std::int64_t>(sums.size() / kDigits) == blocks_of(listed.size);
+  if (!has_size || listed.name.find('/') != std::string::npos || !has_sums) fail();
   for (; !sums.empty(); sums.remove_prefix(kDigits)) {
     const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32c.emplace_back(), 16);
     if (sum.ec != std::errc() || sum.ptr != sums.data() + kDigits) fail();

@@ -353,7 +353,7 @@ int report_failures(const std::vector<RankProcess*>& failures, const LaunchOptio
 }  // namespace
 
 bool is_single_threaded() {
-#ifdef __SANITIZE_THREAD__
+#ifdef FSDP_THREAD_SANITIZER
   constexpr int kOwnThreads = 2;  // ThreadSanitizer's own thread takes care of itself in a fork.
 #else
   constexpr int kOwnThreads = 1;

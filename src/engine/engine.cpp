@@ -71,7 +71,10 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
     unit.hot = true;  // back in an enclosing unit, which has stayed: the enclosed one stays as well
     return;
   }
-  if (current_ == nullptr && backward_ == BackwardState::kNone) validate_parameters();
+  if (current_ == nullptr && backward_ == BackwardState::kNone) {
+    refuse_torn();
+    validate_parameters();
+  }
   history_[moves_++ % history_.size()] = &unit;
   schedule_.move_to(unit.index);
   if (!within) depart_to(unit, together);
@@ -250,6 +253,25 @@ void Engine::zero_grad() {
 
 void Engine::flush_writes() {
   const std::lock_guard lock(mutex_);
+  refuse_torn();
+  flush_writes_locked();
+}
+
+void Engine::prepare_load() {
+  const std::lock_guard lock(mutex_);
+  flush_writes_locked();
+}
+
+void Engine::set_torn(bool torn) {
+  const std::lock_guard lock(mutex_);
+  torn_ = torn;
+}
+
+void Engine::refuse_torn() const {
+  if (torn_) throw Error("a load of this model failed halfway, so that its values belong to no checkpoint; load again before it is used");
+}
+
+void Engine::flush_writes_locked() {
   if (retired_) {
     throw Error(
         "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");

@@ -75,8 +75,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reset();
   void zero_grad();
   /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired, or a parameter was
-  /// given other memory.
+  /// given other memory, or the main parameters are torn.
   void flush_writes();
+  /// As flush_writes, before all main parameters are replaced: torn ones are allowed.
+  void prepare_load();
+  /// The main parameters are partly one model's and partly another's: the next forward, and flush_writes, are Errors.
+  void set_torn(bool torn);
   /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
   /// Collective.
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
@@ -114,6 +118,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void read_ahead();
   std::vector<std::size_t> expected_next() const;
   void evict_all();
+  void flush_writes_locked();
+  void refuse_torn() const;
   void refuse_summoned(const char* what) const;
   void reset_locked();
   void validate() const;
@@ -127,6 +133,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineOptions options_;
   bool is_last_backward_ = true;
   bool retired_ = false;
+  bool torn_ = false;
   memory::Accounting accounting_;
   memory::SlotPool pool_;
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it

@@ -101,7 +101,11 @@ void Parameterwise::step(double lr_factor) {
       const auto slice = piece.unit->main_slice(piece.parameter);
       piece.gradient = piece.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
     }
-    if (piece.state.empty()) piece.state = make_state_(piece, memory_);
+    if (piece.state.empty()) {
+      piece.state = make_state_(piece, memory_);
+    } else if (piece.steps == 0) {
+      for (auto& state : piece.state) state.zero_();  // a load has set the count back
+    }
     ++piece.steps;
     const auto& group = groups_[piece.group];
     memory_.with_state(*piece.unit, piece.state, [&] { update_(group, group.lr * lr_factor, piece); });

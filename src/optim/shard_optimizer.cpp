@@ -222,7 +222,10 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
                       .gradient = unit.main_gradient[k].narrow(0, from, numel),
                       .state = {},
                       .step = at::full({}, static_cast<double>(first.steps), at::kFloat).to(unit.main[k].device())};
-      for (const auto& buffer : stretch->state) segment.state.push_back(buffer.narrow(0, from - stretch->begin, numel));
+      for (const auto& buffer : stretch->state) {
+        segment.state.push_back(buffer.narrow(0, from - stretch->begin, numel));
+        if (first.steps == 0) segment.state.back().zero_();  // a load may have set the count back
+      }
       state.segments.push_back(std::move(segment));
     }
     begin = end;

@@ -201,7 +201,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   std::exception_ptr failure;
   try {
     if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
-    engine->flush_writes();
+    engine->prepare_load();
     loading.emplace(path, options, ranks);
     for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
     std::vector<std::string> prefixes = {state::kModel};
@@ -229,6 +229,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     if (steps) steps->undo();
     throw;
   }
+  engine->set_torn(true);
   try {
     loading->assign();
   } catch (const std::exception&) {
@@ -236,6 +237,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   }
   engine->main_parameters_changed();
   ranks.agree(failure, "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again");
+  engine->set_torn(false);
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
   if (rng) {
     auto generator = at::detail::getDefaultCPUGenerator();

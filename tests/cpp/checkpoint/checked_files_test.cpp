@@ -14,7 +14,7 @@
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
-namespace {
+namespace checked_files_test {
 
 namespace fs = std::filesystem;
 using fsdp::testing::FaultyFiles;
@@ -150,5 +150,5 @@ TEST(ListedFile, LinesAreReadAsTheyAreWritten) {
   EXPECT_THROW(line_of({"", 0, {}}), Error);
 }
 
-}  // namespace
+}  // namespace checked_files_test
 }  // namespace fsdp::ckpt

@@ -344,7 +344,7 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
       std::chrono::seconds(240));
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef FSDP_SANITIZED
 // Sanitizers look at memory, not at values, and take their time.
 const std::vector<int> kRanks = {2};
 #else

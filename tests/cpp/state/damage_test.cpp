@@ -23,7 +23,7 @@
 #include "multi_rank.h"
 #include "state/stored.h"
 
-namespace {
+namespace damage_test {
 
 namespace fs = std::filesystem;
 
@@ -183,7 +183,15 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
     int changed = 0;
     for (std::int64_t good = 0; !ended; good += good / 4 + 1) {
       SCOPED_TRACE(good);
-      const auto before = other.handle->full_parameters();
+      const bool torn = changed > 0;
+      if (torn) {
+        // Nobody computes with values of two models, or saves them.
+        const std::string refusal = "a load of this model failed halfway";
+        EXPECT_TRUE(has(error_of([&] { other.model->forward(fsdp::testing::stack_input(0, rank)); }), refusal));
+        EXPECT_TRUE(has(error_of([&] { fsdp::save(path + "_torn", *other.model, *other.optimizer); }), refusal));
+        EXPECT_TRUE(has(error_of([&] { other.optimizer->step(); }), refusal));
+      }
+      const auto before = torn ? decltype(other.handle->full_parameters())() : other.handle->full_parameters();
       FaultyFiles files;
       files.good_preads = good;
       if (rank == 1) files.pread_error = EIO;
@@ -195,7 +203,7 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
       ended = message == "no error";
       if (has(message, "nothing was loaded:")) {
         ++unchanged;
-        expect_same(other.handle->full_parameters(), before);
+        if (!torn) expect_same(other.handle->full_parameters(), before);
       } else if (!ended) {
         ++changed;
         EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
@@ -213,4 +221,4 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
   });
 }
 
-}  // namespace
+}  // namespace damage_test

@@ -125,6 +125,7 @@ TEST_F(SaveLoad, ARunContinuesBitForBit) {
     for (const auto& [name, options, make_optimizer] : cases) {
       SCOPED_TRACE(name);
       Training run(options, make_optimizer);
+      fsdp::save(path(name + " at its start"), *run.model, *run.optimizer);
       const auto loss = [&, &options = options](Training& some, int step) {
         const auto x = fsdp::testing::stack_input(step, rank).to(options.mixed_precision ? at::kBFloat16 : at::kFloat);
         return some.model->forward(x).square().mean();
@@ -157,6 +158,13 @@ TEST_F(SaveLoad, ARunContinuesBitForBit) {
       EXPECT_EQ(other.optimizer->lr(), run.optimizer->lr());
       train(other, 2, 4);
       expect_same(run.handle->full_parameters(), other.handle->full_parameters());
+
+      // No state is left of what was before, where the checkpoint has none.
+      fsdp::load(path(name + " at its start"), *other.model, *other.optimizer);
+      train(other, 0, 2);
+      const auto again = other.handle->full_parameters();
+      fsdp::load(path(name), *run.model, *run.optimizer);
+      expect_same(run.handle->full_parameters(), again);
     }
   });
 }

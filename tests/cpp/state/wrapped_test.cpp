@@ -22,7 +22,7 @@
 #include "multi_rank.h"
 #include "state/stored.h"
 
-namespace {
+namespace wrapped_test {
 
 namespace fs = std::filesystem;
 namespace optim = torch::optim;
@@ -209,4 +209,4 @@ TEST_F(Wrapped, StateThatIsNotPerElementIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace wrapped_test
