@@ -28,9 +28,9 @@ struct Options {
   std::string data = TRAIN_GPT_DEFAULT_DATA;
   int nproc = 2;
   GPTConfig model{.vocab = 256, .dim = 256, .layers = 6, .heads = 4, .context = 256};
-  std::int64_t batch = 8;
+  std::int64_t batch = 4;
   std::int64_t steps = 0;
-  double minutes = 5;
+  double minutes = 5.75;
   double lr = 2e-3;
   std::int64_t warmup = 30;
   double weight_decay = 0.1;

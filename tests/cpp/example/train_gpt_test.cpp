@@ -130,8 +130,8 @@ TEST_F(TrainGpt, RejectsWrongOptionsWithOneLine) {
   expect_usage_error(run("unknown", {"--stpes", "3"}), "The following arguments were not expected: 3 --stpes");
   expect_usage_error(run("strategy", {"--strategy", "zero3"}), "--strategy: zero3 not in {no_shard,optim,optim_grads,optim_grads_params}");
   expect_usage_error(run("heads", {"--dim", "10", "--heads", "3"}), "--dim 10 does not divide into --heads 3 of even width");
-  expect_usage_error(run("ranks", {"--nproc", "9"}), "more ranks (9) than sequences per step (--batch 8)");
-  expect_usage_error(run("divide", {"--nproc", "3"}), "--batch 8 does not divide over 3 ranks");
+  expect_usage_error(run("ranks", {"--nproc", "9"}), "more ranks (9) than sequences per step (--batch 4)");
+  expect_usage_error(run("divide", {"--nproc", "3"}), "--batch 4 does not divide over 3 ranks");
   expect_usage_error(run("batch", {"--batch", "0"}), "--batch must be positive");
   expect_usage_error(run("log", tiny({"--log", "/nowhere/log.jsonl"})), "cannot write --log /nowhere/log.jsonl");
 }
@@ -296,7 +296,7 @@ TEST_F(TrainGpt, SigtermSavesAndEndsWell) {
 TEST_F(TrainGpt, RejectsOptionsThatDoNotFitTogether) {
   expect_usage_error(run("outer", {"--nproc", "4", "--outer", "3"}), "--outer 3 does not divide 4 ranks");
   expect_usage_error(run("parts", {"--nproc", "4", "--accumulate", "3"}),
-                     "each rank's 2 sequences of --batch 8 do not divide into --accumulate 3");
+                     "each rank's 1 sequences of --batch 4 do not divide into --accumulate 3");
   expect_usage_error(run("hfsdp", {"--outer-strategy", "optim"}),
                      "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
   expect_usage_error(run("resume", {"--resume", "auto"}), "--resume auto looks for the newest checkpoint in --save: give that, too");
