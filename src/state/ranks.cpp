@@ -51,7 +51,7 @@ std::string at_first_of_row(comm::Communicator& row, const std::string& mine, c1
     if (row.rank() == from) {
       piece.parts.assign(static_cast<std::size_t>(row.size()), nothing);
       const auto bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
-      std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
+      std::copy(mine.begin(), mine.end(), static_cast<char*>(bytes.mutable_data_ptr()));  // perhaps nothing, to nowhere
       piece.parts[0] = bytes.to(device);
     }
     piece.into = is_first ? at::empty({lengths[from].item<std::int64_t>()}, options) : nothing;
