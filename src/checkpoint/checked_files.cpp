@@ -12,7 +12,7 @@ CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* li
   if (listed_ != nullptr && listed_->size != size_) {
     fail(listed_->name + " has " + std::to_string(size_) + " bytes instead of " + std::to_string(listed_->size));
   }
-  is_checked_.resize(static_cast<std::size_t>((size_ + kSummedBlock - 1) / kSummedBlock));
+  is_checked_.resize(static_cast<std::size_t>(blocks_of(size_)));
 }
 
 void CheckedFile::fail(const std::string& fault) const {
@@ -31,12 +31,7 @@ void CheckedFile::check(std::int64_t offset, std::int64_t length) {
       const std::string fault = fault_in_block(file_, *listed_, index, scratch_);
       if (!fault.empty()) fail(fault);
     } else {
-      const std::int64_t block_end = std::min((block + 1) * kSummedBlock, size_);
-      for (std::int64_t at = block * kSummedBlock; at < block_end;) {
-        const auto part = scratch_.first(std::min(scratch_.size(), static_cast<std::size_t>(block_end - at)));
-        file_.read_at(at, part);
-        at += static_cast<std::int64_t>(part.size());
-      }
+      sum_of_block(file_, size_, index, scratch_);  // Nothing to compare it with: that it can be read is all.
     }
     is_checked_[index] = true;
   }

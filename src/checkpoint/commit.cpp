@@ -109,8 +109,6 @@ std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem&
   }
 }
 
-std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size % kSummedBlock != 0 ? 1 : 0); }
-
 }  // namespace
 
 // "<size> <name> <checksums>": a name may have spaces, what stands around it has none.
@@ -320,9 +318,11 @@ void prune_steps(const fs::path& folder, int keep_last, FileSystem& files) {
   sync_folder(folder, files);
 }
 
-std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
+std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size % kSummedBlock != 0 ? 1 : 0); }
+
+std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch) {
   const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
-  const std::int64_t end = std::min(begin + kSummedBlock, listed.size);
+  const std::int64_t end = std::min(begin + kSummedBlock, size);
   std::uint32_t sum = 0;
   for (std::int64_t at = begin; at < end;) {
     const auto part = scratch.first(std::min(scratch.size(), static_cast<std::size_t>(end - at)));
@@ -330,7 +330,14 @@ std::string fault_in_block(const File& file, const ListedFile& listed, std::size
     sum = crc32c(sum, part);
     at += static_cast<std::int64_t>(part.size());
   }
+  return sum;
+}
+
+std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
+  const std::uint32_t sum = sum_of_block(file, listed.size, block, scratch);
   if (sum == listed.crc32c[block]) return "";
+  const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
+  const std::int64_t end = std::min(begin + kSummedBlock, listed.size);
   return listed.name + " has the checksum " + hexadecimal(sum) + " instead of " + hexadecimal(listed.crc32c[block]) + " in bytes " +
          std::to_string(begin) + " to " + std::to_string(end - 1) + ": they changed";
 }

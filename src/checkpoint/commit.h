@@ -93,6 +93,10 @@ void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem&
 /// So much of a file is best read and summed at once: it then is in the second-level cache.
 inline constexpr std::size_t kReadAtOnce = std::size_t{256} << 10;
 
+/// How many blocks a file of `size` bytes has.
+std::int64_t blocks_of(std::int64_t size);
+/// Reads a block of a file of `size` bytes, through `scratch`, and returns its checksum. Throws Error if it cannot be read.
+std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch);
 /// Reads a block of a listed file, through `scratch`, and says what is wrong with it: empty, or that its checksum is another one than
 /// listed. Throws Error if it cannot be read.
 std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch);
