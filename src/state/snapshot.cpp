@@ -1,10 +1,7 @@
 #include "state/snapshot.h"
 
-#include <ATen/Parallel.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <type_traits>
 #include <variant>
@@ -122,30 +119,17 @@ void HostBuffer::take(Snapshot& snapshot) {
     memory_ = at::Tensor();  // before the larger one
     memory_ = memory::zeros(at::kCPU, bytes);
   }
-  // Training waits for this copy: all of torch's threads take part in it, each a stretch of some MiB at a time.
-  struct Stretch {
-    char* to;
-    const char* from;
-    std::size_t length;
-  };
-  constexpr std::size_t kStretch = std::size_t{4} << 20;
-  std::vector<Stretch> stretches;
-  auto* to = static_cast<char*>(memory_.mutable_data_ptr());
+  std::int64_t begin = 0;
   for (auto& tensor : snapshot.tensors) {
     for (auto& chunk : tensor.chunks) {
-      const auto length = static_cast<std::size_t>(bytes_of(tensor, chunk));
-      for (std::size_t at = 0; at < length; at += kStretch) {
-        stretches.push_back({to + at, chunk.data + at, std::min(kStretch, length - at)});
-      }
-      chunk.data = to;
-      to += length;
+      const auto length = bytes_of(tensor, chunk);
+      auto own = memory_.narrow(0, begin, length);
+      // Training waits for this copy: torch's threads share it.
+      own.copy_(at::from_blob(const_cast<char*>(chunk.data), {length}, memory_.options()));
+      chunk.data = static_cast<const char*>(own.const_data_ptr());
+      begin += length;
     }
   }
-  at::parallel_for(0, static_cast<std::int64_t>(stretches.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
-      std::memcpy(stretches[i].to, stretches[i].from, stretches[i].length);
-    }
-  });
   snapshot.kept = {memory_};
 }
 
