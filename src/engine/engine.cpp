@@ -251,6 +251,11 @@ void Engine::zero_grad() {
   for (const auto& unit : units_) reducer_.zero_grad(*unit);
 }
 
+void Engine::check_parameters() {
+  const std::lock_guard lock(mutex_);
+  validate_parameters();
+}
+
 void Engine::flush_writes() {
   const std::lock_guard lock(mutex_);
   refuse_torn();
@@ -277,7 +282,6 @@ void Engine::flush_writes_locked() {
         "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
   }
   refuse_summoned("this handle or optimizer is used");
-  validate_parameters();
   for (const auto& unit : units_) gatherer_.write_back(*unit);
   // The caller may write to what is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());

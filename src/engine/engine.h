@@ -74,8 +74,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reshard(Unit& unit);
   void reset();
   void zero_grad();
-  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired, or a parameter was
-  /// given other memory, or the main parameters are torn.
+  /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
+  void check_parameters();
+  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired, or the main
+  /// parameters are torn.
   void flush_writes();
   /// As flush_writes, before all main parameters are replaced: torn ones are allowed.
   void prepare_load();

@@ -30,6 +30,7 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
   const torch::NoGradGuard no_grad;
+  state_->engine->check_parameters();
   state_->engine->flush_writes();
   state_->engine->finish_gradient_sync();
   state_->step();
