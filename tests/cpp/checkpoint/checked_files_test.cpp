@@ -12,12 +12,15 @@
 #include "checkpoint/faulty_files.h"
 #include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::ckpt {
 namespace checked_files_test {
 
 namespace fs = std::filesystem;
 using fsdp::testing::FaultyFiles;
+using fsdp::testing::flip_bit;
+using fsdp::testing::has;
 using fsdp::testing::message_of;
 using fsdp::testing::read_file;
 using fsdp::testing::TemporaryFolder;
@@ -36,21 +39,11 @@ void seal(const fs::path& folder, const std::string& content) {
   seal_step(folder, listed);
 }
 
-void flip(const fs::path& path, std::int64_t offset, int bit = 0) {
-  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
-  file.seekg(offset);
-  const auto byte = static_cast<char>(file.get() ^ (1 << bit));
-  file.seekp(offset);
-  file.put(byte);
-}
-
 std::string read(CheckedFile& file, std::int64_t offset, std::int64_t length) {
   std::string text(static_cast<std::size_t>(length), '\0');
   file.reader()(offset, text);
   return text;
 }
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST(CheckedFiles, PartsOfAllSizesReadAsTheyWereWritten) {
   for (const std::int64_t size :
@@ -71,7 +64,7 @@ TEST(CheckedFiles, PartsOfAllSizesReadAsTheyWereWritten) {
       }
       CheckedFiles files(folder.path());
       EXPECT_TRUE(files.read_whole("data", size) == content);
-      EXPECT_TRUE(has(message_of<Error>([&] { read(files["data"], size, 1); }), "it was cut off"));
+      EXPECT_TRUE(has(message_of([&] { read(files["data"], size, 1); }), "it was cut off"));
     }
   }
 }
@@ -85,7 +78,7 @@ TEST(CheckedFiles, AChangedBitIsFoundByWhoReadsItsBlock) {
   for (const std::int64_t at : {std::int64_t{0}, std::int64_t{70}, kSummedBlock - 1, kSummedBlock, kSummedBlock + kSummedBlock / 2,
                                 2 * kSummedBlock - 1, 2 * kSummedBlock, 3 * kSummedBlock, size - 1}) {
     const auto bit = static_cast<int>(at % 8);
-    flip(step / "data", at, bit);
+    flip_bit(step / "data", at, bit);
     const auto damaged = at / kSummedBlock;
     for (std::int64_t block = 0; block * kSummedBlock < size; ++block) {
       const auto begin = block * kSummedBlock;
@@ -96,15 +89,15 @@ TEST(CheckedFiles, AChangedBitIsFoundByWhoReadsItsBlock) {
           files["data"].check(byte, 1);
           continue;
         }
-        const auto message = message_of<Error>([&] { files["data"].check(byte, 1); });
+        const auto message = message_of([&] { files["data"].check(byte, 1); });
         EXPECT_TRUE(has(message, "the checkpoint " + step.string() + " is damaged; load an older one: data has the checksum ")) << message;
         EXPECT_TRUE(has(message, " in bytes " + std::to_string(begin) + " to " + std::to_string(last) + ": they changed")) << message;
       }
     }
     CheckedFiles files(step);
-    EXPECT_TRUE(has(message_of<Error>([&] { files["data"].check(0, size); }), "data has the checksum"));
-    EXPECT_TRUE(has(message_of<Error>([&] { verify_step(step); }), "data has the checksum"));
-    flip(step / "data", at, bit);
+    EXPECT_TRUE(has(message_of([&] { files["data"].check(0, size); }), "data has the checksum"));
+    EXPECT_TRUE(has(message_of([&] { verify_step(step); }), "data has the checksum"));
+    flip_bit(step / "data", at, bit);
     verify_step(step);
   }
 }
@@ -114,13 +107,13 @@ TEST(CheckedFiles, WhatIsMissingCutOrUnknownIsRefused) {
   seal(folder.path(), content_of_size(kSummedBlock + 1));
   folder.write("other", "x");
   CheckedFiles files(folder.path());
-  EXPECT_TRUE(has(message_of<Error>([&] { files["other"]; }), "does not list the file other"));
+  EXPECT_TRUE(has(message_of([&] { files["other"]; }), "does not list the file other"));
   fs::resize_file(folder.path() / "data", kSummedBlock);
-  EXPECT_TRUE(has(message_of<Error>([&] { files["data"]; }), "data has 1048576 bytes instead of 1048577"));
+  EXPECT_TRUE(has(message_of([&] { files["data"]; }), "data has 1048576 bytes instead of 1048577"));
   fs::remove(folder.path() / "data");
-  EXPECT_TRUE(has(message_of<Error>([&] { files["data"]; }), "No such file"));
-  flip(folder.path() / kSidecar, 20);
-  EXPECT_TRUE(has(message_of<Error>([&] { CheckedFiles again(folder.path()); }), "is damaged"));
+  EXPECT_TRUE(has(message_of([&] { files["data"]; }), "No such file"));
+  flip_bit(folder.path() / kSidecar, 20, 0);
+  EXPECT_TRUE(has(message_of([&] { CheckedFiles again(folder.path()); }), "is damaged"));
 }
 
 TEST(CheckedFiles, ReadsEachBlockOnceAndReportsADiskThatFails) {
@@ -132,7 +125,7 @@ TEST(CheckedFiles, ReadsEachBlockOnceAndReportsADiskThatFails) {
   file.check(kSummedBlock - 1, 1);
   faulty.pread_error = EIO;
   file.check(0, kSummedBlock);
-  EXPECT_TRUE(has(message_of<Error>([&] { file.check(0, kSummedBlock + 1); }), "Input/output error"));
+  EXPECT_TRUE(has(message_of([&] { file.check(0, kSummedBlock + 1); }), "Input/output error"));
   faulty.pread_error = 0;
   file.check(0, 2 * kSummedBlock);
 }
@@ -144,7 +137,7 @@ TEST(ListedFile, LinesAreReadAsTheyAreWritten) {
   }
   for (const char* line : {"", "7", "7 a", "7 a 1234", "7 a 123456789", "7 a 0000000g", "-7 a 12345678", "7a a 12345678", "0 a 12345678",
                            "1048577 a 12345678", "7 a/b 12345678", "7  12345678", "99999999999999999999 a 12345678"}) {
-    EXPECT_TRUE(has(message_of<Error>([&] { listed_in(line); }), "is no file's")) << line;
+    EXPECT_TRUE(has(message_of([&] { listed_in(line); }), "is no file's")) << line;
   }
   EXPECT_THROW(line_of({"a\nb", 0, {}}), Error);
   EXPECT_THROW(line_of({"", 0, {}}), Error);

@@ -12,6 +12,7 @@
 #include "checkpoint/faulty_files.h"
 #include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::ckpt {
 namespace commit_test {
@@ -70,7 +71,7 @@ TEST(Commit, OnlyCheckpointsAreOverwritten) {
   fs::create_directory(folder.path() / "empty");
   for (const char* name : {"home", "file"}) {
     const fs::path target = folder.path() / name;
-    EXPECT_NE(message_of<Error>([&] { save(target, "new"); }).find(target.string() + " is there and is no checkpoint"), std::string::npos);
+    EXPECT_NE(message_of([&] { save(target, "new"); }).find(target.string() + " is there and is no checkpoint"), std::string::npos);
   }
   EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"empty", "file", "home", "python"}));
   for (const char* name : {"python", "empty"}) {
@@ -138,7 +139,7 @@ TEST(Commit, VerifyListsAllThatIsWrong) {
   fs::remove(step / "missing");
   fs::resize_file(step / "short", 3);
   folder.write("1/flipped", "contend");
-  const std::string message = message_of<Error>([&] { verify_step(step); });
+  const std::string message = message_of([&] { verify_step(step); });
   EXPECT_NE(message.find("cannot open " + (step / "missing").string() + ": No such file or directory"), std::string::npos) << message;
   EXPECT_NE(message.find("short has 3 bytes instead of 7"), std::string::npos) << message;
   EXPECT_NE(message.find("flipped has the checksum"), std::string::npos) << message;
@@ -151,7 +152,7 @@ TEST(Commit, PruneKeepsTheNewestAndWhatItDoesNotKnow) {
   fs::create_directory(folder.path() / "5");
   begin_step(folder.path() / "11");
   folder.write("notes.txt", "x");
-  EXPECT_NE(message_of<Error>([&] { prune_steps(folder.path(), 0); }).find("give 1 or more"), std::string::npos);
+  EXPECT_NE(message_of([&] { prune_steps(folder.path(), 0); }).find("give 1 or more"), std::string::npos);
   prune_steps(folder.path(), 2);
   EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"10", "3", "5", "notes.txt"}));
 }
@@ -205,7 +206,7 @@ TEST(Commit, FaultsLeaveTheOldStepWhole) {
     save(folder.path() / "1", "old");
     FaultyFiles files;
     set(files);
-    const std::string message = message_of<Error>([&] { save(folder.path() / "1", "new", files); });
+    const std::string message = message_of([&] { save(folder.path() / "1", "new", files); });
     EXPECT_NE(message.find(reason), std::string::npos) << message;
     EXPECT_NE(message.find(folder.path().string()), std::string::npos) << message;
     EXPECT_EQ(latest_step(folder.path()), folder.path() / "1");

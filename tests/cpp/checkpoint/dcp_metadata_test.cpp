@@ -8,6 +8,7 @@
 
 #include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::ckpt {
 namespace dcp_metadata_test {
@@ -88,7 +89,7 @@ DcpMetadata two_items() {
 }
 
 std::string error_of(const DcpMetadata& metadata) {
-  return message_of<Error>([&] { read_dcp_metadata(write_dcp_metadata(metadata), "F/.metadata"); });
+  return message_of([&] { read_dcp_metadata(write_dcp_metadata(metadata), "F/.metadata"); });
 }
 
 TEST(DcpMetadata, DamageIsAnErrorWithNames) {

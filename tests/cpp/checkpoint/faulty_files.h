@@ -7,6 +7,9 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <string>
 #include <thread>
@@ -110,5 +113,14 @@ class FaultyFiles : public ckpt::FileSystem {
   std::atomic<int> calls_ = 0;
   std::atomic<bool> renamed_ = false;
 };
+
+/// Damages a file: changes one bit of the byte at `offset`. Twice is as if nothing had been.
+inline void flip_bit(const std::filesystem::path& path, std::int64_t offset, int bit) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(offset);
+  const auto byte = static_cast<char>(file.get() ^ (1 << bit));
+  file.seekp(offset);
+  file.put(byte);
+}
 
 }  // namespace fsdp::testing

@@ -9,6 +9,7 @@
 #include "checkpoint/faulty_files.h"
 #include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::ckpt {
 namespace files_test {
@@ -39,7 +40,7 @@ TEST(Files, RangesInAnyOrder) {
   std::string middle(4, ' ');
   file.reader()(3, middle);
   EXPECT_EQ(middle, "lowo");
-  EXPECT_EQ(message_of<Error>([&] { file.read_at(8, middle); }),
+  EXPECT_EQ(message_of([&] { file.read_at(8, middle); }),
             (folder.path() / "f").string() + " ends at byte 10, but 2 more were to be read there: it was cut off");
 }
 
@@ -49,7 +50,7 @@ TEST(Files, ErrorsCarryPathAndReason) {
   const auto error_with = [&](auto set) {
     FaultyFiles files;
     set(files);
-    return message_of<Error>([&] { write_whole(path, "0123456789", files); });
+    return message_of([&] { write_whole(path, "0123456789", files); });
   };
   EXPECT_EQ(error_with([](FaultyFiles& files) { files.space = 4; }), "cannot write " + path + ": No space left on device");
   EXPECT_EQ(error_with([](FaultyFiles& files) { files.pwrite_error = EIO; }), "cannot write " + path + ": Input/output error");
@@ -57,12 +58,12 @@ TEST(Files, ErrorsCarryPathAndReason) {
   EXPECT_EQ(error_with([](FaultyFiles& files) { files.close_error = EDQUOT; }), "cannot close " + path + ": Disk quota exceeded");
   FaultyFiles files;
   files.pread_error = EIO;
-  EXPECT_EQ(message_of<Error>([&] { read_whole(path, 100, files); }), "cannot read " + path + ": Input/output error");
-  EXPECT_EQ(message_of<Error>([&] { read_whole(path, 3); }), path + " has 10 bytes; more than 3 cannot be right");
-  EXPECT_EQ(message_of<Error>([&] { File::open(path + "x"); }), "cannot open " + path + "x: No such file or directory");
-  EXPECT_EQ(message_of<Error>([&] { File::create(path + "/x"); }), "cannot create " + path + "/x: Not a directory");
-  EXPECT_EQ(message_of<Error>([&] { make_folder(path); }), "cannot create the folder " + path + ": File exists");
-  EXPECT_EQ(message_of<Error>([&] { list_folder(path + "x"); }), "cannot list " + path + "x: No such file or directory");
+  EXPECT_EQ(message_of([&] { read_whole(path, 100, files); }), "cannot read " + path + ": Input/output error");
+  EXPECT_EQ(message_of([&] { read_whole(path, 3); }), path + " has 10 bytes; more than 3 cannot be right");
+  EXPECT_EQ(message_of([&] { File::open(path + "x"); }), "cannot open " + path + "x: No such file or directory");
+  EXPECT_EQ(message_of([&] { File::create(path + "/x"); }), "cannot create " + path + "/x: Not a directory");
+  EXPECT_EQ(message_of([&] { make_folder(path); }), "cannot create the folder " + path + ": File exists");
+  EXPECT_EQ(message_of([&] { list_folder(path + "x"); }), "cannot list " + path + "x: No such file or directory");
 }
 
 TEST(Files, RemoveTreeFollowsNoLinks) {

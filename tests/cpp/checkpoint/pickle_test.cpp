@@ -12,6 +12,7 @@
 #include "checkpoint/python_peer.h"
 #include "checkpoint/python_value.h"
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::ckpt {
 namespace pickle_test {
@@ -28,7 +29,7 @@ PythonValue read(const std::string& data) {
 }
 
 std::string error_of(const std::string& data) {
-  return message_of<Error>([&] { read(data); });
+  return message_of([&] { read(data); });
 }
 
 PythonValue text(const char* value) { return {std::string(value)}; }

@@ -26,16 +26,4 @@ inline std::string read_file(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// What() of the Error that `fn` throws; a failure of the test if it throws none.
-template <typename E, typename Fn>
-std::string message_of(Fn fn) {
-  try {
-    fn();
-  } catch (const E& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
 }  // namespace fsdp::testing

@@ -13,6 +13,7 @@
 
 #include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::ckpt {
 namespace safetensors_test {
@@ -95,7 +96,7 @@ std::string file_of(const std::string& json, std::size_t data) {
 }
 
 std::string error_of(const std::string& json, std::size_t data = 8) {
-  return message_of<Error>([&] { read(file_of(json, data)); });
+  return message_of([&] { read(file_of(json, data)); });
 }
 
 TEST(Safetensors, TensorsOfAnyOrderAndWithoutElements) {
@@ -112,8 +113,8 @@ TEST(Safetensors, TensorsOfAnyOrderAndWithoutElements) {
 }
 
 TEST(Safetensors, DamageIsAnErrorWithNames) {
-  EXPECT_EQ(message_of<Error>([] { read("short"); }), "F: not a safetensors file: it has 5 bytes");
-  EXPECT_EQ(message_of<Error>([] { read(std::string(20, '\xFF')); }),
+  EXPECT_EQ(message_of([] { read("short"); }), "F: not a safetensors file: it has 5 bytes");
+  EXPECT_EQ(message_of([] { read(std::string(20, '\xFF')); }),
             "F: not a safetensors file, or cut off: its header would have 18446744073709551615 of the file's 20 bytes");
   EXPECT_EQ(error_of(" {}"), "F: not a safetensors file: its header does not begin with '{'");
   EXPECT_NE(error_of("{\"a\":").find("F: not valid JSON"), std::string::npos);
@@ -158,7 +159,7 @@ TEST(Safetensors, AnIndexMustFitItsFiles) {
 
   const auto error_with = [&](const std::string& index) {
     folder.write("model.safetensors.index.json", index);
-    return message_of<Error>([&] { read_safetensors(folder.path()); });
+    return message_of([&] { read_safetensors(folder.path()); });
   };
   const std::string message = error_with(R"({"weight_map":{"c":"model-00001-of-00002.safetensors"}})");
   EXPECT_NE(message.find("'a' is in model-00001-of-00002.safetensors, but the index does not say so"), std::string::npos) << message;
@@ -170,16 +171,15 @@ TEST(Safetensors, AnIndexMustFitItsFiles) {
 }
 
 TEST(Safetensors, WhatTheFormatLacksIsAnError) {
-  EXPECT_NE(message_of<Error>([] { plan_safetensors({{.name = "a", .dtype = Dtype::complex128, .shape = {2}}}); }).find("do not know"),
+  EXPECT_NE(message_of([] { plan_safetensors({{.name = "a", .dtype = Dtype::complex128, .shape = {2}}}); }).find("do not know"),
             std::string::npos);
-  EXPECT_EQ(message_of<Error>([] {
+  EXPECT_EQ(message_of([] {
               plan_safetensors({{.name = "a", .shape = {2}}, {.name = "a", .shape = {2}}});
             }),
             "'a' cannot be the name of two tensors");
-  EXPECT_EQ(message_of<Error>([] { plan_safetensors({{.name = "__metadata__", .shape = {2}}}); }),
+  EXPECT_EQ(message_of([] { plan_safetensors({{.name = "__metadata__", .shape = {2}}}); }),
             "'__metadata__' cannot be the name of a tensor");
-  EXPECT_NE(message_of<Error>([] { plan_safetensors({{.name = "\xFF", .shape = {2}}}); }).find("cannot be written as JSON"),
-            std::string::npos);
+  EXPECT_NE(message_of([] { plan_safetensors({{.name = "\xFF", .shape = {2}}}); }).find("cannot be written as JSON"), std::string::npos);
 }
 
 }  // namespace safetensors_test

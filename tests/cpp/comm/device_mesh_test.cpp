@@ -8,22 +8,14 @@
 
 #include "comm/communicator.h"
 #include "fsdp/error.h"
+#include "messages.h"
 #include "multi_rank.h"
 
 namespace fsdp {
 namespace device_mesh_test {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-template <typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using testing::has;
+using testing::message_of;
 
 // The global ranks of the row along `dim`, as the row's own messages tell them.
 std::vector<std::int64_t> members(const DeviceMesh& mesh, const std::string& dim) {
@@ -46,7 +38,7 @@ TEST(DeviceMesh, OneProcessNeedsNoLauncher) {
 TEST(DeviceMesh, UndefinedMeshSaysSo) {
   const DeviceMesh mesh;
   EXPECT_FALSE(mesh.defined());
-  EXPECT_TRUE(has(error_of([&] { mesh.barrier(); }), "undefined"));
+  EXPECT_TRUE(has(message_of([&] { mesh.barrier(); }), "undefined"));
 }
 
 TEST(DeviceMesh, RowsOfATwoDimensionalMesh) {
@@ -119,7 +111,7 @@ TEST(DeviceMesh, BarrierWaitsForEveryRankOfTheGrid) {
 
 TEST(DeviceMesh, BadArgumentsAreExplained) {
   const auto init = [](std::vector<MeshDim> dims, const std::string& type = "cpu") {
-    return error_of([&] { init_device_mesh(type, dims); });
+    return message_of([&] { init_device_mesh(type, dims); });
   };
   EXPECT_TRUE(has(init({}), "at least one dimension"));
   EXPECT_TRUE(has(init({{"", 1}}), "has no name"));
@@ -130,7 +122,7 @@ TEST(DeviceMesh, BadArgumentsAreExplained) {
   EXPECT_TRUE(has(init({{"a", 2}, {"b", -1}}), "does not fit 1 rank"));
   EXPECT_TRUE(has(init({{"a", 1}}, "tpu"), "device type 'tpu'"));
   const auto mesh = init_device_mesh("cpu", {{"dp_shard", 1}});
-  EXPECT_TRUE(has(error_of([&] { mesh.size("tp"); }), "mesh {dp_shard=1} has no dimension 'tp'"));
+  EXPECT_TRUE(has(message_of([&] { mesh.size("tp"); }), "mesh {dp_shard=1} has no dimension 'tp'"));
 }
 
 TEST(DeviceMesh, AMissingRankIsACommError) {

@@ -12,33 +12,24 @@
 #include "collective_checks.h"
 #include "comm/launch.h"
 #include "fsdp/device_mesh.h"
+#include "messages.h"
 #include "multi_rank.h"
 
 namespace fsdp::comm {
 namespace group_communicator_test {
 
 using testing::Gather;
+using testing::has;
 using testing::kGather;
 using testing::kReduce;
 using testing::kScatter;
+using testing::message_of;
 using testing::Reduce;
 using testing::run_ranks;
 using testing::Scatter;
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 std::shared_ptr<Communicator> world(MeshOptions options = {}) {
   return init_device_mesh("cpu", {{"dp_shard", -1}}, options).communicator("dp_shard");
-}
-
-template <typename Exception, typename Fn>
-std::string message_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Exception& error) {
-    return error.what();
-  }
-  return "no exception";
 }
 
 TEST(GroupCommunicator, ExchangesValuesInRankOrder) {
@@ -69,8 +60,7 @@ TEST(GroupCommunicator, ExpectEqualPrintsTheLinesThatDiffer) {
     const auto communicator = world();
     const std::string text = "unit 'layers.0': 10 parameters\n" + std::string(rank == 2 ? "unit 'layers.1': 11" : "unit 'layers.1': 10") +
                              " parameters\nlast\n" + (rank == 2 ? "and more\n" : "");
-    const std::string message =
-        message_of<Error>([&] { communicator->expect_equal(text, {.operation = "model description", .unit = "gpt"}); });
+    const std::string message = message_of([&] { communicator->expect_equal(text, {.operation = "model description", .unit = "gpt"}); });
     EXPECT_EQ(message,
               "model description of unit 'gpt': rank 0 and rank 2 differ. Every rank must build the same model and pass the same options.\n"
               "  line 2: rank 0 has 'unit 'layers.1': 10 parameters', rank 2 has 'unit 'layers.1': 11 parameters'\n"

@@ -16,12 +16,14 @@
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
 #include "fsdp/launch.h"
+#include "messages.h"
 #include "multi_rank.h"
 #include "program.h"
 
 namespace fsdp {
 namespace launch_test {
 
+using testing::has;
 using ::testing::internal::CaptureStderr;
 using ::testing::internal::GetCapturedStderr;
 
@@ -44,8 +46,6 @@ Outcome launch(int nproc, const std::function<int()>& fn, int grace_ms = 5000) {
   const int result = comm::launch_ranks(nproc, fn, {.grace = std::chrono::milliseconds(grace_ms)});
   return {result, GetCapturedStderr()};
 }
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST(Launch, RanksSeeTheLaunchersVariables) {
   testing::run_ranks(3, [](int rank) {

@@ -6,9 +6,12 @@
 #include <string>
 
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::comm {
 namespace world_test {
+
+using testing::has;
 
 using Variables = std::map<std::string, std::string>;
 
@@ -25,15 +28,8 @@ Variables merged(Variables base, const Variables& more) {
 }
 
 std::string error_of(const Variables& variables) {
-  try {
-    read_world(from(variables));
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
+  return testing::message_of([&] { read_world(from(variables)); });
 }
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 const Variables kTorchrun = {
     {"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29400"}};

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -12,46 +11,36 @@
 #include "engine/stack.h"
 #include "fsdp/error.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 
 namespace gradient_control_test {
 
 using fsdp::FullyShardOptions;
 using fsdp::Placements;
+using fsdp::testing::expect_same_bits;
+using fsdp::testing::line;
 using fsdp::testing::make_stack;
+using fsdp::testing::NamedTensors;
+using fsdp::testing::plane;
 using fsdp::testing::run_ranks;
+using fsdp::testing::same_bits;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_input;
 using fsdp::testing::stack_loss;
 using fsdp::testing::stack_units;
 
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() == b.defined() &&
-         (!a.defined() || (a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-                           std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(), a.nbytes()) == 0));
-}
-
-void expect_same(const Named& a, const Named& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i].second, b[i].second)) << a[i].first;
-}
-
-fsdp::DeviceMesh line() { return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}); }
-fsdp::DeviceMesh plane() { return fsdp::init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}}); }
-
 /// Gradients of `backwards` backwards on this rank's inputs, averaged over ranks, of the unsharded model.
-Named reference(int ranks, int backwards) {
+NamedTensors reference(int ranks, int backwards) {
   auto model = make_stack();
   for (int backward = 0; backward < backwards; ++backward) {
     for (int rank = 0; rank < ranks; ++rank) stack_loss(model, backward, rank).div(ranks).backward();
   }
-  Named gradients;
+  NamedTensors gradients;
   for (const auto& item : model->named_parameters()) gradients.emplace_back(item.key(), item.value().grad());
   return gradients;
 }
 
-void expect_close(const Named& a, const Named& b) {
+void expect_close(const NamedTensors& a, const NamedTensors& b) {
   ASSERT_EQ(a.size(), b.size());
   for (std::size_t i = 0; i < a.size(); ++i) {
     ASSERT_TRUE(a[i].second.defined()) << a[i].first;
@@ -140,7 +129,7 @@ TEST(GradientControl, PartialSumsOfUnusedUnitsAreReduced) {
     auto whole = make_stack();
     for (int r = 0; r < 4; ++r) stack_loss(whole, 0, r).div(4).backward();
     for (int r = 0; r < 4; ++r) stack_loss(whole, 1, r, {0, 2}).div(4).backward();
-    Named expected;
+    NamedTensors expected;
     for (const auto& item : whole->named_parameters()) expected.emplace_back(item.key(), item.value().grad());
     expect_close(sharded.full_gradients(), expected);
   });
@@ -157,7 +146,7 @@ TEST(GradientControl, DivideFactorAndScale) {
     sharded.zero_grad();
     sharded.set_gradient_divide_factor(0);
     stack_loss(model, 0, rank).backward();
-    expect_same(scaled, sharded.full_gradients());
+    expect_same_bits(scaled, sharded.full_gradients());
     EXPECT_THROW(sharded.set_gradient_divide_factor(-1), fsdp::Error);
   });
 }
@@ -167,7 +156,7 @@ TEST(GradientControl, NotTheLastBackward) {
   run_ranks(4, [](int rank) {
     for (const auto& mesh : {line(), plane()}) {
       for (const auto& placements : {Placements::no_shard(), Placements::optim_grads_params()}) {
-        Named results[2];
+        NamedTensors results[2];
         for (const bool last : {true, false}) {
           auto model = make_stack();
           auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = placements});
@@ -182,7 +171,7 @@ TEST(GradientControl, NotTheLastBackward) {
           }
           results[last ? 0 : 1] = sharded.full_parameters();
         }
-        expect_same(results[0], results[1]);
+        expect_same_bits(results[0], results[1]);
       }
     }
   });
@@ -198,7 +187,7 @@ TEST(GradientControl, ResidencyChangesNoBit) {
         [](FullyShardOptions& options) { options.separate_reduce_group = true; },
         [](FullyShardOptions& options) { options.prefetch_depth = 0; },
     };
-    Named first;
+    NamedTensors first;
     for (std::size_t v = 0; v < variants.size() + 3; ++v) {
       SCOPED_TRACE(v);
       auto model = make_stack();
@@ -228,7 +217,7 @@ TEST(GradientControl, ResidencyChangesNoBit) {
       }
       const auto parameters = sharded.full_parameters();
       if (v == 0) first = parameters;
-      expect_same(parameters, first);
+      expect_same_bits(parameters, first);
     }
   });
 }

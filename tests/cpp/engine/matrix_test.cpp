@@ -12,6 +12,7 @@
 
 #include "engine/stack.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 
 namespace matrix_test {
 
@@ -19,6 +20,7 @@ using fsdp::Offload;
 using fsdp::Placements;
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
+using fsdp::testing::same_bits;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_input;
 using fsdp::testing::stack_units;
@@ -180,11 +182,6 @@ Outcome train_reference(const Precision& precision, const Accumulation& accumula
   }
   outcome.parameters = main;
   return outcome;
-}
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(), a.nbytes()) == 0;
 }
 
 // What should travel and live, from shapes and the documented layout.

@@ -13,37 +13,27 @@
 #include "engine/engine.h"
 #include "engine/stack.h"
 #include "fsdp/error.h"
+#include "make_optimizer.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 
 namespace offload_test {
 
 using fsdp::FullyShardOptions;
 using fsdp::Offload;
+using fsdp::testing::expect_same_bits;
+using fsdp::testing::line;
+using fsdp::testing::make;
 using fsdp::testing::make_stack;
+using fsdp::testing::MakeOptimizer;
+using fsdp::testing::NamedTensors;
 using fsdp::testing::run_ranks;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_loss;
 using fsdp::testing::stack_units;
 
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-using MakeOptimizer = std::function<std::unique_ptr<fsdp::Optimizer>(torch::nn::Module&)>;
-
-fsdp::DeviceMesh line() { return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}); }
-
-void expect_same_bits(const Named& a, const Named& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    EXPECT_EQ(std::memcmp(a[i].second.const_data_ptr(), b[i].second.const_data_ptr(), a[i].second.nbytes()), 0) << a[i].first;
-  }
-}
-
-template <typename Optimizer, typename Options>
-MakeOptimizer make(Options options) {
-  return [options](torch::nn::Module& module) { return std::make_unique<Optimizer>(module, options); };
-}
-
 struct Trained {
-  Named parameters;
+  NamedTensors parameters;
   fsdp::MemoryStats stats;
 };
 
@@ -166,7 +156,7 @@ TEST(Offload, UnshardingAndClippingWork) {
       const auto norm = fsdp::clip_grad_norm(*model, 0.01);
       optimizer.step();
       fsdp::fully_unshard(*model);
-      Named parameters{{"norm", torch::tensor(norm, at::kDouble)}};
+      NamedTensors parameters{{"norm", torch::tensor(norm, at::kDouble)}};
       for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value().detach().clone());
       return parameters;
     };

@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "fsdp/fsdp.h"
+#include "same_bits.h"
 
 // The same model, sharded over ranks and whole in one process. Nothing of the reference goes through the library.
 namespace fsdp::testing {
-
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 /// What a few steps of training leave.
 struct Trace {

@@ -8,27 +8,23 @@
 
 #include "engine/stack.h"
 #include "fsdp/error.h"
+#include "messages.h"
 #include "multi_rank.h"
 
 namespace report_nan_test {
 
 using fsdp::Placements;
+using fsdp::testing::has;
 using fsdp::testing::make_stack;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_loss;
 using fsdp::testing::stack_units;
 
 std::string error_of_backward(const at::Tensor& loss) {
-  try {
-    loss.backward();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "";
+  return message_of([&] { loss.backward(); });
 }
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 /// A backward in which the gradient that reaches blocks.1 is `value` on `rank` alone, or `value` on it and minus that on the next one.
 at::Tensor poisoned_loss(Stack& model, int rank, int poisoned, double value, bool opposite) {
@@ -49,7 +45,7 @@ TEST(ReportNaN, NamesParameterUnitAndRanks) {
         auto model = make_stack();
         auto sharded =
             fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = placements, .report_nan_in_param_grad = true});
-        EXPECT_EQ(error_of_backward(stack_loss(model, 0, rank)), "");
+        EXPECT_EQ(error_of_backward(stack_loss(model, 0, rank)), "no error");
         sharded.zero_grad();
         const auto nan = std::numeric_limits<double>::quiet_NaN();
         auto error = error_of_backward(poisoned_loss(model, rank, 1, nan, false));
@@ -63,7 +59,7 @@ TEST(ReportNaN, NamesParameterUnitAndRanks) {
         EXPECT_TRUE(has(error, "parameter 'blocks.1.down.bias' of unit 'blocks.1' after reduction")) << error;
         sharded.zero_grad();
         // Nothing is left of it.
-        EXPECT_EQ(error_of_backward(stack_loss(model, 1, rank)), "");
+        EXPECT_EQ(error_of_backward(stack_loss(model, 1, rank)), "no error");
       }
     });
   }
@@ -73,7 +69,7 @@ TEST(ReportNaN, OffByDefault) {
   run_ranks(2, [](int rank) {
     auto model = make_stack();
     fsdp::fully_shard(*model, {.mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}), .units = stack_units()});
-    EXPECT_EQ(error_of_backward(poisoned_loss(model, rank, 1, std::numeric_limits<double>::quiet_NaN(), false)), "");
+    EXPECT_EQ(error_of_backward(poisoned_loss(model, rank, 1, std::numeric_limits<double>::quiet_NaN(), false)), "no error");
   });
 }
 

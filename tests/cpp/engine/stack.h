@@ -14,6 +14,10 @@
 // root. Its blocks tell an observer when they compute, forward and backward.
 namespace fsdp::testing {
 
+/// All ranks in a row, and in two.
+inline DeviceMesh line() { return init_device_mesh("cpu", {{"dp_shard", -1}}); }
+inline DeviceMesh plane() { return init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}}); }
+
 struct StackOptions {
   std::int64_t width = 10;
   std::vector<std::int64_t> hidden = {13, 7, 22, 16};  ///< One block each.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "messages.h"
 #include "temporary_folder.h"
 
 namespace fsdp {
@@ -30,13 +31,8 @@ std::vector<std::string> files_of(const std::vector<std::uint8_t>& bytes) {
   return files;
 }
 
-std::string message_of(const std::filesystem::path& path) {
-  try {
-    const Corpus corpus(path);
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "(no error)";
+std::string error_of(const std::filesystem::path& path) {
+  return fsdp::testing::message_of<std::runtime_error>([&] { const Corpus corpus(path); });
 }
 
 // 200 files in 100 groups: two names of each group start with the same word.
@@ -133,15 +129,15 @@ TEST(Corpus, SplitsASingleGroup) {
 TEST(Corpus, SaysWhyItCannotRead) {
   const TemporaryFolder folder;
   const auto nowhere = folder.path() / "nowhere";
-  EXPECT_EQ(message_of(nowhere), nowhere.string() + " does not exist");
+  EXPECT_EQ(error_of(nowhere), nowhere.string() + " does not exist");
   const auto loop = folder.path() / "loop";
   std::filesystem::create_symlink("loop", loop);
-  EXPECT_EQ(message_of(loop), "cannot read " + loop.string() + ": Too many levels of symbolic links");
+  EXPECT_EQ(error_of(loop), "cannot read " + loop.string() + ": Too many levels of symbolic links");
   const auto binary = folder.write("binary", std::string(10, '\0'));
-  EXPECT_EQ(message_of(binary), binary.string() + " is not a text file");
+  EXPECT_EQ(error_of(binary), binary.string() + " is not a text file");
   const auto empty = folder.write("empty", "");
-  EXPECT_EQ(message_of(empty), empty.string() + " is not a text file");
-  EXPECT_EQ(message_of(folder.path()), folder.path().string() + " holds no text files");
+  EXPECT_EQ(error_of(empty), empty.string() + " is not a text file");
+  EXPECT_EQ(error_of(folder.path()), folder.path().string() + " holds no text files");
 }
 
 class CorpusBatches : public ::testing::Test {

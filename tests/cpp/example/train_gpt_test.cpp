@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "fsdp/save_load.h"
+#include "same_bits.h"
 #include "state/stored.h"
 #include "temporary_folder.h"
 #include "test_paths.h"

@@ -14,6 +14,7 @@
 
 #include "fsdp/error.h"
 #include "layout_checks.h"
+#include "messages.h"
 
 namespace fsdp::layout {
 namespace unit_layout_test {
@@ -315,12 +316,7 @@ TEST(UnitLayout, TakesParametersBeyond32BitsOfElements) {
 }
 
 std::string error_of(const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
-  try {
-    const UnitLayout layout(parameters, world_size);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
+  return testing::message_of([&] { const UnitLayout layout(parameters, world_size); });
 }
 
 void expect_words(const std::string& message, const std::vector<std::string>& words) {

@@ -25,10 +25,10 @@ namespace fsdp {
 namespace adamw_8bit_test {
 
 using testing::BruteForceMap;
-using testing::error_of;
 using testing::expect_same;
 using testing::has;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::NamedTensors;
 using testing::normal;
 using testing::over_ranks;
@@ -305,7 +305,7 @@ TEST(AdamW8bit, RefusesBlocksThatAreCut) {
       (void)fully_shard(model, {.mesh = mesh_of_all(),
                                 .placements = Placements::from_name(strategy),
                                 .granularity = [&](const std::string&, const at::Tensor&) { return granularity; }});
-      return error_of([&] { AdamW8bit optimizer(model); });
+      return message_of([&] { AdamW8bit optimizer(model); });
     };
     for (const auto& cut : {Granularity::element(), Granularity::rows(), Granularity::blocks(100)}) {
       const auto message = refusal(cut, "optim");
@@ -324,7 +324,7 @@ TEST(AdamW8bit, RefusesBadArguments) {
   testing::run_ranks(1, [] {
     Model model;
     (void)fully_shard(model, {});
-    const auto refusal = [&](const AdamW8bitOptions& options) { return error_of([&] { AdamW8bit optimizer(model, options); }); };
+    const auto refusal = [&](const AdamW8bitOptions& options) { return message_of([&] { AdamW8bit optimizer(model, options); }); };
     EXPECT_TRUE(has(refusal({.lr = -1}), "learning rate -1"));
     EXPECT_TRUE(has(refusal({.betas = {1, 0.9}}), "betas must lie in [0, 1)"));
     EXPECT_TRUE(has(refusal({.eps = std::nan("")}), "eps must be at least 0"));

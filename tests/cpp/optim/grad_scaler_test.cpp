@@ -20,11 +20,11 @@ namespace grad_scaler_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_same;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
 
@@ -252,24 +252,24 @@ TEST(GradScaler, RefusesWrongOrderAndBadOptions) {
     (void)fully_shard(*model, {.units = each_linear()});
     SGD optimizer(*model, {.lr = 0.1});
     GradScaler scaler;
-    EXPECT_TRUE(has(error_of([&] { scaler.update(); }), "call step() before"));
+    EXPECT_TRUE(has(message_of([&] { scaler.update(); }), "call step() before"));
     scaler.scale(loss_of(*model, 0)).backward();
     scaler.unscale_(*model);
-    EXPECT_TRUE(has(error_of([&] { scaler.unscale_(*model); }), "is called twice"));
+    EXPECT_TRUE(has(message_of([&] { scaler.unscale_(*model); }), "is called twice"));
     scaler.step(optimizer);
-    EXPECT_TRUE(has(error_of([&] { scaler.unscale_(*model); }), "is called after step()"));
-    EXPECT_TRUE(has(error_of([&] { scaler.step(optimizer); }), "is called twice"));
+    EXPECT_TRUE(has(message_of([&] { scaler.unscale_(*model); }), "is called after step()"));
+    EXPECT_TRUE(has(message_of([&] { scaler.step(optimizer); }), "is called twice"));
     scaler.update();
     EXPECT_TRUE(scaler.step(optimizer));
 
-    const auto refusal = [](const GradScalerOptions& options) { return error_of([&] { GradScaler bad(options); }); };
+    const auto refusal = [](const GradScalerOptions& options) { return message_of([&] { GradScaler bad(options); }); };
     EXPECT_TRUE(has(refusal({.init_scale = 0}), "scale must be positive"));
     EXPECT_TRUE(has(refusal({.init_scale = kInf}), "scale must be positive and finite"));
     EXPECT_TRUE(has(refusal({.growth_factor = 1}), "growth_factor must be greater than 1"));
     EXPECT_TRUE(has(refusal({.backoff_factor = 1}), "backoff_factor must lie between 0 and 1"));
     EXPECT_TRUE(has(refusal({.growth_interval = 0}), "growth_interval must be at least 1"));
-    EXPECT_TRUE(has(error_of([&] { scaler.update(-1); }), "scale must be positive"));
-    EXPECT_TRUE(has(error_of([&] { scaler.load_state_dict({}); }), "scale must be positive"));
+    EXPECT_TRUE(has(message_of([&] { scaler.update(-1); }), "scale must be positive"));
+    EXPECT_TRUE(has(message_of([&] { scaler.load_state_dict({}); }), "scale must be positive"));
   });
 }
 

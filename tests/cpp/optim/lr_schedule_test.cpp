@@ -8,9 +8,12 @@
 #include <vector>
 
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp {
 namespace lr_schedule_test {
+
+using testing::message_of;
 
 std::vector<double> factors(const LRSchedule& schedule, const std::vector<std::int64_t>& steps) {
   std::vector<double> values;
@@ -58,21 +61,13 @@ TEST(LRSchedule, NeverRisesAfterTheWarmUp) {
 }
 
 TEST(LRSchedule, RefusesBadSteps) {
-  const auto message = [](const auto& make) -> std::string {
-    try {
-      make();
-    } catch (const Error& error) {
-      return error.what();
-    }
-    return "no error";
-  };
   for (const auto& make : {linear_schedule, cosine_schedule}) {
-    EXPECT_NE(message([&] { make(5, 4, 0); }).find("5 warm-up steps of 4"), std::string::npos);
-    EXPECT_NE(message([&] { make(-1, 4, 0); }).find("-1 warm-up steps"), std::string::npos);
-    EXPECT_NE(message([&] { make(0, -1, 0); }), "no error");
-    EXPECT_EQ(message([&] { make(4, 4, 0); }), "no error");
+    EXPECT_NE(message_of([&] { make(5, 4, 0); }).find("5 warm-up steps of 4"), std::string::npos);
+    EXPECT_NE(message_of([&] { make(-1, 4, 0); }).find("-1 warm-up steps"), std::string::npos);
+    EXPECT_NE(message_of([&] { make(0, -1, 0); }), "no error");
+    EXPECT_EQ(message_of([&] { make(4, 4, 0); }), "no error");
   }
-  EXPECT_NE(message([] { constant_schedule(-1); }), "no error");
+  EXPECT_NE(message_of([] { constant_schedule(-1); }), "no error");
 }
 
 }  // namespace lr_schedule_test

@@ -23,7 +23,6 @@ namespace optim_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_rule;
 using testing::expect_same;
 using testing::has;
@@ -31,6 +30,7 @@ using testing::Loss;
 using testing::make_net;
 using testing::mean_square;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
 using testing::Rule;
@@ -198,7 +198,7 @@ TEST(Wrap, GivesTheOptimizerOnePieceOfEachParameter) {
     model->second->weight.sum().backward();
     optimizer.step();
     EXPECT_EQ(inner.gradients, 1);
-    EXPECT_TRUE(has(error_of([&] { wrap(*model, [](auto) { return nullptr; }); }), "returned no optimizer"));
+    EXPECT_TRUE(has(message_of([&] { wrap(*model, [](auto) { return nullptr; }); }), "returned no optimizer"));
   });
 }
 
@@ -445,9 +445,9 @@ TEST(Optimizers, RefuseBadArguments) {
     (void)fully_shard(*model, {});
     const double nan = std::numeric_limits<double>::quiet_NaN();
     const auto adamw = [&](AdamWOptions options, std::vector<ParamGroup> groups = {}) {
-      return error_of([&] { AdamW optimizer(*model, options, groups); });
+      return message_of([&] { AdamW optimizer(*model, options, groups); });
     };
-    const auto sgd = [&](SGDOptions options) { return error_of([&] { SGD optimizer(*model, options); }); };
+    const auto sgd = [&](SGDOptions options) { return message_of([&] { SGD optimizer(*model, options); }); };
     for (const double lr : {-0.1, nan}) {
       EXPECT_TRUE(has(adamw({.lr = lr}), "learning rate " + std::to_string(lr))) << adamw({.lr = lr});
       EXPECT_TRUE(has(sgd({.lr = lr}), "learning rate " + std::to_string(lr))) << sgd({.lr = lr});

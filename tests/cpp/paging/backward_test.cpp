@@ -20,12 +20,12 @@ namespace backward_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_like_plain;
 using testing::expect_same;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
 
@@ -222,7 +222,7 @@ TEST(Backward, AUnitUsedOnOneRankOnlyIsAnErrorThatDebuggingShows) {
       setenv("FSDP_DEBUG", "1", 1);
       const auto model = make_net();
       const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .prefetch_depth = 0});
-      const auto message = error_of([&] { program(*model, rank).square().mean().backward(); });
+      const auto message = message_of([&] { program(*model, rank).square().mean().backward(); });
       EXPECT_TRUE(has(message, "'second'") && has(message, "rank 0") && has(message, "rank 1")) << message;
     });
   }
@@ -279,7 +279,7 @@ TEST(Backward, UnfrozenAfterShardingIsAnError) {
     const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
     model->second->weight.set_requires_grad(true);
     auto loss = model->forward(batch(rank)).square().mean();
-    const auto message = error_of([&] { loss.backward(); });
+    const auto message = message_of([&] { loss.backward(); });
     EXPECT_TRUE(has(message, "'second.weight'") && has(message, "set requires_grad before sharding")) << message;
   });
 }
@@ -293,7 +293,7 @@ TEST(Backward, ThroughAGraphFromBeforeAStepIsTorchsError) {
       auto old = model->forward(batch(rank)).square().mean();
       model->forward(batch(rank)).square().mean().backward();
       optimizer.step();
-      const auto message = error_of<c10::Error>([&] { old.backward(); });
+      const auto message = message_of<c10::Error>([&] { old.backward(); });
       EXPECT_TRUE(has(message, "modified by an inplace operation")) << strategy << ": " << message;
 
       // And the next step is as if nothing had happened.
@@ -316,9 +316,9 @@ TEST(Backward, ThroughAParameterWrittenInPlaceIsTorchsError) {
       const torch::NoGradGuard no_grad;
       model->second->weight.mul_(2);
     }
-    const auto message = error_of<c10::Error>([&] { loss.backward(); });
+    const auto message = message_of<c10::Error>([&] { loss.backward(); });
     EXPECT_TRUE(has(message, "modified by an inplace operation")) << message;
-    EXPECT_TRUE(has(error_of<c10::Error>([&] { model->second->weight.mul_(2); }), "leaf Variable that requires grad"));
+    EXPECT_TRUE(has(message_of<c10::Error>([&] { model->second->weight.mul_(2); }), "leaf Variable that requires grad"));
   });
 }
 
@@ -336,7 +336,7 @@ TEST(Backward, ThatFailsLeavesNothingBehind) {
         auto hidden = at::tanh(model->first(batch(rank)));
         hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("out of luck"); });
         auto failing = model->third(at::gelu(model->second(hidden))).sum();
-        EXPECT_TRUE(has(error_of<std::exception>([&] { failing.backward(); }), "out of luck")) << strategy;
+        EXPECT_TRUE(has(message_of<std::exception>([&] { failing.backward(); }), "out of luck")) << strategy;
         sharded.zero_grad();
         model->forward(batch(rank)).square().mean().backward();
         expect_same(sharded.full_gradients(), expected, mesh.size() == 1 ? 0 : 1e-5, strategy);

@@ -28,12 +28,12 @@ namespace checkpoint_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_like_plain;
 using testing::expect_same;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::NamedTensors;
 using testing::Net;
 using testing::normal;
@@ -309,7 +309,7 @@ TEST(Checkpoint, SeveralBackwardsThroughOneGraph) {
   const auto net = make_net();
   const auto y = forward({.checkpoints = true}, *net, batch(0));
   y.sum().backward();
-  const auto message = error_of<c10::Error>([&] { y.sum().backward(); });
+  const auto message = message_of<c10::Error>([&] { y.sum().backward(); });
   EXPECT_TRUE(has(message, "backward through the graph a second time")) << message;
 }
 
@@ -443,12 +443,12 @@ TEST(Checkpoint, AnInputWrittenInPlaceIsTorchsError) {
   const auto x = batch(0);
   auto loss = checkpoint([&](const at::Tensor& x) { return net->first(x); }, x).sum();
   x.mul_(2);
-  auto message = error_of<c10::Error>([&] { loss.backward(); });
+  auto message = message_of<c10::Error>([&] { loss.backward(); });
   EXPECT_TRUE(has(message, "modified by an inplace operation")) << message;
 
   // By the function itself.
   loss = checkpoint([&](at::Tensor x) { return net->first(x.mul_(2)); }, batch(0)).sum();
-  message = error_of<c10::Error>([&] { loss.backward(); });
+  message = message_of<c10::Error>([&] { loss.backward(); });
   EXPECT_TRUE(has(message, "modified by an inplace operation")) << message;
 }
 
@@ -462,7 +462,7 @@ TEST(Checkpoint, AfterAStepIsAnError) {
       auto old = pass();
       pass().backward();
       optimizer.step();
-      const auto message = error_of([&] { old.backward(); });
+      const auto message = message_of([&] { old.backward(); });
       EXPECT_TRUE(has(message, "was written between forward and backward")) << strategy << ": " << message;
       optimizer.zero_grad();
       pass().backward();
@@ -475,7 +475,7 @@ TEST(Checkpoint, SecondDerivativesAreRefused) {
   const auto net = make_net();
   const auto x = batch(0).requires_grad_();
   const auto y = checkpoint([&](const at::Tensor& x) { return at::tanh(net->first(x)); }, x).sum();
-  const auto message = error_of([&] { torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true); });
+  const auto message = message_of([&] { torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true); });
   EXPECT_TRUE(has(message, "create_graph") && has(message, "without a checkpoint")) << message;
   y.backward();
   EXPECT_TRUE(x.grad().defined());
@@ -495,7 +495,7 @@ TEST(Checkpoint, AFunctionThatDiffersIsAnError) {
   for (const auto& function : functions) {
     calls = 0;
     auto loss = checkpoint(function, batch(0)).front().sum();
-    const auto message = error_of([&] { loss.backward(); });
+    const auto message = message_of([&] { loss.backward(); });
     EXPECT_TRUE(has(message, "must do the same each time")) << message;
   }
 }
@@ -522,7 +522,7 @@ TEST(Checkpoint, ARepetitionThatThrowsLeavesNothingBehind) {
             batch(rank));
         y = checkpoint([&](const at::Tensor& x) { return model->third(model->second(x)); }, y);
         auto loss = y.sum();
-        EXPECT_TRUE(has(error_of<std::exception>([&] { loss.backward(); }), "out of luck")) << strategy;
+        EXPECT_TRUE(has(message_of<std::exception>([&] { loss.backward(); }), "out of luck")) << strategy;
         EXPECT_FALSE(at::GradMode::is_enabled() && !at::autocast::is_autocast_cache_enabled());
         sharded.zero_grad();
         pass();

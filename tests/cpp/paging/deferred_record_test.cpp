@@ -20,11 +20,11 @@ namespace fsdp {
 namespace deferred_record_test {
 
 using testing::buffers_of;
-using testing::error_of;
 using testing::expect_materialized_like_eager;
 using testing::expect_same;
 using testing::has;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::run_ranks;
 using testing::values_of;
@@ -193,7 +193,7 @@ TEST(DeferredRecord, ValuesThatAreAskedForAreComputed) {
 
 TEST(DeferredRecord, AddressesAreAnError) {
   run_ranks(1, [] {
-    const auto message = [](const auto& look) { return error_of<c10::Error>([&] { deferred_init(look); }); };
+    const auto message = [](const auto& look) { return message_of<c10::Error>([&] { deferred_init(look); }); };
     const auto print = message([] {
       std::ostringstream text;
       text << at::randn({3}).mul_(2);
@@ -203,13 +203,13 @@ TEST(DeferredRecord, AddressesAreAnError) {
     EXPECT_TRUE(has(message([] { return at::randn({3}).mul_(2).data_ptr<float>() == nullptr; }), "has no memory"));
     EXPECT_TRUE(has(message([] { return at::randn({3}).mul(2).const_data_ptr<float>() == nullptr; }), "has no memory"));
     const auto model = deferred_init([] { return std::make_shared<Net>(); });
-    EXPECT_TRUE(has(error_of<c10::Error>([&] { (void)model->first->weight.data_ptr<float>(); }), "has no memory"));
+    EXPECT_TRUE(has(message_of<c10::Error>([&] { (void)model->first->weight.data_ptr<float>(); }), "has no memory"));
   });
 }
 
 TEST(DeferredRecord, RefusesWhatItCannotRecord) {
   run_ranks(1, [] {
-    const auto refusal = [](const auto& make) { return error_of<std::exception>([&] { deferred_init(make); }); };
+    const auto refusal = [](const auto& make) { return message_of<std::exception>([&] { deferred_init(make); }); };
     const auto device = refusal([] { return at::zeros({3}, at::kCUDA); });
     EXPECT_TRUE(has(device, "'aten::zeros'") && has(device, "cuda") && has(device, "build the model on the CPU")) << device;
     const auto sparse = refusal([] { return at::ones({3, 3}).to_sparse(); });

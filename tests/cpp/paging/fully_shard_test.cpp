@@ -21,11 +21,12 @@ namespace fully_shard_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_same;
+using testing::expect_same_bits;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
 using testing::values_of;
@@ -69,15 +70,15 @@ TEST(FullyShard, ShardsCoverEveryParameterOnce) {
 TEST(FullyShard, Handles) {
   testing::run_ranks(1, [] {
     const auto model = make_net();
-    EXPECT_TRUE(has(error_of([&] { handle(*model); }), "call fsdp::fully_shard"));
-    EXPECT_TRUE(has(error_of([&] { fully_unshard(*model); }), "call fsdp::fully_shard"));
-    EXPECT_TRUE(has(error_of([&] { memory_stats(*model); }), "call fsdp::fully_shard"));
-    EXPECT_TRUE(has(error_of([&] { AdamW optimizer(*model); }), "call fsdp::fully_shard"));
-    EXPECT_TRUE(has(error_of([&] { clip_grad_norm(*model, 1); }), "call fsdp::fully_shard"));
+    EXPECT_TRUE(has(message_of([&] { handle(*model); }), "call fsdp::fully_shard"));
+    EXPECT_TRUE(has(message_of([&] { fully_unshard(*model); }), "call fsdp::fully_shard"));
+    EXPECT_TRUE(has(message_of([&] { memory_stats(*model); }), "call fsdp::fully_shard"));
+    EXPECT_TRUE(has(message_of([&] { AdamW optimizer(*model); }), "call fsdp::fully_shard"));
+    EXPECT_TRUE(has(message_of([&] { clip_grad_norm(*model, 1); }), "call fsdp::fully_shard"));
     const auto sharded = fully_shard(*model, {.units = [](const std::string& name, const torch::nn::Module&) { return name == "second"; }});
     EXPECT_EQ(handle(*model).engine(), sharded.engine());
     EXPECT_EQ(handle(*model->second).engine(), sharded.engine());
-    EXPECT_TRUE(has(error_of([&] { handle(*model->first); }), "is not a unit"));
+    EXPECT_TRUE(has(message_of([&] { handle(*model->first); }), "is not a unit"));
 
     // A handle is for its own unit.
     handle(*model->second).unshard();
@@ -93,7 +94,7 @@ TEST(FullyShard, RefusesWhatItCannotShard) {
     const auto mesh = mesh_of_all();
     const auto refusal = [&](torch::nn::Module& module, FullyShardOptions options = {}) {
       options.mesh = mesh;
-      return error_of([&] { fully_shard(module, options); });
+      return message_of([&] { fully_shard(module, options); });
     };
     {
       const auto model = make_net();
@@ -139,8 +140,8 @@ TEST(FullyShard, RefusesWhatItCannotShard) {
   testing::run_ranks(4, [] {
     Net net;
     const auto mesh = init_device_mesh("cpu", {{"pipeline", 1}, {"dp_outer", 2}, {"dp_shard", 2}});
-    EXPECT_TRUE(has(error_of([&] { fully_shard(net, {.mesh = mesh}); }), "needs a mesh with one dimension"));
-    EXPECT_EQ(error_of([&] { fully_shard(net, {.mesh = mesh.sub({"dp_outer", "dp_shard"})}); }), "no error");
+    EXPECT_TRUE(has(message_of([&] { fully_shard(net, {.mesh = mesh}); }), "needs a mesh with one dimension"));
+    EXPECT_EQ(message_of([&] { fully_shard(net, {.mesh = mesh.sub({"dp_outer", "dp_shard"})}); }), "no error");
   });
 }
 
@@ -148,12 +149,12 @@ TEST(FullyShard, RanksThatDifferAreAnErrorOnAll) {
   testing::run_ranks(2, [](int rank) {
     const auto mesh = mesh_of_all();
     torch::nn::Linear model(6, rank == 0 ? 4 : 5);
-    const auto message = error_of([&] { fully_shard(*model, {.mesh = mesh}); });
+    const auto message = message_of([&] { fully_shard(*model, {.mesh = mesh}); });
     EXPECT_TRUE(has(message, "'weight' [4, 6]") && has(message, "'weight' [5, 6]")) << message;
     const auto net = make_net();
-    const auto options = error_of([&] { fully_shard(*net, {.mesh = mesh, .prefetch_depth = 1 + rank}); });
+    const auto options = message_of([&] { fully_shard(*net, {.mesh = mesh, .prefetch_depth = 1 + rank}); });
     EXPECT_TRUE(has(options, "prefetch_depth 1") && has(options, "prefetch_depth 2")) << options;
-    EXPECT_EQ(error_of([&] { fully_shard(*net, {.mesh = mesh}); }), "no error");
+    EXPECT_EQ(message_of([&] { fully_shard(*net, {.mesh = mesh}); }), "no error");
   });
 }
 
@@ -161,13 +162,18 @@ TEST(FullyShard, RanksThatDifferAreAnErrorOnAll) {
 TEST(FullyShard, ConvertedParametersAreAnError) {
   over_ranks([](int rank) {
     const auto mesh = mesh_of_all();
+    const auto initial = values_of(*make_net());
     const auto expect_error = [&](Net& model, const at::Tensor& x) {
       fsdp::SGD optimizer(model, {.lr = 0.1});
-      const auto message = error_of([&] {
+      const auto message = message_of([&] {
         model.forward(x);
         optimizer.step();
       });
       EXPECT_TRUE(has(message, "'first.weight'") && has(message, "fsdp::fully_unshard")) << message;
+      // The way out that it names, and nothing is lost: the main parameters are as they were.
+      expect_same_bits(handle(model).full_parameters(), initial);
+      fully_unshard(model);
+      expect_same_bits(values_of(model), initial);
     };
     {
       const auto model = make_net();
@@ -238,7 +244,7 @@ TEST(FullyShard, UnshardTrainAndShardAgain) {
         sharded.reset();
         fully_unshard(*model);
         EXPECT_TRUE(engine.expired()) << strategy;
-        EXPECT_TRUE(has(error_of([&] { handle(*model); }), "call fsdp::fully_shard")) << strategy;
+        EXPECT_TRUE(has(message_of([&] { handle(*model); }), "call fsdp::fully_shard")) << strategy;
         for (const auto& parameter : model->parameters()) {
           EXPECT_FALSE(parameter.key_set().has(paging::kPagedKey));
           EXPECT_TRUE(parameter.requires_grad() && parameter.is_leaf());
@@ -261,9 +267,9 @@ TEST(FullyShard, HandlesAndOptimizersEndWithUnsharding) {
     SGD optimizer(*model, {.lr = 0.1});
     fully_unshard(*model);
     model->forward(batch(rank)).square().mean().backward();
-    EXPECT_TRUE(has(error_of([&] { optimizer.step(); }), "fully_unshard"));
-    EXPECT_TRUE(has(error_of([&] { sharded.parameter_shards(); }), "fully_unshard"));
-    EXPECT_TRUE(has(error_of([&] { sharded.full_parameters(); }), "fully_unshard"));
+    EXPECT_TRUE(has(message_of([&] { optimizer.step(); }), "fully_unshard"));
+    EXPECT_TRUE(has(message_of([&] { sharded.parameter_shards(); }), "fully_unshard"));
+    EXPECT_TRUE(has(message_of([&] { sharded.full_parameters(); }), "fully_unshard"));
   });
 }
 
@@ -309,7 +315,7 @@ TEST(FullyShard, NothingHoldsTheEngineButTheModelAndItsUsers) {
         auto hidden = model->first(batch(rank));
         hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("out of luck"); });
         auto loss = model->second(hidden).sum();
-        EXPECT_NE(error_of<std::exception>([&] { loss.backward(); }), "no error");
+        EXPECT_NE(message_of<std::exception>([&] { loss.backward(); }), "no error");
         model->forward(batch(rank));
         model.reset();
         EXPECT_FALSE(engine.expired());  // The optimizer holds it.
@@ -336,7 +342,7 @@ TEST(FullyShard, AParameterOutlivesItsModel) {
       detached = model->second->weight.detach();
     }
     model.reset();
-    EXPECT_TRUE(has(error_of([&] { detached.sum(); }), "after the model is gone"));
+    EXPECT_TRUE(has(message_of([&] { detached.sum(); }), "after the model is gone"));
     EXPECT_THROW(detached.data_ptr(), c10::Error);
   });
 }

@@ -21,11 +21,11 @@ namespace initial_values_test {
 using testing::batch;
 using testing::buffers_of;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_same;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
 using testing::run_ranks;
@@ -37,7 +37,7 @@ TEST(DeferredInit, NotDrawn) {
     const auto state = at::detail::getDefaultCPUGenerator().get_state();
     const auto model = deferred_init([] { return std::make_shared<Net>(); }, {.draw = false});
     EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
-    const auto message = error_of([&] { model->first->weight.sum().item<float>(); });
+    const auto message = message_of([&] { model->first->weight.sum().item<float>(); });
     EXPECT_TRUE(has(message, "'aten::uniform_'") && has(message, "InitialValues::kZero")) << message;
     const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .initial_values = InitialValues::kZero});
     for (const auto& shard : sharded.parameter_shards()) EXPECT_EQ(shard.value.count_nonzero().item<std::int64_t>(), 0);
@@ -100,7 +100,7 @@ TEST(InitialValues, BuffersThatDifferAreAnError) {
   run_ranks(2, [](int rank) {
     torch::nn::Linear model(3, 3);
     model->register_buffer("table", at::zeros({2 + rank}));
-    const auto message = error_of([&] { fully_shard(*model, {.mesh = mesh_of_all(), .initial_values = InitialValues::kFromRank0}); });
+    const auto message = message_of([&] { fully_shard(*model, {.mesh = mesh_of_all(), .initial_values = InitialValues::kFromRank0}); });
     EXPECT_TRUE(has(message, "buffer 'table' [2]") && has(message, "buffer 'table' [3]")) << message;
   });
 }
@@ -144,7 +144,8 @@ TEST(InitialValues, ARankThatCanNotComputeItsValuesFailsAll) {
     run_ranks(2, [&](int rank) {
       // On rank 0, nothing was drawn.
       const auto model = deferred_init([] { return std::make_shared<Net>(); }, {.draw = rank != 0});
-      const auto message = error_of([&] { fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .initial_values = from}); });
+      const auto message =
+          message_of([&] { fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .initial_values = from}); });
       EXPECT_TRUE(has(message, "rank 0 has") && has(message, "'aten::uniform_' was recorded without drawing")) << message;
     });
   }

@@ -20,11 +20,11 @@ namespace paged_storage_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_same;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::values_of;
 
@@ -147,7 +147,7 @@ TEST(PagedStorage, AWriteSurvivesAFailedBackward) {
       const torch::NoGradGuard no_grad;
       model->third->bias.fill_(4);  // Its unit is present, and stays so until backward dies.
     }
-    EXPECT_TRUE(has(error_of<std::exception>([&] { loss.backward(); }), "out of luck"));
+    EXPECT_TRUE(has(message_of<std::exception>([&] { loss.backward(); }), "out of luck"));
     sharded.reset();
     const auto bias = sharded.full_parameters().back();
     EXPECT_TRUE(torch::equal(bias.second, at::full({3}, 4.0F))) << bias.first;
@@ -158,17 +158,17 @@ TEST(PagedStorage, AddressOfAnEvictedParameterIsAnError) {
   testing::over_ranks([] {
     const auto model = make_net();
     auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
-    const auto message = error_of<c10::Error>([&] { model->second->weight.data_ptr<float>(); });
+    const auto message = message_of<c10::Error>([&] { model->second->weight.data_ptr<float>(); });
     EXPECT_TRUE(has(message, "call unshard()")) << message;
-    EXPECT_NE(error_of<c10::Error>([&] { model->second->weight.storage().data(); }), "no error");
-    EXPECT_NE(error_of<c10::Error>([&] { model->second->weight.accessor<float, 2>(); }), "no error");
+    EXPECT_NE(message_of<c10::Error>([&] { model->second->weight.storage().data(); }), "no error");
+    EXPECT_NE(message_of<c10::Error>([&] { model->second->weight.accessor<float, 2>(); }), "no error");
 
     // Unsharded, it has one.
     auto unit = handle(*model->second);
     unit.unshard();
     EXPECT_EQ(model->second->weight.data_ptr<float>()[3], make_net()->second->weight.data_ptr<float>()[3]);
     unit.reshard();
-    EXPECT_NE(error_of<c10::Error>([&] { model->second->weight.data_ptr<float>(); }), "no error");
+    EXPECT_NE(message_of<c10::Error>([&] { model->second->weight.data_ptr<float>(); }), "no error");
   });
 }
 
@@ -245,7 +245,7 @@ TEST(PagedStorage, ViewsOutliveEviction) {
     const auto view = model->first->weight.view({5, 12}).narrow(0, 1, 3);
     const auto rows = model->second->weight.unbind(0);
     model->forward(batch(rank));
-    EXPECT_NE(error_of<c10::Error>([&] { view.data_ptr<float>(); }), "no error");
+    EXPECT_NE(message_of<c10::Error>([&] { view.data_ptr<float>(); }), "no error");
     EXPECT_TRUE(torch::equal(view, plain->first->weight.view({5, 12}).narrow(0, 1, 3)));
     EXPECT_TRUE(torch::equal(rows[7], plain->second->weight[7]));
   });
@@ -258,7 +258,7 @@ TEST(PagedStorage, SavingAnEvictedModelIsAnError) {
     const auto model = make_net();
     const auto sharded = fully_shard(*model, {.mesh = mesh_of_all()});
     std::ostringstream stream;
-    const auto message = error_of<c10::Error>([&] { torch::save(model, stream); });
+    const auto message = message_of<c10::Error>([&] { torch::save(model, stream); });
     EXPECT_TRUE(has(message, "call unshard()")) << message;
 
     FSDPModule whole = handle(*model);

@@ -22,11 +22,11 @@ namespace summon_full_params_test {
 
 using testing::batch;
 using testing::each_linear;
-using testing::error_of;
 using testing::expect_same;
 using testing::has;
 using testing::make_net;
 using testing::mesh_of_all;
+using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
 using testing::run_ranks;
@@ -257,24 +257,24 @@ TEST(SummonFullParams, BetweenTrainingSteps) {
 
 TEST(SummonFullParams, Refusals) {
   over_strategies([](const auto& model, FSDPModule& sharded, const std::string& strategy) {
-    EXPECT_TRUE(has(error_of([&] { SummonFullParams guard(*model, {.rank0_only = true}); }), "set writeback to false"));
+    EXPECT_TRUE(has(message_of([&] { SummonFullParams guard(*model, {.rank0_only = true}); }), "set writeback to false"));
     torch::nn::Linear plain(2, 2);
-    EXPECT_TRUE(has(error_of([&] { SummonFullParams guard(*plain); }), "no sharded parameters"));
-    EXPECT_TRUE(has(error_of([&] { SummonFullParams guard(*model, {.recurse = false}); }), "of its own"));
+    EXPECT_TRUE(has(message_of([&] { SummonFullParams guard(*plain); }), "no sharded parameters"));
+    EXPECT_TRUE(has(message_of([&] { SummonFullParams guard(*model, {.recurse = false}); }), "of its own"));
     SGD optimizer(*model, {.lr = 0.1});
     model->forward(batch(0)).square().mean().backward();
     {
       const SummonFullParams whole(*model);
-      EXPECT_TRUE(has(error_of([&] { optimizer.step(); }), "SummonFullParams keeps unit"));
-      EXPECT_TRUE(has(error_of([&] { sharded.parameter_shards(); }), "end the guard's scope first"));
-      EXPECT_TRUE(has(error_of([&] { fully_unshard(*model); }), "SummonFullParams keeps unit"));
+      EXPECT_TRUE(has(message_of([&] { optimizer.step(); }), "SummonFullParams keeps unit"));
+      EXPECT_TRUE(has(message_of([&] { sharded.parameter_shards(); }), "end the guard's scope first"));
+      EXPECT_TRUE(has(message_of([&] { fully_unshard(*model); }), "SummonFullParams keeps unit"));
       auto loss = model->forward(batch(0)).square().mean();
-      EXPECT_TRUE(has(error_of([&] { loss.backward(); }), "a backward while SummonFullParams")) << strategy;
+      EXPECT_TRUE(has(message_of([&] { loss.backward(); }), "a backward while SummonFullParams")) << strategy;
     }
     {
       auto hidden = model->first(batch(0));
       hidden.register_hook([&](const at::Tensor& gradient) {
-        EXPECT_TRUE(has(error_of([&] { SummonFullParams guard(*model); }), "inside of a backward")) << strategy;
+        EXPECT_TRUE(has(message_of([&] { SummonFullParams guard(*model); }), "inside of a backward")) << strategy;
         return gradient;
       });
       model->second(hidden).sum().backward();
@@ -289,7 +289,7 @@ TEST(SummonFullParams, AWriteOutdatesGraphs) {
   over_strategies([](const auto& model, FSDPModule&, const std::string& strategy) {
     auto loss = model->forward(batch(0)).square().mean();
     { const SummonFullParams whole(*model); }
-    EXPECT_TRUE(has(error_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation")) << strategy;
+    EXPECT_TRUE(has(message_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation")) << strategy;
     model->forward(batch(0)).square().mean().backward();
   });
 }
@@ -361,7 +361,7 @@ TEST(SummonFullParams, ModelsOfDeferredInit) {
     const auto plain = make_net();
     torch::manual_seed(1);
     const auto model = deferred_init([] { return std::make_shared<Net>(); });
-    EXPECT_TRUE(has(error_of([&] { SummonFullParams guard(*model); }), "no sharded parameters"));
+    EXPECT_TRUE(has(message_of([&] { SummonFullParams guard(*model); }), "no sharded parameters"));
     const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
     const SummonFullParams whole(*model);
     expect_same(values_of(*model), values_of(*plain), 0, "whole");

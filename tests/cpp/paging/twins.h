@@ -12,6 +12,7 @@
 
 #include "engine/reference.h"
 #include "fsdp/fsdp.h"
+#include "messages.h"
 #include "multi_rank.h"
 
 // A model and its sharded twin, and programs that must do the same to both.
@@ -29,19 +30,6 @@ inline at::Tensor normal(at::IntArrayRef shape, std::uint64_t seed) {
   auto generator = at::detail::createCPUGenerator(seed);
   return at::randn(shape, generator);
 }
-
-/// The message of the exception that fn throws.
-template <typename Exception = Error, typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 /// Three layers of odd sizes, so that shards begin and end inside parameters.
 struct Net : torch::nn::Module {

@@ -13,9 +13,12 @@
 #include <vector>
 
 #include "fsdp/error.h"
+#include "messages.h"
 
 namespace fsdp::paging {
 namespace unit_division_test {
+
+using testing::message_of;
 
 /// A module of parts that a test names.
 struct Box : torch::nn::Module {
@@ -99,12 +102,7 @@ TEST(UnitDivision, GroupsAreOneUnit) {
   EXPECT_EQ(shown(root, {.unit_groups = {{"outer", "outer.inner"}}}),
             (Lines{"/: w a.x b.y", "outer+outer.inner(/): outer.w outer.inner.i"}));
   const auto refusal = [&](std::vector<std::vector<std::string>> groups) {
-    try {
-      divide(root, {.unit_groups = std::move(groups)});
-    } catch (const Error& error) {
-      return std::string(error.what());
-    }
-    return std::string("no error");
+    return message_of([&] { divide(root, {.unit_groups = std::move(groups)}); });
   };
   EXPECT_NE(refusal({{"a", "c"}}).find("'c', which the model does not have"), std::string::npos) << refusal({{"a", "c"}});
   EXPECT_NE(refusal({{"a", "b"}, {"b"}}).find("'b' twice"), std::string::npos) << refusal({{"a", "b"}, {"b"}});

@@ -20,64 +20,26 @@
 #include "example/temporary_folder.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
+#include "messages.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 #include "state/stored.h"
+#include "state/training.h"
 
 namespace damage_test {
 
 namespace fs = std::filesystem;
 
+using fsdp::testing::adamw;
+using fsdp::testing::expect_same_bits;
 using fsdp::testing::FaultyFiles;
+using fsdp::testing::flip_bit;
+using fsdp::testing::has;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
-using fsdp::testing::same_bits;
+using fsdp::testing::Training;
 
 constexpr int kRanks = 2;
-
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-struct Training {
-  explicit Training(std::uint64_t seed, fsdp::testing::StackOptions options = {}) : model(nullptr) {
-    torch::manual_seed(seed);
-    model = fsdp::testing::Stack(std::move(options));
-    handle = std::make_unique<fsdp::FSDPModule>(fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::testing::stack_units()}));
-    optimizer = std::make_unique<fsdp::AdamW>(*model, fsdp::AdamWOptions{.lr = 1e-2});
-  }
-  void train(int step) {
-    fsdp::testing::stack_loss(model, step, static_cast<int>(mesh.rank())).backward();
-    optimizer->step();
-    optimizer->zero_grad();
-  }
-
-  fsdp::DeviceMesh mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
-  fsdp::testing::Stack model;
-  std::unique_ptr<fsdp::FSDPModule> handle;
-  std::unique_ptr<fsdp::Optimizer> optimizer;
-};
-
-void expect_same(const Named& a, const Named& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i].second, b[i].second)) << a[i].first;
-}
-
-template <typename Work>
-std::string error_of(Work work) {
-  try {
-    work();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-void flip(const fs::path& path, std::int64_t offset) {
-  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
-  file.seekg(offset);
-  const auto byte = static_cast<char>(file.get() ^ (1 << offset % 8));
-  file.seekp(offset);
-  file.put(byte);
-}
 
 /// Changes a file on rank 0, and changes it back when it goes; other ranks wait both times.
 class Flipped {
@@ -92,7 +54,7 @@ class Flipped {
  private:
   void toggle() {
     mesh_.barrier();
-    if (mesh_.rank() == 0) flip(path_, offset_);
+    if (mesh_.rank() == 0) flip_bit(path_, offset_, static_cast<int>(offset_ % 8));
     mesh_.barrier();
   }
 
@@ -106,11 +68,11 @@ TEST(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
   const fsdp::testing::TemporaryFolder folder;
   const auto path = (folder.path() / "1").string();
   run_ranks(kRanks, [&] {
-    Training run(11);
-    run.train(0);
+    Training run;
+    run.train(0, 1);
     fsdp::save(path, *run.model, *run.optimizer, {{"step", std::int64_t{1}}});
-    Training other(12);
-    other.train(0);
+    Training other({}, adamw(), 12);
+    other.train(0, 1);
     const auto before = other.handle->full_parameters();
     const auto mesh = other.mesh;
     for (const std::string name : {"__0_0.distcp", "__1_0.distcp", ".metadata", ".fsdp-checksums"}) {
@@ -121,20 +83,20 @@ TEST(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
       for (const auto offset : offsets) {
         SCOPED_TRACE(name + " at " + std::to_string(offset));
         const Flipped flipped(mesh, fs::path(path) / name, offset);
-        const auto message = error_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
+        const auto message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
         EXPECT_TRUE(message.starts_with("nothing was loaded:\n  rank ")) << message;
         EXPECT_TRUE(has(message, "damaged") && has(message, name)) << message;
       }
     }
-    expect_same(other.handle->full_parameters(), before);
+    expect_same_bits(other.handle->full_parameters(), before);
     // It trains on as if nothing had been, and loads what is whole again.
-    Training untouched(12);
-    untouched.train(0);
-    untouched.train(1);
-    other.train(1);
-    expect_same(other.handle->full_parameters(), untouched.handle->full_parameters());
+    Training untouched({}, adamw(), 12);
+    untouched.train(0, 1);
+    untouched.train(1, 2);
+    other.train(1, 2);
+    expect_same_bits(other.handle->full_parameters(), untouched.handle->full_parameters());
     EXPECT_EQ(std::get<std::int64_t>(fsdp::load(path, *other.model, *other.optimizer).extra.at("step")), 1);
-    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
   });
 }
 
@@ -143,27 +105,27 @@ TEST(Damage, IsReportedByWhoNeedsIt) {
   const auto path = (folder.path() / "1").string();
   const fsdp::testing::StackOptions large{.width = 200, .hidden = {1500, 1500}};
   run_ranks(kRanks, [&] {
-    Training run(11, large);
-    run.train(0);
+    Training run({}, adamw(), 11, large);
+    run.train(0, 1);
     fsdp::save(path, *run.model, *run.optimizer);
     const auto file = fs::path(path) / "__1_0.distcp";
     const auto size = static_cast<std::int64_t>(fs::file_size(file));
     ASSERT_GT(size, 6 * fsdp::ckpt::kSummedBlock);
-    Training other(12, large);
+    Training other({}, adamw(), 12, large);
     {
       // The first block has parameters, the last one but one the optimizer's moments.
       const Flipped flipped(other.mesh, file, size - size % fsdp::ckpt::kSummedBlock - 1);
       EXPECT_TRUE(
-          has(error_of([&] { fsdp::load(path, *other.model, *other.optimizer); }), "rank 1: the checkpoint " + path + " is damaged"));
+          has(message_of([&] { fsdp::load(path, *other.model, *other.optimizer); }), "rank 1: the checkpoint " + path + " is damaged"));
       fsdp::load(path, *other.model);
-      EXPECT_TRUE(has(error_of([&] { fsdp::ckpt::verify_step(path); }), "__1_0.distcp has the checksum"));
+      EXPECT_TRUE(has(message_of([&] { fsdp::ckpt::verify_step(path); }), "__1_0.distcp has the checksum"));
     }
-    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
     const Flipped flipped(other.mesh, file, fsdp::ckpt::kSummedBlock / 2);
-    other.train(1);
+    other.train(1, 2);
     const auto before = other.handle->full_parameters();
-    EXPECT_TRUE(has(error_of([&] { fsdp::load(path, *other.model); }), "rank 1: the checkpoint " + path + " is damaged"));
-    expect_same(other.handle->full_parameters(), before);
+    EXPECT_TRUE(has(message_of([&] { fsdp::load(path, *other.model); }), "rank 1: the checkpoint " + path + " is damaged"));
+    expect_same_bits(other.handle->full_parameters(), before);
   });
 }
 
@@ -173,11 +135,11 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
   const fsdp::testing::TemporaryFolder folder;
   const auto path = (folder.path() / "1").string();
   run_ranks(kRanks, [&](int rank) {
-    Training run(11);
-    run.train(0);
+    Training run;
+    run.train(0, 1);
     fsdp::save(path, *run.model, *run.optimizer);
-    Training other(12);
-    other.train(0);
+    Training other({}, adamw(), 12);
+    other.train(0, 1);
     bool ended = false;
     int unchanged = 0;
     int changed = 0;
@@ -187,9 +149,9 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
       if (torn) {
         // Nobody computes with values of two models, or saves them.
         const std::string refusal = "a load of this model failed halfway";
-        EXPECT_TRUE(has(error_of([&] { other.model->forward(fsdp::testing::stack_input(0, rank)); }), refusal));
-        EXPECT_TRUE(has(error_of([&] { fsdp::save(path + "_torn", *other.model, *other.optimizer); }), refusal));
-        EXPECT_TRUE(has(error_of([&] { other.optimizer->step(); }), refusal));
+        EXPECT_TRUE(has(message_of([&] { other.model->forward(fsdp::testing::stack_input(0, rank)); }), refusal));
+        EXPECT_TRUE(has(message_of([&] { fsdp::save(path + "_torn", *other.model, *other.optimizer); }), refusal));
+        EXPECT_TRUE(has(message_of([&] { other.optimizer->step(); }), refusal));
       }
       const auto before = torn ? decltype(other.handle->full_parameters())() : other.handle->full_parameters();
       FaultyFiles files;
@@ -198,12 +160,12 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
       std::string message;
       {
         const fsdp::ckpt::ReplacedFileSystem replaced(files);
-        message = error_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
+        message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
       }
       ended = message == "no error";
       if (has(message, "nothing was loaded:")) {
         ++unchanged;
-        if (!torn) expect_same(other.handle->full_parameters(), before);
+        if (!torn) expect_same_bits(other.handle->full_parameters(), before);
       } else if (!ended) {
         ++changed;
         EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
@@ -214,10 +176,10 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
     }
     EXPECT_GT(unchanged, 0);
     EXPECT_GT(changed, 0);
-    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
-    run.train(1);
-    other.train(1);
-    expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+    run.train(1, 2);
+    other.train(1, 2);
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
   });
 }
 

@@ -22,49 +22,25 @@
 #include "example/temporary_folder.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
+#include "messages.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 #include "state/stored.h"
+#include "state/training.h"
 
 namespace faults_test {
 
 namespace fs = std::filesystem;
 
 using fsdp::testing::FaultyFiles;
+using fsdp::testing::has;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
+using fsdp::testing::Training;
 
 constexpr int kRanks = 2;
 constexpr int kAll = -1;
-
-struct Training {
-  Training() : model(nullptr) {
-    torch::manual_seed(11);
-    model = fsdp::testing::make_stack();
-    handle = std::make_unique<fsdp::FSDPModule>(fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::testing::stack_units()}));
-    optimizer = std::make_unique<fsdp::AdamW>(*model, fsdp::AdamWOptions{.lr = 1e-2});
-  }
-  void train(int step) {
-    fsdp::testing::stack_loss(model, step, static_cast<int>(mesh.rank())).backward();
-    optimizer->step();
-    optimizer->zero_grad();
-  }
-
-  fsdp::DeviceMesh mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
-  fsdp::testing::Stack model;
-  std::unique_ptr<fsdp::FSDPModule> handle;
-  std::unique_ptr<fsdp::Optimizer> optimizer;
-};
-
-std::string error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 struct Fault {
   std::string name;
@@ -106,7 +82,7 @@ void expect_failures(const std::string& folder, const fsdp::DeviceMesh& mesh, co
         std::string message;
         {
           const fsdp::ckpt::ReplacedFileSystem replaced(files);
-          message = error_of([&] { save(folder + "/" + target); });
+          message = message_of([&] { save(folder + "/" + target); });
         }
         EXPECT_TRUE(has(message, "the checkpoint " + folder + "/" + target + " could not be written:")) << message;
         EXPECT_TRUE(has(message, "rank " + std::to_string(std::max(who, 0)) + ": cannot")) << message;
@@ -126,9 +102,9 @@ void expect_failures(const std::string& folder, const fsdp::DeviceMesh& mesh, co
 TEST_F(Faults, ASaveThatFailsIsOneErrorAndLeavesWhatWasThere) {
   run_ranks(kRanks, [&] {
     Training run;
-    run.train(0);
+    run.train(0, 1);
     fsdp::save(path("1"), *run.model, *run.optimizer);
-    run.train(1);
+    run.train(1, 2);
     expect_failures(folder.path(), run.mesh, [&](const std::string& target) { fsdp::save(target, *run.model, *run.optimizer); });
     // The disk is well again.
     fsdp::save(path("2"), *run.model, *run.optimizer, {}, {.keep_last = 1});
@@ -140,15 +116,16 @@ TEST_F(Faults, ASaveThatFailsIsOneErrorAndLeavesWhatWasThere) {
 TEST_F(Faults, ASaveBesideTrainingThatFailsToo) {
   run_ranks(kRanks, [&] {
     Training run;
-    run.train(0);
+    run.train(0, 1);
     fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
     saver.save(path("1"));
     saver.wait();
-    run.train(1);
+    run.train(1, 2);
     int step = 2;
     expect_failures(folder.path(), run.mesh, [&](const std::string& target) {
       saver.save(target);
-      run.train(step++);
+      run.train(step, step + 1);
+      ++step;
       saver.wait();
     });
     saver.save(path("2"), {}, {.keep_last = 1});
@@ -163,16 +140,16 @@ TEST_F(Faults, WhatCannotBeRemovedIsNoCheckpoint) {
   run_ranks(kRanks, [&] {
     Training run;
     fsdp::save(path("1"), *run.model);
-    run.train(0);
+    run.train(0, 1);
     FaultyFiles files;
     files.unlink_error = EACCES;
     {
       const fsdp::ckpt::ReplacedFileSystem replaced(files);
-      const auto message = error_of([&] { fsdp::save(path("1"), *run.model, {{"again", true}}); });
+      const auto message = message_of([&] { fsdp::save(path("1"), *run.model, {{"again", true}}); });
       EXPECT_TRUE(has(message, "the checkpoint " + path("1") + " is complete, but older ones could not be removed:")) << message;
       EXPECT_TRUE(has(message, "Permission denied")) << message;
       files.pwrite_error = EIO;
-      EXPECT_TRUE(has(error_of([&] { fsdp::save(path("2"), *run.model); }), "Input/output error"));
+      EXPECT_TRUE(has(message_of([&] { fsdp::save(path("2"), *run.model); }), "Input/output error"));
     }
     EXPECT_EQ(fsdp::latest(folder.path()), path("1"));
     fsdp::ckpt::verify_step(path("1"));
@@ -187,14 +164,14 @@ TEST_F(Faults, WhatCannotBeRemovedIsNoCheckpoint) {
 TEST_F(Faults, ShortAndInterruptedTransfersAreNoFaults) {
   run_ranks(kRanks, [&] {
     Training run;
-    run.train(0);
+    run.train(0, 1);
     FaultyFiles files;
     files.most_at_once = 1000;
     files.interrupts = true;
     const fsdp::ckpt::ReplacedFileSystem replaced(files);
     fsdp::save(path("1"), *run.model, *run.optimizer);
     const auto expected = run.handle->full_parameters();
-    run.train(1);
+    run.train(1, 2);
     fsdp::load(path("1"), *run.model, *run.optimizer);
     const auto loaded = run.handle->full_parameters();
     for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_bits(loaded[i].second, expected[i].second)) << expected[i].first;
@@ -204,14 +181,14 @@ TEST_F(Faults, ShortAndInterruptedTransfersAreNoFaults) {
 TEST_F(Faults, ASlowDiskDoesNotBlockTraining) {
   run_ranks(kRanks, [&](int rank) {
     Training run;
-    run.train(0);
+    run.train(0, 1);
     FaultyFiles files;
     if (rank == 1) files.fsync_time = std::chrono::seconds(2);
     const fsdp::ckpt::ReplacedFileSystem replaced(files);
     fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
     const auto begin = std::chrono::steady_clock::now();
     saver.save(path("1"));
-    run.train(1);
+    run.train(1, 2);
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(2));
     EXPECT_EQ(fsdp::latest(folder.path()), std::nullopt);
     saver.wait();
@@ -223,9 +200,9 @@ TEST_F(Faults, ASlowDiskDoesNotBlockTraining) {
 TEST_F(Faults, ALoadThatFailsIsOneErrorAndChangesNothing) {
   run_ranks(kRanks, [&](int rank) {
     Training run;
-    run.train(0);
+    run.train(0, 1);
     fsdp::save(path("1"), *run.model, *run.optimizer);
-    run.train(1);
+    run.train(1, 2);
     const auto before = run.handle->full_parameters();
     for (int who = kAll; who < kRanks; ++who) {
       FaultyFiles files;
@@ -233,7 +210,7 @@ TEST_F(Faults, ALoadThatFailsIsOneErrorAndChangesNothing) {
       std::string message;
       {
         const fsdp::ckpt::ReplacedFileSystem replaced(files);
-        message = error_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); });
+        message = message_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); });
       }
       EXPECT_TRUE(has(message, "nothing was loaded:\n  rank " + std::to_string(std::max(who, 0)) + ": ")) << message;
       EXPECT_TRUE(has(message, "Input/output error") && has(message, path("1"))) << message;

@@ -11,11 +11,13 @@
 #include "example/temporary_folder.h"
 #include "fsdp/save_load.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 #include "state/stored.h"
 #include "test_paths.h"
 
 namespace python_test {
 
+using fsdp::testing::expect_same_bits;
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
@@ -24,14 +26,6 @@ using fsdp::testing::stack_units;
 using fsdp::testing::stored_tensors;
 
 using Tensors = std::map<std::string, at::Tensor>;
-
-void expect_same(const Tensors& a, const Tensors& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (const auto& [name, tensor] : a) {
-    ASSERT_TRUE(b.contains(name)) << name;
-    EXPECT_TRUE(same_bits(tensor, b.at(name))) << name;
-  }
-}
 
 /// What both languages have: the model, and the optimizer's state.
 Tensors of_both(Tensors tensors) {
@@ -67,11 +61,11 @@ TEST(WithPython, RunsGoFromOneToTheOtherAndBack) {
 
   const std::string python = fsdp::testing::kPython + " -W ignore ";
   run(python + fsdp::testing::kStatePeer + " plain " + path("cpp") + " " + path("plain"));
-  expect_same(stored_tensors(path("plain")), written);
+  expect_same_bits(stored_tensors(path("plain")), written);
 
   run(python + "-m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " + fsdp::testing::kStatePeer + " fsdp2 " +
       path("cpp") + " " + path("fsdp2"));
-  expect_same(of_both(stored_tensors(path("fsdp2/0"))), of_both(written));
+  expect_same_bits(of_both(stored_tensors(path("fsdp2/0"))), of_both(written));
   const auto trained = stored_tensors(path("fsdp2/3"));
   EXPECT_FALSE(same_bits(trained.at("model.entry.weight"), written.at("model.entry.weight")));
   EXPECT_EQ(trained.at("optim.state.entry.weight.step").item<float>(), 5);
@@ -86,7 +80,7 @@ TEST(WithPython, RunsGoFromOneToTheOtherAndBack) {
     train(rank, model, optimizer);
     fsdp::save(path("trained"), *model, optimizer);
   });
-  expect_same(of_both(stored_tensors(path("back"))), of_both(trained));
+  expect_same_bits(of_both(stored_tensors(path("back"))), of_both(trained));
   EXPECT_EQ(stored_tensors(path("trained")).at("optim.state.entry.weight.step").item<float>(), 7);
 }
 

@@ -17,8 +17,11 @@
 #include "engine/stack.h"
 #include "example/temporary_folder.h"
 #include "fsdp/error.h"
+#include "messages.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 #include "state/stored.h"
+#include "state/training.h"
 
 namespace save_load_test {
 
@@ -26,84 +29,29 @@ namespace fs = std::filesystem;
 
 using fsdp::FullyShardOptions;
 using fsdp::Placements;
+using fsdp::testing::adamw;
+using fsdp::testing::expect_same_bits;
+using fsdp::testing::has;
+using fsdp::testing::line;
+using fsdp::testing::make;
 using fsdp::testing::make_stack;
+using fsdp::testing::MakeOptimizer;
+using fsdp::testing::message_of;
+using fsdp::testing::NamedTensors;
+using fsdp::testing::plane;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_loss;
 using fsdp::testing::stack_units;
 using fsdp::testing::stored_tensors;
-
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-using MakeOptimizer = std::function<std::unique_ptr<fsdp::Optimizer>(torch::nn::Module&)>;
+using fsdp::testing::Training;
 
 class SaveLoad : public ::testing::Test {
  protected:
   std::string path(const std::string& name) const { return (folder.path() / name).string(); }
   fsdp::testing::TemporaryFolder folder;
 };
-
-template <typename Optimizer, typename Options>
-MakeOptimizer make(Options options) {
-  return [options](torch::nn::Module& module) { return std::make_unique<Optimizer>(module, options); };
-}
-
-MakeOptimizer adamw() { return make<fsdp::AdamW>(fsdp::AdamWOptions{.lr = 1e-2}); }
-
-fsdp::DeviceMesh line() { return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}); }
-fsdp::DeviceMesh plane() { return fsdp::init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}}); }
-
-/// A sharded model that trains.
-struct Training {
-  explicit Training(FullyShardOptions options = {}, const MakeOptimizer& make_optimizer = adamw(), std::uint64_t seed = 11)
-      : model(nullptr) {
-    torch::manual_seed(seed);
-    model = Stack(fsdp::testing::StackOptions{});
-    model->register_buffer("counts", torch::randn({3, 2}));
-    if (!options.mesh.defined()) options.mesh = line();
-    if (!options.units) options.units = stack_units();
-    rank = static_cast<int>(options.mesh.rank());
-    handle = std::make_unique<fsdp::FSDPModule>(fsdp::fully_shard(*model, options));
-    optimizer = make_optimizer(*model);
-  }
-
-  void train(int from, int to) {
-    for (int step = from; step < to; ++step) {
-      stack_loss(model, step, rank).backward();
-      optimizer->step();
-      optimizer->zero_grad();
-    }
-  }
-
-  Stack model;
-  int rank = 0;
-  std::unique_ptr<fsdp::FSDPModule> handle;
-  std::unique_ptr<fsdp::Optimizer> optimizer;
-};
-
-void expect_same(const Named& a, const Named& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i].second, b[i].second)) << a[i].first;
-}
-
-void expect_same(const std::map<std::string, at::Tensor>& a, const std::map<std::string, at::Tensor>& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (const auto& [name, tensor] : a) {
-    ASSERT_TRUE(b.contains(name)) << name;
-    EXPECT_TRUE(same_bits(tensor, b.at(name))) << name;
-  }
-}
-
-std::string error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST_F(SaveLoad, ARunContinuesBitForBit) {
   struct Case {
@@ -157,14 +105,14 @@ TEST_F(SaveLoad, ARunContinuesBitForBit) {
       EXPECT_TRUE(same_bits(other.model->named_buffers()["counts"], run.model->named_buffers()["counts"]));
       EXPECT_EQ(other.optimizer->lr(), run.optimizer->lr());
       train(other, 2, 4);
-      expect_same(run.handle->full_parameters(), other.handle->full_parameters());
+      expect_same_bits(run.handle->full_parameters(), other.handle->full_parameters());
 
       // No state is left of what was before, where the checkpoint has none.
       fsdp::load(path(name + " at its start"), *other.model, *other.optimizer);
       train(other, 0, 2);
       const auto again = other.handle->full_parameters();
       fsdp::load(path(name), *run.model, *run.optimizer);
-      expect_same(run.handle->full_parameters(), again);
+      expect_same_bits(run.handle->full_parameters(), again);
     }
   });
 }
@@ -210,7 +158,7 @@ TEST_F(SaveLoad, AnyShardingReadsAnyOther) {
         EXPECT_EQ(loaded.rng, writer.ranks == reader.ranks);
         fsdp::save(again, *run.model, *run.optimizer);
       });
-      expect_same(drop_rng(stored_tensors(again)), written);
+      expect_same_bits(drop_rng(stored_tensors(again)), written);
     }
   }
 }
@@ -239,17 +187,17 @@ TEST_F(SaveLoad, PartsAndOtherNames) {
     // The model alone.
     Training model_only({}, adamw(), 12);
     EXPECT_TRUE(fsdp::load(path("all"), *model_only.model).unexpected.empty());
-    expect_same(run.handle->full_parameters(), model_only.handle->full_parameters());
+    expect_same_bits(run.handle->full_parameters(), model_only.handle->full_parameters());
 
     // A model with something else, and without something.
     Stack shorter(fsdp::testing::StackOptions{.hidden = {13, 7, 22}});
     shorter->register_parameter("more", torch::ones({5}));
     auto sharded = fsdp::fully_shard(*shorter, {.mesh = line(), .units = stack_units()});
     const auto before = sharded.full_parameters();
-    const auto refusal = error_of([&] { fsdp::load(path("all"), *shorter); });
+    const auto refusal = message_of([&] { fsdp::load(path("all"), *shorter); });
     EXPECT_TRUE(has(refusal, "missing in the checkpoint:\n    model.more\n")) << refusal;
     EXPECT_TRUE(has(refusal, "not in the model:") && has(refusal, "model.blocks.3.down.bias") && has(refusal, "model.counts")) << refusal;
-    expect_same(sharded.full_parameters(), before);
+    expect_same_bits(sharded.full_parameters(), before);
     const auto loaded = fsdp::load(path("all"), *shorter, {.strict = false});
     EXPECT_EQ(loaded.missing, std::vector<std::string>{"model.more"});
     EXPECT_EQ(loaded.unexpected.size(), 5U);
@@ -283,8 +231,8 @@ TEST_F(SaveLoad, WhatIsWrongIsOneErrorAndChangesNothing) {
     const auto before = other.handle->full_parameters();
     const auto mesh = line();
     const auto refusal = [&](const std::string& name) {
-      const auto message = error_of([&] { fsdp::load(path(name), *other.model, *other.optimizer); });
-      expect_same(other.handle->full_parameters(), before);
+      const auto message = message_of([&] { fsdp::load(path(name), *other.model, *other.optimizer); });
+      expect_same_bits(other.handle->full_parameters(), before);
       mesh.barrier();
       return message;
     };
@@ -318,17 +266,17 @@ TEST_F(SaveLoad, WhatIsWrongIsOneErrorAndChangesNothing) {
     // Another model.
     Stack wider(fsdp::testing::StackOptions{.width = 11});
     fsdp::fully_shard(*wider, {.mesh = line(), .units = stack_units()});
-    message = error_of([&] { fsdp::load(path("1"), *wider); });
+    message = message_of([&] { fsdp::load(path("1"), *wider); });
     EXPECT_TRUE(has(message, "'model.entry.weight' has shape [10, 3], the model's has [11, 3]")) << message;
     // Another model's optimizer.
-    message = error_of([&] { fsdp::load(path("1"), *run.model, *other.optimizer); });
+    message = message_of([&] { fsdp::load(path("1"), *run.model, *other.optimizer); });
     EXPECT_TRUE(has(message, "belongs to another model")) << message;
 
     // What a failed load leaves trains on as if there had been none.
     Training untouched({}, adamw(), 12);
     untouched.train(0, 3);
     other.train(1, 3);
-    expect_same(other.handle->full_parameters(), untouched.handle->full_parameters());
+    expect_same_bits(other.handle->full_parameters(), untouched.handle->full_parameters());
   });
 }
 
@@ -341,11 +289,11 @@ TEST_F(SaveLoad, AFailedSaveLeavesWhatWasThere) {
     // A file where a folder should be.
     if (rank == 0) std::ofstream(path("file")) << "x";
     mesh.barrier();
-    const auto message = error_of([&] { fsdp::save(path("file/2"), *run.model); });
+    const auto message = message_of([&] { fsdp::save(path("file/2"), *run.model); });
     EXPECT_TRUE(has(message, "could not be written") && has(message, "file")) << message;
-    EXPECT_TRUE(has(error_of([&] { fsdp::save(path("2"), *run.model, {}, {.keep_last = -1}); }), "keep_last"));
+    EXPECT_TRUE(has(message_of([&] { fsdp::save(path("2"), *run.model, {}, {.keep_last = -1}); }), "keep_last"));
     // What one rank alone refuses, all hear.
-    const auto refused = error_of([&] { fsdp::save(path("2"), *run.model, {{"x", rank == 0 ? at::Tensor() : at::zeros({1})}}); });
+    const auto refused = message_of([&] { fsdp::save(path("2"), *run.model, {{"x", rank == 0 ? at::Tensor() : at::zeros({1})}}); });
     EXPECT_TRUE(has(refused, "rank 0: extra state 'x' is an undefined tensor")) << refused;
     EXPECT_FALSE(fs::exists(path("2")));
     EXPECT_EQ(fsdp::latest(folder.path().string()), path("1"));
@@ -368,7 +316,7 @@ TEST_F(SaveLoad, KeepsTheLastAndReplaces) {
     Training other({}, adamw(), 12);
     const auto loaded = fsdp::load(path("step-3"), *other.model, *other.optimizer);
     EXPECT_EQ(std::get<std::int64_t>(loaded.extra.at("step")), 33);
-    expect_same(other.handle->full_parameters(), expected);
+    expect_same_bits(other.handle->full_parameters(), expected);
     EXPECT_FALSE(fsdp::latest(path("nowhere")).has_value());
   });
 }
@@ -384,8 +332,8 @@ TEST_F(SaveLoad, Safetensors) {
     for (const auto* name : {"one", "one/model.safetensors", "many"}) {
       Training other({.placements = Placements::optim()}, adamw(), 12);
       fsdp::load(path(name), *other.model);
-      expect_same(run.handle->full_parameters(), other.handle->full_parameters());
-      EXPECT_TRUE(has(error_of([&] { fsdp::load(path(name), *other.model, *other.optimizer); }), "no state of an optimizer"));
+      expect_same_bits(run.handle->full_parameters(), other.handle->full_parameters());
+      EXPECT_TRUE(has(message_of([&] { fsdp::load(path(name), *other.model, *other.optimizer); }), "no state of an optimizer"));
     }
     fsdp::export_safetensors(path("narrow"), *run.model, {.dtype = at::kBFloat16});
     Training other({}, adamw(), 12);
@@ -395,7 +343,7 @@ TEST_F(SaveLoad, Safetensors) {
     for (std::size_t i = 0; i < exact.size(); ++i) {
       EXPECT_TRUE(same_bits(rounded[i].second, exact[i].second.to(at::kBFloat16).to(at::kFloat))) << exact[i].first;
     }
-    const auto refusal = error_of([&] { fsdp::export_safetensors(path("none"), *run.model, {.most_bytes_per_file = 0}); });
+    const auto refusal = message_of([&] { fsdp::export_safetensors(path("none"), *run.model, {.most_bytes_per_file = 0}); });
     EXPECT_TRUE(has(refusal, "must be positive")) << refusal;
     EXPECT_FALSE(fs::exists(path("none")));
   });
@@ -405,7 +353,7 @@ TEST_F(SaveLoad, BesideTraining) {
   run_ranks(2, [&] {
     Training run;
     fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
-    std::vector<Named> expected;
+    std::vector<NamedTensors> expected;
     for (int step = 1; step <= 4; ++step) {
       run.train(step - 1, step);
       expected.push_back(run.handle->full_parameters());
@@ -417,18 +365,18 @@ TEST_F(SaveLoad, BesideTraining) {
       Training other({}, adamw(), 12);
       const auto loaded = fsdp::load(path(std::to_string(step)), *other.model, *other.optimizer);
       EXPECT_EQ(std::get<std::int64_t>(loaded.extra.at("step")), step);
-      expect_same(other.handle->full_parameters(), expected[static_cast<std::size_t>(step) - 1]);
+      expect_same_bits(other.handle->full_parameters(), expected[static_cast<std::size_t>(step) - 1]);
       other.train(step, 6);
-      expect_same(other.handle->full_parameters(), run.handle->full_parameters());
+      expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
     }
     // Errors come with the next call, once.
     saver.save(path("1/.metadata/2"));
-    EXPECT_TRUE(has(error_of([&] { saver.save(path("5")); }), "could not be written"));
+    EXPECT_TRUE(has(message_of([&] { saver.save(path("5")); }), "could not be written"));
     saver.save(path("5"));
     saver.wait();
     EXPECT_EQ(fsdp::latest(folder.path().string()), path("5"));
     saver.save(path("1/.metadata/2"));
-    EXPECT_TRUE(has(error_of([&] { saver.wait(); }), "could not be written"));
+    EXPECT_TRUE(has(message_of([&] { saver.wait(); }), "could not be written"));
     saver.wait();
   });
 }

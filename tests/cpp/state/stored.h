@@ -2,7 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -38,11 +37,6 @@ inline std::map<std::string, at::Tensor> stored_tensors(const std::filesystem::p
     tensors.emplace(item.name, whole);
   }
   return tensors;
-}
-
-inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(), a.nbytes()) == 0;
 }
 
 }  // namespace fsdp::testing

@@ -13,11 +13,15 @@
 #include "example/temporary_folder.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp.h"
+#include "messages.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 #include "state/stored.h"
 
 namespace tensor_parallel_test {
 
+using fsdp::testing::has;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
 using fsdp::testing::stored_tensors;
@@ -188,14 +192,8 @@ TEST_F(TensorParallel, RefusesWhatMakesNoWhole) {
     const auto grid = grid_of(2);
     const auto refusal = [&](const std::function<std::optional<fsdp::TensorParallel>(const std::string&, const at::Tensor&)>& pieces) {
       MLP model(0, 5, fsdp::DeviceMesh());
-      try {
-        fsdp::fully_shard(*model, {.mesh = grid["dp_shard"], .tensor_parallel = pieces});
-      } catch (const fsdp::Error& error) {
-        return std::string(error.what());
-      }
-      return std::string("no error");
+      return message_of([&] { fsdp::fully_shard(*model, {.mesh = grid["dp_shard"], .tensor_parallel = pieces}); });
     };
-    const auto has = [](const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; };
     auto message = refusal([&](const std::string&, const at::Tensor&) { return fsdp::TensorParallel{grid, 0}; });
     EXPECT_TRUE(has(message, "needs a mesh of one dimension")) << message;
     message = refusal([&](const std::string&, const at::Tensor&) { return fsdp::TensorParallel{grid[kRow], 1}; });

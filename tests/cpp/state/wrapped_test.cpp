@@ -19,70 +19,52 @@
 #include "example/temporary_folder.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
+#include "messages.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 #include "state/stored.h"
+#include "state/training.h"
 
 namespace wrapped_test {
 
 namespace fs = std::filesystem;
 namespace optim = torch::optim;
 
+using fsdp::testing::expect_same_bits;
+using fsdp::testing::has;
+using fsdp::testing::make;
+using fsdp::testing::MakeOptimizer;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
 using fsdp::testing::stored_tensors;
+using fsdp::testing::Training;
 
 template <typename Optimizer, typename Options>
-fsdp::TorchOptimizerFactory make(Options options) {
-  return [options](std::vector<at::Tensor> shards) { return std::make_unique<Optimizer>(std::move(shards), options); };
+MakeOptimizer wrapped(Options options) {
+  return make<fsdp::WrappedOptimizer>(fsdp::TorchOptimizerFactory(
+      [options](std::vector<at::Tensor> shards) { return std::make_unique<Optimizer>(std::move(shards), options); }));
 }
 
 struct Algorithm {
   std::string name;
-  fsdp::TorchOptimizerFactory factory;
+  MakeOptimizer make_optimizer;
   std::set<std::string> state;  ///< Of each parameter, beside its count.
 };
 
 std::vector<Algorithm> algorithms() {
-  return {{"Adam", make<optim::Adam>(optim::AdamOptions(1e-2)), {"exp_avg", "exp_avg_sq"}},
+  return {{"Adam", wrapped<optim::Adam>(optim::AdamOptions(1e-2)), {"exp_avg", "exp_avg_sq"}},
           {"Adam with amsgrad",
-           make<optim::Adam>(optim::AdamOptions(1e-2).amsgrad(true).weight_decay(0.1)),
+           wrapped<optim::Adam>(optim::AdamOptions(1e-2).amsgrad(true).weight_decay(0.1)),
            {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}},
-          {"AdamW", make<optim::AdamW>(optim::AdamWOptions(1e-2)), {"exp_avg", "exp_avg_sq"}},
-          {"SGD", make<optim::SGD>(optim::SGDOptions(1e-2)), {}},
-          {"SGD with momentum", make<optim::SGD>(optim::SGDOptions(1e-2).momentum(0.9).dampening(0.5)), {"momentum_buffer"}},
-          {"RMSprop", make<optim::RMSprop>(optim::RMSpropOptions(1e-2)), {"square_avg"}},
+          {"AdamW", wrapped<optim::AdamW>(optim::AdamWOptions(1e-2)), {"exp_avg", "exp_avg_sq"}},
+          {"SGD", wrapped<optim::SGD>(optim::SGDOptions(1e-2)), {}},
+          {"SGD with momentum", wrapped<optim::SGD>(optim::SGDOptions(1e-2).momentum(0.9).dampening(0.5)), {"momentum_buffer"}},
+          {"RMSprop", wrapped<optim::RMSprop>(optim::RMSpropOptions(1e-2)), {"square_avg"}},
           {"RMSprop with all",
-           make<optim::RMSprop>(optim::RMSpropOptions(1e-2).momentum(0.9).centered(true)),
+           wrapped<optim::RMSprop>(optim::RMSpropOptions(1e-2).momentum(0.9).centered(true)),
            {"square_avg", "momentum_buffer", "grad_avg"}},
-          {"Adagrad", make<optim::Adagrad>(optim::AdagradOptions(1e-2).lr_decay(0.1).initial_accumulator_value(0.5)), {"sum"}}};
-}
-
-struct Training {
-  explicit Training(const fsdp::TorchOptimizerFactory& factory, std::uint64_t seed = 11) : model(nullptr) {
-    torch::manual_seed(seed);
-    model = fsdp::testing::Stack(fsdp::testing::StackOptions{});
-    handle = std::make_unique<fsdp::FSDPModule>(fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::testing::stack_units()}));
-    optimizer = std::make_unique<fsdp::WrappedOptimizer>(fsdp::wrap(*model, factory));
-  }
-  void train(int from, int to) {
-    for (int step = from; step < to; ++step) {
-      fsdp::testing::stack_loss(model, step, mesh.rank()).backward();
-      optimizer->step();
-      optimizer->zero_grad();
-    }
-  }
-
-  fsdp::DeviceMesh mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
-  fsdp::testing::Stack model;
-  std::unique_ptr<fsdp::FSDPModule> handle;
-  std::unique_ptr<fsdp::WrappedOptimizer> optimizer;
-};
-
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-void expect_same(const Named& a, const Named& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i].second, b[i].second)) << a[i].first;
+          {"Adagrad", wrapped<optim::Adagrad>(optim::AdagradOptions(1e-2).lr_decay(0.1).initial_accumulator_value(0.5)), {"sum"}}};
 }
 
 /// Without what depends on the number of ranks.
@@ -91,17 +73,6 @@ std::map<std::string, at::Tensor> stored_state(const std::string& path) {
   std::erase_if(tensors, [](const auto& entry) { return entry.first.starts_with("fsdp.rng."); });
   return tensors;
 }
-
-std::string error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 class Wrapped : public ::testing::Test {
  protected:
@@ -112,35 +83,34 @@ class Wrapped : public ::testing::Test {
 TEST_F(Wrapped, ARunContinuesBitForBit) {
   for (const int ranks : {1, 2, 4}) {
     run_ranks(ranks, [&] {
-      for (const auto& [name, factory, kinds] : algorithms()) {
+      for (const auto& [name, make_optimizer, kinds] : algorithms()) {
         const auto step = path(std::to_string(ranks) + name);
         SCOPED_TRACE(step);
-        Training run(factory);
+        Training run({}, make_optimizer);
         run.train(0, 2);
         run.optimizer->set_lr_factor(0.5);
         fsdp::save(step, *run.model, *run.optimizer);
         run.train(2, 4);
-        Training fresh(factory, 12);
+        Training fresh({}, make_optimizer, 12);
         fsdp::load(step, *fresh.model, *fresh.optimizer);
         EXPECT_EQ(fresh.optimizer->lr(), run.optimizer->lr());
         fresh.train(2, 4);
-        expect_same(fresh.handle->full_parameters(), run.handle->full_parameters());
-        Training used(factory, 12);
+        expect_same_bits(fresh.handle->full_parameters(), run.handle->full_parameters());
+        Training used({}, make_optimizer, 12);
         used.train(7, 10);
         fsdp::load(step, *used.model, *used.optimizer);
         used.train(2, 4);
-        expect_same(used.handle->full_parameters(), run.handle->full_parameters());
+        expect_same_bits(used.handle->full_parameters(), run.handle->full_parameters());
       }
     });
   }
 }
 
 TEST_F(Wrapped, OtherNumbersOfRanksReadTheSameTensors) {
-  for (const auto& [name, factory, kinds] : algorithms()) {
+  for (const auto& [name, make_optimizer, kinds] : algorithms()) {
     SCOPED_TRACE(name);
-    const auto& make_optimizer = factory;
-    run_ranks(4, [&, &name = name] {
-      Training run(make_optimizer);
+    run_ranks(4, [&, &name = name, &make_optimizer = make_optimizer] {
+      Training run({}, make_optimizer);
       run.train(0, 2);
       fsdp::save(path(name), *run.model, *run.optimizer);
     });
@@ -155,8 +125,8 @@ TEST_F(Wrapped, OtherNumbersOfRanksReadTheSameTensors) {
     EXPECT_EQ(found, expected);
     for (const int ranks : {1, 2, 3}) {
       const auto again = path(name + " on " + std::to_string(ranks));
-      run_ranks(ranks, [&, &name = name] {
-        Training run(make_optimizer, 12);
+      run_ranks(ranks, [&, &name = name, &make_optimizer = make_optimizer] {
+        Training run({}, make_optimizer, 12);
         fsdp::load(path(name), *run.model, *run.optimizer);
         fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
         saver.save(again);
@@ -171,11 +141,11 @@ TEST_F(Wrapped, OtherNumbersOfRanksReadTheSameTensors) {
 
 TEST_F(Wrapped, ALoadThatFailsLeavesTheStateAsItWas) {
   run_ranks(2, [&](int rank) {
-    for (const auto& [name, factory, kinds] : algorithms()) {
+    for (const auto& [name, make_optimizer, kinds] : algorithms()) {
       for (const int steps : {0, 2}) {
         const auto step = path(name + std::to_string(steps));
         SCOPED_TRACE(step);
-        Training saved(factory, 12);
+        Training saved({}, make_optimizer, 12);
         saved.train(0, 2 - steps);  // Some have no state yet where the other one has, and the reverse.
         fsdp::save(step, *saved.model, *saved.optimizer, {}, {.rng = false});
         saved.mesh.barrier();
@@ -186,13 +156,13 @@ TEST_F(Wrapped, ALoadThatFailsLeavesTheStateAsItWas) {
           bytes.put('!');
         }
         saved.mesh.barrier();
-        Training run(factory);
+        Training run({}, make_optimizer);
         run.train(0, steps);
-        EXPECT_TRUE(has(error_of([&] { fsdp::load(step, *run.model, *run.optimizer); }), "nothing was loaded"));
+        EXPECT_TRUE(has(message_of([&] { fsdp::load(step, *run.model, *run.optimizer); }), "nothing was loaded"));
         run.train(steps, 4);
-        Training untouched(factory);
+        Training untouched({}, make_optimizer);
         untouched.train(0, 4);
-        expect_same(run.handle->full_parameters(), untouched.handle->full_parameters());
+        expect_same_bits(run.handle->full_parameters(), untouched.handle->full_parameters());
       }
     }
   });
@@ -200,11 +170,11 @@ TEST_F(Wrapped, ALoadThatFailsLeavesTheStateAsItWas) {
 
 TEST_F(Wrapped, StateThatIsNotPerElementIsRefused) {
   run_ranks(2, [&] {
-    Training run([](std::vector<at::Tensor> shards) { return std::make_unique<optim::LBFGS>(std::move(shards)); });
-    const auto message = error_of([&] { fsdp::save(path("1"), *run.model, *run.optimizer); });
+    Training run({}, wrapped<optim::LBFGS>(optim::LBFGSOptions()));
+    const auto message = message_of([&] { fsdp::save(path("1"), *run.model, *run.optimizer); });
     EXPECT_TRUE(has(message, "nothing was saved:") && has(message, "LBFGS has one history of all parameters")) << message;
     fsdp::save(path("1"), *run.model);
-    EXPECT_TRUE(has(error_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); }), "nothing was loaded:"));
+    EXPECT_TRUE(has(message_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); }), "nothing was loaded:"));
     fsdp::load(path("1"), *run.model);
   });
 }
