@@ -11,8 +11,7 @@ JOBS ?= $(shell nproc)
 SECONDS ?= 60
 # Of `make torture`.
 KILLS ?= 200
-# Most tests run two ranks.
-TEST_JOBS ?= $(shell echo $$(( ($(JOBS) + 1) / 2 )))
+TEST_JOBS ?= $(JOBS)
 export VENV
 # The environment's cmake, ninja and Python tools before any other.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -72,10 +71,9 @@ tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan
 asan tsan: | $(STAMP)-build $(STAMP)-clang
 	$(configure) --preset $@ -B $(BUILD_DIR)-$@
 	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
-	@# A group in one process each: loading an instrumented torch for every test would take longer than the tests.
-	find $(BUILD_DIR)-$@/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*' | sort | while read -r group; do \
-	  echo $$group; timeout 3600 $$group --gtest_brief=1 </dev/null; \
-	done
+	@# A group in one process each: loading an instrumented torch for every test would take longer than the tests. The largest first.
+	ls -S $$(find $(BUILD_DIR)-$@/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*') | \
+	  xargs -n 1 -P $(TEST_JOBS) sh -c 'timeout 3600 "$$0" --gtest_brief=1 </dev/null || { echo "FAILED: $$0"; exit 1; }'
 
 fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz
 	$(configure) --preset fuzz -B $(BUILD_DIR)-fuzz
