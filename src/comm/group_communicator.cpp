@@ -13,6 +13,7 @@
 
 #include "comm/exception_text.h"
 #include "comm/pieces.h"
+#include "comm/stable_hash.h"
 #include "comm/transfers.h"
 
 namespace fsdp::comm {
@@ -56,12 +57,6 @@ const char* way_out(const std::string& c10d_text) {
            "raise MeshOptions::timeout.";
   }
   return "A peer has failed or left: its own message says why.";
-}
-
-std::uint64_t hash(const std::string& text) {
-  std::uint64_t value = 14695981039346656037ull;  // FNV-1a
-  for (const unsigned char c : text) value = (value ^ c) * 1099511628211ull;
-  return value;
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
@@ -225,7 +220,7 @@ void GroupCommunicator::expect_equal(const std::string& text, const Label& label
   begin(label, 0);
   if (size() == 1) return;
   at::Tensor mine = at::empty({2}, at::kLong);
-  mine.mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(hash(text));
+  mine.mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(stable_hash(text));
   mine.mutable_data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(text.size());
   const at::Tensor all = exchange_now(mine, label);
   const std::int64_t* facts = all.const_data_ptr<std::int64_t>();

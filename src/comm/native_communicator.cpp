@@ -45,11 +45,11 @@ void wait_all(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
   for (const auto& work : works) work->wait();
 }
 
-class PendingGather final : public GroupPending {
+class NativeGather final : public GroupPending {
  public:
-  PendingGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
+  NativeGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
       : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()) {}
-  ~PendingGather() override { settle(); }
+  ~NativeGather() override { settle(); }
 
  protected:
   void post() override {
@@ -74,11 +74,11 @@ class PendingGather final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-class PendingReduce final : public GroupPending {
+class NativeReduce final : public GroupPending {
  public:
-  PendingReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
+  NativeReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
       : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()), scale_(scale) {}
-  ~PendingReduce() override { settle(); }
+  ~NativeReduce() override { settle(); }
 
  protected:
   void post() override {
@@ -127,11 +127,11 @@ class PendingReduce final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-class PendingScatter final : public GroupPending {
+class NativeScatter final : public GroupPending {
  public:
-  PendingScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
+  NativeScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
       : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()), root_(root) {}
-  ~PendingScatter() override { settle(); }
+  ~NativeScatter() override { settle(); }
 
  protected:
   void post() override {
@@ -175,7 +175,7 @@ std::unique_ptr<Pending> NativeCommunicator::all_gather(std::span<const GatherPi
   const std::int64_t bytes = check_pieces(pieces, size());
   begin(label, bytes);
   data_->check_usable(label);
-  auto pending = std::make_unique<PendingGather>(data_, label, pieces);
+  auto pending = std::make_unique<NativeGather>(data_, label, pieces);
   pending->start();
   stats_.all_gather_bytes += (size() - 1) * bytes;
   ++stats_.all_gathers;
@@ -186,7 +186,7 @@ std::unique_ptr<Pending> NativeCommunicator::reduce_scatter(std::span<const Redu
   const std::int64_t bytes = check_pieces(pieces, *this);
   begin(label, bytes);
   data_->check_usable(label);
-  auto pending = std::make_unique<PendingReduce>(data_, label, pieces, scale);
+  auto pending = std::make_unique<NativeReduce>(data_, label, pieces, scale);
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
@@ -197,7 +197,7 @@ std::unique_ptr<Pending> NativeCommunicator::scatter(std::span<const ScatterPiec
   const std::int64_t bytes = check_pieces(pieces, root, *this);
   begin(label, 0);  // the ranks' parts differ in size
   data_->check_usable(label);
-  auto pending = std::make_unique<PendingScatter>(data_, label, pieces, root);
+  auto pending = std::make_unique<NativeScatter>(data_, label, pieces, root);
   pending->start();
   stats_.scatter_bytes += bytes;
   ++stats_.scatters;

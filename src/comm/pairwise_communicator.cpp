@@ -13,11 +13,11 @@ namespace {
 int nth_source(const Row& row, int k) { return (row.rank + k) % row.size(); }
 int nth_target(const Row& row, int k) { return (row.rank + row.size() - k) % row.size(); }
 
-class PendingGather final : public GroupPending {
+class PairwiseGather final : public GroupPending {
  public:
-  PendingGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
+  PairwiseGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
       : GroupPending(std::move(group), label), transfers_(group_->backend), pieces_(pieces.begin(), pieces.end()) {}
-  ~PendingGather() override { settle(); }
+  ~PairwiseGather() override { settle(); }
 
  protected:
   void post() override {
@@ -52,15 +52,15 @@ class PendingGather final : public GroupPending {
   const std::vector<GatherPiece> pieces_;
 };
 
-class PendingReduce final : public GroupPending {
+class PairwiseReduce final : public GroupPending {
  public:
-  PendingReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
+  PairwiseReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
       : GroupPending(std::move(group), label),
         transfers_(group_->backend),
         pieces_(pieces.begin(), pieces.end()),
         sources_(static_cast<std::size_t>(group_->row.size())),
         scale_(scale) {}
-  ~PendingReduce() override { settle(); }
+  ~PairwiseReduce() override { settle(); }
 
  protected:
   void post() override {
@@ -121,11 +121,11 @@ class PendingReduce final : public GroupPending {
   const double scale_;
 };
 
-class PendingScatter final : public GroupPending {
+class PairwiseScatter final : public GroupPending {
  public:
-  PendingScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
+  PairwiseScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
       : GroupPending(std::move(group), label), transfers_(group_->backend), pieces_(pieces.begin(), pieces.end()), root_(root) {}
-  ~PendingScatter() override { settle(); }
+  ~PairwiseScatter() override { settle(); }
 
  protected:
   void post() override {
@@ -162,7 +162,7 @@ class PendingScatter final : public GroupPending {
 std::unique_ptr<Pending> PairwiseCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, size());
   begin(label, bytes);
-  auto pending = std::make_unique<PendingGather>(control(), label, pieces);
+  auto pending = std::make_unique<PairwiseGather>(control(), label, pieces);
   pending->start();
   stats_.all_gather_bytes += (size() - 1) * bytes;
   ++stats_.all_gathers;
@@ -172,7 +172,7 @@ std::unique_ptr<Pending> PairwiseCommunicator::all_gather(std::span<const Gather
 std::unique_ptr<Pending> PairwiseCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, *this);
   begin(label, bytes);
-  auto pending = std::make_unique<PendingReduce>(control(), label, pieces, scale);
+  auto pending = std::make_unique<PairwiseReduce>(control(), label, pieces, scale);
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
@@ -182,7 +182,7 @@ std::unique_ptr<Pending> PairwiseCommunicator::reduce_scatter(std::span<const Re
 std::unique_ptr<Pending> PairwiseCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, root, *this);
   begin(label, 0);  // the ranks' parts differ in size
-  auto pending = std::make_unique<PendingScatter>(control(), label, pieces, root);
+  auto pending = std::make_unique<PairwiseScatter>(control(), label, pieces, root);
   pending->start();
   stats_.scatter_bytes += bytes;
   ++stats_.scatters;

@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstdlib>
 
+#include "comm/stable_hash.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
@@ -83,12 +84,6 @@ constexpr std::uint64_t kPorts = 15000;
 
 std::uint16_t derived_port(std::uint64_t seed) { return static_cast<std::uint16_t>(kFirstPort + seed % kPorts); }
 
-std::uint64_t hash(const std::string& text) {
-  std::uint64_t value = 14695981039346656037ull;  // FNV-1a: the same on every rank, unlike std::hash in general.
-  for (const unsigned char c : text) value = (value ^ c) * 1099511628211ull;
-  return value;
-}
-
 // mpirun and srun name no meeting point. One is derived where all ranks see the same facts.
 void read_meeting_point(const Getenv& env, World& world) {
   const auto addr = env("MASTER_ADDR");
@@ -114,7 +109,7 @@ void read_meeting_point(const Getenv& env, World& world) {
     const auto step = optional_number(env, env("SLURM_STEP_ID") ? "SLURM_STEP_ID" : "SLURM_STEPID", 0, kAnyId).value_or(0);
     world.master_port = derived_port(static_cast<std::uint64_t>(*job + step));
   } else if (world.launcher == "Open MPI" && mpi_job) {
-    world.master_port = derived_port(hash(*mpi_job));
+    world.master_port = derived_port(stable_hash(*mpi_job));
   } else {
     throw Error("environment variable MASTER_PORT is not set: " + world.launcher + " started " + std::to_string(world.size) +
                 " ranks that have to meet. Set it to a free port of rank 0's machine, the same for all ranks. See docs/launch.md.");

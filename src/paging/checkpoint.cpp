@@ -29,6 +29,7 @@
 #include <utility>
 
 #include "fsdp/error.h"
+#include "paging/no_autocast_cache.h"
 
 namespace fsdp {
 namespace {
@@ -80,19 +81,6 @@ class NewGraph {
  private:
   std::uint64_t first_;
   std::uint64_t thread_;
-};
-
-/// An entry that one run of `fn` makes in autocast's cache of cast weights belongs to the graph of that run, and the other run, or another
-/// checkpoint, must not find it.
-class NoAutocastCache {
- public:
-  NoAutocastCache() : before_(at::autocast::is_autocast_cache_enabled()) { at::autocast::set_autocast_cache_enabled(false); }
-  ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
-  NoAutocastCache(const NoAutocastCache&) = delete;
-  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
-
- private:
-  bool before_;
 };
 
 /// What operators read beside their arguments: random generators and autocast's settings. Kept from the first run for the second.
@@ -212,7 +200,9 @@ class CheckpointBackward final : public Node {
     {
       const at::AutoGradMode with_grad(true);
       const SurroundingsGuard as_before(surroundings_);
-      const NoAutocastCache no_cache;
+      // An entry that one run of `fn` makes in autocast's cache of cast weights belongs to the graph of that run, and the other run, or
+      // another checkpoint, must not find it.
+      const paging::NoAutocastCache no_cache;
       variable_list inputs;
       inputs.reserve(inputs_.size());
       for (const auto& input : inputs_) inputs.push_back(input.unpack(getptr()));
@@ -324,7 +314,7 @@ std::vector<at::Tensor> detail::checkpoint(const CheckpointOptions& options, Ten
   variable_list outputs;
   const NewGraph graph;
   {
-    const NoAutocastCache no_cache;
+    const paging::NoAutocastCache no_cache;
     outputs = fn(std::move(inputs));
   }
   const auto node = c10::make_intrusive<CheckpointBackward>(std::move(fn), std::move(surroundings), std::move(saved));

@@ -5,7 +5,6 @@
 // The key has a second meaning, for the same fallback: inside of deferred_init all operators of the thread arrive here, and later those
 // that take what it made. They are recorded.
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -16,6 +15,7 @@
 #include "paging/backward.h"
 #include "paging/deferred_record.h"
 #include "paging/deferred_storage.h"
+#include "paging/no_autocast_cache.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp::paging {
@@ -83,24 +83,6 @@ void touch(const Touched& touched) {
   }
 }
 
-/// Autocast keeps copies of the weights that it casts until its outermost scope ends: of a sharded model they would be all parameters,
-/// present at once, and those of before an update. Inside of this guard it keeps none.
-class NoAutocastCache {
- public:
-  explicit NoAutocastCache(c10::DispatchKeySet keys)
-      : restore_(keys.has_any(c10::autocast_dispatch_keyset) && at::autocast::is_autocast_cache_enabled()) {
-    if (restore_) at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~NoAutocastCache() {
-    if (restore_) at::autocast::set_autocast_cache_enabled(true);
-  }
-  NoAutocastCache(const NoAutocastCache&) = delete;
-  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
-
- private:
-  bool restore_;
-};
-
 void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   Touched touched;
@@ -113,7 +95,9 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kPagedKey)) {
     record(op, stack);
   } else {
-    const NoAutocastCache no_cache(keys);
+    // Autocast keeps copies of the weights that it casts until its outermost scope ends: of a sharded model they would be all parameters,
+    // present at once, and those of before an update.
+    const NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
     const c10::impl::ExcludeDispatchKeyGuard below(kPagedKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
   }
