@@ -15,7 +15,7 @@ using optim::require;
 using torch::optim::OptimizerParamState;
 
 /// This rank's part of a trainable parameter, as the wrapped optimizer sees it.
-struct Shard {
+struct WrappedShard {
   engine::Unit* unit;
   std::size_t parameter;
   at::Tensor value;  ///< 1-D, possibly empty.
@@ -24,7 +24,7 @@ struct Shard {
 /// The wrapped optimizer's state, for checkpoints. It stays in the optimizer, and is looked up each time: the user's program has it, too.
 class WrappedPart final : public optim::Part {
  public:
-  WrappedPart(const std::vector<Shard>& shards, torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+  WrappedPart(const std::vector<WrappedShard>& shards, torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
     std::map<const void*, std::size_t> group_of;
     for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
       for (const auto& value : optimizer.param_groups()[g].params()) group_of[value.unsafeGetTensorImpl()] = g;
@@ -179,7 +179,7 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
     for (std::size_t g = 0; g < base_lrs.size(); ++g) optimizer->param_groups()[g].options().set_lr(base_lrs[g] * factor);
   }
 
-  std::vector<Shard> shards;
+  std::vector<WrappedShard> shards;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::vector<double> base_lrs;
 };

@@ -34,16 +34,16 @@ struct Planned {
   std::int64_t bytes() const { return ckpt::numel(shape) * ckpt::itemsize(dtype); }
 };
 
-/// Elements that are read at once.
-constexpr std::int64_t kBlock = std::int64_t{1} << 20;
+/// Elements that are read and converted at once.
+constexpr std::int64_t kConvertedAtOnce = std::int64_t{1} << 20;
 
 /// Calls `write(offset in bytes, bytes)` for a tensor's data as they will be, block by block.
 template <typename Write>
 void for_each_block(Source& source, const Planned& tensor, Write write) {
   const auto type = scalar_type_of(tensor.dtype, tensor.name);
   const auto all = ckpt::numel(tensor.shape);
-  for (std::int64_t begin = 0; begin < all; begin += kBlock) {
-    const auto values = source.read(tensor.source_name, ckpt::whole(tensor.shape), begin, std::min(kBlock, all - begin)).to(type);
+  for (std::int64_t begin = 0; begin < all; begin += kConvertedAtOnce) {
+    const auto values = source.read(tensor.source_name, ckpt::whole(tensor.shape), begin, std::min(kConvertedAtOnce, all - begin)).to(type);
     write(begin * ckpt::itemsize(tensor.dtype), std::span(static_cast<const char*>(values.const_data_ptr()), values.nbytes()));
   }
 }

@@ -15,7 +15,7 @@ namespace fsdp::state {
 namespace {
 
 /// Elements that are compared at once.
-constexpr std::int64_t kBlock = std::int64_t{1} << 20;
+constexpr std::int64_t kComparedAtOnce = std::int64_t{1} << 20;
 
 std::string text_of(const Source::Tensor& tensor) {
   std::string text = std::string(ckpt::names_of(tensor.dtype).name) + " [";
@@ -38,8 +38,8 @@ std::string difference_of_values(Source& a, Source& b, const std::string& name, 
   std::int64_t not_finite = 0;
   double largest = 0;
   bool same_type = true;
-  for (std::int64_t begin = 0; begin < numel; begin += kBlock) {
-    const auto count = std::min(kBlock, numel - begin);
+  for (std::int64_t begin = 0; begin < numel; begin += kComparedAtOnce) {
+    const auto count = std::min(kComparedAtOnce, numel - begin);
     const auto of_a = a.read(name, whole, begin, count);
     const auto of_b = b.read(name, whole, begin, count);
     same_type = of_a.scalar_type() == of_b.scalar_type();
