@@ -44,10 +44,18 @@ inline int run_rank(const std::function<void(int rank)>& fn, int nproc, std::chr
   return failed_parts() == failed_before ? 0 : 1;
 }
 
+// Sanitizers make our own code that much slower, about.
+#ifdef FSDP_SANITIZED
+inline constexpr int kSlowdown = 5;
+#else
+inline constexpr int kSlowdown = 1;
+#endif
+
 /// Runs `fn` (taking the rank, or nothing) in `nproc` ranks, each a fork of this process. Fails the current test if a rank throws, fails
-/// an assertion, dies, or takes longer than `timeout`.
+/// an assertion, dies, or takes longer than `timeout`: then it hangs. (So far above what a test takes that busy machines do not matter.)
 template <typename Fn>
-void run_ranks(int nproc, const Fn& fn, std::chrono::seconds timeout = std::chrono::seconds(60)) {
+void run_ranks(int nproc, const Fn& fn, std::chrono::seconds timeout = std::chrono::seconds(120)) {
+  timeout *= kSlowdown;
   ASSERT_TRUE(comm::is_single_threaded()) << "run_ranks() forks, but something in this test has started threads";
   const std::function<void(int)> body = [&](int rank) {
     if constexpr (std::is_invocable_v<Fn, int>) {

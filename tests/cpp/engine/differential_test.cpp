@@ -39,7 +39,11 @@ using fsdp::testing::Random;
 using fsdp::testing::RandomModel;
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
+#ifdef FSDP_SANITIZED
+constexpr std::uint64_t kCases = 52;  // Each takes several times longer.
+#else
 constexpr std::uint64_t kCases = 208;
+#endif
 
 std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
   const char* value = std::getenv(name);
