@@ -154,6 +154,30 @@ class Trainer : public Contender {
 
   const Options& options() const { return options_; }
 
+  struct StepTimes {
+    double all;     ///< ms; of a step without an update, forward and backward.
+    double update;  ///< ms; 0 if there was none.
+    double loss;
+  };
+  /// A step on the next batch, which all ranks begin together; drawing the batch and the barrier are not timed.
+  StepTimes train_step(bool with_update) {
+    const auto batch = draw_batch();
+    barrier();
+    at::Tensor loss;
+    double in_update = 0;
+    const double all = milliseconds([&] {
+      loss = model()->loss(batch.tokens, batch.targets);
+      loss.backward();
+      if (with_update) {
+        in_update = milliseconds([&] { update(); });
+        drop_gradients();
+      }
+    });
+    drop_gradients();  // Nothing is left to drop after a training step.
+    ++steps_done_;
+    return {all, in_update, loss.item<double>()};
+  }
+
  private:
   /// The batch that gpt.py's draw_batch gives.
   Batch draw_batch() const {
@@ -166,20 +190,9 @@ class Trainer : public Contender {
   std::string repeat(int count, bool with_update) {
     std::vector<double> times, losses;
     for (int i = 0; i < count; ++i) {
-      const auto batch = draw_batch();
-      barrier();
-      at::Tensor loss;
-      times.push_back(milliseconds([&] {
-        loss = model()->loss(batch.tokens, batch.targets);
-        loss.backward();
-        if (with_update) {
-          update();
-          drop_gradients();
-        }
-      }));
-      losses.push_back(loss.item<double>());
-      drop_gradients();  // Nothing is left to drop after a training step.
-      ++steps_done_;
+      const auto step = train_step(with_update);
+      times.push_back(step.all);
+      losses.push_back(step.loss);
     }
     return "{\"ms\": " + json_list(times) + ", \"loss\": " + json_list(losses) + "}";
   }
@@ -272,13 +285,18 @@ class Sharded : public Trainer {
 
   std::string save_beside_training(int number) {
     if (!saver_) saver_ = std::make_unique<fsdp::AsyncSaver>(*model_, &optimizer_);
+    const auto alone = train_step(/*with_update=*/true);
     barrier();
-    double blocked = 0;
+    double call = 0;
+    StepTimes beside{};
     const double all = milliseconds([&] {
-      blocked = milliseconds([&] { saver_->save(checkpoint(number)); });
+      call = milliseconds([&] { saver_->save(checkpoint(number)); });
+      beside = train_step(/*with_update=*/true);
       saver_->wait();
     });
-    return "{\"blocked_ms\": " + json_list({blocked}) + ", \"ms\": " + json_list({all}) + "}";
+    // Its update waits for the copy, if that has not ended.
+    return "{\"blocked_ms\": " + json_list({call + beside.update - alone.update}) +
+           ", \"delayed_ms\": " + json_list({call + beside.all - alone.all}) + ", \"ms\": " + json_list({all}) + "}";
   }
 
   std::string load(int number) {

@@ -82,8 +82,11 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
 /// The newest complete checkpoint of this library in a folder, by the number that ends its name; nothing if there is none. Not collective.
 std::optional<std::string> latest(const std::string& folder);
 
-/// Saves beside training (DCP's async_save): save() copies this rank's shards to host memory, which is kept and used again, and returns;
-/// a thread writes them. One save is under way at most: the next one waits for it. Errors surface there, or in wait().
+/// Saves beside training (DCP's async_save): a thread copies this rank's shards to host memory, which is kept and used again, and writes
+/// them. What is saved is what there was when save() returned: whoever would write shards or the optimizer's state before they have been
+/// copied waits for that, mostly the optimizer's next step; what operators or users may write at any time (buffers, replicated parameters,
+/// extra state, and parameters whose shards parameter_shards() gave out) is copied by save() itself. One save is under way at most: the
+/// next one waits for it. Errors surface there, or in wait().
 class AsyncSaver {
  public:
   /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.

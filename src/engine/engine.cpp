@@ -125,6 +125,7 @@ void Engine::read_ahead() {
 
 void Engine::wrote(Unit& unit) {
   const std::lock_guard lock(mutex_);
+  wait_for_reader();  // The write-back may follow at any time.
   unit.written = true;
 }
 
@@ -282,9 +283,24 @@ void Engine::flush_writes_locked() {
         "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
   }
   refuse_summoned("this handle or optimizer is used");
+  wait_for_reader();
   for (const auto& unit : units_) gatherer_.write_back(*unit);
   // The caller may write to what is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
+}
+
+void Engine::set_reader(std::future<void> read) {
+  const std::lock_guard lock(mutex_);
+  wait_for_reader();
+  reader_ = std::move(read);
+}
+
+// [Writers wait for the reader] The reader needs nothing of the engine, so that waiting under the lock ends. Whole parameters that are
+// present may be written meanwhile, replicated ones too: those of them that are the main parameters themselves are not for the reader.
+void Engine::wait_for_reader() {
+  if (!reader_.valid()) return;
+  reader_.wait();
+  reader_ = {};
 }
 
 std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tensor> main) {
@@ -311,6 +327,7 @@ void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   const at::NoGradGuard no_grad;
   unit.summoned = false;
   if (whole.empty()) return;
+  wait_for_reader();
   if (unit.offloaded()) memory::synchronize(device());  // the main parameters may be on their way to the device
   for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
   guarded([&] { gatherer_.outdate_copies(unit); });
@@ -328,6 +345,7 @@ void Engine::refuse_summoned(const char* what) const {
 void Engine::main_shards_changed() {
   {
     const std::lock_guard lock(mutex_);
+    wait_for_reader();
     guarded([&] {
       for (const auto& unit : units_) {
         if (unit->replicated_optimizer()) gatherer_.exchange_main(*unit);

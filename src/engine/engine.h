@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -81,6 +82,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void flush_writes();
   /// As flush_writes, before all main parameters are replaced: torn ones are allowed.
   void prepare_load();
+  /// Call after flush_writes: another thread reads the main parameters and the optimizer's state until `read` is ready. What writes them
+  /// waits for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes.
+  void set_reader(std::future<void> read);
+  /// From now on users have views of the main parameters, and may write through them at any time.
+  void expose_main() { main_is_exposed_ = true; }
+  bool main_is_exposed() const { return main_is_exposed_; }
   /// The main parameters are partly one model's and partly another's: the next forward, and flush_writes, are Errors.
   void set_torn(bool torn);
   /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
@@ -121,6 +128,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::size_t> expected_next() const;
   void evict_all();
   void flush_writes_locked();
+  void wait_for_reader();
   void refuse_torn() const;
   void refuse_summoned(const char* what) const;
   void reset_locked();
@@ -136,6 +144,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_last_backward_ = true;
   bool retired_ = false;
   bool torn_ = false;
+  std::future<void> reader_;  // invalid: there is none
+  bool main_is_exposed_ = false;
   memory::Accounting accounting_;
   memory::SlotPool pool_;
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it

@@ -9,10 +9,7 @@
 #include "optim/torch_state.h"
 
 namespace fsdp {
-namespace {
-
-using optim::require;
-using torch::optim::OptimizerParamState;
+namespace optim {
 
 /// This rank's part of a trainable parameter, as the wrapped optimizer sees it.
 struct WrappedShard {
@@ -20,6 +17,14 @@ struct WrappedShard {
   std::size_t parameter;
   at::Tensor value;  ///< 1-D, possibly empty.
 };
+
+}  // namespace optim
+
+namespace {
+
+using optim::require;
+using optim::WrappedShard;
+using torch::optim::OptimizerParamState;
 
 /// The wrapped optimizer's state, for checkpoints. It stays in the optimizer, and is looked up each time: the user's program has it, too.
 class WrappedPart final : public optim::Part {

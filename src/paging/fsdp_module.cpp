@@ -121,6 +121,7 @@ void FSDPModule::scale_gradients(double factor) {
 
 std::vector<Shard> FSDPModule::parameter_shards() const {
   engine_->flush_writes();
+  engine_->expose_main();
   Ordered<Shard> shards;
   for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {

@@ -1,6 +1,5 @@
-#include <condition_variable>
 #include <exception>
-#include <mutex>
+#include <future>
 #include <thread>
 #include <utility>
 
@@ -16,24 +15,27 @@ namespace {
 using state::Ranks;
 using state::Snapshot;
 
-/// This rank's part, or an Error on every rank.
+constexpr const char* kNothingSaved = "nothing was saved:";
+
+/// This rank's part, or an Error on every rank. With a buffer, the part lies there as soon as that has finished.
 Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
-                     const Ranks& ranks) {
+                     const Ranks& ranks, state::HostBuffer* buffer) {
   Snapshot snapshot;
   std::exception_ptr failure;
   try {
     snapshot = state::take_snapshot(module, optimizer, extra, options, ranks);
+    if (buffer != nullptr) buffer->begin(snapshot);
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  ranks.agree(failure, "nothing was saved:");
+  ranks.agree(failure, kNothingSaved);
   return snapshot;
 }
 
 void save_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra,
               const SaveOptions& options) {
   const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
-  state::write_checkpoint(path, snapshot_of(module, optimizer, extra, options, ranks), options, ranks);
+  state::write_checkpoint(path, snapshot_of(module, optimizer, extra, options, ranks, nullptr), options, ranks);
 }
 
 }  // namespace
@@ -48,18 +50,40 @@ void save(const std::string& path, torch::nn::Module& module, Optimizer& optimiz
 
 struct AsyncSaver::Impl {
   Impl(torch::nn::Module& module_, Optimizer* optimizer_)
-      : module(module_), optimizer(optimizer_), ranks(*handle(module_).engine(), Ranks::Groups::kOwn) {}
+      : module(module_),
+        optimizer(optimizer_),
+        engine(handle(module_).engine()),
+        ranks(*engine, Ranks::Groups::kOwn),
+        buffer(engine->device()) {}
 
   void wait() {
     if (thread.joinable()) thread.join();
     if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
   }
 
+  /// Finishes the copy of `snapshot`, says so, and writes it.
+  void finish(const Snapshot& snapshot, std::promise<void> copied, const std::string& path, const SaveOptions& options) {
+    std::exception_ptr not_copied;
+    try {
+      buffer.finish();
+    } catch (const std::exception&) {
+      not_copied = std::current_exception();
+    }
+    copied.set_value();
+    try {
+      ranks.agree(not_copied, kNothingSaved);
+      state::write_checkpoint(path, snapshot, options, ranks);
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+  }
+
   torch::nn::Module& module;
   Optimizer* optimizer;
+  std::shared_ptr<engine::Engine> engine;
   Ranks ranks;  // of its own: the thread speaks while the model trains
   state::HostBuffer buffer;
-  // One per save: it ends when the files are committed. What it writes, `failure`, is read after it was joined.
+  // One per save, so that training goes on: it ends when the files are committed. What it writes, `failure`, is read after it was joined.
   std::thread thread;
   std::exception_ptr failure;
 };
@@ -72,14 +96,11 @@ AsyncSaver::~AsyncSaver() {
 
 void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOptions options) {
   impl_->wait();
-  auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks);
-  impl_->buffer.take(snapshot);
-  impl_->thread = std::thread([impl = impl_.get(), path, options, snapshot = std::move(snapshot)] {
-    try {
-      state::write_checkpoint(path, snapshot, options, impl->ranks);
-    } catch (const std::exception&) {
-      impl->failure = std::current_exception();
-    }
+  auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer);
+  std::promise<void> copied;
+  impl_->engine->set_reader(copied.get_future());
+  impl_->thread = std::thread([impl = impl_.get(), path, options, snapshot = std::move(snapshot), copied = std::move(copied)]() mutable {
+    impl->finish(snapshot, std::move(copied), path, options);
   });
 }
 

@@ -1,5 +1,7 @@
 #include "state/snapshot.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
 #include <numeric>
@@ -28,18 +30,16 @@ void add(Snapshot& snapshot, const StateItem& item) {
   tensor.shape = item.shape;
   const auto whole = std::accumulate(item.shape.begin(), item.shape.end(), std::int64_t{1}, std::multiplies<>());
   if (whole == 0) {
-    tensor.chunks.push_back({ckpt::whole(item.shape), nullptr});
+    tensor.chunks.push_back({.box = ckpt::whole(item.shape), .bytes = at::empty({0}, at::kByte), .guarded = true});
     return;
   }
   if (item.own_numel == 0) return;
-  const auto values = item.values.narrow(0, item.own_begin, item.own_numel).cpu();
-  snapshot.kept.push_back(values);
-  const auto* data = static_cast<const char*>(values.const_data_ptr());
+  std::int64_t begin = item.own_begin;
   for (auto& box : ckpt::boxes_of_slice(item.piece.sizes, item.offset + item.own_begin, item.own_numel)) {
     for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.piece.offsets[d];
-    const auto bytes = ckpt::numel(box.sizes) * values.element_size();
-    tensor.chunks.push_back({std::move(box), data});
-    data += bytes;
+    const auto numel = ckpt::numel(box.sizes);
+    tensor.chunks.push_back({.box = std::move(box), .bytes = item.values.narrow(0, begin, numel).view(at::kByte), .guarded = item.guarded});
+    begin += numel;
   }
 }
 
@@ -102,35 +102,47 @@ void add_extra(Snapshot& snapshot, const ExtraState& extra) {
   }
 }
 
-std::int64_t bytes_of(const Snapshot::Tensor& tensor, const Snapshot::Chunk& chunk) {
-  return ckpt::numel(chunk.box.sizes) * ckpt::itemsize(tensor.dtype);
-}
-
 }  // namespace
 
 std::string rng_key(std::int64_t rank) { return std::string(kOwn) + ".rng." + std::to_string(rank); }
 
-void HostBuffer::take(Snapshot& snapshot) {
+void HostBuffer::begin(Snapshot& snapshot) {
   std::int64_t bytes = 0;
   for (const auto& tensor : snapshot.tensors) {
-    for (const auto& chunk : tensor.chunks) bytes += bytes_of(tensor, chunk);
+    for (const auto& chunk : tensor.chunks) bytes += chunk.bytes.numel();
   }
   if (!memory_.defined() || memory_.numel() < bytes) {
     memory_ = at::Tensor();  // before the larger one
-    memory_ = memory::zeros(at::kCPU, bytes);
+    memory_ = memory::host_zeros(device_, bytes);
   }
+  copies_.clear();
   std::int64_t begin = 0;
   for (auto& tensor : snapshot.tensors) {
     for (auto& chunk : tensor.chunks) {
-      const auto length = bytes_of(tensor, chunk);
-      auto own = memory_.narrow(0, begin, length);
-      // Training waits for this copy: torch's threads share it.
-      own.copy_(at::from_blob(const_cast<char*>(chunk.data), {length}, memory_.options()));
-      chunk.data = static_cast<const char*>(own.const_data_ptr());
-      begin += length;
+      const auto place = memory_.narrow(0, begin, chunk.bytes.numel());
+      begin += chunk.bytes.numel();
+      if (chunk.guarded) {
+        copies_.push_back({.from = chunk.bytes, .to = place});
+      } else {
+        place.copy_(chunk.bytes);
+      }
+      chunk.bytes = place;
     }
   }
-  snapshot.kept = {memory_};
+  if (device_.is_cpu()) return;
+  ready_.emplace(device_.type());
+  ready_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
+void HostBuffer::finish() {
+  // The computation goes on meanwhile on its own stream.
+  std::optional<c10::StreamGuard> beside;
+  if (ready_) {
+    beside.emplace(c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_));
+    ready_->block(beside->current_stream());
+  }
+  for (const auto& copy : std::exchange(copies_, {})) copy.to.copy_(copy.from, /*non_blocking=*/true);
+  memory::synchronize(device_);
 }
 
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
@@ -158,7 +170,8 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
                    .values = state.view({-1}),
                    .offset = 0,
                    .own_begin = 0,
-                   .own_numel = state.numel()});
+                   .own_numel = state.numel(),
+                   .guarded = true});
   }
   if (ranks.index() == 0) {
     if (optimizer != nullptr) {

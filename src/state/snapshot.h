@@ -1,9 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,12 +17,13 @@
 
 namespace fsdp::state {
 
-/// What one rank writes of a checkpoint. Bytes lie in the state itself, or in a copy on the host.
+/// What one rank writes of a checkpoint. Bytes lie in the state itself, perhaps on a GPU, or in a copy on the host.
 struct Snapshot {
   /// A part of a tensor, as a box of it.
   struct Chunk {
     ckpt::Box box;
-    const char* data = nullptr;  ///< Row-major.
+    at::Tensor bytes;      ///< Row-major.
+    bool guarded = false;  ///< See StateItem.
   };
   struct Tensor {
     std::string key;
@@ -36,7 +39,6 @@ struct Snapshot {
   };
   std::vector<Tensor> tensors;
   std::vector<Object> objects;
-  std::vector<at::Tensor> kept;  ///< Keeps what `data` points to alive.
 };
 
 /// Names in every checkpoint of this library, beside "model" and "optim".
@@ -47,17 +49,29 @@ inline constexpr const char* kOwn = "fsdp";  ///< What this library adds of its 
 inline constexpr const char* kLrFactor = "fsdp.lr_factor";
 std::string rng_key(std::int64_t rank);
 
-/// Host memory of several tensors, used again from save to save.
+/// Host memory that takes a snapshot's bytes, used again from save to save. A snapshot is copied in two steps: what may be written at any
+/// time at once, the rest, which is most of it, beside training.
 class HostBuffer {
  public:
-  /// Copies `snapshot`'s data here, and points it here.
-  void take(Snapshot& snapshot);
+  explicit HostBuffer(c10::Device device) : device_(device) {}
+
+  /// Makes room, points `snapshot` here, and copies what is not guarded.
+  void begin(Snapshot& snapshot);
+  /// Copies the rest, once `device`'s stream has done what it held at begin(). Another thread may call this.
+  void finish();
 
  private:
+  struct Copy {
+    at::Tensor from, to;
+  };
+
+  c10::Device device_;
   at::Tensor memory_;
+  std::vector<Copy> copies_;         // those that finish() makes
+  std::optional<c10::Event> ready_;  // What is copied was computed before: the copies' stream waits for it. The CPU has none.
 };
 
-/// This rank's part. `optimizer` may be null. Tensors on a GPU are copied to the host.
+/// This rank's part. `optimizer` may be null.
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                        const Ranks& ranks);
 

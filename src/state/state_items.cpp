@@ -53,13 +53,16 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
       const auto& parameter = unit->parameters[i];
       const auto slice = unit->main_slice(i);
       const auto [own_begin, own_numel] = own_part(*engine, *unit, i);
-      ordered.emplace_back(parameter.position, StateItem{.path = path_below(prefix, {parameter.name}),
-                                                         .shape = parameter.global_shape,
-                                                         .piece = piece_of(parameter),
-                                                         .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
-                                                         .offset = slice.parameter_offset,
-                                                         .own_begin = own_begin,
-                                                         .own_numel = own_numel});
+      ordered.emplace_back(
+          parameter.position,
+          StateItem{.path = path_below(prefix, {parameter.name}),
+                    .shape = parameter.global_shape,
+                    .piece = piece_of(parameter),
+                    .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
+                    .offset = slice.parameter_offset,
+                    .own_begin = own_begin,
+                    .own_numel = own_numel,
+                    .guarded = !engine->main_is_exposed() && !(unit->replicated_parameters() && unit->main_is_shared(slice.sub_buffer))});
     }
   }
   std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -104,7 +107,8 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
                        .values = tensor.values,
                        .offset = slice.parameter_offset / per_value,
                        .own_begin = own_begin / per_value,
-                       .own_numel = values_of(own_numel)});
+                       .own_numel = values_of(own_numel),
+                       .guarded = true});
     }
   }
   return items;
@@ -140,7 +144,8 @@ std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::str
                          .values = at::full({1}, static_cast<double>(steps), at::kFloat),
                          .offset = 0,
                          .own_begin = 0,
-                         .own_numel = steps > 0 && owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0});
+                         .own_numel = steps > 0 && owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0,
+                         .guarded = true});
       }
     }
   }

@@ -24,6 +24,9 @@ struct StateItem {
   /// What this rank writes, elements [own_begin, own_begin + own_numel) of `values`: no element is two ranks' own.
   std::int64_t own_begin = 0;
   std::int64_t own_numel = 0;
+  /// Who writes it calls Engine::flush_writes or prepare_load before, so that another thread may read it (Engine::set_reader). Not so what
+  /// operators write to as a model's parameter or buffer, and main parameters that users have views of.
+  bool guarded = false;
 
   std::string key() const;
 };

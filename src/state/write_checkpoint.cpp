@@ -67,7 +67,8 @@ std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, c
       const ckpt::TensorRecord record(tensor.dtype, chunk.box.sizes);
       stored.chunks.push_back({chunk.box, {name, out.position(), record.length()}});
       out.append(record.head());
-      const auto crc = out.append_data({chunk.data, static_cast<std::size_t>(record.data_length())});
+      const auto bytes = chunk.bytes.cpu();
+      const auto crc = out.append_data({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
       out.append(record.tail(crc));
     }
     metadata.items.push_back({tensor.key, std::move(stored)});

@@ -381,4 +381,54 @@ TEST_F(SaveLoad, BesideTraining) {
   });
 }
 
+TEST_F(SaveLoad, WhatIsWrittenAfterASaveBesideTrainingIsNotInIt) {
+  struct Case {
+    std::string name;
+    FullyShardOptions options;
+    bool through_shards = false;
+  };
+  for (const auto& [name, options, through_shards] :
+       {Case{"no_shard", {.placements = Placements::no_shard()}},
+        {"optim", {.placements = Placements::optim()}},
+        {"optim_grads", {.placements = Placements::optim_grads()}},
+        {"optim_grads_params", {}},
+        {"fp64 main parameters",
+         {.placements = Placements::no_shard(), .mixed_precision = fsdp::MixedPrecisionPolicy{.main_params_dtype = at::kDouble}}},
+        {"offload", {.offload = fsdp::Offload::kAll}},
+        {"offloaded state", {.offload = fsdp::Offload::kOptimizerState}},
+        {"shards", {}, true}}) {
+    SCOPED_TRACE(name);
+    run_ranks(2, [&, &name = name, &options = options, through_shards = through_shards] {
+      Training run(options);
+      fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
+      run.train(0, 2);
+      const auto parameters = run.handle->full_parameters();
+      const auto counts = run.model->named_buffers()["counts"].clone();
+      auto mine = at::ones({3});
+      const auto shards = through_shards ? run.handle->parameter_shards() : std::vector<fsdp::Shard>();
+      saver.save(path(name), {{"mine", mine}});
+      {
+        const torch::NoGradGuard no_grad;
+        for (const auto& shard : shards) shard.value.mul_(0.5);
+        if (through_shards) run.handle->main_parameters_changed();
+        for (auto& parameter : run.model->parameters()) parameter.mul_(0.5);
+        run.model->named_buffers()["counts"].zero_();
+        mine.zero_();
+      }
+      run.train(2, 4);
+      saver.wait();
+
+      Training other(options, adamw(), 12);
+      const auto loaded = fsdp::load(path(name), *other.model, *other.optimizer);
+      expect_same_bits(other.handle->full_parameters(), parameters);
+      EXPECT_TRUE(same_bits(other.model->named_buffers()["counts"], counts));
+      if (run.mesh.rank() == 0) EXPECT_TRUE(same_bits(std::get<at::Tensor>(loaded.extra.at("mine")), at::ones({3})));
+      Training same(options);
+      same.train(0, 4);
+      other.train(2, 4);
+      expect_same_bits(other.handle->full_parameters(), same.handle->full_parameters());
+    });
+  }
+}
+
 }  // namespace save_load_test
