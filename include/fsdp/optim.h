@@ -89,6 +89,7 @@ using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimi
 class WrappedOptimizer : public Optimizer {
  public:
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
+  /// To read, and to set options (but learning rates by set_lr_factor). Only step() may write its parameters and state.
   torch::optim::Optimizer& torch_optimizer();
 
  private:

@@ -295,8 +295,8 @@ void Engine::set_reader(std::future<void> read) {
   reader_ = std::move(read);
 }
 
-// [Writers wait for the reader] The reader needs nothing of the engine, so that waiting under the lock ends. Whole parameters that are
-// present may be written meanwhile, replicated ones too: those of them that are the main parameters themselves are not for the reader.
+// [Writers wait for the reader] The reader needs nothing of the engine, so that waiting under the lock ends. Present whole parameters may
+// be written meanwhile: where they are the main parameters themselves, it does not read them.
 void Engine::wait_for_reader() {
   if (!reader_.valid()) return;
   reader_.wait();

@@ -200,9 +200,7 @@ class CheckpointBackward final : public Node {
     {
       const at::AutoGradMode with_grad(true);
       const SurroundingsGuard as_before(surroundings_);
-      // An entry that one run of `fn` makes in autocast's cache of cast weights belongs to the graph of that run, and the other run, or
-      // another checkpoint, must not find it.
-      const paging::NoAutocastCache no_cache;
+      const paging::NoAutocastCache no_cache;  // [One cache per graph]
       variable_list inputs;
       inputs.reserve(inputs_.size());
       for (const auto& input : inputs_) inputs.push_back(input.unpack(getptr()));
@@ -314,6 +312,8 @@ std::vector<at::Tensor> detail::checkpoint(const CheckpointOptions& options, Ten
   variable_list outputs;
   const NewGraph graph;
   {
+    // [One cache per graph] An entry that one run of `fn` makes in autocast's cache of cast weights belongs to the graph of that run, and
+    // the other run, or another checkpoint, must not find it.
     const paging::NoAutocastCache no_cache;
     outputs = fn(std::move(inputs));
   }

@@ -141,7 +141,8 @@ void HostBuffer::finish() {
     beside.emplace(c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_));
     ready_->block(beside->current_stream());
   }
-  for (const auto& copy : std::exchange(copies_, {})) copy.to.copy_(copy.from, /*non_blocking=*/true);
+  const auto copies = std::exchange(copies_, {});  // holds what is copied until it has been
+  for (const auto& copy : copies) copy.to.copy_(copy.from, /*non_blocking=*/true);
   memory::synchronize(device_);
 }
 

@@ -4,10 +4,10 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "same_bits.h"
 
 // Data that every rank can compute for every other rank, and what the collectives should make of it.
 namespace fsdp::testing {
@@ -21,11 +21,6 @@ inline at::Tensor numbers(std::int64_t numel, std::int64_t seed, at::ScalarType 
   auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed));
   const auto values = at::randn({numel}, generator, at::kDouble) * at::pow(10.0, at::randn({numel}, generator, at::kDouble));
   return values.to(dtype);
-}
-
-inline bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
-  if (a.dtype() != b.dtype() || a.sizes() != b.sizes()) return false;
-  return a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
 /// Element by element with c10's own conversions: what rank_order_sum promises.
@@ -83,7 +78,7 @@ struct Gather {
   }
 
   void check() const {
-    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bytes(pieces[i].full, expected[i])) << "piece " << i;
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].full, expected[i])) << "piece " << i;
   }
 
   std::vector<comm::GatherPiece> pieces;
@@ -114,7 +109,7 @@ struct Scatter {
   }
 
   void check() const {
-    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bytes(pieces[i].into, expected[i])) << "piece " << i;
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].into, expected[i])) << "piece " << i;
   }
 
   std::vector<comm::ScatterPiece> pieces;
@@ -145,7 +140,7 @@ struct Reduce {
   }
 
   void check() const {
-    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bytes(pieces[i].out, expected[i])) << "piece " << i;
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].out, expected[i])) << "piece " << i;
   }
 
   std::vector<comm::ReducePiece> pieces;

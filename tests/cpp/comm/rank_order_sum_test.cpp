@@ -10,7 +10,7 @@ namespace rank_order_sum_test {
 
 using testing::expected_sum;
 using testing::numbers;
-using testing::same_bytes;
+using testing::same_bits;
 
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
 
@@ -31,10 +31,10 @@ TEST_P(RankOrderSum, IsBitExact) {
         const at::Tensor expected = expected_sum(sources, old, scale, accumulate);
         const at::Tensor out = old.clone();
         rank_order_sum(sources, out, scale, accumulate);
-        EXPECT_TRUE(same_bytes(out, expected)) << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
+        EXPECT_TRUE(same_bits(out, expected)) << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
         const at::Tensor by_operators = old.clone();
         rank_order_sum_by_operators(sources, by_operators, scale, accumulate);
-        EXPECT_TRUE(same_bytes(by_operators, expected))
+        EXPECT_TRUE(same_bits(by_operators, expected))
             << "operators: " << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
       }
     }
@@ -75,7 +75,7 @@ TEST(RankOrderSum, IsTheSumOverRowsOfSumsWithinThem) {
     }
     const at::Tensor of_rows = torch::zeros({100});
     rank_order_sum(rows, of_rows, 1, false);
-    EXPECT_TRUE(same_bytes(of_rows, all)) << row;
+    EXPECT_TRUE(same_bits(of_rows, all)) << row;
   }
 }
 
@@ -98,7 +98,7 @@ TEST(RankOrderSum, OutMayBeASource) {
       aliased[static_cast<std::size_t>(own)] = out;
       const at::Tensor expected = expected_sum(sources, out.clone(), 0.5, false);
       rank_order_sum(aliased, out, 0.5, false);
-      EXPECT_TRUE(same_bytes(out, expected)) << ranks << " ranks, own " << own;
+      EXPECT_TRUE(same_bits(out, expected)) << ranks << " ranks, own " << own;
     }
   }
 }

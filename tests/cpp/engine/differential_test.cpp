@@ -24,6 +24,7 @@
 #include "engine/random_model.h"
 #include "fsdp/fsdp.h"
 #include "multi_rank.h"
+#include "same_bits.h"
 
 namespace differential_test {
 
@@ -35,9 +36,9 @@ using fsdp::testing::Failure;
 using fsdp::testing::mixed;
 using fsdp::testing::ModelBuilder;
 using fsdp::testing::ModelPlan;
+using fsdp::testing::NamedTensors;
 using fsdp::testing::Random;
 using fsdp::testing::RandomModel;
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 #ifdef FSDP_SANITIZED
 constexpr std::uint64_t kCases = 52;  // Each takes several times longer.

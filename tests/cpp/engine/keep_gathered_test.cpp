@@ -13,6 +13,7 @@
 
 namespace keep_gathered_test {
 
+using fsdp::testing::line;
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
 using fsdp::testing::stack_loss;
@@ -29,8 +30,7 @@ struct Outcome {
 
 Outcome train(int rank, std::int64_t budget) {
   auto model = make_stack();
-  auto sharded = fsdp::fully_shard(
-      *model, {.mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}), .units = stack_units(), .keep_gathered_bytes = budget});
+  auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units(), .keep_gathered_bytes = budget});
   fsdp::AdamW optimizer(*model, {.lr = 1e-2});
   for (int step = 0; step < 2; ++step) {
     sharded.reset_wire_stats();
@@ -81,9 +81,7 @@ TEST(KeepGathered, EachKeptUnitSavesAnAllGather) {
 TEST(KeepGathered, ValidationPassesAndUpdatesLeaveNothingBehind) {
   run_ranks(kRanks, [](int rank) {
     auto model = make_stack();
-    auto sharded = fsdp::fully_shard(
-        *model,
-        {.mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}), .units = stack_units(), .keep_gathered_bytes = std::int64_t{1} << 30});
+    auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units(), .keep_gathered_bytes = std::int64_t{1} << 30});
     fsdp::AdamW optimizer(*model, {.lr = 1e-2});
     const auto validate = [&] {
       const torch::NoGradGuard no_grad;

@@ -19,6 +19,7 @@ using fsdp::MemoryStats;
 using fsdp::Placement;
 using fsdp::Placements;
 using fsdp::testing::all_strategies;
+using fsdp::testing::line;
 using fsdp::testing::LiveBytes;
 using fsdp::testing::make_stack;
 using fsdp::testing::PredictedStep;
@@ -229,7 +230,7 @@ class Memory : public ::testing::TestWithParam<int> {};
 
 TEST_P(Memory, EqualsThePrediction) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       for (const int prefetch_depth : {0, 1, 2}) {
         for (const bool reshard : {true, false}) {
@@ -248,7 +249,7 @@ TEST_P(Memory, EqualsThePrediction) {
 
 TEST_P(Memory, FrozenParametersHaveNoGradients) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) expect_predicted_memory(mesh, {.strategy = strategy, .freeze = true});
   });
 }
@@ -256,7 +257,7 @@ TEST_P(Memory, FrozenParametersHaveNoGradients) {
 // Backward without reduction keeps a whole gradient for each unit; the next one with reduction gives them back one by one.
 TEST_P(Memory, AccumulationWithoutSyncHoldsWholeGradients) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       const Config config{.strategy = strategy};
       SCOPED_TRACE(config.text());
@@ -294,7 +295,7 @@ TEST_P(Memory, AccumulationWithoutSyncHoldsWholeGradients) {
 // With reduction each time, the second gradient can't be collected where the first result lies.
 TEST_P(Memory, AccumulationWithSync) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       const Config config{.strategy = strategy};
       SCOPED_TRACE(config.text());
@@ -340,7 +341,7 @@ MemoryStats peaks_of(const fsdp::DeviceMesh& mesh, const Config& config, int ste
 // Of models of more than a few units: with few, the two live gradients of ZeRO-2 can be more than what it saves.
 TEST_P(Memory, EachStrategyPeaksBelowTheOneBefore) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     Config config{.model = {.width = 16, .hidden = std::vector<std::int64_t>(12, 32)}};
     std::map<std::string, MemoryStats> peaks;
     for (const auto& strategy : all_strategies()) {
@@ -361,7 +362,7 @@ TEST_P(Memory, EachStrategyPeaksBelowTheOneBefore) {
 
 TEST_P(Memory, OnlyReadAheadAndKeptUnitsCostMore) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     const StackOptions model{.width = 16, .hidden = std::vector<std::int64_t>(6, 32)};
     auto probe = make_stack(model);
     const auto units = unit_table(*probe, unit_names(model), mesh.size());
@@ -378,7 +379,7 @@ TEST_P(Memory, OnlyReadAheadAndKeptUnitsCostMore) {
 // The first step knows no order: it gathers unit by unit, and still holds no more than the later ones.
 TEST_P(Memory, TheFirstStepPeaksNoHigherThanTheOthers) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       const auto first = peaks_of(mesh, {.strategy = strategy}, 1);
       const auto later = peaks_of(mesh, {.strategy = strategy}, 4);
@@ -407,7 +408,7 @@ struct EmbeddingsImpl : torch::nn::Module {
 
 TEST_P(Memory, TwoLiveGradientsAlsoWhereGradientsComeWithoutATouch) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     torch::manual_seed(3);
     EmbeddingsImpl model;
     const auto units = unit_table(model, {"", "embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3"}, mesh.size());
@@ -423,7 +424,7 @@ TEST_P(Memory, TwoLiveGradientsAlsoWhereGradientsComeWithoutATouch) {
 
 TEST_P(Memory, NothingIsAllocatedInTheSteadyState) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       for (const bool nested : {false, true}) {
         for (const int depth : {0, 1, 2}) {
@@ -450,7 +451,7 @@ TEST_P(Memory, NothingIsAllocatedInTheSteadyState) {
 
 TEST_P(Memory, ValidationSkippedLayersAndNewOrdersStayBounded) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       const Config config{.strategy = strategy};
       SCOPED_TRACE(config.text());
@@ -504,7 +505,7 @@ TEST_P(Memory, ValidationSkippedLayersAndNewOrdersStayBounded) {
 
 TEST_P(Memory, AModelThatGoesGivesItsMemoryBack) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     auto model = make_stack();
     auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
     const auto before = sharded.memory_stats();

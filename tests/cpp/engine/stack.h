@@ -9,14 +9,11 @@
 #include <vector>
 
 #include "fsdp/fsdp.h"
+#include "meshes.h"
 
 // A model whose every unit, touch and gradient a test can name: blocks of different sizes between an entry and a head that belong to the
 // root. Its blocks tell an observer when they compute, forward and backward.
 namespace fsdp::testing {
-
-/// All ranks in a row, and in two.
-inline DeviceMesh line() { return init_device_mesh("cpu", {{"dp_shard", -1}}); }
-inline DeviceMesh plane() { return init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}}); }
 
 struct StackOptions {
   std::int64_t width = 10;

@@ -19,6 +19,7 @@ namespace wire_test {
 
 using fsdp::Placements;
 using fsdp::testing::all_strategies;
+using fsdp::testing::line;
 using fsdp::testing::Log;
 using fsdp::testing::make_stack;
 using fsdp::testing::run_ranks;
@@ -116,7 +117,7 @@ class Wire : public ::testing::TestWithParam<int> {};
 
 TEST_P(Wire, AStepSendsWhatItsStrategyNeeds) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       for (const bool reshard : {true, false}) {
         for (const int depth : {0, 1, 2, 9}) {
@@ -141,7 +142,7 @@ TEST_P(Wire, AStepSendsWhatItsStrategyNeeds) {
 
 TEST_P(Wire, ReplicasAreGatheredAfterAnUpdateOnly) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto* strategy : {"optim", "optim_grads"}) {
       Training training(mesh, {.placements = Placements::from_name(strategy)});
       training.accumulate();
@@ -157,7 +158,7 @@ TEST_P(Wire, ReplicasAreGatheredAfterAnUpdateOnly) {
 
 TEST_P(Wire, AccumulationWithoutSyncSendsNoGradients) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       Training training(mesh, {.placements = Placements::from_name(strategy)});
       const bool sharded = strategy == "optim_grads_params";
@@ -183,7 +184,7 @@ TEST_P(Wire, AccumulationWithoutSyncSendsNoGradients) {
 
 TEST_P(Wire, UnusedUnitsSendNothing) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const int depth : {0, 1, 2}) {
       Training training(mesh, {.prefetch_depth = depth});
       for (int step = 0; step < 3; ++step) training.train({.order = {0, 1, 3}});
@@ -198,7 +199,7 @@ TEST_P(Wire, UnusedUnitsSendNothing) {
 
 TEST_P(Wire, FrozenParametersSendNoGradients) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     Training training(mesh, {}, [](fsdp::testing::Stack& model) {
       for (auto& item : model->named_parameters()) {
         if (item.key().starts_with("blocks.1.") || item.key() == "blocks.2.down.weight") item.value().requires_grad_(false);
@@ -212,7 +213,7 @@ TEST_P(Wire, FrozenParametersSendNoGradients) {
 
 TEST_P(Wire, ValidationGathersEachUnitOnce) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const int depth : {0, 1}) {
       Training training(mesh, {.prefetch_depth = depth});
       for (int step = 0; step < 3; ++step) training.train();
@@ -226,7 +227,7 @@ TEST_P(Wire, ValidationGathersEachUnitOnce) {
 
 TEST_P(Wire, AGradientNormIsOneSmallExchange) {
   run_ranks(GetParam(), [] {
-    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    const auto mesh = line();
     for (const auto* strategy : {"optim", "optim_grads", "optim_grads_params"}) {
       Training training(mesh, {.placements = Placements::from_name(strategy)});
       training.accumulate();

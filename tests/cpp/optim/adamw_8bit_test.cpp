@@ -27,7 +27,7 @@ namespace adamw_8bit_test {
 using testing::BruteForceMap;
 using testing::expect_same;
 using testing::has;
-using testing::mesh_of_all;
+using testing::line;
 using testing::message_of;
 using testing::NamedTensors;
 using testing::normal;
@@ -119,7 +119,7 @@ TEST(AdamW8bit, IsTheAlgorithmOnWholeParameters) {
                                 AdamW8bitOptions{.lr = 0.1, .betas = {0.5, 0.9}, .eps = 1e-4, .weight_decay = 0.3, .min_8bit_size = 1}}) {
       for (const auto& strategy : testing::all_strategies()) {
         Model model;
-        auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .placements = Placements::from_name(strategy), .granularity = in_blocks});
+        auto sharded = fully_shard(model, {.mesh = line(), .placements = Placements::from_name(strategy), .granularity = in_blocks});
         AdamW8bit optimizer(model, options);
         Reference reference(options);
         auto whole = testing::values_of(Model());
@@ -138,7 +138,7 @@ TEST(AdamW8bit, IsTheAlgorithmOnWholeParameters) {
 
 NamedTensors trained(const std::string& strategy, const AdamW8bitOptions& options) {
   Model model;
-  auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .placements = Placements::from_name(strategy), .granularity = in_blocks});
+  auto sharded = fully_shard(model, {.mesh = line(), .placements = Placements::from_name(strategy), .granularity = in_blocks});
   AdamW8bit optimizer(model, options);
   for (int step = 0; step < 5; ++step) {
     optimizer.zero_grad();
@@ -175,7 +175,7 @@ TEST(AdamW8bit, SmallParametersKeepFullState) {
     NamedTensors results[2];
     for (const bool eight_bits : {true, false}) {
       Model model;
-      auto sharded = fully_shard(model, {.mesh = mesh_of_all()});
+      auto sharded = fully_shard(model, {.mesh = line()});
       const AdamWOptions full{.lr = 0.02};
       Optimizer optimizer = eight_bits ? static_cast<Optimizer>(AdamW8bit(model, {.lr = 0.02, .min_8bit_size = 5000}))
                                        : static_cast<Optimizer>(AdamW(model, full));
@@ -192,7 +192,7 @@ TEST(AdamW8bit, SmallParametersKeepFullState) {
 
 TEST(AdamW8bit, StateIsAQuarter) {
   over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       torch::nn::Module model;
       const auto weight = model.register_parameter("weight", normal({64, 256}, 1));  // 64 blocks
@@ -224,7 +224,7 @@ TEST(AdamW8bit, ParametersOfEveryDtype) {
       torch::nn::Module twin;
       const auto value = normal({3, 512}, 1).to(dtype);
       const auto weight = model.register_parameter("weight", value.clone());
-      auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .granularity = in_blocks});
+      auto sharded = fully_shard(model, {.mesh = line(), .granularity = in_blocks});
       AdamW8bit optimizer(model, {.lr = 0.01, .min_8bit_size = 0});
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
@@ -245,7 +245,7 @@ double fit(const MakeOptimizer& make_optimizer) {
   torch::manual_seed(3);
   torch::nn::Sequential model(torch::nn::Linear(16, 128), torch::nn::GELU(), torch::nn::Linear(128, 128), torch::nn::GELU(),
                               torch::nn::Linear(128, 4));
-  const auto mesh = mesh_of_all();
+  const auto mesh = line();
   (void)fully_shard(*model, {.mesh = mesh, .units = testing::each_linear(), .granularity = in_blocks});
   auto optimizer = make_optimizer(*model);
   const auto truth = normal({16, 4}, 9);
@@ -275,7 +275,7 @@ TEST(AdamW8bit, GroupsAndLearningRates) {
     const AdamW8bitOptions options{.lr = 0.02, .weight_decay = 0.1, .min_8bit_size = 100};
     const AdamW8bitOptions special{.lr = 0.005, .weight_decay = 0, .min_8bit_size = 100};
     Model model;
-    auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .granularity = in_blocks});
+    auto sharded = fully_shard(model, {.mesh = line(), .granularity = in_blocks});
     const std::vector<ParamGroup> groups = {
         {.matches = [](const std::string& name) { return name != "even"; }, .lr = 0.005, .weight_decay = 0.0}};
     AdamW8bit optimizer(model, options, groups);
@@ -302,7 +302,7 @@ TEST(AdamW8bit, RefusesBlocksThatAreCut) {
     const auto refusal = [](const Granularity& granularity, const std::string& strategy) {
       torch::nn::Module model;
       model.register_parameter("weight", at::zeros({50, 100}));
-      (void)fully_shard(model, {.mesh = mesh_of_all(),
+      (void)fully_shard(model, {.mesh = line(),
                                 .placements = Placements::from_name(strategy),
                                 .granularity = [&](const std::string&, const at::Tensor&) { return granularity; }});
       return message_of([&] { AdamW8bit optimizer(model); });

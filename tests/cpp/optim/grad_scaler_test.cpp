@@ -22,8 +22,8 @@ using testing::batch;
 using testing::each_linear;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -36,7 +36,7 @@ at::Tensor loss_of(Net& net, int rank) { return net.forward(batch(rank)).square(
 void with_every_strategy(const std::function<void(Net& net, FSDPModule& sharded, const std::string& strategy)>& fn) {
   for (const auto& strategy : testing::all_strategies()) {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
     fn(*model, sharded, strategy);
   }
 }
@@ -48,8 +48,7 @@ TEST(GradScaler, StepsAsWithout) {
       AdamW optimizer(net, {.lr = 0.05});
       GradScaler scaler({.init_scale = 1024, .growth_interval = 2});
       const auto plain = make_net();
-      auto plain_sharded =
-          fully_shard(*plain, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto plain_sharded = fully_shard(*plain, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       AdamW plain_optimizer(*plain, {.lr = 0.05});
       for (int step = 0; step < 5; ++step) {
         optimizer.zero_grad();
@@ -73,7 +72,7 @@ TEST(GradScaler, StepsAsWithout) {
 
 TEST(GradScaler, OneInfiniteElementOnOneRankStopsAll) {
   over_ranks([](int rank) {
-    const int ranks = static_cast<int>(mesh_of_all().size());
+    const int ranks = static_cast<int>(line().size());
     for (const double bad : {-kInf, std::nan("")}) {
       with_every_strategy([&](Net& net, FSDPModule& sharded, const std::string& strategy) {
         AdamW optimizer(net, {.lr = 0.05});
@@ -115,7 +114,7 @@ TEST(GradScaler, FindsTheScaleForHalfPrecision) {
       torch::manual_seed(1);
       torch::nn::Linear model(8, 8);
       model->to(at::kHalf);
-      const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .placements = Placements::from_name(strategy)});
+      const auto sharded = fully_shard(*model, {.mesh = line(), .placements = Placements::from_name(strategy)});
       SGD optimizer(*model, {.lr = 0.1});
       GradScaler scaler({.init_scale = std::pow(2, 24)});
       const auto x = testing::normal({4, 8}, static_cast<std::uint64_t>(rank)).to(at::kHalf);
@@ -156,7 +155,7 @@ TEST(GradScaler, EveryDtypeAndEveryKindOfInfinity) {
 
 TEST(GradScaler, OneExchangeOfAByte) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     with_every_strategy([&](Net& net, FSDPModule& sharded, const std::string& strategy) {
       AdamW optimizer(net);
       GradScaler scaler;
@@ -174,8 +173,8 @@ TEST(GradScaler, SeveralModels) {
   over_ranks([](int rank) {
     const auto one = make_net();
     const auto two = make_net();
-    auto sharded_one = fully_shard(*one, {.mesh = mesh_of_all(), .units = each_linear()});
-    auto sharded_two = fully_shard(*two, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded_one = fully_shard(*one, {.mesh = line(), .units = each_linear()});
+    auto sharded_two = fully_shard(*two, {.mesh = line(), .units = each_linear()});
     SGD optimizer_one(*one, {.lr = 0.1});
     SGD optimizer_two(*two, {.lr = 0.1});
     GradScaler scaler({.init_scale = 4});
@@ -193,7 +192,7 @@ TEST(GradScaler, SeveralModels) {
 TEST(GradScaler, DisabledDoesNothing) {
   testing::run_ranks(2, [](int rank) {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     SGD optimizer(*model, {.lr = 0.1});
     GradScaler scaler({.enabled = false});
     EXPECT_FALSE(scaler.is_enabled());

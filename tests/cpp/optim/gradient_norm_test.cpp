@@ -23,8 +23,8 @@ using testing::batch;
 using testing::each_linear;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::NamedTensors;
 using testing::over_ranks;
@@ -33,7 +33,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 
 TEST(ClipGradNorm, IsTorchsAndTheSameForEveryStrategy) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto [norm_type, max_norm] : std::vector<std::pair<double, double>>{
              {2, 0.01}, {2, 1e6}, {1, 0.01}, {1, 1e6}, {3, 0.01}, {0.5, 0.01}, {kInf, 0.001}, {kInf, 1e6}}) {
       std::optional<double> first;
@@ -70,7 +70,7 @@ TEST(ClipGradNorm, CountsWhatHasAGradientOnly) {
   over_ranks([](int rank) {
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(),
+      auto sharded = fully_shard(*model, {.mesh = line(),
                                           .units = each_linear(),
                                           .placements = Placements::from_name(strategy),
                                           .granularity = [](const std::string&, const at::Tensor&) { return Granularity::rows(); }});
@@ -89,7 +89,7 @@ TEST(ClipGradNorm, GradientsThatAreNotFinite) {
     const double inf = kInf;
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       const auto fill = [&](double value) {
         sharded.zero_grad();
         auto loss = model->forward(batch(rank)).square().mean();
@@ -129,7 +129,7 @@ TEST(ClipGradNorm, RefusesABadBound) {
 // Whatever p, NaN is not lost: also not in a maximum, and on whichever rank.
 TEST(ClipGradNorm, NaNCountsForEveryNorm) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const double norm_type : {0.5, 1.0, 2.0, 3.0, kInf}) {
       for (std::int64_t element = 0; element < 100; element += 33) {  // on one rank or the other
         const auto model = make_net();
@@ -149,7 +149,7 @@ TEST(GradientNorms, AreTorchsByName) {
       std::vector<std::pair<std::string, double>> first;
       for (const auto& strategy : testing::all_strategies()) {
         const auto model = make_net();
-        auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+        auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
         EXPECT_TRUE(gradient_norms(*model, norm_type).empty());
         const auto x = batch(rank).matmul(model->first->weight.t());  // Without the bias.
         model->third(model->second(x)).square().mean().backward();
@@ -173,7 +173,7 @@ TEST(GradientNorms, AreTorchsByName) {
 
 TEST(GradientNorms, OneExchangeOfEightBytesPerParameter) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto model = make_net();
     auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
     model->forward(batch(rank)).square().mean().backward();
@@ -199,7 +199,7 @@ struct Dtypes : torch::nn::Module {
 TEST(GradientNorms, OfEveryDtype) {
   over_ranks([] {
     Dtypes model;
-    auto sharded = fully_shard(model, {.mesh = mesh_of_all()});
+    auto sharded = fully_shard(model, {.mesh = line()});
     model.loss().backward();
     std::map<std::string, at::Tensor> gradients;
     for (const auto& [name, gradient] : sharded.full_gradients()) gradients[name] = gradient.to(at::kDouble);

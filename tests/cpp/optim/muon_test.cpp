@@ -28,8 +28,8 @@ using testing::each_linear;
 using testing::expect_rule;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::NamedTensors;
 using testing::normal;
@@ -128,8 +128,7 @@ TEST(Muon, IsTorchsInBFloat16) {
 NamedTensors trained(const std::string& strategy, const MuonOptions& options) {
   const auto model = make_net();
   auto sharded = fully_shard(
-      *model,
-      {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy), .granularity = whole_matrices()});
+      *model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy), .granularity = whole_matrices()});
   Muon optimizer(*model, options);
   for (int step = 0; step < 4; ++step) {
     optimizer.zero_grad();
@@ -178,7 +177,7 @@ TEST(Muon, UpdatesAreNearlyOrthogonal) {
       for (const auto& shape : std::vector<std::vector<std::int64_t>>{{8, 40}, {40, 8}, {16, 64}}) {
         torch::nn::Module model;
         const auto weight = model.register_parameter("weight", at::zeros(shape));
-        auto sharded = fully_shard(model, {.mesh = mesh_of_all(), .granularity = whole_matrices()});
+        auto sharded = fully_shard(model, {.mesh = line(), .granularity = whole_matrices()});
         Muon optimizer(model, {.lr = 1, .momentum = 0, .ns_dtype = dtype});
         const auto gradient = normal(shape, 3);
         (weight * gradient).sum().backward();
@@ -212,7 +211,7 @@ TEST(Muon, TakesTheMatricesItIsGiven) {
         Convolution model;
         // By what is laid out whole; or everything is, and a predicate chooses.
         auto sharded =
-            fully_shard(model, {.mesh = mesh_of_all(),
+            fully_shard(model, {.mesh = line(),
                                 .placements = Placements::from_name(strategy),
                                 .granularity = by_predicate ? [](const std::string&, const at::Tensor&) { return Granularity::whole(); }
                                                             : whole_matrices(is_kernel)});
@@ -270,7 +269,7 @@ TEST(Muon, SchedulesScaleBothAlgorithms) {
     std::vector<NamedTensors> results;
     for (const auto& [use, factor] : {std::pair(half, 1.0), std::pair(options, 0.5)}) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .granularity = whole_matrices()});
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .granularity = whole_matrices()});
       Muon optimizer(*model, use);
       optimizer.set_lr_factor(factor);
       EXPECT_EQ(optimizer.lr(), 0.025);
@@ -301,7 +300,7 @@ TEST(Muon, ParametersThatGetGradientsLater) {
 
 TEST(Muon, StateBytesAreAsPredicted) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
       auto sharded = fully_shard(
@@ -354,7 +353,7 @@ TEST(Muon, RefusesMatricesThatAreCut) {
   testing::run_ranks(2, [] {
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      (void)fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      (void)fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       const auto message =
           message_of([&] { Muon optimizer(*model, {.matrices = [](const std::string& name) { return name != "third.weight"; }}); });
       if (strategy == "no_shard") {

@@ -26,10 +26,10 @@ using testing::each_linear;
 using testing::expect_rule;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::Loss;
 using testing::make_net;
 using testing::mean_square;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -92,7 +92,7 @@ TEST(SGD, SameBitsAsTheFusedKernelOnWholeParameters) {
 /// Trains the sharded model and a whole one with one of torch's own optimizers, on the same gradients.
 void expect_torch(const std::function<Optimizer(torch::nn::Module&)>& make_optimizer, const TorchOptimizerFactory& make_torch,
                   double tolerance, const std::vector<double>& factors = {1, 1, 1, 1}, const Loss& loss = mean_square) {
-  const auto mesh = mesh_of_all();
+  const auto mesh = line();
   for (const auto& strategy : testing::all_strategies()) {
     const auto model = make_net();
     const auto plain = make_net();
@@ -172,7 +172,7 @@ struct CountingSGD : torch::optim::SGD {
 
 TEST(Wrap, GivesTheOptimizerOnePieceOfEachParameter) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto model = make_net();
     model->first->bias.set_requires_grad(false);
     (void)fully_shard(*model, {.mesh = mesh, .units = each_linear()});
@@ -282,7 +282,7 @@ struct Even : torch::nn::Module {
 // Parameters that were skipped once have another step count than their neighbours, and are no longer of their segment.
 TEST(Optimizers, NeighboursOfDifferentAge) {
   over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const AdamWOptions adamw{.lr = 0.05, .weight_decay = 0.1};
     const SGDOptions sgd{.lr = 0.1, .momentum = 0.9, .dampening = 0.5};
     for (const bool adam : {true, false}) {
@@ -346,7 +346,7 @@ struct Mixed : torch::nn::Module {
 
 TEST(Optimizers, DtypesAndFrozenParametersInOneUnit) {
   over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const AdamWOptions options{.lr = 0.05, .weight_decay = 0.1};
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = std::make_shared<Mixed>();
@@ -372,7 +372,7 @@ TEST(Optimizers, DtypesAndFrozenParametersInOneUnit) {
 TEST(Optimizers, StepWithoutGradientsChangesNothing) {
   over_ranks([] {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     const auto before = sharded.full_parameters();
     AdamW adamw(*model, {.lr = 1, .weight_decay = 1});
     SGD sgd(*model, {.lr = 1, .momentum = 0.9, .weight_decay = 1});
@@ -386,7 +386,7 @@ TEST(Optimizers, StepWithoutGradientsChangesNothing) {
 TEST(Optimizers, AreMovable) {
   testing::run_ranks(2, [](int rank) {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     std::vector<Optimizer> optimizers;
     optimizers.push_back(AdamW(*model, {.lr = 0.1}));
     optimizers.push_back(SGD(*model, {.lr = 0.1}));
@@ -399,7 +399,7 @@ TEST(Optimizers, AreMovable) {
 
 TEST(Optimizers, StateBytesAreAsPredicted) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       const auto bytes_of = [&](const std::function<Optimizer(torch::nn::Module&)>& make, bool use_second) {
         const auto model = make_net();

@@ -30,7 +30,7 @@ struct RuleOptions {
 /// Trains with every strategy; after each step the parameters must be what `rule` makes of the same gradients on whole tensors.
 inline void expect_rule(const std::function<Optimizer(torch::nn::Module&)>& make_optimizer, const std::function<Rule()>& make_rule,
                         const RuleOptions& options = {}) {
-  const auto mesh = mesh_of_all();
+  const auto mesh = line();
   for (const auto& strategy : all_strategies()) {
     const auto model = make_net();
     auto whole = values_of(*make_net());

@@ -23,8 +23,8 @@ using testing::each_linear;
 using testing::expect_like_plain;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -221,7 +221,7 @@ TEST(Backward, AUnitUsedOnOneRankOnlyIsAnErrorThatDebuggingShows) {
     testing::run_ranks(2, [&](int rank) {
       setenv("FSDP_DEBUG", "1", 1);
       const auto model = make_net();
-      const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .prefetch_depth = 0});
+      const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .prefetch_depth = 0});
       const auto message = message_of([&] { program(*model, rank).square().mean().backward(); });
       EXPECT_TRUE(has(message, "'second'") && has(message, "rank 0") && has(message, "rank 1")) << message;
     });
@@ -254,7 +254,7 @@ TEST(Backward, FrozenParameters) {
 TEST(Backward, FrozenAfterSharding) {
   over_ranks([](int rank) {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     SGD optimizer(*model, {.lr = 0.1});
     const auto before = sharded.full_parameters();
     model->second->weight.set_requires_grad(false);
@@ -276,7 +276,7 @@ TEST(Backward, UnfrozenAfterShardingIsAnError) {
   over_ranks([](int rank) {
     const auto model = make_net();
     model->second->weight.set_requires_grad(false);
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     model->second->weight.set_requires_grad(true);
     auto loss = model->forward(batch(rank)).square().mean();
     const auto message = message_of([&] { loss.backward(); });
@@ -288,7 +288,7 @@ TEST(Backward, ThroughAGraphFromBeforeAStepIsTorchsError) {
   over_ranks([](int rank) {
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       SGD optimizer(*model, {.lr = 0.1});
       auto old = model->forward(batch(rank)).square().mean();
       model->forward(batch(rank)).square().mean().backward();
@@ -310,7 +310,7 @@ TEST(Backward, ThroughAGraphFromBeforeAStepIsTorchsError) {
 TEST(Backward, ThroughAParameterWrittenInPlaceIsTorchsError) {
   over_ranks([](int rank) {
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     auto loss = model->forward(batch(rank)).square().mean();
     {
       const torch::NoGradGuard no_grad;
@@ -324,7 +324,7 @@ TEST(Backward, ThroughAParameterWrittenInPlaceIsTorchsError) {
 
 TEST(Backward, ThatFailsLeavesNothingBehind) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto plain = make_net();
     for (int r = 0; r < mesh.size(); ++r) plain->forward(batch(r)).square().mean().backward();
     auto expected = testing::gradients_of(*plain);
@@ -390,7 +390,7 @@ TEST(Backward, HooksOnParametersSeeThisRanksGradient) {
 
 TEST(Backward, AccumulatesUntilZeroGrad) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto plain = make_net();
     for (int r = 0; r < mesh.size(); ++r) {
       for (int micro = 0; micro < 3; ++micro) plain->forward(batch(r + 10 * micro)).square().mean().backward();
@@ -422,7 +422,7 @@ TEST(Backward, ZeroGradDropsUnreducedGradients) {
   over_ranks([](int rank) {
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       model->forward(batch(rank)).square().mean().backward();
       const auto expected = sharded.full_gradients();
       sharded.zero_grad();
@@ -439,7 +439,7 @@ TEST(Backward, ZeroGradDropsUnreducedGradients) {
 // A gradient from before fully_shard counts, as it would without.
 TEST(Backward, AddsToAGradientFromBeforeSharding) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto plain = make_net();
     for (int r = 0; r < mesh.size(); ++r) {
       plain->forward(batch(r)).sum().backward();

@@ -31,8 +31,8 @@ using testing::each_linear;
 using testing::expect_like_plain;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::NamedTensors;
 using testing::Net;
@@ -98,7 +98,7 @@ TEST(Checkpoint, SameBitsOnAShardedModel) {
       NamedTensors expected;
       for (const bool checkpoints : {false, true}) {
         const auto model = make_net();
-        auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+        auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
         torch::manual_seed(static_cast<std::uint64_t>(rank) + 1);
         SGD optimizer(*model, {.lr = 0.1, .momentum = 0.9});
         for (int step = 0; step < 3; ++step) {
@@ -456,7 +456,7 @@ TEST(Checkpoint, AfterAStepIsAnError) {
   over_ranks([](int rank) {
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       SGD optimizer(*model, {.lr = 0.1});
       const auto pass = [&] { return forward({.checkpoints = true}, *model, batch(rank)).square().mean(); };
       auto old = pass();
@@ -504,7 +504,7 @@ TEST(Checkpoint, ARepetitionThatThrowsLeavesNothingBehind) {
   over_ranks([](int rank) {
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
-      auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
       const auto pass = [&] {
         torch::manual_seed(static_cast<std::uint64_t>(rank));
         forward({.checkpoints = true}, *model, batch(rank)).square().mean().backward();
@@ -673,7 +673,7 @@ TEST(Checkpoint, TheEngineNeedsNoMoreMemory) {
     for (const auto& strategy : testing::all_strategies()) {
       for (const int depth : {0, 1}) {
         const FullyShardOptions options{
-            .mesh = mesh_of_all(), .units = testing::stack_units(), .placements = Placements::from_name(strategy), .prefetch_depth = depth};
+            .mesh = line(), .units = testing::stack_units(), .placements = Placements::from_name(strategy), .prefetch_depth = depth};
         const auto what = strategy + ", prefetch_depth " + std::to_string(depth);
         const auto plain = needs_of(rank, options, 0);
         const auto one = needs_of(rank, options, 1);

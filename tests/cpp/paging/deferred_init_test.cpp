@@ -26,7 +26,7 @@ using testing::expect_materialized_like_eager;
 using testing::expect_same;
 using testing::expect_sharded_like_eager;
 using testing::has;
-using testing::mesh_of_all;
+using testing::line;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -327,7 +327,7 @@ TEST(DeferredInit, IgnoredParametersBecomeOrdinary) {
     auto [plain, numbers] = with_seed([] { return std::make_shared<Net>(); });
     for (const auto from : {InitialValues::kOwn, InitialValues::kFromRank0}) {
       auto [model, same_numbers] = with_seed([] { return deferred_init([] { return std::make_shared<Net>(); }); });
-      (void)fully_shard(*model, {.mesh = mesh_of_all(),
+      (void)fully_shard(*model, {.mesh = line(),
                                  .units = each_linear(),
                                  .ignore = [](const std::string& name, const at::Tensor&) { return name.starts_with("second."); },
                                  .initial_values = from});
@@ -367,7 +367,7 @@ TEST(DeferredInit, OperatorsOnTheResultAreRecorded) {
     auto [model, same_numbers] = with_seed([] { return deferred_init([] { return std::make_shared<Net>(); }); });
     change(*model);
     EXPECT_TRUE(torch::equal(next, at::rand({2})));
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     expect_same(sharded.full_parameters(), values_of(*plain), 0, "parameters");
   });
 }
@@ -397,7 +397,7 @@ TEST(DeferredInit, ModelsThatAreDeferredInPart) {
     torch::manual_seed(5);
     const auto first = linear();
     Pair model(first, deferred_init(linear));
-    const auto sharded = fully_shard(model, {.mesh = mesh_of_all()});  // with and without memory in one unit
+    const auto sharded = fully_shard(model, {.mesh = line()});  // with and without memory in one unit
     expect_same(sharded.full_parameters(), values_of(plain), 0, "parameters");
     EXPECT_TRUE(torch::equal(model.forward(batch(rank)), plain.forward(batch(rank))));
   });
@@ -418,7 +418,7 @@ TEST(DeferredInit, TensorsThatAreNeitherParametersNorBuffers) {
     auto [plain, numbers] = with_seed(make);
     auto [model, same_numbers] = with_seed([&] { return deferred_init(make); });
     auto [whole, ignored] = with_seed([&] { return deferred_init(make); });
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all()});
+    const auto sharded = fully_shard(*model, {.mesh = line()});
     materialize(*whole);
     EXPECT_TRUE(is_deferred(model->mask));
     EXPECT_TRUE(torch::equal(model->forward(batch(rank)), plain->forward(batch(rank))));

@@ -18,7 +18,7 @@
 namespace fsdp {
 namespace deferred_memory_test {
 
-using testing::mesh_of_all;
+using testing::line;
 using testing::over_ranks;
 using testing::run_ranks;
 
@@ -81,7 +81,7 @@ GPT make_gpt() { return GPT(GPTConfig{.vocab = 2304, .dim = 512, .layers = 4, .h
 // Shards, plus one parameter: less than one unit.
 TEST(DeferredMemory, ShardsAndOneParameter) {
   over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     counted([&](const std::shared_ptr<Allocations>& allocations) {
       for (const bool loop : {false, true}) {
         GPT model(nullptr);
@@ -125,7 +125,7 @@ std::int64_t largest_unit(GPT& model) {
 
 TEST(DeferredMemory, Rank0HoldsOneUnitToSendIt) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     counted([&](const std::shared_ptr<Allocations>& allocations) {
       auto model = deferred_init([] { return make_gpt(); });
       const auto sharding = memory_of(allocations, [&] {
@@ -160,7 +160,7 @@ TEST(DeferredMemory, WhoOnlySendsSummonedParametersHoldsOneUnit) {
   run_ranks(2, [](int rank) {
     counted([&](const std::shared_ptr<Allocations>& allocations) {
       auto model = deferred_init([] { return make_gpt(); });
-      const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each<GPTBlockImpl>()});
+      const auto sharded = fully_shard(*model, {.mesh = line(), .units = each<GPTBlockImpl>()});
       const auto summoning = memory_of(allocations, [&] {
         const SummonFullParams whole(*model, {.writeback = false, .rank0_only = true});
         EXPECT_LE(sharded.memory_stats().gathered_parameters.live, rank == 0 ? parameter_bytes(*model) + kSlack : 0);
@@ -177,7 +177,7 @@ TEST(DeferredMemory, ZeroTakesNothing) {
     counted([&](const std::shared_ptr<Allocations>& allocations) {
       const auto building = memory_of(allocations, [&] {
         auto model = deferred_init([] { return make_gpt(); }, {.draw = false});
-        (void)fully_shard(*model, {.mesh = mesh_of_all(), .units = each<GPTBlockImpl>(), .initial_values = InitialValues::kZero});
+        (void)fully_shard(*model, {.mesh = line(), .units = each<GPTBlockImpl>(), .initial_values = InitialValues::kZero});
       });
       EXPECT_LE(building.peak, kSlack);
     });
@@ -217,8 +217,7 @@ TEST(DeferredMemory, UnitsThatComeFromOneAnother) {
         for (std::size_t i = 1; i < 8; ++i) layers->layers[i]->weight.copy_(layers->layers[i - 1]->weight * 0.5 + 1);
         return layers;
       });
-      const auto sharding =
-          memory_of(allocations, [&] { (void)fully_shard(*model, {.mesh = mesh_of_all(), .units = testing::each_linear()}); });
+      const auto sharding = memory_of(allocations, [&] { (void)fully_shard(*model, {.mesh = line(), .units = testing::each_linear()}); });
       EXPECT_LE(sharding.peak, 3 * Layers::kBytes + kSlack);
     });
   });
@@ -238,8 +237,7 @@ TEST(DeferredMemory, CopiesOfWhatCameFromOutsideGoWithTheirUnits) {
         });
       });
       EXPECT_LE(building.left, 4 * Layers::kBytes + kSlack);
-      const auto sharding =
-          memory_of(allocations, [&] { (void)fully_shard(*model, {.mesh = mesh_of_all(), .units = testing::each_linear()}); });
+      const auto sharding = memory_of(allocations, [&] { (void)fully_shard(*model, {.mesh = line(), .units = testing::each_linear()}); });
       EXPECT_LE(sharding.peak, Layers::kBytes + kSlack);
       EXPECT_LE(building.left + sharding.left, kSlack);
     });

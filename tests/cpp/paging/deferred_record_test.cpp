@@ -23,7 +23,7 @@ using testing::buffers_of;
 using testing::expect_materialized_like_eager;
 using testing::expect_same;
 using testing::has;
-using testing::mesh_of_all;
+using testing::line;
 using testing::message_of;
 using testing::Net;
 using testing::run_ranks;
@@ -156,7 +156,7 @@ TEST(DeferredRecord, TablesFilledByPointers) {
   run_ranks(2, [&] {
     auto [plain, numbers] = with_seed(make);
     auto [model, same_numbers] = with_seed([&] { return deferred_init(make); });
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all()});
+    auto sharded = fully_shard(*model, {.mesh = line()});
     expect_same(sharded.full_parameters(), values_of(*plain), 0, "parameters");
     expect_same(buffers_of(*model), buffers_of(*plain), 0, "buffers");
   });

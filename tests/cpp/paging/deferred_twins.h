@@ -72,7 +72,7 @@ void expect_materialized_like_eager(const Make& make, bool all_deferred = true) 
 template <typename Make, typename Run>
 void expect_sharded_like_eager(const Make& make, const UnitPredicate& units, const Run& run) {
   over_ranks([&](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : all_strategies()) {
       const FullyShardOptions options{.mesh = mesh, .units = units, .placements = Placements::from_name(strategy)};
       auto [plain, numbers] = with_seed(make);

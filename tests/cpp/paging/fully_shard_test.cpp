@@ -24,8 +24,8 @@ using testing::each_linear;
 using testing::expect_same;
 using testing::expect_same_bits;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -33,7 +33,7 @@ using testing::values_of;
 
 TEST(FullyShard, ParametersKeepTheirIdentityAndHoldNoMemory) {
   over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto model = make_net();
     const auto before = model->parameters();
     const auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
@@ -52,7 +52,7 @@ TEST(FullyShard, ParametersKeepTheirIdentityAndHoldNoMemory) {
 
 TEST(FullyShard, ShardsCoverEveryParameterOnce) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto plain = make_net();
     const auto model = make_net();
     const auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
@@ -91,7 +91,7 @@ TEST(FullyShard, Handles) {
 
 TEST(FullyShard, RefusesWhatItCannotShard) {
   over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto refusal = [&](torch::nn::Module& module, FullyShardOptions options = {}) {
       options.mesh = mesh;
       return message_of([&] { fully_shard(module, options); });
@@ -147,7 +147,7 @@ TEST(FullyShard, RefusesWhatItCannotShard) {
 
 TEST(FullyShard, RanksThatDifferAreAnErrorOnAll) {
   testing::run_ranks(2, [](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     torch::nn::Linear model(6, rank == 0 ? 4 : 5);
     const auto message = message_of([&] { fully_shard(*model, {.mesh = mesh}); });
     EXPECT_TRUE(has(message, "'weight' [4, 6]") && has(message, "'weight' [5, 6]")) << message;
@@ -161,7 +161,7 @@ TEST(FullyShard, RanksThatDifferAreAnErrorOnAll) {
 // What takes a parameter's data away is noticed when the next forward begins, or by the backward or optimizer where all of it is gone.
 TEST(FullyShard, ConvertedParametersAreAnError) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto initial = values_of(*make_net());
     const auto expect_error = [&](Net& model, const at::Tensor& x) {
       fsdp::SGD optimizer(model, {.lr = 0.1});
@@ -211,7 +211,7 @@ TEST(FullyShard, ConvertedParametersAreAnError) {
 
 TEST(FullyShard, UnshardTrainAndShardAgain) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       const auto placements = Placements::from_name(strategy);
       const auto plain = make_net();
@@ -263,7 +263,7 @@ TEST(FullyShard, UnshardTrainAndShardAgain) {
 TEST(FullyShard, HandlesAndOptimizersEndWithUnsharding) {
   over_ranks([](int rank) {
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     SGD optimizer(*model, {.lr = 0.1});
     fully_unshard(*model);
     model->forward(batch(rank)).square().mean().backward();
@@ -277,7 +277,7 @@ TEST(FullyShard, AGraphOutlivesItsModel) {
   over_ranks([](int rank) {
     auto model = make_net();
     model->second->bias.set_requires_grad(false);
-    std::weak_ptr<engine::Engine> engine = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()}).engine();
+    std::weak_ptr<engine::Engine> engine = fully_shard(*model, {.mesh = line(), .units = each_linear()}).engine();
     const auto x = batch(rank).requires_grad_();
     auto loss = model->forward(x).square().mean();
     model.reset();
@@ -298,8 +298,7 @@ TEST(FullyShard, NothingHoldsTheEngineButTheModelAndItsUsers) {
       auto model = make_net();
       std::weak_ptr<engine::Engine> engine;
       {
-        const auto sharded =
-            fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+        const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
         engine = sharded.engine();
       }
       EXPECT_FALSE(engine.expired());
@@ -329,7 +328,7 @@ TEST(FullyShard, AParameterOutlivesItsModel) {
   over_ranks([] {
     const auto plain = make_net();
     auto model = make_net();
-    (void)fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    (void)fully_shard(*model, {.mesh = line(), .units = each_linear()});
     const auto weight = model->second->weight;
     model.reset();
     EXPECT_TRUE(torch::equal(weight, plain->second->weight));  // It holds the engine; the other parameters are gone.
@@ -338,7 +337,7 @@ TEST(FullyShard, AParameterOutlivesItsModel) {
     auto model = make_net();
     at::Tensor detached;
     {
-      const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+      const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
       detached = model->second->weight.detach();
     }
     model.reset();
@@ -350,7 +349,7 @@ TEST(FullyShard, AParameterOutlivesItsModel) {
 TEST(FullyShard, ZeroGradOfTheModuleLeavesShards) {
   over_ranks([](int rank) {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     model->forward(batch(rank)).square().mean().backward();
     const auto before = sharded.full_gradients();
     model->zero_grad();
@@ -360,7 +359,7 @@ TEST(FullyShard, ZeroGradOfTheModuleLeavesShards) {
 
 TEST(FullyShard, GranularityKeepsPiecesWhole) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto plain = make_net();
     const auto model = make_net();
     auto sharded =

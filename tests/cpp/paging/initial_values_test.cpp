@@ -23,8 +23,8 @@ using testing::buffers_of;
 using testing::each_linear;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -39,7 +39,7 @@ TEST(DeferredInit, NotDrawn) {
     EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
     const auto message = message_of([&] { model->first->weight.sum().item<float>(); });
     EXPECT_TRUE(has(message, "'aten::uniform_'") && has(message, "InitialValues::kZero")) << message;
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .initial_values = InitialValues::kZero});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .initial_values = InitialValues::kZero});
     for (const auto& shard : sharded.parameter_shards()) EXPECT_EQ(shard.value.count_nonzero().item<std::int64_t>(), 0);
   });
 }
@@ -62,7 +62,7 @@ struct Normed : torch::nn::Module {
 TEST(InitialValues, FromRank0) {
   for (const int ranks : {1, 2, 4}) {
     run_ranks(ranks, [](int rank) {
-      const auto mesh = mesh_of_all();
+      const auto mesh = line();
       // Whole, deferred, and deferred without a value on any other rank.
       for (const int kind : {0, 1, 2, 3}) {
         for (const auto& strategy : testing::all_strategies()) {
@@ -100,7 +100,7 @@ TEST(InitialValues, BuffersThatDifferAreAnError) {
   run_ranks(2, [](int rank) {
     torch::nn::Linear model(3, 3);
     model->register_buffer("table", at::zeros({2 + rank}));
-    const auto message = message_of([&] { fully_shard(*model, {.mesh = mesh_of_all(), .initial_values = InitialValues::kFromRank0}); });
+    const auto message = message_of([&] { fully_shard(*model, {.mesh = line(), .initial_values = InitialValues::kFromRank0}); });
     EXPECT_TRUE(has(message, "buffer 'table' [2]") && has(message, "buffer 'table' [3]")) << message;
   });
 }
@@ -144,8 +144,7 @@ TEST(InitialValues, ARankThatCanNotComputeItsValuesFailsAll) {
     run_ranks(2, [&](int rank) {
       // On rank 0, nothing was drawn.
       const auto model = deferred_init([] { return std::make_shared<Net>(); }, {.draw = rank != 0});
-      const auto message =
-          message_of([&] { fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .initial_values = from}); });
+      const auto message = message_of([&] { fully_shard(*model, {.mesh = line(), .units = each_linear(), .initial_values = from}); });
       EXPECT_TRUE(has(message, "rank 0 has") && has(message, "'aten::uniform_' was recorded without drawing")) << message;
     });
   }

@@ -22,8 +22,8 @@ using testing::batch;
 using testing::each_linear;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::values_of;
@@ -63,7 +63,7 @@ std::vector<Write> writes() {
 
 TEST(PagedStorage, WritesAreWrittenBack) {
   testing::over_ranks([] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       for (const auto& write : writes()) {
         const auto what = strategy + ", " + write.name;
@@ -89,7 +89,7 @@ TEST(PagedStorage, WritesAreInTheShardsBeforeAnyEviction) {
     const torch::NoGradGuard no_grad;
     const auto plain = make_net();
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     plain->third->weight.add_(1);
     model->third->weight.add_(1);
     for (const auto& shard : sharded.parameter_shards()) {
@@ -104,7 +104,7 @@ TEST(PagedStorage, TheOwnersWriteCounts) {
   testing::run_ranks(2, [](int rank) {
     const torch::NoGradGuard no_grad;
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     model->second->weight.fill_(rank);
     model->second->bias.fill_(rank);
     const auto full = sharded.full_parameters();
@@ -121,7 +121,7 @@ TEST(PagedStorage, WritesBetweenBackwardAndStepCount) {
   testing::over_ranks([](int rank) {
     const auto plain = make_net();
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     SGD optimizer(*model, {.lr = 0.5});
     model->forward(batch(rank)).sum().backward();
     for (auto* net : {plain.get(), model.get()}) {
@@ -139,7 +139,7 @@ TEST(PagedStorage, WritesBetweenBackwardAndStepCount) {
 TEST(PagedStorage, AWriteSurvivesAFailedBackward) {
   testing::over_ranks([](int rank) {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     auto hidden = model->second(at::tanh(model->first(batch(rank))));
     hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("out of luck"); });
     auto loss = model->third(hidden).sum();
@@ -157,7 +157,7 @@ TEST(PagedStorage, AWriteSurvivesAFailedBackward) {
 TEST(PagedStorage, AddressOfAnEvictedParameterIsAnError) {
   testing::over_ranks([] {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     const auto message = message_of<c10::Error>([&] { model->second->weight.data_ptr<float>(); });
     EXPECT_TRUE(has(message, "call unshard()")) << message;
     EXPECT_NE(message_of<c10::Error>([&] { model->second->weight.storage().data(); }), "no error");
@@ -177,7 +177,7 @@ TEST(PagedStorage, IsReadAsBefore) {
     const auto plain = make_net();
     const auto model = make_net();
     const auto& weight = model->second->weight;
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     EXPECT_EQ(weight.sizes(), plain->second->weight.sizes());
     EXPECT_EQ(weight.strides(), plain->second->weight.strides());
     EXPECT_TRUE(weight.requires_grad() && weight.is_leaf() && weight.is_contiguous());
@@ -201,7 +201,7 @@ TEST(PagedStorage, CopiesAreOrdinaryTensors) {
   testing::over_ranks([](int rank) {
     const auto plain = make_net();
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     std::vector<at::Tensor> copies;
     for (const auto& parameter : model->parameters()) {
       copies.push_back(parameter.detach().clone());
@@ -225,7 +225,7 @@ TEST(PagedStorage, ACloneOfAModuleIsPlain) {
     torch::manual_seed(1);
     torch::nn::Sequential model(torch::nn::Linear(6, 10), torch::nn::Tanh(), torch::nn::Linear(10, 3));
     const auto expected = model->forward(batch(rank)).detach();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     const auto copy = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
     for (const auto& parameter : copy->parameters()) EXPECT_FALSE(parameter.key_set().has(paging::kPagedKey));
     const auto output = copy->forward(batch(rank));
@@ -241,7 +241,7 @@ TEST(PagedStorage, ViewsOutliveEviction) {
   testing::over_ranks([](int rank) {
     const auto plain = make_net();
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear(), .prefetch_depth = 0});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .prefetch_depth = 0});
     const auto view = model->first->weight.view({5, 12}).narrow(0, 1, 3);
     const auto rows = model->second->weight.unbind(0);
     model->forward(batch(rank));
@@ -256,7 +256,7 @@ TEST(PagedStorage, SavingAnEvictedModelIsAnError) {
   testing::over_ranks([] {
     const auto plain = make_net();
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all()});
+    const auto sharded = fully_shard(*model, {.mesh = line()});
     std::ostringstream stream;
     const auto message = message_of<c10::Error>([&] { torch::save(model, stream); });
     EXPECT_TRUE(has(message, "call unshard()")) << message;

@@ -24,8 +24,8 @@ using testing::batch;
 using testing::each_linear;
 using testing::expect_same;
 using testing::has;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::message_of;
 using testing::Net;
 using testing::over_ranks;
@@ -35,7 +35,7 @@ using testing::values_of;
 /// Calls fn(model, handle, strategy) on two ranks, for each strategy.
 void over_strategies(const std::function<void(const std::shared_ptr<Net>&, FSDPModule&, const std::string&)>& fn) {
   run_ranks(2, [&] {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       const auto model = make_net();
       auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear(), .placements = Placements::from_name(strategy)});
@@ -118,7 +118,7 @@ TEST(SummonFullParams, WhatIsWrittenIsDropped) {
 TEST(SummonFullParams, EachRankKeepsItsSlice) {
   over_strategies([](const auto& model, FSDPModule& sharded, const std::string& strategy) {
     if (strategy == "no_shard") return;  // there, each rank's parameters are its own
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     {
       const SummonFullParams whole(*model);
       for (const auto& parameter : model->parameters()) {
@@ -137,7 +137,7 @@ TEST(SummonFullParams, EachRankKeepsItsSlice) {
 TEST(SummonFullParams, OnRank0Only) {
   over_strategies([](const auto& model, FSDPModule& sharded, const std::string& strategy) {
     const auto plain = make_net();
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     {
       const SummonFullParams whole(*model, {.writeback = false, .rank0_only = true});
       if (mesh.rank() == 0) {
@@ -165,7 +165,7 @@ TEST(SummonFullParams, OnRank0Only) {
 TEST(SummonFullParams, PartsOfAModel) {
   run_ranks(2, [] {
     auto model = testing::make_stack({.nested = true});
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = testing::stack_units()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = testing::stack_units()});
     const auto present = [](const at::Tensor& parameter) {
       try {
         return parameter.data_ptr() != nullptr;
@@ -230,7 +230,7 @@ TEST(SummonFullParams, OperatorsInsideGatherNothing) {
 
 TEST(SummonFullParams, BetweenTrainingSteps) {
   run_ranks(2, [](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       const auto quiet = make_net();
       const auto model = make_net();
@@ -362,7 +362,7 @@ TEST(SummonFullParams, ModelsOfDeferredInit) {
     torch::manual_seed(1);
     const auto model = deferred_init([] { return std::make_shared<Net>(); });
     EXPECT_TRUE(has(message_of([&] { SummonFullParams guard(*model); }), "no sharded parameters"));
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     const SummonFullParams whole(*model);
     expect_same(values_of(*model), values_of(*plain), 0, "whole");
   });

@@ -25,8 +25,8 @@ using testing::batch;
 using testing::each_linear;
 using testing::expect_like_plain;
 using testing::expect_same;
+using testing::line;
 using testing::make_net;
-using testing::mesh_of_all;
 using testing::Net;
 using testing::normal;
 using testing::over_ranks;
@@ -152,7 +152,7 @@ struct Tied : torch::nn::Module {
 // One tensor under two names is one parameter, under the first name.
 TEST(Trap, WeightsTiedAcrossUnits) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto tokens = [](int r) { return torch::arange(5, at::kLong).add(2 * r).remainder(12); };
     for (const auto& strategy : testing::all_strategies()) {
       const auto plain = testing::seeded([] { return std::make_shared<Tied>(); });
@@ -194,7 +194,7 @@ struct TiedInside : torch::nn::Module {
 
 TEST(Trap, WeightsTiedWithinAModule) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto plain = testing::seeded([] { return std::make_shared<TiedInside>(); });
     const auto model = testing::seeded([] { return std::make_shared<TiedInside>(); });
     auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
@@ -218,7 +218,7 @@ TEST(Trap, ProfilerThatRecordsInputs) {
   over_ranks([](int rank) {
     const auto plain = make_net();
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     namespace profiler = torch::autograd::profiler;
     const profiler::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO, /*report_input_shapes=*/true,
                                           /*profile_memory=*/true);
@@ -253,7 +253,7 @@ TEST(Trap, AutocastCastsWhatItGathered) {
 // Other passes between training steps change the order of touches, nothing else.
 TEST(Trap, EvaluationBetweenSteps) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     for (const auto& strategy : testing::all_strategies()) {
       const auto quiet = make_net();
       const auto model = make_net();
@@ -294,7 +294,7 @@ TEST(Trap, EvaluationBetweenSteps) {
 TEST(Trap, WritesInInferenceModeAreWrittenBack) {
   over_ranks([] {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     {
       const torch::InferenceMode inference;
       model->first->bias.fill_(3);
@@ -307,7 +307,7 @@ TEST(Trap, WritesInInferenceModeAreWrittenBack) {
 
 TEST(Trap, TwoModelsSideBySide) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const auto loss_of = [](Net& a, Net& b, int r) {
       return (a.forward(batch(r)) * b.forward(batch(r + 1))).square().mean() +
              (a.first->weight - 2 * b.second->weight.narrow(1, 0, 6)).square().sum();
@@ -337,7 +337,7 @@ TEST(Trap, TwoModelsSideBySide) {
 // The average of weights over steps: one operator that reads one model and writes another.
 TEST(Trap, OneOperatorOnTwoModels) {
   over_ranks([](int rank) {
-    const auto mesh = mesh_of_all();
+    const auto mesh = line();
     const torch::NoGradGuard no_grad;
     const auto average = [](Net& mean, Net& net, bool foreach) {
       if (foreach) {
@@ -375,7 +375,7 @@ TEST(Trap, AnotherThreadAfterThisOne) {
   over_ranks([](int rank) {
     const auto plain = make_net();
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     at::Tensor output;
     std::thread([&] { output = model->forward(batch(rank)); }).join();
     EXPECT_TRUE(torch::equal(output, plain->forward(batch(rank))));
@@ -397,7 +397,7 @@ TEST(Trap, ModelsOfTheirOwnInThreads) {
         const torch::NoGradGuard no_grad;
         const auto model = std::make_shared<Net>();
         for (const auto& parameter : model->parameters()) torch::nn::init::constant_(parameter, 0.1 * (k + 1));
-        const auto sharded = fully_shard(*model, {.mesh = mesh_of_all(), .units = each_linear()});
+        const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
         for (int pass = 0; pass < 20; ++pass) outputs[static_cast<std::size_t>(k)] = model->forward(batch(0));
       });
     }
@@ -444,7 +444,7 @@ TEST(Trap, AutocastCachesNoShardedWeights) {
     auto plain = make_net();
     const auto expected = train(*plain, false);
     auto net = make_net();
-    fully_shard(*net, {.mesh = mesh_of_all(), .units = each_linear()});
+    fully_shard(*net, {.mesh = line(), .units = each_linear()});
     const auto losses = train(*net, true);
     for (std::size_t i = 0; i < losses.size(); ++i) {
       EXPECT_TRUE(at::equal(losses[i], expected[i])) << "step " << i << ": " << losses[i].item<float>() << " " << expected[i].item<float>();

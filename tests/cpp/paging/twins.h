@@ -12,6 +12,7 @@
 
 #include "engine/reference.h"
 #include "fsdp/fsdp.h"
+#include "meshes.h"
 #include "messages.h"
 #include "multi_rank.h"
 
@@ -23,8 +24,6 @@ template <typename Fn>
 void over_ranks(const Fn& fn) {
   for (const int ranks : {1, 2, 4}) run_ranks(ranks, fn);
 }
-
-inline DeviceMesh mesh_of_all() { return init_device_mesh("cpu", {{"dp_shard", -1}}); }
 
 inline at::Tensor normal(at::IntArrayRef shape, std::uint64_t seed) {
   auto generator = at::detail::createCPUGenerator(seed);
@@ -76,7 +75,7 @@ inline NamedTensors values_of(const torch::nn::Module& module) {
 /// the plain ones' mean: the same bits on one rank, equal to rounding on several. Called in each rank.
 template <typename Make, typename Run>
 void expect_like_plain(const Make& make, const UnitPredicate& units, const Run& run) {
-  const auto mesh = mesh_of_all();
+  const auto mesh = line();
   const int ranks = static_cast<int>(mesh.size());
   const auto plain = seeded(make);
   std::vector<at::Tensor> expected;
