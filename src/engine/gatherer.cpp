@@ -1,6 +1,7 @@
 #include "engine/gatherer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 

@@ -8,10 +8,27 @@
 
 namespace fsdp::memory {
 
+/// A storage can take back that it refuses to tell its address: torch 2.11's can't. There, one without memory has the address null, which
+/// torch refuses to tell in words of its own.
+template <typename Storage>
+concept CanRefuseForAWhile = requires(Storage& storage) {
+  storage.clear_data_ptr_access_error_msg_();
+};
+
+template <typename Storage>
+void tell_address(Storage& storage) {
+  if constexpr (CanRefuseForAWhile<Storage>) storage.clear_data_ptr_access_error_msg_();
+}
+
+template <typename Storage>
+void refuse_address(Storage& storage, const char* reason) {
+  if constexpr (CanRefuseForAWhile<Storage>) storage.release_data_and_set_meta_custom_data_ptr_error_msg_(reason);
+}
+
 /// Lends bytes to a storage, so that tensors that view it have memory; they are created once and keep their identity while the memory under
 /// them comes and goes. The storage does not own the bytes: detach before they are released.
 inline void attach(c10::StorageImpl& storage, void* data, std::int64_t bytes) {
-  storage.clear_data_ptr_access_error_msg_();
+  tell_address(storage);
   storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
   storage.set_nbytes(static_cast<std::size_t>(bytes));
 }
@@ -27,7 +44,7 @@ inline void detach(c10::StorageImpl& storage) {
 /// As above; who asks for the address of its data gets an error that says `reason`, not a null pointer.
 inline void detach(c10::StorageImpl& storage, const char* reason) {
   detach(storage);
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(reason);
+  refuse_address(storage, reason);
 }
 
 /// A storage without bytes, for attach.

@@ -21,9 +21,11 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -40,6 +42,20 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+
+/// A node of autograd's graph, counted as torch counts them: torch 2.11 by shared_ptr.
+template <typename T>
+using NodePtr =
+    std::conditional_t<std::is_same_v<decltype(Edge::function), std::shared_ptr<Node>>, std::shared_ptr<T>, c10::intrusive_ptr<T>>;
+
+template <typename T, typename... Arguments>
+NodePtr<T> make_node(Arguments&&... arguments) {
+  if constexpr (std::is_same_v<NodePtr<T>, std::shared_ptr<T>>) {
+    return std::make_shared<T>(std::forward<Arguments>(arguments)...);
+  } else {
+    return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+  }
+}
 
 /// The accumulator of a leaf (a parameter), or null.
 const AccumulateGrad* leaf(const Node& node) { return dynamic_cast<const AccumulateGrad*>(&node); }
@@ -256,10 +272,10 @@ class CheckpointBackward final : public Node {
   /// Ends the repeated graph where the first one ended. At each exit gradients are kept for this node to return, except where they can go
   /// on at once: the inner backward then hands them to their parameter one by one, as any backward does, and a sharded model reduces them
   /// on departure from each unit, however many units `fn` comprises.
-  std::vector<c10::intrusive_ptr<Exit>> cut(const NewGraph& graph, const variable_list& outputs) {
+  std::vector<NodePtr<Exit>> cut(const NewGraph& graph, const variable_list& outputs) {
     bool same = outputs.size() == computed_.size();
     for (std::size_t i = 0; same && i < outputs.size(); ++i) same = graph.computed(outputs[i]) == computed_[i];
-    std::vector<c10::intrusive_ptr<Exit>> exits(exits_.size());
+    std::vector<NodePtr<Exit>> exits(exits_.size());
     std::unordered_set<std::size_t> found;
     graph.for_each_exit(outputs, [&](Edge& edge) {
       const auto known = exits_.find(edge);
@@ -268,7 +284,7 @@ class CheckpointBackward final : public Node {
       const auto k = known->second;
       found.insert(k);
       if (accumulates_within(k)) return;
-      if (!exits[k]) exits[k] = c10::make_intrusive<Exit>(edge.function->input_metadata(edge.input_nr));
+      if (!exits[k]) exits[k] = make_node<Exit>(edge.function->input_metadata(edge.input_nr));
       edge = Edge(exits[k], 0);
     });
     if (!same || found.size() != exits_.size()) {
@@ -317,7 +333,7 @@ std::vector<at::Tensor> detail::checkpoint(const CheckpointOptions& options, Ten
     const paging::NoAutocastCache no_cache;
     outputs = fn(std::move(inputs));
   }
-  const auto node = c10::make_intrusive<CheckpointBackward>(std::move(fn), std::move(surroundings), std::move(saved));
+  const auto node = make_node<CheckpointBackward>(std::move(fn), std::move(surroundings), std::move(saved));
   node->describe(graph, outputs);
   // The first graph ends here. Outputs that it did not compute are what they would be without a checkpoint.
   for (std::size_t i = 0; i < outputs.size(); ++i) {

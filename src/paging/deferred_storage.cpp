@@ -14,12 +14,18 @@ namespace {
 
 constexpr const char* kNoMemory =
     "this tensor was made inside of fsdp::deferred_init and has no memory: only the operators that give its value were recorded. Read it "
-    "by "
-    "operators (item() works); fill it by a pointer before any operator has taken it, as torch::tensor does; or make it before "
+    "by operators (item() works); fill it by a pointer before any operator has taken it, as torch::tensor does; or make it before "
     "deferred_init, and copy it in";
+
+/// A storage can get memory when somebody asks for its address to write there: torch 2.11's can't, and refuses.
+template <typename Storage>
+concept CanGetMemoryLate = requires(Storage& storage) {
+  storage.clear_materializer();
+};
 
 /// Every tensor with elements needs an address that isn't null, or torch refuses before it asks for one to write to.
 char no_memory;
+void* const kAddress = CanGetMemoryLate<c10::StorageImpl> ? &no_memory : nullptr;
 
 c10::DataPtr borrowed(void* data) { return {data, c10::Device(c10::kMeta)}; }
 
@@ -56,21 +62,27 @@ at::Tensor Geometry::view(const c10::Storage& storage) const {
 
 DeferredStorage::DeferredStorage(std::size_t bytes, std::shared_ptr<Operation> writer, std::shared_ptr<DeferredSession> session,
                                  bool pristine)
-    : StorageImpl(use_byte_size_t(), static_cast<std::int64_t>(bytes), borrowed(&no_memory), c10::GetAllocator(c10::kMeta),
+    : StorageImpl(use_byte_size_t(), static_cast<std::int64_t>(bytes), borrowed(kAddress), c10::GetAllocator(c10::kMeta),
                   /*resizable=*/true),
       cell_(next_cell()),
       writer_(std::move(writer)),
       session_(std::move(session)) {
   if (pristine) {
-    set_materializer(&give_memory);
+    [](auto& storage) {
+      if constexpr (CanGetMemoryLate<c10::StorageImpl>) storage.set_materializer(&give_memory);
+    }(*this);
   } else {
     lock();
   }
 }
 
 void DeferredStorage::lock() {
-  if (has_materializer()) clear_materializer();
-  release_data_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
+  [](auto& storage) {
+    if constexpr (CanGetMemoryLate<c10::StorageImpl>) {
+      if (storage.has_materializer()) storage.clear_materializer();
+    }
+  }(*this);
+  memory::refuse_address<c10::StorageImpl>(*this, kNoMemory);
 }
 
 void DeferredStorage::set_memory(c10::Storage memory) {
@@ -81,7 +93,9 @@ void DeferredStorage::set_memory(c10::Storage memory) {
 void DeferredStorage::give_memory(c10::StorageImpl* storage) {
   auto* self = static_cast<DeferredStorage*>(storage);
   self->set_memory(memory_with(self->contents()));
-  self->set_data_ptr_no_materialize(borrowed(self->memory_.mutable_data()));
+  [](auto& storage) {
+    if constexpr (CanGetMemoryLate<c10::StorageImpl>) storage.set_data_ptr_no_materialize(borrowed(storage.memory_.mutable_data()));
+  }(*self);
 }
 
 void become(const at::Tensor& tensor, const at::Tensor& value) {

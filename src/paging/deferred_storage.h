@@ -11,6 +11,8 @@
 #include <optional>
 #include <typeinfo>
 
+#include "memory/slot_storage.h"
+
 namespace fsdp::paging {
 
 struct Operation;
@@ -75,7 +77,7 @@ class DeferredStorage final : public c10::StorageImpl {
   /// An operator takes it: from now on the address is an error.
   void lock();
   /// While an operator runs on the meta device, which compares addresses but uses none.
-  void unlock() { clear_data_ptr_access_error_msg_(); }
+  void unlock() { memory::tell_address<c10::StorageImpl>(*this); }
 
   /// Its contents in memory, once somebody has asked for the address or they have been needed as they are: what the tensors
   /// that are still on the meta device become. Else null.
