@@ -51,7 +51,8 @@ using NodePtr =
 template <typename T, typename... Arguments>
 NodePtr<T> make_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<NodePtr<T>, std::shared_ptr<T>>) {
-    return std::make_shared<T>(std::forward<Arguments>(arguments)...);
+    // Its own deleter keeps long chains of nodes from using up the stack.
+    return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](auto* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
   }
