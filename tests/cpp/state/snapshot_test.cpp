@@ -68,7 +68,7 @@ TEST(HostBuffer, CopiesAtOnceWhatOperatorsWrite) {
                                                                  {"optim_grads", Placements::optim_grads(), false},
                                                                  {"optim_grads_params", Placements::optim_grads_params(), true}}) {
     SCOPED_TRACE(name);
-    run_ranks(2, [&](int rank) {
+    run_ranks(2, [&, placements = placements, parameters_are_guarded = parameters_are_guarded](int rank) {
       Training run({.placements = placements});
       run.train(0, 2);
       const auto state = snapshot_of(run);
