@@ -188,24 +188,28 @@ class Torture:
             times.append(time.monotonic() - begin)
         self.typical_save = statistics.median(times) if times else 0.0
 
-    def wait_for_moment(self, run: Run) -> bool:
-        """Until the moment to kill has come; false if the run ended before."""
+    def wait_for_moment(self, run: Run) -> list[int]:
+        """Until the moment to kill has come. The ranks there are; none if the run ended before, or has not begun."""
+        ranks: list[int] = []
         if self.random.random() < SHARE_DURING_SAVES:
             first = self.newest_seen + self.random.randrange(4)
-            if not run.wait_for(lambda: self.see(run.saves) and self.newest_seen >= first and run.is_saving()):
-                return False
-            delay = self.random.uniform(0, MOST_OF_A_SAVE * self.typical_save)
-        else:
-            delay = self.random.uniform(0, LONGEST_RUN)
-        time.sleep(delay)
-        self.see(run.saves)
-        return run.process.poll() is None
 
-    def kill(self, run: Run) -> bool:
+            def is_on_its_way() -> bool:
+                if self.see(run.saves) and self.newest_seen >= first:
+                    ranks[:] = children_of(run.process.pid)  # Not later: to look for them takes as long as a save.
+                return len(ranks) == RANKS
+
+            if not run.wait_for(is_on_its_way) or not run.wait_for(run.is_saving):
+                return []
+            time.sleep(self.random.uniform(0, MOST_OF_A_SAVE * self.typical_save))
+        else:
+            time.sleep(self.random.uniform(0, LONGEST_RUN))
+            ranks = children_of(run.process.pid)
+        self.see(run.saves)
+        return ranks if run.process.poll() is None else []
+
+    def kill(self, run: Run, ranks: list[int]) -> bool:
         """False if there was nothing to kill any more."""
-        ranks = children_of(run.process.pid)
-        if not ranks:
-            return False
         saving = run.is_saving()
         if self.random.random() < SHARE_OF_ALL_RANKS:
             run.kill([run.process.pid, *ranks])
@@ -248,7 +252,8 @@ class Torture:
             resumes_from = self.newest_seen
             run = self.start(folder)
             try:
-                if left > 0 and self.wait_for_moment(run) and self.kill(run):
+                ranks = self.wait_for_moment(run) if left > 0 else []
+                if ranks and self.kill(run, ranks):
                     self.check_resumed(run, resumes_from)
                     self.check(run)
                     self.summary.kills += 1
