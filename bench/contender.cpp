@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -155,7 +156,7 @@ class Trainer : public Contender {
   const Options& options() const { return options_; }
 
   struct StepTimes {
-    double all;     ///< ms; of a step without an update, forward and backward.
+    double all;     ///< ms; forward, backward and, if there was one, the update.
     double update;  ///< ms; 0 if there was none.
     double loss;
   };
@@ -294,8 +295,8 @@ class Sharded : public Trainer {
       beside = train_step(/*with_update=*/true);
       saver_->wait();
     });
-    // Its update waits for the copy, if that has not ended.
-    return "{\"blocked_ms\": " + json_list({call + beside.update - alone.update}) +
+    // Its update waits for the copy, if that has not ended. A slow update alone must not make the call shorter.
+    return "{\"blocked_ms\": " + json_list({call + std::max(0.0, beside.update - alone.update)}) +
            ", \"delayed_ms\": " + json_list({call + beside.all - alone.all}) + ", \"ms\": " + json_list({all}) + "}";
   }
 

@@ -7,6 +7,7 @@
 #include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
 #include "fsdp/save_load.h"
+#include "memory/device_memory.h"
 #include "state/snapshot.h"
 
 namespace fsdp {
@@ -34,7 +35,9 @@ Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const Extr
 
 void save_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra,
               const SaveOptions& options) {
-  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
+  const auto engine = handle(module).engine();
+  memory::synchronize(engine->device());  // an update may still be on its way to offloaded state
+  const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
   state::write_checkpoint(path, snapshot_of(module, optimizer, extra, options, ranks, nullptr), options, ranks);
 }
 

@@ -138,8 +138,8 @@ void HostBuffer::finish() {
   // The computation goes on meanwhile on its own stream.
   std::optional<c10::StreamGuard> beside;
   if (ready_) {
+    ready_->synchronize();
     beside.emplace(c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_));
-    ready_->block(beside->current_stream());
   }
   const auto copies = std::exchange(copies_, {});  // holds what is copied until it has been
   for (const auto& copy : copies) copy.to.copy_(copy.from, /*non_blocking=*/true);

@@ -68,7 +68,7 @@ class HostBuffer {
   c10::Device device_;
   at::Tensor memory_;
   std::vector<Copy> copies_;         // those that finish() makes
-  std::optional<c10::Event> ready_;  // What is copied was computed before: the copies' stream waits for it. The CPU has none.
+  std::optional<c10::Event> ready_;  // What is copied, offloaded state on the host too, was computed before it. The CPU has none.
 };
 
 /// This rank's part. `optimizer` may be null.

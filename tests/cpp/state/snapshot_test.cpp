@@ -6,17 +6,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
 #include "engine/stack.h"
 #include "example/temporary_folder.h"
-#include "fsdp/error.h"
 #include "multi_rank.h"
 #include "same_bits.h"
 #include "state/training.h"
