@@ -8,8 +8,8 @@
 
 namespace fsdp::memory {
 
-/// A storage can take back that it refuses to tell its address: torch 2.11's can't. There, one without memory has the address null, which
-/// torch refuses to tell in words of its own.
+/// A storage can take back that it refuses to tell its address: torch 2.11's can't. There, one without memory has the address null:
+/// data_ptr<T>() refuses to tell it in torch's words, data_ptr() tells it.
 template <typename Storage>
 concept CanRefuseForAWhile = requires(Storage& storage) {
   storage.clear_data_ptr_access_error_msg_();
