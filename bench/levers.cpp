@@ -80,7 +80,7 @@ std::vector<Lever> levers(int ranks) {
       {.name = "float8_blocks gathers", .sharding = {.gather_format = in_float8}},
       {.name = "offload = kOptimizerState", .sharding = {.offload = Offload::kOptimizerState}},
       {.name = "offload = kAll", .sharding = {.offload = Offload::kAll}},
-      {.name = "fsdp::checkpoint", .checkpoint = true},
+      {.name = "fsdp::activation_checkpoint", .checkpoint = true},
       {.name = "two backwards, each reduced", .backwards = 2},
       {.name = "two backwards, reduced once", .backwards = 2, .sync_each = false},
       {.name = "report_nan_in_param_grad", .sharding = {.report_nan_in_param_grad = true}},

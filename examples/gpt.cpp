@@ -1,6 +1,6 @@
 #include "gpt.h"
 
-#include <fsdp/checkpoint.h>
+#include <fsdp/activation_checkpoint.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -92,7 +92,7 @@ at::Tensor GPTImpl::forward(const at::Tensor& tokens) {
   for (const auto& block : *blocks_) {
     auto* layer = block->as<GPTBlockImpl>();
     const auto run = [layer](const at::Tensor& input, const at::Tensor& turns) { return layer->forward(input, turns); };
-    x = config_.checkpoint ? fsdp::checkpoint(run, x, rotary) : run(x, rotary);
+    x = config_.checkpoint ? fsdp::activation_checkpoint(run, x, rotary) : run(x, rotary);
   }
   x = norm_(x);
   return config_.tied ? at::linear(x, embedding_->weight) : head_(x);

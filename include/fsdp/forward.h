@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/fully_shard.h"
+#include "fsdp/fsdp_module.h"
 
 namespace fsdp {
 

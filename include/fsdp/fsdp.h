@@ -1,23 +1,24 @@
 #pragma once
 
 // All of libfsdp's C++ API.
-#include "fsdp/adamw_8bit.h"          // AdamW with 8-bit state
-#include "fsdp/checkpoint.h"          // activation checkpointing
-#include "fsdp/deferred_init.h"       // models built without memory
-#include "fsdp/device_mesh.h"         // ranks, named mesh dimensions
-#include "fsdp/error.h"               // what is thrown
-#include "fsdp/forward.h"             // a unit's forward at the boundary of its dtypes
-#include "fsdp/fully_shard.h"         // sharding a module, its handle
-#include "fsdp/gather_format.h"       // in which bytes parameters travel
-#include "fsdp/grad_scaler.h"         // loss scaling for fp16
-#include "fsdp/gradient_norm.h"       // norms of gradients, clipping by them
-#include "fsdp/launch.h"              // starting ranks on this machine
-#include "fsdp/lr_schedule.h"         // learning-rate schedules
-#include "fsdp/mixed_precision.h"     // in which dtypes they compute and are kept
-#include "fsdp/muon.h"                // Muon for matrices, AdamW for the rest
-#include "fsdp/offload.h"             // what lies in host memory
-#include "fsdp/optim.h"               // optimizers on shards
-#include "fsdp/placements.h"          // what is sharded
-#include "fsdp/save_load.h"           // checkpoints
-#include "fsdp/stats.h"               // memory and wire accounting
-#include "fsdp/summon_full_params.h"  // whole parameters for a while
+#include "fsdp/activation_checkpoint.h"  // activation checkpointing
+#include "fsdp/adamw_8bit.h"             // AdamW with 8-bit state
+#include "fsdp/deferred_init.h"          // models built without memory
+#include "fsdp/device_mesh.h"            // ranks, named mesh dimensions
+#include "fsdp/error.h"                  // what is thrown
+#include "fsdp/forward.h"                // a unit's forward at the boundary of its dtypes
+#include "fsdp/fsdp_module.h"            // the handle of a sharded module
+#include "fsdp/fully_shard.h"            // sharding a module
+#include "fsdp/gather_format.h"          // in which bytes parameters travel
+#include "fsdp/grad_scaler.h"            // loss scaling for fp16
+#include "fsdp/gradient_norm.h"          // norms of gradients, clipping by them
+#include "fsdp/launch.h"                 // starting ranks on this machine
+#include "fsdp/lr_schedule.h"            // learning-rate schedules
+#include "fsdp/mixed_precision.h"        // in which dtypes they compute and are kept
+#include "fsdp/muon.h"                   // Muon for matrices, AdamW for the rest
+#include "fsdp/offload.h"                // what lies in host memory
+#include "fsdp/optim.h"                  // optimizers on shards
+#include "fsdp/placements.h"             // what is sharded
+#include "fsdp/save_load.h"              // checkpoints
+#include "fsdp/stats.h"                  // memory and wire accounting
+#include "fsdp/summon_full_params.h"     // whole parameters for a while

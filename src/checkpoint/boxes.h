@@ -6,7 +6,7 @@
 #include <vector>
 
 /// Files of checkpoints: torch.distributed.checkpoint's (DCP) and Hugging Face's formats, and the commit of a folder of them. Nothing here
-/// knows models or processes, and nothing needs torch. (`fsdp::checkpoint` is the function for activation checkpointing.)
+/// knows models or processes, and nothing needs torch. (`fsdp::activation_checkpoint` is the function for activation checkpointing.)
 namespace fsdp::ckpt {
 
 using Shape = std::vector<std::int64_t>;

@@ -11,9 +11,9 @@
 #include <sstream>
 #include <type_traits>
 
-#include "comm/exception_text.h"
+#include "base/exception_text.h"
+#include "base/stable_hash.h"
 #include "comm/pieces.h"
-#include "comm/stable_hash.h"
 #include "comm/transfers.h"
 
 namespace fsdp::comm {

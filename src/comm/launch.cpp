@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/exception_text.h"
+#include "base/exception_text.h"
 #include "comm/launch.h"
 #include "comm/world.h"
 #include "fsdp/error.h"

@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
-#include "comm/exception_text.h"
+#include "base/exception_text.h"
 
 namespace fsdp::comm {
 namespace {

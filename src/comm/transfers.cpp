@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "comm/exception_text.h"
+#include "base/exception_text.h"
 
 namespace fsdp::comm {
 

@@ -3,7 +3,7 @@
 #include <charconv>
 #include <cstdlib>
 
-#include "comm/stable_hash.h"
+#include "base/stable_hash.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {

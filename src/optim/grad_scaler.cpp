@@ -9,7 +9,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/error.h"
-#include "fsdp/fully_shard.h"
+#include "fsdp/fsdp_module.h"
 #include "optim/shard_optimizer.h"
 
 namespace fsdp {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "fsdp/error.h"
-#include "fsdp/fully_shard.h"
+#include "fsdp/fsdp_module.h"
 #include "memory/device_memory.h"
 
 namespace fsdp {

@@ -6,9 +6,10 @@
 
 #include <utility>
 
+#include "base/trap_key.h"
+#include "deferred/deferred_storage.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
-#include "paging/deferred_storage.h"
 
 namespace fsdp::paging {
 namespace {
@@ -51,7 +52,7 @@ c10::intrusive_ptr<c10::TensorImpl> paged_impl(const engine::Unit& unit, std::si
   const auto& placement = unit.layout.placements()[index];
   const auto& part = unit.full.parts[placement.sub_buffer];
   auto impl =
-      c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kPagedKey), part.dtype());
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kTrapKey), part.dtype());
   impl->set_sizes_contiguous(unit.parameters[index].shape);
   impl->set_storage_offset(part.storage_offset() + placement.offset);
   return impl;
@@ -63,11 +64,11 @@ c10::intrusive_ptr<c10::TensorImpl> paged_impl(const engine::Unit& unit, std::si
 
 void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index) {
   const torch::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
+  const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   at::Tensor handle = parameter;
-  if (const auto* deferred = DeferredStorage::of(handle)) {
+  if (const auto* deferred = deferred::DeferredStorage::of(handle)) {
     deferred->session()->home = unit.full.storage.device();
-    become(handle, at::Tensor(paged_impl(unit, index)));
+    deferred::become(handle, at::Tensor(paged_impl(unit, index)));
   } else {
     handle.set_data(at::Tensor(paged_impl(unit, index)));
   }
@@ -86,7 +87,7 @@ void hide(const at::Tensor& parameter, const engine::Unit& unit, std::size_t ind
 
 void unpage(const at::Tensor& parameter, const at::Tensor& value) {
   const torch::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard untrapped(kPagedKey);
+  const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   at::Tensor handle = parameter;
   torch::autograd::impl::set_post_acc_grad_hooks(handle, nullptr);
   handle.set_data(value);

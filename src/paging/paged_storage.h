@@ -10,10 +10,6 @@
 
 namespace fsdp::paging {
 
-/// The dispatch key of paged tensors. It sits above autograd, autocast and every backend, torch 2.11 and later use it for nothing, and
-/// views and saved tensors inherit it.
-inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
-
 /// The storage that a unit's parameters view. Has bytes only while the unit is gathered.
 class PagedStorage final : public c10::StorageImpl {
  public:

@@ -1,6 +1,6 @@
 // The C++ trigger: an operator that takes a paged parameter, or a view of one, arrives here first.
 //
-// A boxed fallback on kPagedKey sees every such operator in forward and backward. It asks the engine to make the units present, then
+// A boxed fallback on kTrapKey sees every such operator in forward and backward. It asks the engine to make the units present, then
 // redispatches below the key; operators called inside of it see the key excluded, as their arguments' units stay present throughout.
 // The key has a second meaning, for the same fallback: inside of deferred_init all operators of the thread arrive here, and later those
 // that take what it made. They are recorded.
@@ -11,11 +11,12 @@
 #include <algorithm>
 #include <string_view>
 
+#include "base/no_autocast_cache.h"
+#include "base/trap_key.h"
+#include "deferred/deferred_record.h"
+#include "deferred/deferred_storage.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
-#include "paging/deferred_record.h"
-#include "paging/deferred_storage.h"
-#include "paging/no_autocast_cache.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp::paging {
@@ -34,10 +35,10 @@ struct Touched {
 };
 
 void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
-  if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return;
+  if (!tensor.defined() || !tensor.key_set().has(kTrapKey) || !tensor.has_storage()) return;
   auto* storage = PagedStorage::from(tensor.storage().unsafeGetStorageImpl());
   if (storage == nullptr) {
-    touched.deferred = touched.deferred || DeferredStorage::of(tensor) != nullptr;
+    touched.deferred = touched.deferred || deferred::DeferredStorage::of(tensor) != nullptr;
     return;
   }
   auto* unit = storage->unit;
@@ -92,14 +93,14 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     visit(values[i], alias != nullptr && alias->isWrite(), touched);
   }
   if (!touched.all_hot && !reads_nothing(op)) touch(touched);
-  if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kPagedKey)) {
-    record(op, stack);
+  if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kTrapKey)) {
+    deferred::record(op, stack);
   } else {
     // Autocast keeps copies of the weights that it casts until its outermost scope ends: of a sharded model they would be all parameters,
     // present at once, and those of before an update.
     const NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
-    const c10::impl::ExcludeDispatchKeyGuard below(kPagedKey);
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
+    const c10::impl::ExcludeDispatchKeyGuard below(kTrapKey);
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTrapKey), stack);
   }
   for (const auto& use : touched.uses) {
     if (use.written) use.engine->wrote(*use.unit);

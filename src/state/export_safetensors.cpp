@@ -11,7 +11,7 @@
 #include "checkpoint/safetensors.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
-#include "fsdp/fully_shard.h"
+#include "fsdp/fsdp_module.h"
 #include "fsdp/save_load.h"
 #include "state/ranks.h"
 #include "state/scalar_type.h"

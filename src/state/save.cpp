@@ -5,7 +5,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/error.h"
-#include "fsdp/fully_shard.h"
+#include "fsdp/fsdp_module.h"
 #include "fsdp/save_load.h"
 #include "memory/device_memory.h"
 #include "state/snapshot.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "checkpoint/boxes.h"
-#include "fsdp/fully_shard.h"
+#include "fsdp/fsdp_module.h"
 #include "fsdp/optim.h"
 
 namespace fsdp::state {

@@ -9,7 +9,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/records.h"
-#include "example/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace fsdp::ckpt {
 namespace check_test {

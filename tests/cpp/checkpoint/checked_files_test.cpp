@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/faulty_files.h"
-#include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/faulty_files.h"
+#include "support/messages.h"
+#include "support/python_peer.h"
 
 namespace fsdp::ckpt {
 namespace checked_files_test {

@@ -6,9 +6,9 @@
 #include <map>
 #include <string>
 
-#include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/messages.h"
+#include "support/python_peer.h"
 
 namespace fsdp::ckpt {
 namespace dcp_metadata_test {

@@ -9,10 +9,10 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/python_peer.h"
 #include "checkpoint/python_value.h"
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/messages.h"
+#include "support/python_peer.h"
 
 namespace fsdp::ckpt {
 namespace pickle_test {

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "checkpoint/checksum.h"
-#include "checkpoint/python_peer.h"
 #include "checkpoint/zip.h"
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/messages.h"
+#include "support/python_peer.h"
 
 namespace fsdp::ckpt {
 namespace records_test {

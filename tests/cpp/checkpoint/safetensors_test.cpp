@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/python_peer.h"
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/messages.h"
+#include "support/python_peer.h"
 
 namespace fsdp::ckpt {
 namespace safetensors_test {

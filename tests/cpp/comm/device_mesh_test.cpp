@@ -8,8 +8,8 @@
 
 #include "comm/communicator.h"
 #include "fsdp/error.h"
-#include "messages.h"
-#include "multi_rank.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
 
 namespace fsdp {
 namespace device_mesh_test {

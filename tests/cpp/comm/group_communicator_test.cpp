@@ -9,11 +9,11 @@
 #include <memory>
 #include <string>
 
-#include "collective_checks.h"
 #include "comm/launch.h"
 #include "fsdp/device_mesh.h"
-#include "messages.h"
-#include "multi_rank.h"
+#include "support/collective_checks.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
 
 namespace fsdp::comm {
 namespace group_communicator_test {

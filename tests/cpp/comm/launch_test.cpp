@@ -16,9 +16,9 @@
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
 #include "fsdp/launch.h"
-#include "messages.h"
-#include "multi_rank.h"
-#include "program.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/program.h"
 
 namespace fsdp {
 namespace launch_test {

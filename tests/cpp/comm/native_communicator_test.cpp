@@ -2,10 +2,10 @@
 
 #include <memory>
 
-#include "collective_checks.h"
 #include "comm/pairwise_communicator.h"
 #include "comm/rendezvous.h"
-#include "multi_rank.h"
+#include "support/collective_checks.h"
+#include "support/multi_rank.h"
 
 namespace fsdp::comm {
 namespace native_communicator_test {

@@ -1,6 +1,6 @@
 #include "comm/null_communicator.h"
 
-#include "collective_checks.h"
+#include "support/collective_checks.h"
 
 namespace fsdp::comm {
 namespace null_communicator_test {

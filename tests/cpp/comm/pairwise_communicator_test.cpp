@@ -4,9 +4,9 @@
 #include <memory>
 #include <string>
 
-#include "collective_checks.h"
 #include "fsdp/device_mesh.h"
-#include "multi_rank.h"
+#include "support/collective_checks.h"
+#include "support/multi_rank.h"
 
 namespace fsdp::comm {
 namespace pairwise_communicator_test {

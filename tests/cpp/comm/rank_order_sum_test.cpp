@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "collective_checks.h"
 #include "fsdp/error.h"
+#include "support/collective_checks.h"
 
 namespace fsdp::comm {
 namespace rank_order_sum_test {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/messages.h"
 
 namespace fsdp::comm {
 namespace world_test {

@@ -21,10 +21,10 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/random_model.h"
 #include "fsdp/fsdp.h"
-#include "multi_rank.h"
-#include "same_bits.h"
+#include "support/multi_rank.h"
+#include "support/random_model.h"
+#include "support/same_bits.h"
 
 namespace differential_test {
 

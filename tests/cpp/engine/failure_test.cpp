@@ -15,11 +15,11 @@
 #include <vector>
 
 #include "comm/launch.h"
-#include "engine/reference.h"
-#include "engine/stack.h"
 #include "fsdp/fsdp.h"
-#include "messages.h"
-#include "multi_rank.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/reference.h"
+#include "support/stack.h"
 
 namespace failure_test {
 

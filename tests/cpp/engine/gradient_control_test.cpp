@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "engine/stack.h"
 #include "fsdp/error.h"
-#include "multi_rank.h"
-#include "same_bits.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
 
 namespace gradient_control_test {
 

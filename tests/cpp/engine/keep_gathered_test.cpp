@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/stack.h"
 #include "fsdp/error.h"
-#include "multi_rank.h"
+#include "support/multi_rank.h"
+#include "support/stack.h"
 
 namespace keep_gathered_test {
 

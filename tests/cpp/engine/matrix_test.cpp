@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/stack.h"
-#include "multi_rank.h"
-#include "same_bits.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
 
 namespace matrix_test {
 

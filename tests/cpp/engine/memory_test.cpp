@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/predicted_memory.h"
-#include "engine/reference.h"
-#include "engine/stack.h"
 #include "fsdp/fsdp.h"
-#include "multi_rank.h"
+#include "support/multi_rank.h"
+#include "support/predicted_memory.h"
+#include "support/reference.h"
+#include "support/stack.h"
 
 namespace memory_test {
 

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/stack.h"
 #include "fsdp/error.h"
-#include "make_optimizer.h"
-#include "multi_rank.h"
-#include "same_bits.h"
+#include "support/make_optimizer.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
 
 namespace offload_test {
 

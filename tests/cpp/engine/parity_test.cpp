@@ -3,10 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "engine/reference.h"
 #include "fsdp/fsdp.h"
 #include "gpt.h"
-#include "multi_rank.h"
+#include "support/multi_rank.h"
+#include "support/reference.h"
 
 namespace parity_test {
 

@@ -6,10 +6,10 @@
 #include <limits>
 #include <string>
 
-#include "engine/stack.h"
 #include "fsdp/error.h"
-#include "messages.h"
-#include "multi_rank.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/stack.h"
 
 namespace report_nan_test {
 

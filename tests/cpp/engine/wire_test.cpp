@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "engine/predicted_memory.h"
-#include "engine/recording_communicator.h"
-#include "engine/reference.h"
-#include "engine/stack.h"
 #include "fsdp/fsdp.h"
-#include "multi_rank.h"
+#include "support/multi_rank.h"
+#include "support/predicted_memory.h"
+#include "support/recording_communicator.h"
+#include "support/reference.h"
+#include "support/stack.h"
 
 namespace wire_test {
 

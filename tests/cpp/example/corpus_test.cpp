@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "messages.h"
-#include "temporary_folder.h"
+#include "support/messages.h"
+#include "support/temporary_folder.h"
 
 namespace fsdp {
 namespace corpus_test {

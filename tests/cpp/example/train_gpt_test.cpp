@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "fsdp/save_load.h"
-#include "same_bits.h"
-#include "state/stored.h"
-#include "temporary_folder.h"
+#include "support/same_bits.h"
+#include "support/stored.h"
+#include "support/temporary_folder.h"
 #include "test_paths.h"
 
 namespace fsdp {

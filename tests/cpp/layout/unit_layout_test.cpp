@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "fsdp/error.h"
-#include "layout_checks.h"
-#include "messages.h"
+#include "support/layout_checks.h"
+#include "support/messages.h"
 
 namespace fsdp::layout {
 namespace unit_layout_test {

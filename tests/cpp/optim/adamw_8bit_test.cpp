@@ -18,8 +18,8 @@
 
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
-#include "optim/brute_force_map.h"
-#include "paging/twins.h"
+#include "support/brute_force_map.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace adamw_8bit_test {

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "optim/brute_force_map.h"
+#include "support/brute_force_map.h"
 
 namespace fsdp {
 namespace dynamic_map_test {

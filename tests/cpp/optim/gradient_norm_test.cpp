@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "fsdp/fsdp.h"
-#include "paging/twins.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace gradient_norm_test {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fsdp/error.h"
-#include "messages.h"
+#include "support/messages.h"
 
 namespace fsdp {
 namespace lr_schedule_test {

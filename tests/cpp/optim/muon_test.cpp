@@ -17,8 +17,8 @@
 
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
-#include "optim/rules.h"
-#include "paging/twins.h"
+#include "support/rules.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace muon_test {

@@ -15,8 +15,8 @@
 
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
-#include "optim/rules.h"
-#include "paging/twins.h"
+#include "support/rules.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace optim_test {

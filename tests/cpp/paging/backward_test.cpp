@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "fsdp/fsdp.h"
-#include "paging/twins.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace backward_test {

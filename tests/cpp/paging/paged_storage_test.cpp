@@ -12,8 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "base/trap_key.h"
 #include "fsdp/fsdp.h"
-#include "paging/twins.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace paged_storage_test {
@@ -211,7 +212,7 @@ TEST(PagedStorage, CopiesAreOrdinaryTensors) {
     model->forward(batch(rank));  // Evicts.
     std::size_t i = 0;
     for (const auto& parameter : plain->parameters()) {
-      for (std::size_t k = 0; k < 3; ++k) EXPECT_FALSE(copies[i + k].key_set().has(paging::kPagedKey));
+      for (std::size_t k = 0; k < 3; ++k) EXPECT_FALSE(copies[i + k].key_set().has(kTrapKey));
       EXPECT_TRUE(torch::equal(copies[i], parameter));
       EXPECT_EQ(copies[i + 1].count_nonzero().item<std::int64_t>(), 0);
       EXPECT_TRUE(torch::equal(copies[i + 2], parameter.to(at::kDouble)));
@@ -227,7 +228,7 @@ TEST(PagedStorage, ACloneOfAModuleIsPlain) {
     const auto expected = model->forward(batch(rank)).detach();
     const auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
     const auto copy = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
-    for (const auto& parameter : copy->parameters()) EXPECT_FALSE(parameter.key_set().has(paging::kPagedKey));
+    for (const auto& parameter : copy->parameters()) EXPECT_FALSE(parameter.key_set().has(kTrapKey));
     const auto output = copy->forward(batch(rank));
     EXPECT_TRUE(torch::equal(output, expected));
     output.sum().backward();

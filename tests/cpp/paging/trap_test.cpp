@@ -15,7 +15,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
-#include "paging/twins.h"
+#include "support/twins.h"
 
 namespace fsdp {
 namespace trap_test {

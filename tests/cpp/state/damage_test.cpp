@@ -15,16 +15,16 @@
 #include <vector>
 
 #include "checkpoint/commit.h"
-#include "checkpoint/faulty_files.h"
-#include "engine/stack.h"
-#include "example/temporary_folder.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
-#include "messages.h"
-#include "multi_rank.h"
-#include "same_bits.h"
-#include "state/stored.h"
-#include "state/training.h"
+#include "support/faulty_files.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
+#include "support/stored.h"
+#include "support/temporary_folder.h"
+#include "support/training.h"
 
 namespace damage_test {
 

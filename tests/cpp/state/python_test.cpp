@@ -7,12 +7,12 @@
 #include <map>
 #include <string>
 
-#include "engine/stack.h"
-#include "example/temporary_folder.h"
 #include "fsdp/save_load.h"
-#include "multi_rank.h"
-#include "same_bits.h"
-#include "state/stored.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
+#include "support/stored.h"
+#include "support/temporary_folder.h"
 #include "test_paths.h"
 
 namespace python_test {

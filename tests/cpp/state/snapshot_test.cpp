@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/stack.h"
-#include "example/temporary_folder.h"
-#include "multi_rank.h"
-#include "same_bits.h"
-#include "state/training.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
+#include "support/temporary_folder.h"
+#include "support/training.h"
 
 namespace snapshot_test {
 

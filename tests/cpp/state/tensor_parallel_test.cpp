@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "example/temporary_folder.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp.h"
-#include "messages.h"
-#include "multi_rank.h"
-#include "same_bits.h"
-#include "state/stored.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stored.h"
+#include "support/temporary_folder.h"
 
 namespace tensor_parallel_test {
 

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <string>
 
-#include "example/temporary_folder.h"
+#include "support/temporary_folder.h"
 #include "test_paths.h"
 
 namespace fsdp {

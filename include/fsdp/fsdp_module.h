@@ -1,0 +1,138 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/mixed_precision.h"
+#include "fsdp/stats.h"
+
+namespace fsdp {
+
+namespace engine {
+class Engine;
+}
+
+/// A name, this rank's part of the tensor (1-D, a view into the engine's memory, possibly empty), and where it lies.
+struct Shard {
+  std::string name;                 ///< Fully qualified, as named_parameters() gives it.
+  at::Tensor value;                 ///< 1-D, `numel` elements.
+  std::vector<std::int64_t> shape;  ///< Of the whole parameter (of a tensor-parallel one: of this rank's piece).
+  std::int64_t offset = 0;          ///< Of value[0] in the flattened parameter, in elements.
+  /// Of the tensor-parallel whole, and where this rank's piece begins in it; otherwise `shape` and zeros.
+  std::vector<std::int64_t> global_shape;
+  std::vector<std::int64_t> global_offset;
+};
+
+/// A started all-gather of a unit's parameters.
+class UnshardHandle {
+ public:
+  explicit UnshardHandle(std::function<void()> wait) : wait_(std::move(wait)) {}
+  /// Blocks until the parameters may be used. Not needed before an operator uses them: that waits by itself.
+  void wait() { wait_(); }
+
+ private:
+  std::function<void()> wait_;
+};
+
+/// The handle to a sharded module; the methods of FSDP2's FSDPModule. Cheap to copy; does not keep the module alive. Methods with `recurse`
+/// are for this handle's unit and, if true, those within it.
+class FSDPModule {
+ public:
+  /// Gathers the parameters of the unit that this handle is for. Collective; not recursive (as FSDP2's).
+  void unshard();
+  /// The same without waiting.
+  UnshardHandle unshard_async();
+  /// Frees the gathered parameters of this handle's unit. Not recursive.
+  void reshard();
+  /// With false, backward keeps unreduced gradients on each rank instead of reducing them; the next backward with true reduces the sum.
+  void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
+  /// On a 2-D mesh, with false, backward reduces gradients over the inner dimension only; the next backward with true reduces what has been
+  /// added up over the outer one.
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
+  /// With false, the end of backward does not wait for the last reductions: they overlap with the next forward. They are waited for by the
+  /// next backward, or by finish_gradient_sync(), which the optimizers of this library call themselves.
+  void set_is_last_backward(bool is_last_backward);
+  /// Waits for reductions that are still under way. (Megatron-FSDP's finish_grad_sync.)
+  void finish_gradient_sync();
+  /// By how much the sum of all ranks' gradients is divided from the next reduction on; 0: the number of ranks (the default). 1 and
+  /// scale_gradients() divide by a number that is known only after the forward, such as a count of tokens. Throws Error if negative.
+  void set_gradient_divide_factor(double factor, bool recurse = true);
+  /// Multiplies the reduced gradients of all units.
+  void scale_gradients(double factor);
+  void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
+  /// With false, parameters stay gathered after backward: more memory, fewer all-gathers while gradients accumulate.
+  void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
+  void set_prefetch_depth(int depth);
+  /// The units to gather ahead when this handle's unit is used in forward (backward), instead of those that came next last time. Empty:
+  /// back to that. The same on every rank.
+  void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
+  void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
+  /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself
+  /// at the next forward after a failed backward. Collective if collectives were pending.
+  void reset();
+  /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
+  /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.)
+  void zero_grad();
+
+  /// This rank's shards of the main parameters, of all units, in main_params_dtype. Write through them only with
+  /// `main_parameters_changed()` after.
+  std::vector<Shard> parameter_shards() const;
+  /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient, and holds its memory beyond
+  /// zero_grad().
+  std::vector<Shard> gradient_shards() const;
+  /// Says that the main parameters were written through their shards: gathered copies are dropped and the parameters' versions are bumped.
+  /// Collective: where main parameters are replicated (no_shard), ranks get each other's shards.
+  void main_parameters_changed();
+
+  /// Whole main parameters and gradients by name, in the order of named_parameters(): collective and as large as the model. For tests and
+  /// small models.
+  std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
+  std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
+
+  /// The policy of this handle's unit, if it has one.
+  std::optional<MixedPrecisionPolicy> mixed_precision() const;
+
+  MemoryStats memory_stats() const;
+  void reset_peak_memory_stats();
+  WireStats wire_stats() const;
+  void reset_wire_stats();
+
+  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
+  std::size_t unit() const { return unit_; }
+  FSDPModule(std::shared_ptr<engine::Engine> engine, std::size_t unit) : engine_(std::move(engine)), unit_(unit) {}
+
+ private:
+  std::shared_ptr<engine::Engine> engine_;
+  std::size_t unit_;
+};
+
+/// The handle of a module that fully_shard has seen, or whose ancestor's unit division made a unit. Throws Error otherwise.
+FSDPModule handle(const torch::nn::Module& module);
+
+/// For as long as it lives, backwards of the module keep gradients on each rank instead of reducing them; then every unit does what it did
+/// before. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
+class NoSync {
+ public:
+  explicit NoSync(const torch::nn::Module& module);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<engine::Engine> engine_;
+  std::vector<bool> found_;
+};
+
+/// memory_stats() of the module's handle.
+MemoryStats memory_stats(const torch::nn::Module& module);
+
+}  // namespace fsdp

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "engine/engine.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace fsdp::api {
+
+/// Which modules are units of which engine. Engines are held by their parameters' hooks, not from here: an entry outlives its
+/// model harmlessly and is swept later.
+class Registry {
+ public:
+  static Registry& instance();
+
+  void add(const torch::nn::Module* module, const std::shared_ptr<engine::Engine>& engine, std::size_t unit);
+  /// The engine and the unit's position in it; a null engine if the module is no unit.
+  std::pair<std::shared_ptr<engine::Engine>, std::size_t> find(const torch::nn::Module* module);
+  void remove(const std::shared_ptr<engine::Engine>& engine);
+
+ private:
+  struct Entry {
+    std::weak_ptr<engine::Engine> engine;
+    std::size_t unit = 0;
+  };
+  std::mutex mutex_;  // models may be sharded from several threads
+  std::unordered_map<const torch::nn::Module*, Entry> entries_;
+};
+
+}  // namespace fsdp::api

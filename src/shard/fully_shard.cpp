@@ -1,0 +1,175 @@
+#include "fsdp/fully_shard.h"
+
+#include <torch/torch.h>
+
+#include <exception>
+#include <utility>
+
+#include "api/registry.h"
+#include "base/exception_text.h"
+#include "comm/communicator.h"
+#include "deferred/deferred_record.h"
+#include "fsdp/error.h"
+#include "memory/device_memory.h"
+#include "paging/paged_storage.h"
+#include "shard/initial_values.h"
+#include "shard/model_draft.h"
+
+namespace fsdp {
+namespace {
+
+using engine::Engine;
+using engine::Unit;
+
+std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& plan, const FullyShardOptions& options,
+                                const engine::UnitGroups& groups) {
+  engine::UnitOptions unit_options;
+  unit_options.placements = options.placements;
+  unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && groups.outer != nullptr;
+  unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
+  unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
+  unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
+  unit_options.offload = options.offload;
+  auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
+  auto unit = std::make_unique<Unit>(shard::shown(plan.name), std::move(draft.parameters), std::move(draft.layout),
+                                     std::move(draft.formats), unit_options, groups, c10::Storage(storage));
+  storage->unit = unit.get();
+  // The storage may outlive the unit in a graph or a view: it then knows that nobody can fill it any more.
+  unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {
+    auto* orphan = static_cast<paging::PagedStorage*>(pointer);
+    orphan->unit = nullptr;
+    orphan->engine = nullptr;
+  });
+  return unit;
+}
+
+/// Makes the process groups of each mesh once.
+class GroupsOf {
+ public:
+  explicit GroupsOf(const FullyShardOptions& options) : options_(options) {}
+
+  const engine::UnitGroups& operator()(const DeviceMesh& mesh) {
+    const auto& inner = mesh.dims().back().name;
+    const auto gather = mesh.communicator(inner);
+    const auto outer = mesh.dims().size() == 2 && mesh.dims().front().size > 1 ? mesh.communicator(mesh.dims().front().name) : nullptr;
+    for (const auto& made : made_) {
+      if (made->gather == gather && made->outer == outer) return *made;
+    }
+    auto& groups = made_.emplace_back(std::make_unique<engine::UnitGroups>());
+    groups->gather = gather;
+    groups->outer = outer;
+    groups->reduce = options_.separate_reduce_group ? mesh.new_communicator(inner) : gather;
+    if (options_.reshard_after_forward_size != 0) {
+      groups->post_forward = mesh.new_communicator(inner, options_.reshard_after_forward_size);
+    }
+    return *groups;
+  }
+
+ private:
+  const FullyShardOptions& options_;
+  std::vector<std::unique_ptr<engine::UnitGroups>> made_;
+};
+
+/// Does all steps, whichever of them fail, for the sake of ranks that take part in them; but a failed collective ends it.
+class Steps {
+ public:
+  template <typename Step>
+  void run(const Step& step) {
+    try {
+      step();
+    } catch (const CommError&) {
+      throw;
+    } catch (...) {
+      if (!failure_) text_ = current_exception_text();
+      if (!failure_) failure_ = std::current_exception();
+    }
+  }
+  const std::string& text() const { return text_; }
+  void rethrow() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  std::exception_ptr failure_;
+  std::string text_;
+};
+
+/// Compares on all ranks of a mesh: along each dimension, what an earlier one found is told to the next.
+void expect_equal(const DeviceMesh& mesh, std::string description) {
+  std::exception_ptr difference;
+  for (auto dim = mesh.dims().rbegin(); dim != mesh.dims().rend(); ++dim) {
+    try {
+      mesh.communicator(dim->name)->expect_equal(description, {.operation = "fully_shard", .unit = "(model)"});
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      if (!difference) difference = std::current_exception();
+      description = std::string("refused: ") + error.what();
+    }
+  }
+  if (difference) std::rethrow_exception(difference);
+}
+
+}  // namespace
+
+FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
+  const torch::NoGradGuard no_grad;
+  if (deferred::current_session()) throw Error("fully_shard inside of deferred_init; call it on the result");
+  if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
+  // What this rank refuses, it tells the others, which would wait for it. Until all agree, nothing has changed.
+  shard::ModelDraft draft;
+  std::exception_ptr refusal;
+  try {
+    shard::draft_model(module, options, draft);
+  } catch (const std::exception& error) {
+    refusal = std::current_exception();
+    draft.description = std::string("refused: ") + error.what();
+  }
+  expect_equal(options.mesh, draft.description);
+  // Pieces may differ in size, so ranks that hold other ones agree on their refusals only.
+  if (draft.tensor_parallel.defined()) expect_equal(draft.tensor_parallel, refusal ? draft.description : "accepted");
+  if (refusal) std::rethrow_exception(refusal);
+  if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
+
+  const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
+                                                                     .tensor_parallel = draft.tensor_parallel,
+                                                                     .prefetch_depth = options.prefetch_depth,
+                                                                     .keep_gathered_bytes = options.keep_gathered_bytes,
+                                                                     .report_nan_in_param_grad = options.report_nan_in_param_grad});
+  GroupsOf groups_of(options);
+  Steps filling;
+  for (std::size_t k = 0; k < draft.plans.size(); ++k) {
+    auto& plan = draft.plans[k];
+    auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, groups_of(plan.settings.mesh)));
+    if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
+    static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->engine = engine.get();
+    unit.allocate_main(engine->accounting());
+    filling.run([&] { shard::fill_main(unit, plan, options.initial_values); });
+    // Frees the original memory unit by unit, unless somebody else holds it.
+    for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
+    for (const auto* unit_module : plan.modules) api::Registry::instance().add(unit_module, engine, k);
+  }
+  filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
+  expect_equal(options.mesh, filling.text());
+  filling.rethrow();
+  return FSDPModule(engine, 0);
+}
+
+void fully_unshard(torch::nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  const auto engine = handle(module).engine();
+  engine->flush_writes();
+  for (const auto& unit : engine->units()) {
+    const auto main = engine->gather_main(*unit, unit->main);
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      const auto& parameter = unit->parameters[i];
+      const auto tensor = parameter.tensor.lock();
+      if (tensor) paging::unpage(at::Tensor(tensor), unit->whole(main, i).to(parameter.dtype, /*non_blocking=*/false, /*copy=*/true));
+    }
+    engine->reshard(*unit);
+  }
+  engine->retire();
+  api::Registry::instance().remove(engine);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,189 @@
+#include "shard/initial_values.h"
+
+#include <torch/torch.h>
+
+#include <exception>
+#include <span>
+#include <sstream>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/trap_key.h"
+#include "deferred/deferred_init.h"
+#include "paging/paged_storage.h"
+
+namespace fsdp::shard {
+namespace {
+
+using engine::Unit;
+
+bool is_first_rank(const Unit& unit) { return unit.groups.gather->rank() == 0 && unit.groups.outer_rank() == 0; }
+
+at::Tensor main_of(const Unit& unit, const Unit::MainSlice& slice) {
+  return unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+}
+
+void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters) {
+  deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
+    const auto flat = value.reshape({-1});
+    if (unit.state == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
+      const auto& placement = unit.layout.placements()[i];
+      unit.full.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
+    } else {
+      const auto slice = unit.main_slice(i);
+      main_of(unit, slice).copy_(flat.narrow(0, slice.parameter_offset, slice.numel));
+    }
+  });
+}
+
+/// Of a parameter's values on the unit's device.
+at::TensorOptions options_of(const Unit& unit, const at::Tensor& parameter) {
+  return at::TensorOptions().dtype(parameter.scalar_type()).device(unit.full.storage.device());
+}
+
+/// What a rank has of a unit's flattened parameters.
+struct Held {
+  Unit::Pieces pieces;
+  std::vector<at::Tensor> values;  ///< Those of each parameter that lie in `pieces`, on the unit's device.
+};
+
+/// Row rank 0 sends each rank of its row the part of what it holds that `pieces_of` says.
+template <typename PiecesOf>
+Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Held& held, comm::Communicator& row,
+             const PiecesOf& pieces_of) {
+  Held received{.pieces = pieces_of(row.rank()), .values = {}};
+  std::vector<comm::ScatterPiece> messages;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto& [parts, into] = messages.emplace_back();
+    const auto slice_in = [&](Unit::Pieces pieces) { return unit.layout.local_slice(i, pieces.first, pieces.count); };
+    if (row.rank() == 0) {
+      const auto begin = slice_in(held.pieces).parameter_offset;
+      for (int rank = 0; rank < row.size(); ++rank) {
+        const auto slice = slice_in(pieces_of(rank));
+        parts.push_back(held.values[i].narrow(0, slice.numel == 0 ? 0 : slice.parameter_offset - begin, slice.numel));
+      }
+      into = parts.front();
+    } else {
+      into = at::empty({slice_in(received.pieces).numel}, options_of(unit, parameters[i]));
+    }
+    received.values.push_back(into);
+  }
+  row.scatter(messages, 0, {.operation = "scatter of first values", .unit = unit.name})->wait();
+  return received;
+}
+
+/// Along the inner dimension first: what an inner rank gets, it passes on to those that share it, or own a part of it, in the outer one.
+void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
+  std::exception_ptr failure;
+  Held held{.pieces = unit.all_pieces(), .values = {}};
+  if (is_first_rank(unit)) {
+    held.values.resize(parameters.size());
+    try {
+      deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
+        held.values[i] = value.reshape({-1}).to(unit.full.storage.device()).contiguous();
+      });
+    } catch (...) {
+      // The others wait for something.
+      failure = std::current_exception();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        held.values[i] = at::zeros({parameters[i].numel()}, options_of(unit, parameters[i]));
+      }
+    }
+  }
+  const std::int64_t outer_size = unit.groups.outer_size();
+  if (unit.groups.outer_rank() == 0) {
+    held = scatter(unit, parameters, held, *unit.groups.gather, [&](std::int64_t inner) {
+      return unit.replicated_optimizer() ? unit.all_pieces() : Unit::Pieces{inner * outer_size, outer_size};
+    });
+  }
+  if (unit.groups.outer) {
+    const auto inner = unit.replicated_optimizer() ? unit.all_pieces() : unit.inner_pieces();
+    held = scatter(unit, parameters, held, *unit.groups.outer, [&](std::int64_t outer) {
+      return unit.options.outer_sharded_optimizer ? Unit::Pieces{inner.first + outer, 1} : inner;
+    });
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) main_of(unit, unit.main_slice(i)).copy_(held.values[i]);
+  // The rest of a replica is gathered at its first use.
+  if (!unit.replicated_optimizer()) unit.state = engine::ParameterState::kSharded;
+  if (failure) std::rethrow_exception(failure);
+}
+
+/// What the modules of each unit hold besides sharded parameters, and no unit within it does: buffers, and parameters that are ignored.
+std::vector<std::vector<at::Tensor>> buffers_by_unit(const std::vector<UnitPlan>& plans) {
+  std::vector<std::vector<at::Tensor>> buffers(plans.size());
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (std::size_t k = plans.size(); k-- > 0;) {  // Enclosing units come first.
+    const auto add = [&](const at::Tensor& tensor) {
+      if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) buffers[k].push_back(tensor);
+    };
+    for (const auto* module : plans[k].modules) {
+      for (const auto& buffer : module->buffers()) add(buffer);
+      for (const auto& parameter : module->parameters()) {
+        const bool sharded = parameter.defined() && paging::PagedStorage::from(parameter.storage().unsafeGetStorageImpl()) != nullptr;
+        if (!sharded) add(parameter);
+      }
+    }
+  }
+  return buffers;
+}
+
+void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm::Communicator& row) {
+  std::vector<comm::ScatterPiece> messages;
+  for (const auto& buffer : buffers) {
+    auto& [parts, into] = messages.emplace_back();
+    const auto options = buffer.options().device(unit.full.storage.device());
+    into = row.rank() == 0 ? buffer.to(options.device()).reshape({-1}).contiguous() : at::empty({buffer.numel()}, options);
+    if (row.rank() == 0) parts.assign(static_cast<std::size_t>(row.size()), into);
+  }
+  row.scatter(messages, 0, {.operation = "scatter of buffers", .unit = unit.name})->wait();
+  if (row.rank() == 0) return;
+  for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(messages[i].into.view(buffers[i].sizes()));
+}
+
+}  // namespace
+
+void fill_main(Unit& unit, const UnitPlan& plan, InitialValues from) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, parameter] : plan.parameters) parameters.push_back(parameter);
+  const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
+  if (from == InitialValues::kOwn) fill_from_own(unit, parameters);
+  if (from == InitialValues::kFromRank0) fill_from_first_rank(unit, parameters);
+}
+
+void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::unique_ptr<Unit>>& units, InitialValues from) {
+  const torch::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
+  const auto buffers = buffers_by_unit(plans);
+  std::exception_ptr failure;
+  for (std::size_t k = 0; k < buffers.size(); ++k) {
+    if (buffers[k].empty()) continue;
+    const auto& unit = *units[k];
+    const auto device = unit.full.storage.device();
+    if (from != InitialValues::kFromRank0 || is_first_rank(unit)) {
+      try {
+        deferred::give_values(buffers[k], device);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    deferred::give_zeros(buffers[k], device);
+    if (from != InitialValues::kFromRank0) continue;
+    if (unit.groups.outer_rank() == 0) send_buffers(buffers[k], unit, *unit.groups.gather);
+    if (unit.groups.outer) send_buffers(buffers[k], unit, *unit.groups.outer);
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+std::string describe(const torch::nn::Module& root, InitialValues from) {
+  std::ostringstream text;
+  text << "initial_values " << static_cast<int>(from) << "\n";
+  if (from != InitialValues::kFromRank0) return text.str();
+  for (const auto& item : root.named_buffers()) {
+    if (!item.value().defined()) continue;
+    text << "buffer '" << item.key() << "' " << item.value().sizes() << " " << c10::toString(item.value().scalar_type()) << "\n";
+  }
+  return text.str();
+}
+
+}  // namespace fsdp::shard

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "support/same_bits.h"
+
+// Data that every rank can compute for every other rank, and what the collectives should make of it.
+namespace fsdp::testing {
+
+inline constexpr comm::Label kGather = {.operation = "all-gather", .unit = "layers.0"};
+inline constexpr comm::Label kScatter = {.operation = "scatter", .unit = "layers.0"};
+inline constexpr comm::Label kReduce = {.operation = "reduce-scatter", .unit = "layers.0"};
+
+/// The same numbers on every rank for the same seed; of mixed magnitudes and signs, so that a sum's order and precision show.
+inline at::Tensor numbers(std::int64_t numel, std::int64_t seed, at::ScalarType dtype) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed));
+  const auto values = at::randn({numel}, generator, at::kDouble) * at::pow(10.0, at::randn({numel}, generator, at::kDouble));
+  return values.to(dtype);
+}
+
+/// Element by element with c10's own conversions: what rank_order_sum promises.
+template <typename Acc>
+at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, at::ScalarType out_dtype, double scale,
+                     bool accumulate) {
+  at::Tensor out = at::empty({sources[0].numel()}, out_dtype);
+  for (std::int64_t i = 0; i < out.numel(); ++i) {
+    std::vector<Acc> sums;
+    for (const auto& source : sources) sums.push_back(source[i].item().to<Acc>());
+    while (sums.size() > 1) {  // Neighbours in pairs, again and again.
+      std::vector<Acc> pairs;
+      for (std::size_t r = 0; r < sums.size(); r += 2) pairs.push_back(r + 1 < sums.size() ? sums[r] + sums[r + 1] : sums[r]);
+      sums = pairs;
+    }
+    const Acc sum = sums[0] * static_cast<Acc>(scale);
+    if (!accumulate) {
+      out[i] = sum;
+    } else if (out_dtype == at::kDouble) {
+      out[i] = old[i].item<double>() + sum;
+    } else {
+      out[i] = old[i].item<float>() + sum;
+    }
+  }
+  return out;
+}
+
+inline at::Tensor expected_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, double scale, bool accumulate) {
+  if (sources[0].scalar_type() == at::kDouble) return plain_sum<double>(sources, old, old.scalar_type(), scale, accumulate);
+  return plain_sum<float>(sources, old, old.scalar_type(), scale, accumulate);
+}
+
+struct PieceShape {
+  std::int64_t numel;  ///< Of one shard.
+  at::ScalarType dtype;
+  at::ScalarType out_dtype = at::kFloat;
+  bool accumulate = false;
+};
+
+/// A gathered buffer, and what should be in it.
+struct Gather {
+  Gather(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, bool alias) {
+    const int size = communicator.size();
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      const auto [numel, dtype, out_dtype, accumulate] = shapes[i];
+      std::vector<at::Tensor> shards;
+      for (int r = 0; r < size; ++r) shards.push_back(numbers(numel, seed + 1000 * static_cast<std::int64_t>(i) + r, dtype));
+      expected.push_back(at::cat(shards));
+      const auto own = static_cast<std::size_t>(communicator.rank());
+      const at::Tensor full = at::full({size * numel}, -1, dtype);
+      at::Tensor shard = shards[own];
+      if (alias) shard = full.narrow(0, communicator.rank() * numel, numel).copy_(shard);
+      pieces.push_back({.full = full, .shard = shard});
+    }
+  }
+
+  void check() const {
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].full, expected[i])) << "piece " << i;
+  }
+
+  std::vector<comm::GatherPiece> pieces;
+  std::vector<at::Tensor> expected;
+};
+
+/// Buffers of a scatter: rank r gets r elements more than rank 0 does, and of every other piece all get the same. `alias`: the root's part
+/// stays where it is.
+struct Scatter {
+  Scatter(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, int root, bool alias) {
+    const int size = communicator.size();
+    const auto own = static_cast<std::size_t>(communicator.rank());
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      std::vector<at::Tensor> parts;
+      for (int r = 0; r < size; ++r) {
+        const bool same = i % 2 == 1;
+        parts.push_back(
+            numbers(shapes[i].numel + (same ? 0 : r), seed + 1000 * static_cast<std::int64_t>(i) + (same ? 0 : r), shapes[i].dtype));
+      }
+      expected.push_back(parts[own].clone());
+      comm::ScatterPiece piece{.parts = {}, .into = at::full_like(parts[own], -1)};
+      if (communicator.rank() == root) {
+        if (alias) piece.into = parts[own];
+        piece.parts = std::move(parts);
+      }
+      pieces.push_back(std::move(piece));
+    }
+  }
+
+  void check() const {
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].into, expected[i])) << "piece " << i;
+  }
+
+  std::vector<comm::ScatterPiece> pieces;
+  std::vector<at::Tensor> expected;
+};
+
+/// Buffers of a reduce-scatter, and what should be in `out`.
+struct Reduce {
+  Reduce(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, double scale) {
+    const int size = communicator.size();
+    const int own = communicator.rank();
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      const auto [numel, dtype, out_dtype, accumulate] = shapes[i];
+      std::vector<at::Tensor> sources;
+      at::Tensor unreduced;
+      for (int r = 0; r < size; ++r) {
+        const at::Tensor of_rank = numbers(size * numel, seed + 1000 * static_cast<std::int64_t>(i) + r, dtype);
+        if (r == own) unreduced = of_rank;
+        sources.push_back(of_rank.narrow(0, own * numel, numel));
+      }
+      const at::Tensor out = numbers(numel, seed - 1, out_dtype);
+      expected.push_back(numel == 0 ? out.clone() : expected_sum(sources, out, scale, accumulate));
+      pieces.push_back({.unreduced = unreduced,
+                        .staging = at::empty({communicator.staging_numel(numel, dtype)}, dtype),
+                        .out = out,
+                        .accumulate = accumulate});
+    }
+  }
+
+  void check() const {
+    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].out, expected[i])) << "piece " << i;
+  }
+
+  std::vector<comm::ReducePiece> pieces;
+  std::vector<at::Tensor> expected;
+};
+
+}  // namespace fsdp::testing
