@@ -15,7 +15,7 @@
 #include "fsdp/error.h"
 #include "support/messages.h"
 
-namespace fsdp::paging {
+namespace fsdp::shard {
 namespace unit_division_test {
 
 using testing::message_of;
@@ -243,4 +243,4 @@ TEST(UnitDivision, SharedModuleThatSharesAParameter) {
 }
 
 }  // namespace unit_division_test
-}  // namespace fsdp::paging
+}  // namespace fsdp::shard
