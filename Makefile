@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -21,7 +21,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train test large torture bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train test large torture mutants bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KIL
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt fsdp_ckpt
 	python tests/torture/torture.py --train-gpt $(BUILD_DIR)/examples/train_gpt --fsdp-ckpt $(BUILD_DIR)/tools/fsdp-ckpt \
 	  --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+mutants: | $(STAMP)-build $(STAMP)-clang  ## Break the library, one change at a time: does a test notice? PART=2/5, ONLY=comm/
+	python tests/mutants/mutants.py run . $(BUILD_DIR)-mutants --jobs $(JOBS) $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY))
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
 	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender $(ARGS)
@@ -88,4 +91,4 @@ tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's s
 	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
 
 clean:  ## Remove the build directories; the virtual environment stays
-	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants

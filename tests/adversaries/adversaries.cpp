@@ -1,0 +1,600 @@
+// Programs of misuse and misfortune, each with the error, or the result, that the documents promise. `adversaries NAME` runs one and
+// returns 0 if the promise was kept; CTest runs each with a time-out, since what must not happen above all is that somebody waits forever.
+
+#include <fsdp/fsdp.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Parts = std::vector<std::string>;
+
+// What ranks found. In memory that forked processes share: a rank that is killed can tell nothing any more.
+struct Findings {
+  int wrong = 0;
+  int done = 0;        // ranks that have done what was theirs to do
+  pid_t pids[8] = {};  // of the ranks
+};
+Findings* findings = nullptr;
+
+void add(int& counter) { __atomic_fetch_add(&counter, 1, __ATOMIC_SEQ_CST); }
+
+void check(bool holds, const std::string& what) {
+  if (holds) return;
+  add(findings->wrong);
+  std::fprintf(stderr, "%s\n", what.c_str());
+}
+
+template <typename Exception = fsdp::Error, typename Fn>
+std::string message_of(const Fn& fn) {
+  try {
+    fn();
+  } catch (const Exception& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another exception: ") + error.what();
+  }
+  return "no error";
+}
+
+/// fn throws an Exception whose text has all parts.
+template <typename Exception = fsdp::Error, typename Fn>
+void expect(const std::string& where, const Parts& parts, const Fn& fn) {
+  const auto message = message_of<Exception>(fn);
+  bool has_all = message != "no error" && !message.starts_with("another exception");
+  for (const auto& part : parts) has_all = has_all && message.find(part) != std::string::npos;
+  check(has_all, where + ": " + message);
+}
+
+// Long enough for a busy machine, short enough for a test.
+constexpr auto kTimeout = std::chrono::seconds(4);
+
+fsdp::DeviceMesh make_mesh() { return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.timeout = kTimeout}); }
+
+/// Three layers, each of another size.
+torch::nn::Sequential make_model() {
+  torch::manual_seed(3);
+  return torch::nn::Sequential(torch::nn::Linear(4, 9), torch::nn::Tanh(), torch::nn::Linear(9, 6), torch::nn::Tanh(),
+                               torch::nn::Linear(6, 1));
+}
+
+fsdp::FullyShardOptions options_on(const fsdp::DeviceMesh& mesh) { return {.mesh = mesh, .units = fsdp::each<torch::nn::LinearImpl>()}; }
+
+at::Tensor loss_of(torch::nn::Sequential& model, std::int64_t seed = 0) {
+  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
+  return model->forward(at::randn({5, 4}, generator)).square().mean();
+}
+
+/// Everything that a rank trains with.
+struct Training {
+  explicit Training(fsdp::FullyShardOptions options)
+      : sharded(fsdp::fully_shard(*model, std::move(options))), optimizer(*model, {.lr = 0.1}) {}
+  explicit Training(const fsdp::DeviceMesh& mesh) : Training(options_on(mesh)) {}
+  void step(std::int64_t seed = 0) {
+    loss_of(model, seed).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  std::vector<at::Tensor> values() const {
+    std::vector<at::Tensor> values;
+    for (const auto& [name, value] : sharded.full_parameters()) values.push_back(value);
+    return values;
+  }
+
+  torch::nn::Sequential model = make_model();
+  fsdp::FSDPModule sharded;
+  fsdp::AdamW optimizer;
+};
+
+void expect_same(const std::string& where, const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  bool same = a.size() == b.size();
+  for (std::size_t i = 0; same && i < a.size(); ++i) same = a[i].equal(b[i]);
+  check(same, where + ": the values differ");
+}
+
+/// Runs a rank's part, and notes that it came to its end.
+int run(int ranks, const std::function<void(int rank)>& part) {
+  return fsdp::launch_local(ranks, [&] {
+    const int rank = std::atoi(std::getenv("RANK"));
+    findings->pids[rank] = getpid();
+    at::set_num_threads(1);
+    part(rank);
+    add(findings->done);
+    return 0;
+  });
+}
+
+/// All ranks come to their end, and nothing was wrong.
+void run_all(int ranks, const std::function<void(int rank)>& part) {
+  const int result = run(ranks, part);
+  check(result == 0 && findings->done == ranks,
+        std::to_string(findings->done) + " of " + std::to_string(ranks) + " ranks came to their end");
+}
+
+// Ranks of which one does something else. Every rank is told, and told what both sides do.
+
+/// Each rank runs its part, on which the last rank differs from rank 0.
+void expect_divergence(int ranks, const std::function<void(int rank, const fsdp::DeviceMesh& mesh, Training& training)>& part) {
+  run_all(ranks, [&](int rank) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    training.step();
+    const Parts both = {"the ranks make different calls: rank 0: #", "; rank " + std::to_string(ranks - 1) + ": #"};
+    expect<fsdp::CommError>("rank " + std::to_string(rank), both, [&] { part(rank, mesh, training); });
+  });
+}
+
+void skips_a_batch() {
+  expect_divergence(2, [](int rank, const fsdp::DeviceMesh& mesh, Training& training) {
+    for (int step = rank; step < 3; ++step) training.step(step);
+    mesh.sum(1);
+  });
+}
+
+void throws_alone_and_goes_on() {
+  expect_divergence(2, [](int rank, const fsdp::DeviceMesh&, Training& training) {
+    for (int step = 0; step < 3; ++step) {
+      try {
+        if (rank == 1 && step == 1) training.model->forward(at::ones({5, 3}));  // does not fit
+        training.step(step);
+      } catch (const c10::Error&) {
+        continue;
+      }
+    }
+  });
+}
+
+void reads_a_parameter_alone() {
+  expect_divergence(2, [](int rank, const fsdp::DeviceMesh&, Training& training) {
+    if (rank == 0) training.model->parameters()[2].sum();
+    training.step();
+    training.step();
+  });
+}
+
+void interleaves_two_models_differently() {
+  expect_divergence(2, [](int rank, const fsdp::DeviceMesh& mesh, Training& one) {
+    Training other(mesh);
+    if (rank == 0) one.step();
+    other.step();
+    if (rank == 1) one.step();
+  });
+}
+
+void takes_another_branch() {
+  expect_divergence(3, [](int rank, const fsdp::DeviceMesh&, Training& training) {
+    auto x = training.model[rank == 2 ? 2 : 0]->as<torch::nn::Linear>()->forward(at::ones({2, rank == 2 ? 9 : 4}));
+    x.sum().backward();
+    training.step();
+  });
+}
+
+void differs_in_an_option() {
+  using Options = fsdp::FullyShardOptions;
+  using Change = std::function<void(Options&, const fsdp::DeviceMesh&)>;
+  const std::vector<std::pair<std::string, Change>> changes = {
+      {"units", [](Options& o, const auto&) { o.units = {}; }},
+      {"unit_groups",
+       [](Options& o, const auto&) {
+         o.unit_groups = {{"0", "2"}};
+       }},
+      {"ignore", [](Options& o, const auto&) { o.ignore = [](const std::string& name, const at::Tensor&) { return name == "2.bias"; }; }},
+      {"placements", [](Options& o, const auto&) { o.placements = fsdp::Placements::optim(); }},
+      {"initial_values", [](Options& o, const auto&) { o.initial_values = fsdp::InitialValues::kZero; }},
+      {"reshard_after_forward", [](Options& o, const auto&) { o.reshard_after_forward = false; }},
+      {"reshard_after_forward_size", [](Options& o, const auto&) { o.reshard_after_forward_size = 2; }},
+      {"keep_gathered_bytes", [](Options& o, const auto&) { o.keep_gathered_bytes = 100; }},
+      {"prefetch_depth", [](Options& o, const auto&) { o.prefetch_depth = 2; }},
+      {"granularity", [](Options& o, const auto&) { o.granularity = [](const auto&, const auto&) { return fsdp::Granularity::rows(); }; }},
+      {"param_dtype", [](Options& o, const auto&) { o.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16}; }},
+      {"main_params_dtype",
+       [](Options& o, const auto&) { o.mixed_precision = fsdp::MixedPrecisionPolicy{.main_params_dtype = at::kDouble}; }},
+      {"main_grads_dtype",
+       [](Options& o, const auto&) { o.mixed_precision = fsdp::MixedPrecisionPolicy{.main_grads_dtype = at::kDouble}; }},
+      {"grad_comm_dtype",
+       [](Options& o, const auto&) { o.mixed_precision = fsdp::MixedPrecisionPolicy{.grad_comm_dtype = at::kBFloat16}; }},
+      {"gather_format",
+       [](Options& o, const auto&) {
+         const auto format = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks(32));
+         o.gather_format = [format](const auto&, const auto&) { return format; };
+       }},
+      {"offload", [](Options& o, const auto&) { o.offload = fsdp::Offload::kAll; }},
+      {"report_nan_in_param_grad", [](Options& o, const auto&) { o.report_nan_in_param_grad = true; }},
+      {"separate_reduce_group", [](Options& o, const auto&) { o.separate_reduce_group = true; }},
+      {"unit_settings.reshard_after_forward",
+       [](Options& o, const auto&) {
+         o.unit_settings = [](const auto&, const auto&) { return fsdp::UnitSettings{.reshard_after_forward = false}; };
+       }},
+      {"unit_settings.gradient_divide_factor",
+       [](Options& o, const auto&) {
+         o.unit_settings = [](const auto&, const auto&) { return fsdp::UnitSettings{.gradient_divide_factor = 3}; };
+       }},
+      {"unit_settings.mixed_precision",
+       [](Options& o, const auto&) {
+         o.unit_settings = [](const auto&, const auto&) {
+           return fsdp::UnitSettings{.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16}};
+         };
+       }},
+      {"prefetch_depth that is refused", [](Options& o, const auto&) { o.prefetch_depth = -1; }},
+  };
+  for (const auto& [name, change] : changes) {
+    const auto done = findings->done;
+    run(4, [&, &name = name, &change = change](int rank) {
+      const auto mesh = make_mesh();
+      auto model = make_model();
+      auto options = options_on(mesh);
+      if (rank == 1) change(options, mesh);
+      expect(name + ", rank " + std::to_string(rank), {"rank 0 and rank 1 differ"}, [&] { fsdp::fully_shard(*model, options); });
+    });
+    check(findings->done == done + 4, name + ": not all ranks came to their end");
+  }
+}
+
+// Ranks that end.
+
+void dies() {
+  run(3, [](int rank) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    training.step();
+    if (rank == 1) kill(getpid(), SIGKILL);
+    expect<fsdp::CommError>("rank " + std::to_string(rank), {" of unit '", "' on rank " + std::to_string(rank) + " of 3", "last units"},
+                            [&] {
+                              for (int step = 0; step < 50; ++step) training.step(step);
+                            });
+    // What is tried afterwards fails at once.
+    expect<fsdp::CommError>("afterwards", {"earlier collective failed"}, [&] { mesh.sum(1), training.step(), training.step(); });
+  });
+  check(findings->done == 2, "the others did not come to their end");
+}
+
+void stops() {
+  run(2, [](int rank) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    training.step();
+    if (rank == 1) raise(SIGSTOP);
+    expect<fsdp::CommError>("rank 0", {"MeshOptions::timeout", "last units that this rank touched"}, [&] { training.step(); });
+    kill(findings->pids[1], SIGKILL);
+  });
+  check(findings->done == 1, "rank 0 did not come to its end");
+}
+
+void leaves_early() {
+  run(2, [](int rank) {
+    Training training(make_mesh());
+    training.step();
+    if (rank == 1) return;
+    expect<fsdp::CommError>("rank 0", {"failed", "rank 0"}, [&] {
+      for (int step = 0; step < 50; ++step) training.step(step);
+    });
+  });
+  check(findings->done == 2, "rank 0 did not come to its end");
+}
+
+void fails_alone() {
+  const int result = run(2, [](int rank) {
+    Training training(make_mesh());
+    if (rank == 1) throw fsdp::Error("rank 1 has had enough");
+    for (int step = 0; step < 50; ++step) training.step(step);
+  });
+  check(result == 1 && findings->done == 0, "exit code " + std::to_string(result));
+}
+
+// What works although it looks as if it might not.
+
+void throws_on_all_ranks() {
+  run_all(2, [](int) {
+    const auto mesh = make_mesh();
+    Training calm(mesh);
+    Training disturbed(mesh);
+    for (int step = 0; step < 3; ++step) {
+      calm.step(step);
+      expect<c10::Error>("forward", {}, [&] { disturbed.model->forward(at::ones({5, 3})); });
+      disturbed.step(step);
+    }
+    expect_same("after exceptions", disturbed.values(), calm.values());
+  });
+}
+
+/// One layer in two places is one parameter: its gradient is the sum over its uses.
+void ties_weights() {
+  run_all(2, [](int) {
+    const auto mesh = make_mesh();
+    const auto make = [] {
+      torch::manual_seed(5);
+      torch::nn::Linear shared(4, 4);
+      return torch::nn::Sequential(shared, torch::nn::Tanh(), shared, torch::nn::Linear(4, 1));
+    };
+    auto plain = make();
+    auto model = make();
+    const auto sharded = fsdp::fully_shard(*model, options_on(mesh));
+    loss_of(plain).backward();
+    loss_of(model).backward();
+    const auto gradients = sharded.full_gradients();
+    const auto expected = plain->named_parameters();
+    check(gradients.size() == 4, std::to_string(gradients.size()) + " parameters");
+    for (const auto& [name, gradient] : gradients) {
+      check(gradient.defined() && gradient.allclose(expected[name].grad()), "gradient of " + name);
+    }
+  });
+}
+
+void moves_the_model() {
+  run_all(2, [](int) {
+    const auto mesh = make_mesh();
+    Training stays(mesh);
+    auto moved = std::make_unique<Training>(mesh);
+    stays.step();
+    moved->step();
+    torch::nn::Sequential elsewhere = std::move(moved->model);
+    fsdp::AdamW optimizer = std::move(moved->optimizer);
+    auto sharded = moved->sharded;
+    moved.reset();
+    loss_of(elsewhere, 1).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    stays.step(1);
+    std::vector<at::Tensor> values;
+    for (const auto& [name, value] : sharded.full_parameters()) values.push_back(value);
+    expect_same("a moved model", values, stays.values());
+  });
+}
+
+/// A clone is an ordinary model with the whole values.
+void clones_a_sharded_model() {
+  run_all(2, [](int) {
+    Training training(make_mesh());
+    training.step();
+    const auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(training.model->clone());
+    expect_same("a clone", clone->parameters(), training.values());
+    clone->forward(at::ones({5, 4})).sum().backward();
+    check(clone->parameters()[0].grad().defined(), "a clone has gradients of its own");
+    for (const auto& [name, gradient] : training.sharded.full_gradients()) check(!gradient.defined(), "gradient of " + name);
+    training.step(1);
+  });
+}
+
+void goes_on_after_unsharding() {
+  run_all(2, [](int) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    training.step();
+    const auto values = training.values();
+    fsdp::fully_unshard(*training.model);
+    expect_same("unsharded", training.model->parameters(), values);
+    expect("optimizer", {"fully_unshard made ordinary again"}, [&] { training.optimizer.step(); });
+    expect("handle", {"fully_unshard made ordinary again"}, [&] { training.sharded.parameter_shards(); });
+    fsdp::fully_shard(*training.model, options_on(mesh));
+    check(loss_of(training.model).isfinite().item<bool>(), "sharded again");
+  });
+}
+
+// Misuse on all ranks.
+
+/// On one rank and on two: each error comes before anything waits.
+void run_misuse(const std::function<void(const fsdp::DeviceMesh&)>& part) {
+  for (const int ranks : {1, 2}) {
+    findings->done = 0;
+    run_all(ranks, [&](int) { part(make_mesh()); });
+  }
+}
+
+void makes_the_optimizer_first() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    auto model = make_model();
+    expect("AdamW", {"not a unit of a sharded model", "fully_shard"}, [&] { fsdp::AdamW optimizer(*model); });
+    torch::optim::SGD of_torch(model->parameters(), 0.1);
+    const auto sharded = fsdp::fully_shard(*model, options_on(mesh));
+    const auto before = sharded.full_parameters();
+    loss_of(model).backward();
+    of_torch.step();  // sees no gradient: those are in the shards
+    const auto after = sharded.full_parameters();
+    for (std::size_t i = 0; i < before.size(); ++i) check(after[i].second.equal(before[i].second), before[i].first);
+  });
+}
+
+void shards_twice() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    expect("fully_shard", {"'0.weight'", "is sharded already"}, [&] { fsdp::fully_shard(*training.model, options_on(mesh)); });
+    training.step();
+  });
+}
+
+void converts_afterwards() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    training.model->to(at::kDouble);
+    const Parts promised = {"'0.weight' of unit '0'", "was given other memory after fully_shard", "fully_unshard"};
+    expect("forward", promised, [&] { training.model->forward(at::ones({2, 4}, at::kDouble)).sum().backward(); });
+    expect("step", promised, [&] { training.optimizer.step(); });
+  });
+}
+
+void requires_gradients_afterwards() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    auto model = make_model();
+    model->parameters()[1].requires_grad_(false);
+    fsdp::fully_shard(*model, options_on(mesh));
+    model->parameters()[1].requires_grad_(true);
+    expect("backward", {"'0.bias' of unit '0'", "did not require one"}, [&] { loss_of(model).backward(); });
+  });
+}
+
+void drops_gradients_in_a_hook() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    auto x = training.model[0]->as<torch::nn::Linear>()->forward(at::ones({5, 4}));
+    x.register_hook([&](const at::Tensor&) { training.optimizer.zero_grad(); });
+    expect("zero_grad() in a hook", {"backward"}, [&] {
+      for (std::size_t i = 1; i < training.model->size(); ++i) {
+        if (auto* layer = training.model[i]->as<torch::nn::Linear>()) x = layer->forward(x);
+      }
+      x.sum().backward();
+    });
+    training.sharded.reset();
+    training.step();
+  });
+}
+
+void goes_back_twice() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    auto loss = loss_of(training.model);
+    loss.backward({}, /*retain_graph=*/true);
+    const auto once = training.sharded.full_gradients();
+    loss.backward();
+    const auto twice = training.sharded.full_gradients();
+    for (std::size_t i = 0; i < once.size(); ++i) check(twice[i].second.allclose(once[i].second * 2), once[i].first + " adds up");
+    expect<c10::Error>("a third time", {"backward through the graph a second time"}, [&] { loss.backward(); });
+    training.optimizer.zero_grad();
+    training.step();
+  });
+}
+
+void goes_back_through_an_old_graph() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    const auto loss = loss_of(training.model);
+    training.step();
+    expect<c10::Error>("backward", {"modified by an inplace operation"}, [&] { loss.backward(); });
+    training.optimizer.zero_grad();
+    training.step();
+  });
+}
+
+void steps_without_a_backward() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    const auto before = training.values();
+    training.optimizer.step();
+    training.optimizer.zero_grad();
+    training.optimizer.step();
+    expect_same("without gradients", training.values(), before);
+  });
+}
+
+/// What a backward that failed has reduced already is dropped as well.
+void resets_after_a_failed_backward() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    auto& model = training.model;
+    const auto first = model[0]->as<torch::nn::Linear>()->forward(at::ones({5, 4})).tanh();
+    first.register_hook([](const at::Tensor&) -> void { throw std::runtime_error("no"); });
+    auto x = model[2]->as<torch::nn::Linear>()->forward(first).tanh();
+    x = model[4]->as<torch::nn::Linear>()->forward(x);
+    expect<std::runtime_error>("backward", {"no"}, [&] { x.sum().backward(); });
+    training.sharded.reset();
+    for (const auto& [name, gradient] : training.sharded.full_gradients()) check(!gradient.defined(), "gradient of " + name + " is left");
+    training.step();
+  });
+}
+
+void reads_by_pointers() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    const auto weight = training.model->parameters()[0];
+    expect<c10::Error>("data_ptr", {"freed while its unit is sharded"}, [&] { weight.data_ptr<float>(); });
+    std::ostringstream stream;
+    expect<c10::Error>("torch::save", {"freed while its unit is sharded"}, [&] { torch::save(training.model, stream); });
+    training.step();
+  });
+}
+
+void outlives_the_model() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    auto training = std::make_optional<Training>(mesh);
+    const auto weight = training->model->parameters()[0].detach();
+    training.reset();
+    expect("a view", {"is used after the model is gone"}, [&] { weight.sum(); });
+  });
+}
+
+/// In the child of a fork there are neither Gloo's threads nor peers.
+void forks() {
+  run_misuse([](const fsdp::DeviceMesh& mesh) {
+    Training training(mesh);
+    training.step();
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(10);
+      const auto message = message_of([&] { training.step(); });
+      const bool kept = message.find("fork") != std::string::npos;
+      if (!kept) std::fprintf(stderr, "in the child: %s\n", message.c_str());
+      _exit(kept ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child of a fork ended with status " + std::to_string(status));
+    training.step();
+  });
+}
+
+struct Adversary {
+  const char* name;
+  void (*run)();
+};
+
+// CMakeLists.txt reads the names here.
+constexpr Adversary kAdversaries[] = {
+    {"skips_a_batch", skips_a_batch},
+    {"throws_alone_and_goes_on", throws_alone_and_goes_on},
+    {"reads_a_parameter_alone", reads_a_parameter_alone},
+    {"interleaves_two_models_differently", interleaves_two_models_differently},
+    {"takes_another_branch", takes_another_branch},
+    {"differs_in_an_option", differs_in_an_option},
+    {"dies", dies},
+    {"stops", stops},
+    {"leaves_early", leaves_early},
+    {"fails_alone", fails_alone},
+    {"throws_on_all_ranks", throws_on_all_ranks},
+    {"ties_weights", ties_weights},
+    {"moves_the_model", moves_the_model},
+    {"clones_a_sharded_model", clones_a_sharded_model},
+    {"goes_on_after_unsharding", goes_on_after_unsharding},
+    {"makes_the_optimizer_first", makes_the_optimizer_first},
+    {"shards_twice", shards_twice},
+    {"converts_afterwards", converts_afterwards},
+    {"requires_gradients_afterwards", requires_gradients_afterwards},
+    {"drops_gradients_in_a_hook", drops_gradients_in_a_hook},
+    {"goes_back_twice", goes_back_twice},
+    {"goes_back_through_an_old_graph", goes_back_through_an_old_graph},
+    {"steps_without_a_backward", steps_without_a_backward},
+    {"resets_after_a_failed_backward", resets_after_a_failed_backward},
+    {"reads_by_pointers", reads_by_pointers},
+    {"outlives_the_model", outlives_the_model},
+    {"forks", forks},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (const auto& adversary : kAdversaries) {
+    if (argc != 2 || std::strcmp(argv[1], adversary.name) != 0) continue;
+    void* const shared = mmap(nullptr, sizeof(Findings), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED) return 2;
+    findings = new (shared) Findings;
+    at::set_num_threads(1);  // ranks are forked, which needs a process of one thread
+    adversary.run();
+    return findings->wrong == 0 ? 0 : 1;
+  }
+  std::fprintf(stderr, "usage: adversaries NAME\n");
+  for (const auto& adversary : kAdversaries) std::fprintf(stderr, "  %s\n", adversary.name);
+  return 2;
+}

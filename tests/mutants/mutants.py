@@ -1,0 +1,303 @@
+"""Breaks the library on purpose, one small change at a time, and looks whether a test notices.
+
+    mutants.py check ROOT                          every mutant still fits the sources, and its tests are there
+    mutants.py run ROOT WORK [--part 2/5] [--only NAME] [--jobs N]
+                                                   builds and tests them in WORK, a folder of their own
+
+A mutant is a file under tests/mutants: a few `key: value` lines, then the text that it replaces and the new one.
+
+    promise: docs/design.md, Reduce in full precision      what it breaks
+    file: src/comm/rank_order_sum.cpp                      where
+    test: test_comm RankOrderSum.IsBitExact                who must notice: a test program and a filter; one or more
+    --- old
+    ...                                                    whole lines, which occur exactly once in the file
+    --- new
+    ...
+
+`run` first sees that the named tests pass as the library is. A mutant is killed when one of its tests fails, or runs into its
+time-out; it survived when all pass, and that makes `run` fail. WORK/results.json keeps what came out, so that a run that was
+stopped goes on; a result stands until the mutant, the file that it changes or the tests that must notice it change.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+), (\w+)\)", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    promise: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[tuple[str, str], ...]  # program, filter
+
+
+class MutantError(Exception):
+    pass
+
+
+def read_mutant(path: Path, name: str) -> Mutant:
+    head, old_mark, rest = path.read_text(encoding="utf-8").partition("--- old\n")
+    old, new_mark, new = rest.partition("--- new\n")
+    if not old_mark or not new_mark:
+        raise MutantError(f"{name}: has no '--- old' or no '--- new'")
+    values: dict[str, str] = {}
+    tests = []
+    for line in head.splitlines():
+        key, _, value = line.partition(": ")
+        if key == "test":
+            program, _, pattern = value.partition(" ")
+            tests.append((program, pattern))
+        else:
+            values[key] = value
+    if set(values) != {"promise", "file"} or not tests:
+        raise MutantError(f"{name}: needs one `promise`, one `file`, and at least one `test`")
+    return Mutant(name, values["promise"], values["file"], old, new, tuple(tests))
+
+
+def read_mutants(root: Path) -> list[Mutant]:
+    folder = root / "tests" / "mutants"
+    paths = sorted(folder.glob("*/*.txt"))
+    return [read_mutant(path, str(path.relative_to(folder).with_suffix(""))) for path in paths]
+
+
+def mutated(root: Path, mutant: Mutant) -> str:
+    """The mutant's file, changed."""
+    path = root / mutant.file
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    count = ("\n" + text).count("\n" + mutant.old)
+    if count != 1:
+        raise MutantError(f"{mutant.name}: its old text occurs {count} times in {mutant.file}, not once")
+    if mutant.old == mutant.new:
+        raise MutantError(f"{mutant.name}: changes nothing")
+    return ("\n" + text).replace("\n" + mutant.old, "\n" + mutant.new)[1:]
+
+
+def test_names(root: Path, group: str) -> set[str]:
+    """`Suite.Name` of every test of a program."""
+    names = set()
+    for path in (root / "tests" / "cpp" / group).glob("*.cpp"):
+        names.update(".".join(match) for match in TEST.findall(path.read_text(encoding="utf-8")))
+    return names
+
+
+def faults(root: Path, mutants: Iterable[Mutant]) -> list[str]:
+    found = []
+    known: dict[str, set[str]] = {}
+    for mutant in mutants:
+        try:
+            mutated(root, mutant)
+        except MutantError as error:
+            found.append(str(error))
+        for program, pattern in mutant.tests:
+            group = program.removeprefix("test_")
+            names = known.setdefault(group, test_names(root, group))
+            for part in pattern.split(":"):
+                # Parameters add a prefix and a suffix, each with a slash.
+                plain = part.strip("*").removesuffix("/").removeprefix("/")
+                if plain not in names and not (plain.endswith(".") and any(name.startswith(plain) for name in names)):
+                    found.append(f"{mutant.name}: {program} has no test {part}")
+    return found
+
+
+def tracked_files(root: Path) -> list[str]:
+    listing = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return [name for name in listing.split("\0") if name and (root / name).is_file()]
+
+
+def copy_tree(root: Path, copy: Path) -> None:
+    """Makes `copy` hold what `root` holds; files that are the same keep their time, so that little is built anew."""
+    wanted = set(tracked_files(root))
+    for name in wanted:
+        content = (root / name).read_bytes()
+        target = copy / name
+        if target.exists() and target.read_bytes() == content:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    for path in copy.rglob("*"):
+        name = str(path.relative_to(copy))
+        if path.is_file() and not name.startswith("build/") and name not in wanted:
+            path.unlink()
+
+
+class Workshop:
+    """A copy of the sources and its build: clang without optimization, each source compiled by itself."""
+
+    def __init__(self, root: Path, work: Path, jobs: int) -> None:
+        self.root = root
+        self.tree = work / "tree"
+        self.build_dir = self.tree / "build"
+        self.jobs = jobs
+
+    def prepare(self) -> None:
+        copy_tree(self.root, self.tree)
+        if (self.build_dir / "build.ninja").exists():
+            return
+        torch = subprocess.run(
+            [sys.executable, "-c", "import torch; print(torch.utils.cmake_prefix_path)"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        settings = {
+            "CMAKE_PREFIX_PATH": torch,
+            "CMAKE_CXX_COMPILER": "clang++",
+            "CMAKE_CXX_FLAGS_RELEASE": "-O0 -DNDEBUG",
+            "CMAKE_LINK_DEPENDS_NO_SHARED": "ON",
+            "CMAKE_PROJECT_libfsdp_INCLUDE": str(self.tree / "tests" / "mutants" / "quick.cmake"),
+            "FSDP_BUILD_EXAMPLES": "OFF",
+            "FSDP_BUILD_TOOLS": "OFF",
+            "FSDP_BUILD_BENCH": "OFF",
+        }
+        options = [f"-D{name}={value}" for name, value in settings.items()]
+        command = ["cmake", "--preset", "release", "-B", str(self.build_dir), "--log-level=WARNING", *options]
+        subprocess.run(command, check=True, cwd=self.tree)
+
+    def build(self, programs: Iterable[str]) -> str:
+        """Empty, or what the compiler said."""
+        command = ["ninja", "-C", str(self.build_dir), "-j", str(self.jobs), "fsdp", *sorted(set(programs))]
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        return "" if result.returncode == 0 else result.stdout[-3000:]
+
+    def test(self, program: str, pattern: str, limit: float) -> str:
+        """"passed", "failed" or "timed out"."""
+        command = [str(self.build_dir / "tests" / "cpp" / program), f"--gtest_filter={pattern}", "--gtest_fail_fast"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return "timed out"
+        if re.search(r"^\[==========\] Running 0 tests", output, re.MULTILINE):
+            raise MutantError(f"{program} has no test {pattern}")
+        return "passed" if process.returncode == 0 else "failed"
+
+
+def key_of(root: Path, mutant: Mutant) -> str:
+    """Changes with all that a mutant's result depends on."""
+    digest = hashlib.sha256(repr(mutant).encode())
+    digest.update((root / mutant.file).read_bytes())
+    folders = {root / "tests" / "cpp" / program.removeprefix("test_") for program, _ in mutant.tests}
+    for folder in sorted(folders | {root / "tests" / "cpp" / "support"}):
+        for path in sorted(folder.glob("*.*")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def chosen(mutants: list[Mutant], part: str, only: list[str]) -> list[Mutant]:
+    index, _, count = part.partition("/")
+    if only:
+        return [mutant for mutant in mutants if any(mutant.name.startswith(name) for name in only)]
+    return mutants[int(index) - 1 :: int(count)]
+
+
+def run(root: Path, work: Path, mutants: list[Mutant], jobs: int) -> int:
+    work.mkdir(parents=True, exist_ok=True)
+    record = work / "results.json"
+    results: dict[str, dict[str, str]] = json.loads(record.read_text()) if record.exists() else {}
+    keys = {mutant.name: key_of(root, mutant) for mutant in mutants}
+
+    def verdict(mutant: Mutant) -> str:
+        known = results.get(mutant.name, {})
+        return known.get("verdict", "") if known.get("key") == keys[mutant.name] else ""
+
+    todo = [mutant for mutant in mutants if not verdict(mutant).startswith("killed")]
+    workshop = Workshop(root, work, jobs)
+    workshop.prepare()
+    print(f"{len(todo)} of {len(mutants)} mutants to try; building", flush=True)
+    complaint = workshop.build(program for mutant in todo for program, _ in mutant.tests)
+    if complaint:
+        print(complaint)
+        return 1
+
+    limits: dict[tuple[str, str], float] = {}
+    for mutant in todo:
+        started = time.monotonic()
+        # As the library is, all tests pass, and take so long; a busy machine may make that several times as much.
+        for test in mutant.tests:
+            if test in limits:
+                continue
+            began = time.monotonic()
+            outcome = workshop.test(*test, limit=600)
+            if outcome != "passed":
+                print(f"{' '.join(test)} {outcome} without any mutant")
+                return 1
+            limits[test] = 30 + 8 * (time.monotonic() - began)
+        source = workshop.tree / mutant.file
+        original = source.read_text(encoding="utf-8")
+        outcome = "survived"
+        source.write_text(mutated(workshop.tree, mutant), encoding="utf-8")
+        try:
+            complaint = workshop.build(program for program, _ in mutant.tests)
+            if complaint:
+                outcome = "does not compile"
+            for program, pattern in mutant.tests:
+                if outcome != "survived":
+                    break
+                seen = workshop.test(program, pattern, limits[program, pattern])
+                if seen != "passed":
+                    outcome = f"killed by {program} {pattern}" + (" (time-out)" if seen == "timed out" else "")
+        finally:
+            source.write_text(original, encoding="utf-8")
+        results[mutant.name] = {"key": keys[mutant.name], "verdict": outcome}
+        record.write_text(json.dumps(results, indent=1, sort_keys=True))
+        print(f"{mutant.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+        if complaint:
+            print(complaint)
+
+    alive = [mutant for mutant in mutants if not verdict(mutant).startswith("killed")]
+    print(f"{len(mutants) - len(alive)} of {len(mutants)} mutants killed")
+    for mutant in alive:
+        print(f"  {mutant.name} {verdict(mutant)}: {mutant.promise}")
+    return 1 if alive else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check")
+    check.add_argument("root", type=Path)
+    runner = commands.add_parser("run")
+    runner.add_argument("root", type=Path)
+    runner.add_argument("work", type=Path)
+    runner.add_argument("--part", default="1/1", help="2/5: the second of five parts")
+    runner.add_argument("--only", action="append", default=[], help="mutants whose names begin so")
+    runner.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
+    mutants = read_mutants(root)
+    found = faults(root, mutants)
+    for fault in found:
+        print(fault)
+    if found:
+        return 1
+    if arguments.command == "check":
+        print(f"{len(mutants)} mutants fit")
+        return 0
+    return run(root, arguments.work.resolve(), chosen(mutants, arguments.part, arguments.only), arguments.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
