@@ -8,7 +8,8 @@ A mutant is a file under tests/mutants: a few `key: value` lines, then the text 
 
     promise: docs/design.md, Reduce in full precision      what it breaks
     file: src/comm/rank_order_sum.cpp                      where
-    test: test_comm RankOrderSum.IsBitExact                who must notice: a test program and a filter; one or more
+    test: test_comm RankOrderSum.IsBitExact                who must notice: a test program and a filter, or `adversaries`
+                                                           and a name (tests/adversaries); one or more
     --- old
     ...                                                    whole lines, which occur exactly once in the file
     --- new
@@ -33,6 +34,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+), (\w+)\)", re.MULTILINE)
+ADVERSARIES = "adversaries"
+ADVERSARY = re.compile(r'^    \{"(\w+)", \w+\},$', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +89,20 @@ def mutated(root: Path, mutant: Mutant) -> str:
     return ("\n" + text).replace("\n" + mutant.old, "\n" + mutant.new)[1:]
 
 
-def test_names(root: Path, group: str) -> set[str]:
-    """`Suite.Name` of every test of a program."""
-    names = set()
-    for path in (root / "tests" / "cpp" / group).glob("*.cpp"):
-        names.update(".".join(match) for match in TEST.findall(path.read_text(encoding="utf-8")))
+def sources_of(root: Path, program: str) -> list[Path]:
+    """The sources of a test program."""
+    folder = root / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp/" + program.removeprefix("test_"))
+    return sorted(folder.glob("*.cpp"))
+
+
+def test_names(root: Path, program: str) -> set[str]:
+    """`Suite.Name` of every test of a program; the name of every adversary."""
+    names: set[str] = set()
+    for path in sources_of(root, program):
+        text = path.read_text(encoding="utf-8")
+        names.update(".".join(match) for match in TEST.findall(text))
+        if program == ADVERSARIES:
+            names.update(ADVERSARY.findall(text))
     return names
 
 
@@ -103,8 +115,7 @@ def faults(root: Path, mutants: Iterable[Mutant]) -> list[str]:
         except MutantError as error:
             found.append(str(error))
         for program, pattern in mutant.tests:
-            group = program.removeprefix("test_")
-            names = known.setdefault(group, test_names(root, group))
+            names = known.setdefault(program, test_names(root, program))
             for part in pattern.split(":"):
                 # Parameters add a prefix and a suffix, each with a slash.
                 plain = part.strip("*").removesuffix("/").removeprefix("/")
@@ -180,7 +191,10 @@ class Workshop:
 
     def test(self, program: str, pattern: str, limit: float) -> str:
         """"passed", "failed" or "timed out"."""
-        command = [str(self.build_dir / "tests" / "cpp" / program), f"--gtest_filter={pattern}", "--gtest_fail_fast"]
+        if program == ADVERSARIES:
+            command = [str(self.build_dir / "tests" / ADVERSARIES / program), pattern]
+        else:
+            command = [str(self.build_dir / "tests" / "cpp" / program), f"--gtest_filter={pattern}", "--gtest_fail_fast"]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
         ) as process:
@@ -199,10 +213,10 @@ def key_of(root: Path, mutant: Mutant) -> str:
     """Changes with all that a mutant's result depends on."""
     digest = hashlib.sha256(repr(mutant).encode())
     digest.update((root / mutant.file).read_bytes())
-    folders = {root / "tests" / "cpp" / program.removeprefix("test_") for program, _ in mutant.tests}
-    for folder in sorted(folders | {root / "tests" / "cpp" / "support"}):
-        for path in sorted(folder.glob("*.*")):
-            digest.update(path.read_bytes())
+    paths = {path for program, _ in mutant.tests for path in sources_of(root, program)}
+    paths.update((root / "tests" / "cpp" / "support").glob("*.h"))
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
