@@ -302,6 +302,8 @@ def main() -> int:
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     mutants = read_mutants(root)
+    if arguments.command == "run":
+        mutants = chosen(mutants, arguments.part, arguments.only)
     found = faults(root, mutants)
     for fault in found:
         print(fault)
@@ -310,7 +312,7 @@ def main() -> int:
     if arguments.command == "check":
         print(f"{len(mutants)} mutants fit")
         return 0
-    return run(root, arguments.work.resolve(), chosen(mutants, arguments.part, arguments.only), arguments.jobs)
+    return run(root, arguments.work.resolve(), mutants, arguments.jobs)
 
 
 if __name__ == "__main__":
