@@ -1,0 +1,85 @@
+// What an option changes: bytes, groups, collectives. That results stay the same is tested elsewhere, and would prove nothing of it.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <optional>
+#include <string>
+
+#include "engine/engine.h"
+#include "fsdp/fsdp.h"
+#include "support/multi_rank.h"
+#include "support/stack.h"
+
+namespace unit_options_test {
+
+using fsdp::testing::line;
+using fsdp::testing::make_stack;
+using fsdp::testing::run_ranks;
+using fsdp::testing::stack_loss;
+using fsdp::testing::stack_units;
+
+TEST(UnitOptions, ReductionsMayHaveAGroupOfTheirOwn) {
+  run_ranks(2, [](int rank) {
+    for (const bool separate : {false, true}) {
+      auto model = make_stack();
+      const auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units(), .separate_reduce_group = separate});
+      for (const auto& unit : sharded.engine()->units()) {
+        EXPECT_EQ(unit->groups.reduce != unit->groups.gather, separate) << unit->name;
+        EXPECT_EQ(unit->groups.reduce->size(), 2);
+        EXPECT_EQ(unit->groups.reduce->rank(), rank);
+      }
+    }
+  });
+}
+
+TEST(UnitOptions, SingleUnitsMayStayGathered) {
+  run_ranks(2, [](int rank) {
+    const auto gathers = [&](const std::string& stays) {
+      auto model = make_stack();
+      fsdp::FullyShardOptions options{.mesh = line(), .units = stack_units()};
+      options.unit_settings = [&](const std::string& name, const torch::nn::Module&) {
+        fsdp::UnitSettings settings;
+        if (name == stays) settings.reshard_after_forward = false;
+        return settings;
+      };
+      auto sharded = fsdp::fully_shard(*model, options);
+      sharded.reset_wire_stats();
+      stack_loss(model, 0, rank).backward();
+      return sharded.wire_stats().all_gathers;
+    };
+    EXPECT_EQ(gathers("blocks.1"), gathers("none") - 1);
+  });
+}
+
+TEST(UnitOptions, GradientsMayHaveADtypeOfTheirOwn) {
+  run_ranks(2, [](int rank) {
+    const auto live = [&](std::optional<at::ScalarType> dtype) {
+      auto model = make_stack();
+      fsdp::FullyShardOptions options{.mesh = line(), .units = stack_units()};
+      options.mixed_precision = fsdp::MixedPrecisionPolicy{.main_grads_dtype = dtype, .grad_comm_dtype = at::kFloat};
+      options.granularity = [](const auto&, const auto&) { return fsdp::Granularity::blocks(16); };  // the same shards for all dtypes
+      auto sharded = fsdp::fully_shard(*model, options);
+      stack_loss(model, 0, rank).backward();
+      for (const auto& shard : sharded.gradient_shards()) EXPECT_EQ(shard.value.scalar_type(), dtype.value_or(at::kFloat)) << shard.name;
+      return sharded.memory_stats().main_gradients.live;
+    };
+    EXPECT_EQ(live(at::kDouble), 2 * live({}));
+  });
+}
+
+TEST(UnitOptions, FrozenParametersKeepTheirDtype) {
+  run_ranks(2, [] {
+    auto model = make_stack();
+    model->to(at::kBFloat16);
+    model->head->weight.requires_grad_(false);
+    fsdp::FullyShardOptions options{.mesh = line(), .units = stack_units()};
+    options.mixed_precision = fsdp::MixedPrecisionPolicy{.main_params_dtype = at::kFloat};
+    const auto sharded = fsdp::fully_shard(*model, options);
+    for (const auto& shard : sharded.parameter_shards()) {
+      EXPECT_EQ(shard.value.scalar_type(), shard.name == "head.weight" ? at::kBFloat16 : at::kFloat) << shard.name;
+    }
+  });
+}
+
+}  // namespace unit_options_test
