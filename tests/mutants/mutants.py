@@ -6,18 +6,18 @@
 
 A mutant is a file under tests/mutants: a few `key: value` lines, then the text that it replaces and the new one.
 
-    promise: docs/design.md, Reduce in full precision      what it breaks
-    file: src/comm/rank_order_sum.cpp                      where
-    test: test_comm RankOrderSum.IsBitExact                who must notice: a test program and a filter, or `adversaries`
-                                                           and a name (tests/adversaries); one or more
+    promise: docs/design.md, Reduce in full precision    what it breaks
+    file: src/comm/rank_order_sum.cpp                    where
+    test: test_comm RankOrderSum.IsBitExact              who must notice: a test program and a filter, or `adversaries`
+                                                         and a name (tests/adversaries); one or more
     --- old
     ...                                                    whole lines, which occur exactly once in the file
     --- new
     ...
 
-`run` first sees that the named tests pass as the library is. A mutant is killed when one of its tests fails, or runs into its
-time-out; it survived when all pass, and that makes `run` fail. WORK/results.json keeps what came out, so that a run that was
-stopped goes on; a result stands until the mutant, the file that it changes or the tests that must notice it change.
+`run` first sees that the named tests pass as the library is. A mutant is killed when one of its tests fails, or runs
+into its time-out; it survived when all pass, and that makes `run` fail. WORK/results.json keeps what came out, so that
+a run that was stopped goes on; a result stands until the mutant, the file that it changes or its tests change.
 """
 
 import argparse
@@ -191,12 +191,16 @@ class Workshop:
 
     def test(self, program: str, pattern: str, limit: float) -> str:
         """"passed", "failed" or "timed out"."""
-        if program == ADVERSARIES:
-            command = [str(self.build_dir / "tests" / ADVERSARIES / program), pattern]
-        else:
-            command = [str(self.build_dir / "tests" / "cpp" / program), f"--gtest_filter={pattern}", "--gtest_fail_fast"]
+        folder = self.build_dir / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp")
+        argument = [pattern] if program == ADVERSARIES else [f"--gtest_filter={pattern}", "--gtest_fail_fast"]
+        command = [str(folder / program), *argument]
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         ) as process:
             try:
                 output, _ = process.communicate(timeout=limit)
