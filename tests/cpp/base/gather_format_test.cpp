@@ -16,13 +16,13 @@ namespace gather_format_test {
 constexpr std::int64_t kBlock = 32;
 constexpr float kLargest = 448;  // of float8_e4m3fn
 
-/// One block that holds `value` and a 1, as it travels and arrives.
+/// One block that holds `value` and a quarter of it, as it travels and arrives.
 struct Travelled {
   explicit Travelled(float value) {
     const auto format = fsdp::float8_blocks(kBlock);
     auto main = at::zeros({1, kBlock});
     main[0][3] = value;
-    main[0][4] = 1;
+    main[0][4] = value / 4;
     const auto wire = at::zeros({1, format.block_bytes}, at::kByte);
     format.pre_all_gather(main, wire);
     format.post_all_gather(wire, whole);
@@ -39,6 +39,7 @@ TEST(GatherFormat, ScalesByTheSmallestPowerOfTwoThatFits) {
     const float largest = std::ldexp(kLargest, power);
     EXPECT_EQ(Travelled(largest).scale_byte, 127 + power);
     EXPECT_EQ(Travelled(largest).at(3), largest);
+    EXPECT_EQ(Travelled(largest).at(4), largest / 4);
     EXPECT_EQ(Travelled(std::nextafter(largest, INFINITY)).scale_byte, 128 + power);
     EXPECT_EQ(Travelled(-largest).at(3), -largest);
   }
@@ -47,7 +48,7 @@ TEST(GatherFormat, ScalesByTheSmallestPowerOfTwoThatFits) {
 TEST(GatherFormat, SmallAndLargeNumbersStayFinite) {
   EXPECT_EQ(Travelled(std::ldexp(1.5F, 127)).at(3), std::ldexp(1.5F, 127));
   EXPECT_TRUE(std::isfinite(Travelled(std::numeric_limits<float>::denorm_min()).at(3)));
-  EXPECT_EQ(Travelled(0).at(4), 1);
+  EXPECT_EQ(Travelled(0).at(3), 0);
 }
 
 TEST(GatherFormat, WhatIsNotFiniteArrivesAsNaN) {
