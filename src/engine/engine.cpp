@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
@@ -54,22 +55,23 @@ void Engine::rethrow_with_history(const std::exception& error) const {
   throw CommError(text);
 }
 
-// One training step: touch, move_to, depart_to, ensure_present, read_ahead in forward; begin_backward, the same and gradient_ready in
-// backward; end_backward.
+// One training step: enter, move_to, depart_to, Gatherer::start, read_ahead, Gatherer::finish in forward; begin_backward, the same and
+// gradient in backward; end_backward.
 
-void Engine::touch(std::span<Unit* const> units) {
+void Engine::enter(std::span<Unit* const> units, Phase phase) {
   const std::lock_guard lock(mutex_);
   guarded([&] {
     for (Unit* unit : units) {
-      if (!unit->hot) move_to(*unit, units);
+      if (!unit->in_use(phase)) move_to(*unit, units, phase);
     }
   });
 }
 
-void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
+void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
   const bool within = current_ != nullptr && encloses(unit, *current_);
   if (within && unit.state == ParameterState::kPresent) {
-    unit.hot = true;  // back in an enclosing unit, which has stayed: the enclosed one stays as well
+    occupy(unit, phase);  // back in an enclosing unit, which has stayed: the enclosed one stays as well
+    prefetch_listed(unit);
     return;
   }
   if (current_ == nullptr && backward_ == BackwardState::kNone) {
@@ -79,49 +81,124 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together) {
   history_[moves_++ % history_.size()] = &unit;
   schedule_.move_to(unit.index);
   if (!within) depart_to(unit, together);
+  std::erase(ahead_, &unit);
   gatherer_.start(unit);
-  read_ahead();
+  if (unit.prefetch[static_cast<std::size_t>(schedule_.phase())].empty()) {
+    read_ahead();
+  } else {
+    prefetch_listed(unit);
+  }
   gatherer_.finish(unit);
-  unit.hot = true;
+  occupy(unit, phase);
   if (!within) current_ = &unit;
 }
 
+/// The computation is in the unit now.
+void Engine::occupy(Unit& unit, Phase phase) {
+  const bool repeated = backward_ == BackwardState::kRunning && phase == Phase::kForward;
+  set_use(unit, repeated ? UseState::kRepeated : UseState::kInUse);
+  if (!contains(occupied_, unit)) occupied_.push_back(&unit);
+  if (backward_ == BackwardState::kRunning && phase == Phase::kBackward) reducer_.enter(unit);
+}
+
 // [Evict by movement] In forward and backward alike: what is neither around nor within the destination has done its work. If it has not,
-// touching it again gathers it again. What forward kept (no reshard_after_forward) has work before it until backward has been in it: until
-// then it is not hot.
+// entering it again gathers it again.
 void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
-  if (backward_ == BackwardState::kRunning) reducer_.depart_to(destination);
-  for (const auto& unit : units_) {
-    if (unit->state != ParameterState::kPresent || related(*unit, destination) || contains(together, *unit)) continue;
-    const bool was_used = unit->hot.exchange(false);
-    if (backward_ == BackwardState::kNone) {
-      if (unit->options.reshard_after_forward) gatherer_.leave_forward(*unit);
-    } else if (((unit->options.reshard_after_forward && !unit->kept) || was_used) && unit->options.reshard_after_backward) {
-      gatherer_.evict(*unit);
+  if (backward_ == BackwardState::kRunning) reducer_.depart_to(destination, together);
+  for (std::size_t i = 0; i < occupied_.size();) {
+    Unit& unit = *occupied_[i];
+    if (related(unit, destination) || contains(together, unit)) {
+      ++i;
+      continue;
     }
+    occupied_.erase(occupied_.begin() + static_cast<std::ptrdiff_t>(i));
+    // Pinned since: it stays.
+    if (unit.use == UseState::kInUse || unit.use == UseState::kRepeated || unit.use == UseState::kUnused) leave(unit);
   }
 }
 
-/// What the user listed for the current unit, else what the schedule expects.
-std::vector<std::size_t> Engine::expected_next() const {
-  if (current_ != nullptr) {
-    const auto& listed = current_->prefetch[static_cast<std::size_t>(schedule_.phase())];
-    if (!listed.empty()) return listed;
+/// Departs from one unit. What an option keeps after forward has work before it until backward has been in it.
+void Engine::leave(Unit& unit) {
+  const bool by_backward = backward_ == BackwardState::kRunning && unit.use == UseState::kInUse;
+  if (by_backward) {
+    set_use(unit, UseState::kLeft);
+    if (unit.options.reshard_after_backward) gatherer_.evict(unit);
+  } else if (unit.use == UseState::kRepeated) {
+    set_use(unit, UseState::kLeft);
+    if (unit.options.reshard_after_forward) gatherer_.evict(unit);
+  } else {
+    const bool kept = unit.options.reshard_after_forward && gatherer_.leave_forward(unit);
+    set_use(unit, kept ? UseState::kKept : UseState::kLeft);
   }
-  return schedule_.next(options_.prefetch_depth);
 }
 
 // [Read ahead] What was gathered on a prediction that no longer holds gives its slot back first, so that memory stays bounded.
 void Engine::read_ahead() {
-  const auto expected = expected_next();
-  const std::size_t now = moves_ == 0 ? Schedule::kNone : history_[(moves_ - 1) % history_.size()]->index;
-  for (const auto& unit : units_) {
-    if (unit->state == ParameterState::kGathering && unit->index != now &&
-        std::find(expected.begin(), expected.end(), unit->index) == expected.end()) {
-      gatherer_.evict(*unit);
-    }
+  const auto expected = schedule_.next(options_.prefetch_depth);
+  std::erase_if(ahead_, [&](Unit* unit) {
+    if (std::find(expected.begin(), expected.end(), unit->index) != expected.end()) return false;
+    gatherer_.evict(*unit);
+    return true;
+  });
+  for (const auto index : expected) {
+    Unit& unit = *units_[index];
+    if (unit.state != ParameterState::kSharded) continue;
+    gatherer_.start(unit);
+    ahead_.push_back(&unit);
   }
-  for (const auto index : expected) gatherer_.start(*units_[index]);
+}
+
+/// Starts what the user listed for the unit, in place of a prediction.
+void Engine::prefetch_listed(Unit& unit) {
+  for (const auto index : unit.prefetch[static_cast<std::size_t>(schedule_.phase())]) {
+    Unit& listed = *units_[index];
+    if (listed.state == ParameterState::kPresent) continue;
+    gatherer_.start(listed);
+    std::erase(ahead_, &listed);
+    if (listed.use != UseState::kPinned) set_use(listed, UseState::kListed);
+  }
+}
+
+void Engine::set_use(Unit& unit, UseState state) {
+  const auto now = unit.use.load();
+  bool legal = true;
+  switch (state) {
+    case UseState::kUnused:
+    case UseState::kPinned:
+    case UseState::kInUse:
+      break;
+    case UseState::kRepeated:
+      legal = now != UseState::kInUse;
+      break;
+    case UseState::kListed:
+      legal = now != UseState::kInUse && now != UseState::kRepeated && now != UseState::kPinned;
+      break;
+    case UseState::kLeft:
+    case UseState::kKept:
+      legal = now == UseState::kInUse || now == UseState::kRepeated || now == UseState::kUnused;
+      break;
+  }
+  if (!legal) {
+    throw Error("internal: unit '" + unit.name + "' can't go from use state " + std::to_string(static_cast<int>(now)) + " to " +
+                std::to_string(static_cast<int>(state)));
+  }
+  if (now == UseState::kKept) gatherer_.unkeep(unit);
+  unit.use = state;
+}
+
+/// Frees the unit, whatever it was kept for.
+void Engine::evict(Unit& unit) {
+  set_use(unit, UseState::kUnused);
+  std::erase(occupied_, &unit);
+  std::erase(ahead_, &unit);
+  gatherer_.evict(unit);
+}
+
+/// The computation is nowhere: the next unit that is entered begins a pass.
+void Engine::forget_moves() {
+  occupied_.clear();
+  ahead_.clear();
+  current_ = nullptr;
 }
 
 void Engine::wrote(Unit& unit) {
@@ -130,24 +207,32 @@ void Engine::wrote(Unit& unit) {
   unit.written = true;
 }
 
-void Engine::begin_backward(std::weak_ptr<void> alive) {
+bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   const std::lock_guard lock(mutex_);
   if (backward_ == BackwardState::kRunning) {
-    if (!backward_alive_.expired()) return;
+    if (!backward_alive_.expired()) return false;
     reset_locked();
   }
   refuse_summoned("a backward");
+  adds_to_gradients_ = std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return Reducer::has_gradients(*unit); });
   backward_ = BackwardState::kRunning;
   backward_alive_ = std::move(alive);
-  for (const auto& unit : units_) unit->collected_in_this_backward = false;
+  // What forward was still in stays where it is, but is to be entered anew.
+  bool has_lists = false;
+  for (const auto& unit : units_) {
+    if (unit->use == UseState::kInUse || unit->use == UseState::kLeft) set_use(*unit, UseState::kUnused);
+    has_lists = has_lists || !unit->prefetch[static_cast<std::size_t>(Phase::kBackward)].empty();
+  }
   schedule_.begin(Phase::kBackward);
   guarded([&] {
     reducer_.drain();  // what a backward that was not the last left
-    read_ahead();
+    reducer_.begin_backward(units_, of == BackwardOf::kAllLeaves);
+    if (!has_lists) read_ahead();
   });
+  return true;
 }
 
-void Engine::gradient_ready(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
+void Engine::gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   guarded([&] { reducer_.collect(unit, parameter, gradient); });
@@ -158,11 +243,17 @@ void Engine::end_backward() {
   const at::NoGradGuard no_grad;
   guarded([&] {
     // Before the last reductions, whose staging needs the room: the root's is often the largest.
+    for (Unit* unit : ahead_) gatherer_.evict(*unit);
     for (const auto& unit : units_) {
-      unit->hot = false;
-      if (unit->options.reshard_after_backward) gatherer_.evict(*unit);
+      if (unit->use == UseState::kPinned) continue;
+      if (unit->options.reshard_after_backward || unit->use == UseState::kListed) {
+        set_use(*unit, UseState::kUnused);
+        gatherer_.evict(*unit);
+      } else if (unit->use != UseState::kKept) {
+        set_use(*unit, UseState::kUnused);
+      }
     }
-    current_ = nullptr;
+    forget_moves();
     reducer_.finish(units_);
     if (is_last_backward_ || options_.report_nan_in_param_grad) reducer_.drain();
   });
@@ -208,24 +299,23 @@ void Engine::validate_parameters() const {
   }
 }
 
-void Engine::evict_all() {
-  for (const auto& unit : units_) gatherer_.evict(*unit);
-  current_ = nullptr;
-}
-
 void Engine::unshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
   guarded([&] { gatherer_.finish(unit); });
+  set_use(unit, UseState::kPinned);
+  std::erase(ahead_, &unit);
 }
 
 void Engine::start_unshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
   guarded([&] { gatherer_.start(unit); });
+  set_use(unit, UseState::kPinned);
+  std::erase(ahead_, &unit);
 }
 
 void Engine::reshard(Unit& unit) {
   const std::lock_guard lock(mutex_);
-  guarded([&] { gatherer_.evict(unit); });
+  guarded([&] { evict(unit); });
   if (current_ == &unit) current_ = nullptr;
 }
 
@@ -234,10 +324,24 @@ void Engine::reset() {
   reset_locked();
 }
 
+// A backward that failed leaves no gradient: what it had reduced already is added to what earlier backwards gave, and can't be told from
+// it.
 void Engine::reset_locked() {
+  const bool failed_backward = backward_ == BackwardState::kRunning;
+  if (failed_backward && adds_to_gradients_) {
+    TORCH_WARN(
+        "fsdp: a backward failed, and the gradients of earlier backwards to which it was adding are dropped with it; begin the "
+        "accumulation "
+        "anew, or leave this step out");
+  }
   reducer_.drop(units_);
-  for (const auto& unit : units_) gatherer_.drop(*unit);
-  evict_all();
+  for (const auto& unit : units_) {
+    if (failed_backward) reducer_.zero_grad(*unit);
+    gatherer_.drop(*unit);
+    set_use(*unit, UseState::kUnused);
+    gatherer_.evict(*unit);
+  }
+  forget_moves();
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
   schedule_.begin(Phase::kForward);
@@ -245,11 +349,17 @@ void Engine::reset_locked() {
 
 void Engine::zero_grad() {
   const std::lock_guard lock(mutex_);
-  if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
-  if (backward_ == BackwardState::kNone) {
-    guarded([&] { reducer_.drain(); });
-    reducer_.drop(units_);
+  if (backward_ == BackwardState::kRunning) {
+    if (!backward_alive_.expired()) {
+      throw Error(
+          "zero_grad() inside of a backward, whose gradients are on their way into the memory that it would free; call it before backward "
+          "begins or after it has ended");
+    }
+    adds_to_gradients_ = false;  // They are to be dropped anyway.
+    reset_locked();
   }
+  guarded([&] { reducer_.drain(); });
+  reducer_.drop(units_);
   for (const auto& unit : units_) reducer_.zero_grad(*unit);
 }
 
@@ -332,6 +442,7 @@ void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   if (unit.offloaded()) memory::synchronize(device());  // the main parameters may be on their way to the device
   for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
   guarded([&] { gatherer_.outdate_copies(unit); });
+  evict(unit);
   if (current_ == &unit) current_ = nullptr;
 }
 
@@ -358,9 +469,15 @@ void Engine::main_shards_changed() {
 
 void Engine::main_parameters_changed() {
   const std::lock_guard lock(mutex_);
-  for (const auto& unit : units_) gatherer_.outdate_copies(*unit);
-  current_ = nullptr;
-  if (backward_ == BackwardState::kNone) schedule_.begin(Phase::kForward);
+  for (const auto& unit : units_) {
+    set_use(*unit, UseState::kUnused);
+    gatherer_.outdate_copies(*unit);
+  }
+  forget_moves();
+  if (backward_ == BackwardState::kNone) {
+    schedule_.begin(Phase::kForward);
+    pool_.end_step();  // Where units stay gathered after backward, this is where a step ends.
+  }
   const at::NoGradGuard no_grad;
   guarded([&] {
     for (const auto& unit : units_) gatherer_.start_shards(*unit);

@@ -26,6 +26,10 @@ namespace fsdp::engine {
 ///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
+/// Whether a backward is for all leaves, or for chosen tensors (torch::autograd::grad, backward with inputs). In the latter, units are used
+/// whose gradients nobody asked for: none is reduced on departure, what came is reduced at the end.
+enum class BackwardOf : std::uint8_t { kAllLeaves, kChosenTensors };
+
 struct EngineOptions {
   DeviceMesh mesh;             ///< All ranks that share the model.
   DeviceMesh tensor_parallel;  ///< Those that hold other pieces of its parameters, one dimension; undefined: none do.
@@ -53,16 +57,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // What triggers tell.
 
-  /// An operator is about to use all of these units at once [Present before use].
-  void touch(std::span<Unit* const> units);
+  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `phase` tells the operators of the
+  /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
+  void enter(std::span<Unit* const> units, Phase phase);
   /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
   void wrote(Unit& unit);
-  void gradient_ready(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
+  /// A gradient of this rank for one parameter, of any strides. Its operators must need no unit: the engine's lock is held while it is
+  /// read.
+  void gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
   /// A backward that holds `alive` for as long as it exists began. If one before it died of an exception, resets first [Nothing survives an
-  /// exception].
-  void begin_backward(std::weak_ptr<void> alive);
+  /// exception]. False, and nothing has changed, if it is known already: one of several threads announces a backward, and its end.
+  bool begin_backward(std::weak_ptr<void> alive, BackwardOf of);
   void end_backward();
-  /// True between begin_backward and end_backward.
+  /// True between begin_backward and end_backward, unless it died.
   bool in_backward();
   /// Resets if a backward died of an exception.
   void recover();
@@ -122,11 +129,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
  private:
-  void move_to(Unit& unit, std::span<Unit* const> together);
+  void move_to(Unit& unit, std::span<Unit* const> together, Phase phase);
+  void occupy(Unit& unit, Phase phase);
   void depart_to(Unit& destination, std::span<Unit* const> together);
+  void leave(Unit& unit);
   void read_ahead();
-  std::vector<std::size_t> expected_next() const;
-  void evict_all();
+  void prefetch_listed(Unit& unit);
+  void set_use(Unit& unit, UseState state);
+  void evict(Unit& unit);
+  void forget_moves();
   void flush_writes_locked();
   void wait_for_reader();
   void refuse_torn() const;
@@ -153,8 +164,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer reducer_;
   Schedule schedule_;
   Unit* current_ = nullptr;
+  // [A move costs the same however many units there are] What a move looks at: the units that the computation is in (or forward was in when
+  // backward began), and those that are being gathered on a prediction.
+  std::vector<Unit*> occupied_;
+  std::vector<Unit*> ahead_;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
+  bool adds_to_gradients_ = false;        // the running backward does, to those of earlier ones
   std::array<const Unit*, 8> history_{};  // the last moves, a ring, for error messages
   std::size_t moves_ = 0;
 };

@@ -73,19 +73,14 @@ void Gatherer::widen(Unit& unit) {
   unit.wire.release();
 }
 
-void Gatherer::leave_forward(Unit& unit) {
-  if (fits_the_budget(unit)) return;
+bool Gatherer::leave_forward(Unit& unit) {
+  if (!unit.replicated_parameters() && kept_bytes_ + unit.full.bytes <= keep_bytes_) {
+    kept_bytes_ += unit.full.bytes;
+    return true;
+  }
   if (unit.groups.post_forward && unit.state == ParameterState::kPresent) keep_part(unit);
   evict(unit);
-}
-
-/// True if the unit may stay gathered after its forward, and is entered as kept.
-bool Gatherer::fits_the_budget(Unit& unit) {
-  if (unit.kept) return true;
-  if (unit.replicated_parameters() || kept_bytes_ + unit.full.bytes > keep_bytes_) return false;
-  unit.kept = true;
-  kept_bytes_ += unit.full.bytes;
-  return true;
+  return false;
 }
 
 /// This rank's part of the copy that neighbours keep between them after forward.
@@ -101,8 +96,6 @@ void Gatherer::keep_part(Unit& unit) {
 }
 
 void Gatherer::evict(Unit& unit) {
-  unit.hot = false;
-  if (std::exchange(unit.kept, false)) kept_bytes_ -= unit.full.bytes;
   if (unit.state == ParameterState::kSharded) return;
   if (unit.state == ParameterState::kGathering) finish(unit);
   write_back(unit);

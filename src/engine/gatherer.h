@@ -25,8 +25,11 @@ class Gatherer {
   void start(Unit& unit);
   /// Waits for the gather, which is started if need be.
   void finish(Unit& unit);
-  /// Forward has left the unit: frees it, or what its neighbours do not keep, unless it stays within the budget.
-  void leave_forward(Unit& unit);
+  /// Forward has left the unit: it stays if the budget has room for it (true), until unkeep. Else it is freed, but for what its neighbours
+  /// keep.
+  bool leave_forward(Unit& unit);
+  /// Takes a kept unit's bytes from the budget again.
+  void unkeep(const Unit& unit) { kept_bytes_ -= unit.full.bytes; }
   /// Writes back and frees. A gather under way is waited for first.
   void evict(Unit& unit);
   /// Ends a gather under way after a failure; what arrived is not to be trusted.
@@ -50,7 +53,6 @@ class Gatherer {
   at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
   void finish_shards(Unit& unit);
   void widen(Unit& unit);
-  bool fits_the_budget(Unit& unit);
   void keep_part(Unit& unit);
 
   c10::Device device_;

@@ -30,8 +30,9 @@ void zero_bytes(const at::Tensor& tensor) {
 
 memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
 
-/// What a backward without synchronization left waits for this backward's share.
-bool reduced_on_departure(const Unit& unit) { return unit.options.requires_gradient_sync && unit.collected_in_this_backward && !unit.late; }
+/// [Usage is agreed] Ranks tell each other before which departure from a unit its last gradient came, up to this one: later ones are
+/// reduced at the end of backward.
+constexpr int kLastDeparture = 4;
 
 bool any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any().item<bool>(); }
 
@@ -49,12 +50,9 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
     throw Error("parameter '" + target.name + "' of unit '" + unit.name +
                 "' got a sparse gradient; flat shards are dense: build its embedding with sparse(false)");
   }
-  // The buffer may be on its way; a second reduction follows (see Unit::late).
+  // The buffer may be on its way: what comes now is reduced at the end of backward, and from the next one on at a later departure.
   while (unit.gradient_state == GradientState::kReducing) complete_oldest_inner();
-  if (unit.gradient_state == GradientState::kNone) {
-    unit.late = unit.late || unit.reduced_in_this_backward;
-    acquire(unit);
-  }
+  if (unit.gradient_state == GradientState::kNone) acquire(unit);
   const auto& view = unit.collecting->views[parameter];
   if (target.gradient_seen) {
     view.add_(gradient);
@@ -63,19 +61,39 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   }
   target.gradient_seen = true;
   target.contributed = true;
-  unit.collected_in_this_backward = true;
+  unit.last_gradient = unit.departures + 1;
   unit.adds_up_locally = unit.adds_up_locally || !unit.options.requires_gradient_sync;
 }
 
-void Reducer::depart_to(const Unit& destination) {
-  for (std::size_t i = 0; i < collecting_.size();) {
-    Unit& unit = *collecting_[i];
-    if (!reduced_on_departure(unit) || related(unit, destination)) {
-      ++i;
-    } else {
-      reduce(unit);  // removes it from collecting_
-    }
+void Reducer::begin_backward(std::span<const std::unique_ptr<Unit>> units, bool reduces_on_departure) {
+  reduces_on_departure_ = reduces_on_departure;
+  entered_.clear();
+  for (const auto& unit : units) {
+    unit->departures = 0;
+    unit->last_gradient = 0;
   }
+}
+
+void Reducer::enter(Unit& unit) {
+  if (unit.trainable() && std::find(entered_.begin(), entered_.end(), &unit) == entered_.end()) entered_.push_back(&unit);
+}
+
+void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together) {
+  // The last first: enclosed units before the enclosing ones.
+  for (std::size_t i = entered_.size(); i-- > 0;) {
+    Unit& unit = *entered_[i];
+    if (related(unit, destination) || std::find(together.begin(), together.end(), &unit) != together.end()) continue;
+    entered_.erase(entered_.begin() + static_cast<std::ptrdiff_t>(i));
+    ++unit.departures;
+    if (!reduced_on_departure(unit, unit.departures)) continue;
+    if (unit.gradient_state == GradientState::kNone) acquire(unit);  // This rank has no gradient: it counts as zero.
+    reduce(unit);
+  }
+}
+
+/// The unit is reduced when backward departs from it for the n-th time.
+bool Reducer::reduced_on_departure(const Unit& unit, int n) const {
+  return reduces_on_departure_ && unit.options.requires_gradient_sync && n == unit.reduced_at_departure && n < kLastDeparture;
 }
 
 void Reducer::acquire(Unit& unit) {
@@ -89,10 +107,11 @@ void Reducer::acquire(Unit& unit) {
     allocate_main_gradient(unit);
     memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
   } else {
-    // A unit whose gradients came without a touch (nothing needs the weights of a first layer) was not departed for: the one before it may
+    // A unit whose gradients come without an entry (nothing needs the weights of a first layer) was not departed to: the one before it may
     // still collect.
-    const auto collecting = std::count_if(collecting_.begin(), collecting_.end(),
-                                          [&](const Unit* other) { return reduced_on_departure(*other) && !related(*other, unit); });
+    const auto collecting = std::count_if(collecting_.begin(), collecting_.end(), [&](const Unit* other) {
+      return reduced_on_departure(*other, other->departures + 1) && !related(*other, unit);
+    });
     while (inner_under_way() > 0 && inner_under_way() + static_cast<std::size_t>(collecting) >= kLiveGradients) complete_oldest_inner();
     buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
   }
@@ -117,10 +136,13 @@ void Reducer::allocate_main_gradient(Unit& unit) {
   accounting_.add(main_gradients_kind(unit), buffer.bytes);
 }
 
-/// Memory for the result of a reduction.
+/// Memory for the result of a reduction. What is offloaded comes back first, to be added to as everywhere else: adding up on the host would
+/// round twice.
 void Reducer::allocate_reduced(Unit& unit) {
   if (unit.offloaded()) {
     unit.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
+    if (!unit.main_gradient_valid) return;
+    for (std::size_t k = 0; k < unit.reduced.size(); ++k) unit.reduced[k].copy_(unit.main_gradient[k], /*non_blocking=*/true);
   } else {
     allocate_main_gradient(unit);
   }
@@ -131,12 +153,8 @@ void Reducer::deliver(Unit& unit) {
   if (unit.offloaded()) {
     allocate_main_gradient(unit);
     for (std::size_t k = 0; k < unit.reduced.size(); ++k) {
-      if (unit.main_gradient_valid) {
-        unit.main_gradient[k].add_(unit.reduced[k].to(at::kCPU));
-      } else {
-        unit.main_gradient[k].copy_(unit.reduced[k], /*non_blocking=*/true);
-        copies_to_host_ = true;
-      }
+      unit.main_gradient[k].copy_(unit.reduced[k], /*non_blocking=*/true);
+      copies_to_host_ = true;
     }
     unit.reduced_buffer.release();
   }
@@ -198,8 +216,7 @@ std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
   const auto own_piece = [&](std::size_t k) { return unit.main_region(unit.reduced[k], unit.own_pieces()); };
   const auto inner_region = [&](std::size_t k) { return unit.main_region(unit.reduced[k], unit.inner_pieces()); };
   const auto sub_buffers = unit.reduced.size();
-  // What is offloaded is added up on the host.
-  const bool accumulate = unit.main_gradient_valid && !unit.offloaded();
+  const bool accumulate = unit.main_gradient_valid;
   switch (hop) {
     case Hop::kInnerReduce:
       // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
@@ -334,12 +351,13 @@ void Reducer::release_unreduced(Unit& unit) {
 }
 
 void Reducer::exchange_usage(std::span<Unit* const> units) {
-  // Bits: for each unit, has it unreduced gradients, and are they late; for each parameter, had this rank a gradient.
+  // Bits: for each unit, has it unreduced gradients, and came its last gradient after the first departure, the second, ...; for each
+  // parameter, had this rank a gradient.
   std::vector<std::uint8_t> bits;
   std::size_t count = 0;
   for (const Unit* unit : units) {
     append_bit(bits, count, unit->gradient_state == GradientState::kCollecting);
-    append_bit(bits, count, unit->late);
+    for (int n = 1; n < kLastDeparture; ++n) append_bit(bits, count, unit->last_gradient > n);
     for (const auto& parameter : unit->parameters) append_bit(bits, count, parameter.contributed);
   }
   const auto agree = [&](comm::Communicator& communicator) {
@@ -360,14 +378,19 @@ void Reducer::exchange_usage(std::span<Unit* const> units) {
   };
   for (Unit* unit : units) {
     unit->to_reduce = next_bit();
-    unit->late = next_bit();
+    int last_gradient = 1;
+    for (int n = 1; n < kLastDeparture; ++n) last_gradient += next_bit() ? 1 : 0;
+    bool contributed = false;
     const bool fully = !unit->groups.outer || unit->options.requires_all_reduce;
     for (auto& parameter : unit->parameters) {
-      const bool any = next_bit() || parameter.partial;
+      const bool now = next_bit();
+      const bool any = now || parameter.partial;
+      contributed = contributed || now;
       parameter.contributed = false;
       parameter.partial = any && !fully;
       parameter.has_gradient = (any && fully) || parameter.has_gradient;
     }
+    if (contributed) unit->reduced_at_departure = last_gradient;
   }
 }
 
@@ -440,8 +463,9 @@ void Reducer::report_nan(std::span<const std::unique_ptr<Unit>> units) {
 }
 
 void Reducer::drop(std::span<const std::unique_ptr<Unit>> units) {
-  reductions_.clear();
+  reductions_.clear();  // waits for each; what it brings is not to be trusted
   collecting_.clear();
+  entered_.clear();
   for (const auto& unit : units) {
     release_unreduced(*unit);
     unit->partial_wire.release();

@@ -31,9 +31,16 @@ class Reducer {
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
 
-  /// Backward moves to `destination`: starts the reduction of every collecting unit that is not related to it [Reduce on departure]. The
-  /// moment depends on the order of touches only, which is collective, not on which gradients this rank happened to get.
-  void depart_to(const Unit& destination);
+  /// With `reduces_on_departure` false, what this backward gives is reduced at its end.
+  void begin_backward(std::span<const std::unique_ptr<Unit>> units, bool reduces_on_departure);
+
+  /// The backward proper has entered the unit.
+  void enter(Unit& unit);
+
+  /// Backward moves to `destination`, and uses `together` with it: starts the reduction of what was entered and is related to none of them
+  /// [Reduce on departure]. The moment, and what is reduced, depend on the order of entries only, which is collective, not on which
+  /// gradients this rank happened to get.
+  void depart_to(const Unit& destination, std::span<Unit* const> together);
 
   /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all.
   /// Units that do not require synchronization are left as they are. Reductions may still be under way: see drain.
@@ -45,6 +52,11 @@ class Reducer {
 
   /// Runs all reductions to their ends.
   void drain();
+
+  /// The unit has gradients, in whatever state.
+  static bool has_gradients(const Unit& unit) {
+    return unit.main_gradient_valid || unit.partial_valid || unit.gradient_state != GradientState::kNone;
+  }
 
   /// Frees the main gradients, and what is reduced over the inner ranks only.
   void zero_grad(Unit& unit);
@@ -63,6 +75,7 @@ class Reducer {
     std::unique_ptr<comm::Pending> pending;  ///< Null once the hop is complete.
   };
 
+  bool reduced_on_departure(const Unit& unit, int n) const;
   void acquire(Unit& unit);
   void allocate_main_gradient(Unit& unit);
   void allocate_reduced(Unit& unit);
@@ -83,7 +96,9 @@ class Reducer {
   memory::Accounting& accounting_;
   Options options_;
   bool copies_to_host_ = false;  ///< Copies of offloaded gradients may be under way.
+  bool reduces_on_departure_ = true;
   std::vector<Unit*> collecting_;
+  std::vector<Unit*> entered_;        // by the backward proper, and not departed from
   std::deque<Reduction> reductions_;  // in the order of their start
 };
 

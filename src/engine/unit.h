@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/schedule.h"
 #include "fsdp/gather_format.h"
 #include "fsdp/mixed_precision.h"
 #include "fsdp/offload.h"
@@ -30,6 +31,24 @@ namespace fsdp::engine {
 ///   kPresent -> kSharded    evicted; or, for replicated parameters, outdated by an optimizer step
 ///   kGathering -> kSharded  a read-ahead that nobody used, or reset
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
+
+/// What the computation, or the user, has to do with a unit in the running pass (a forward, or a backward): departures act on it. All
+/// transitions are made by Engine::set_use, which refuses others:
+///   any -> kInUse            entered; in a backward, by the backward proper
+///   any but kInUse -> kRepeated   entered by a forward that activation checkpointing repeats within a backward
+///   kInUse, kRepeated -> kLeft, kKept   departed from; so is kUnused, of what forward was still in when backward began
+///   any -> kPinned           the user unsharded it
+///   kUnused, kLeft, kKept -> kListed   gathered because a unit that lists it for prefetch was entered
+///   any -> kUnused           evicted, or the next pass began
+enum class UseState : std::uint8_t {
+  kUnused,    ///< Not entered in this pass. If it is present, an earlier pass has left it so.
+  kPinned,    ///< Unsharded by the user: stays until it is used or resharded, or the parameters change.
+  kListed,    ///< Gathered for a list of set_modules_to_forward_prefetch or backward_prefetch: stays until it is used, or backward ends.
+  kInUse,     ///< The computation is in it: entering it changes nothing. The only state that the fast path of a trigger reads.
+  kRepeated,  ///< As kInUse for the forward that is repeated; to the backward proper, entering it is news.
+  kLeft,      ///< The computation has moved on. If it is present, an option says so.
+  kKept,      ///< As kLeft, and present within keep_gathered_bytes.
+};
 
 /// Where a unit's gradients of the running backward are. Transitions, all made by Reducer:
 ///   kNone -> kCollecting      the first gradient arrived in a fresh buffer
@@ -137,9 +156,8 @@ struct Unit {
   // Whole parameters. `full.storage` is what the modules' parameters view; it has bytes only while gathering or present
   // (always, if parameters are replicated).
   ParameterState state = ParameterState::kSharded;
-  std::atomic<bool> hot = false;  ///< Present, and touching it changes nothing: the only thing the fast path reads.
-  bool kept = false;              ///< Stays gathered after forward, within the budget for that.
-  bool written = false;           ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
+  std::atomic<UseState> use = UseState::kUnused;
+  bool written = false;  ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
   Buffer full;
   Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
   Buffer post_forward;  ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
@@ -181,14 +199,23 @@ struct Unit {
   bool partial_valid = false;
   Buffer partial_wire;  ///< `partial` in the wire's dtype, where that differs.
   Buffer outer_staging;
-  bool collected_in_this_backward = false;
   bool reduced_in_this_backward = false;
   bool to_reduce = false;  ///< At the end of backward: some rank has unreduced gradients of it.
-  bool late = false;       ///< Gradients arrive after backward departed from it (a shared parameter): reduced at the end of backward.
+  // [Reduce on departure] A backward may depart from a unit several times (a block that is used in several places). Departures count
+  // from 1.
+  int departures = 0;            ///< Of the running backward so far.
+  int last_gradient = 0;         ///< The departure before which this rank's last gradient of this backward came; 0: none came.
+  int reduced_at_departure = 1;  ///< The departure at which it is reduced: agreed by the ranks from where the last gradients came before.
 
   /// What binds the unit to its trigger (paging, hooks); released with the unit.
   std::shared_ptr<void> trigger;
 
+  /// Entering the unit changes nothing. Any thread may ask.
+  bool in_use(Phase phase) const {
+    const auto now = use.load(std::memory_order_acquire);
+    return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
+  }
+  bool trainable() const { return layout.trainable_sub_buffers() > 0; }
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   /// The main parameters, main gradients and optimizer state lie in host memory.
   bool offloaded() const { return options.offload == Offload::kAll; }

@@ -33,7 +33,8 @@ SlotPool::~SlotPool() {
 
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   Slot slot;
-  const auto lease = leases_.size();
+  if (leases_.size() == kMaxRecord) stop_recording();
+  const auto lease = too_long_ ? kUnrecorded : leases_.size();
   if (follows_plan_ && (lease >= planned_leases_.size() || planned_leases_[lease].bytes != bytes || planned_lent_[plan_.slot_of[lease]])) {
     leave_plan();
   }
@@ -45,7 +46,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   } else {
     slot.memory_ = take_any(bytes, slot.capacity_);
   }
-  leases_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
+  if (!too_long_) leases_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
   ++lent_;
   slot.pool_ = this;
   slot.bytes_ = bytes;
@@ -81,7 +82,7 @@ c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
 void SlotPool::give_back(Slot& slot) {
   accounting_.remove(slot.kind_, slot.bytes_);
   --lent_;
-  leases_[slot.lease_].end = events_++;
+  if (slot.lease_ < leases_.size()) leases_[slot.lease_].end = events_++;
   if (follows_plan_) {
     const auto planned = plan_.slot_of[slot.lease_];
     planned_[planned] = std::move(slot.memory_);
@@ -99,8 +100,16 @@ void SlotPool::leave_plan() {
   }
 }
 
+void SlotPool::stop_recording() {
+  leave_plan();
+  leases_ = {};
+  too_long_ = true;
+}
+
 void SlotPool::end_step() {
-  if (lent_ > 0 || leases_.empty()) return;
+  if (lent_ > 0) return;
+  if (std::exchange(too_long_, false)) leases_ = {};
+  if (leases_.empty()) return;
   const bool left = !planned_leases_.empty() && !follows_plan_;
   // A plan that was left twice in a row is for steps that are over.
   if (left && left_last_step_) planned_leases_.clear();

@@ -30,7 +30,7 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
                   "' got a gradient, but did not require one when fully_shard was called; set requires_grad before sharding");
     }
     watch_backward(engine_);
-    engine_->gradient_ready(unit_, index_, gradient);
+    engine_->gradient(unit_, index_, gradient);
   }
 
  private:

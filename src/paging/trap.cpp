@@ -6,6 +6,7 @@
 // that take what it made. They are recorded.
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -30,11 +31,11 @@ struct Touched {
     bool written;
   };
   c10::SmallVector<Use, 4> uses;  // each unit once
-  bool all_hot = true;
+  bool all_in_use = true;
   bool deferred = false;  ///< A tensor that deferred_init made is among them.
 };
 
-void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
+void visit(const at::Tensor& tensor, bool writes, engine::Phase phase, Touched& touched) {
   if (!tensor.defined() || !tensor.key_set().has(kTrapKey) || !tensor.has_storage()) return;
   auto* storage = PagedStorage::from(tensor.storage().unsafeGetStorageImpl());
   if (storage == nullptr) {
@@ -43,7 +44,7 @@ void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
   }
   auto* unit = storage->unit;
   if (unit == nullptr) throw Error("a parameter of a model that fully_shard had sharded is used after the model is gone");
-  touched.all_hot = touched.all_hot && unit->hot.load(std::memory_order_acquire);
+  touched.all_in_use = touched.all_in_use && unit->in_use(phase);
   for (auto& use : touched.uses) {
     if (use.unit != unit) continue;
     use.written = use.written || writes;
@@ -52,13 +53,13 @@ void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
   touched.uses.push_back({storage->engine, unit, writes});
 }
 
-void visit(const c10::IValue& value, bool writes, Touched& touched) {
+void visit(const c10::IValue& value, bool writes, engine::Phase phase, Touched& touched) {
   if (value.isTensor()) {
-    visit(value.toTensor(), writes, touched);
+    visit(value.toTensor(), writes, phase, touched);
   } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor, writes, touched);
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor, writes, phase, touched);
   } else if (value.isList()) {
-    for (const auto& element : value.toListRef()) visit(element, writes, touched);
+    for (const auto& element : value.toListRef()) visit(element, writes, phase, touched);
   }
 }
 
@@ -70,7 +71,7 @@ bool reads_nothing(const c10::OperatorHandle& op) {
 }
 
 /// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
-void touch(const Touched& touched) {
+void enter(const Touched& touched, engine::Phase phase) {
   c10::SmallVector<engine::Engine*, 2> told;
   for (const auto& first : touched.uses) {
     if (std::find(told.begin(), told.end(), first.engine) != told.end()) continue;
@@ -80,19 +81,26 @@ void touch(const Touched& touched) {
       if (use.engine == first.engine) units.push_back(use.unit);
     }
     watch_backward(first.engine->shared_from_this());
-    first.engine->touch({units.data(), units.size()});
+    first.engine->enter({units.data(), units.size()}, phase);
   }
+}
+
+/// What forward was in when backward began is in use as far as the engine knows, until it knows of the backward.
+bool backward_is_watched(const Touched& touched) {
+  return torch::autograd::get_current_graph_task_id() == -1 ||
+         std::all_of(touched.uses.begin(), touched.uses.end(), [](const auto& use) { return use.engine->in_backward(); });
 }
 
 void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   Touched touched;
+  const auto phase = current_phase();
   const auto values = torch::jit::last(*stack, arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
-    visit(values[i], alias != nullptr && alias->isWrite(), touched);
+    visit(values[i], alias != nullptr && alias->isWrite(), phase, touched);
   }
-  if (!touched.all_hot && !reads_nothing(op)) touch(touched);
+  if (!reads_nothing(op) && (!touched.all_in_use || !backward_is_watched(touched))) enter(touched, phase);
   if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kTrapKey)) {
     deferred::record(op, stack);
   } else {

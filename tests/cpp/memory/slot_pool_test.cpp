@@ -258,5 +258,25 @@ TEST_F(SlotPoolTest, WhatThePlanDidNotForeseeIsServed) {
   EXPECT_EQ(stats().slot_allocations, allocations);
 }
 
+// In inference the root's slot is never given back, so no step ever ends.
+TEST_F(SlotPoolTest, TheRecordOfAStepThatNeverEndsIsBounded) {
+  auto root = pool.acquire(64, kKind);
+  std::size_t longest = 0;
+  for (int i = 0; i < 200'000; ++i) {
+    auto slot = pool.acquire(128, kKind);
+    slot.release();
+    pool.end_step();
+    longest = std::max(longest, pool.recorded());
+  }
+  EXPECT_LE(longest, std::size_t{1} << 16U);
+  EXPECT_EQ(stats().slots.live, 192);
+  // Once it does end, the next steps are recorded, and planned, as ever.
+  root.release();
+  pool.end_step();
+  EXPECT_EQ(pool.recorded(), 0U);
+  auto next = pool.acquire(128, kKind);
+  EXPECT_EQ(pool.recorded(), 1U);
+}
+
 }  // namespace slot_pool_test
 }  // namespace fsdp::memory

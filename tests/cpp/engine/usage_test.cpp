@@ -1,0 +1,170 @@
+// Gradients that only some ranks have, or none, and units that backward enters more than once: what is reduced when, and to what.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/fsdp.h"
+#include "support/meshes.h"
+#include "support/multi_rank.h"
+#include "support/recording_communicator.h"
+#include "support/reference.h"
+#include "support/same_bits.h"
+
+namespace usage_test {
+
+using fsdp::FullyShardOptions;
+using fsdp::Placements;
+using fsdp::testing::all_strategies;
+using fsdp::testing::line;
+using fsdp::testing::Log;
+using fsdp::testing::NamedTensors;
+using fsdp::testing::plane;
+using fsdp::testing::run_ranks;
+
+/// A table, blocks with a matrix and a bias that is added by itself, and a head. A rank may leave out the gradients of any table or bias.
+struct PartialImpl : torch::nn::Module {
+  PartialImpl() : table(register_module("table", torch::nn::Embedding(7, 4))), head(register_module("head", torch::nn::Linear(4, 2))) {
+    for (int k = 0; k < 3; ++k) {
+      blocks.push_back(register_module("block" + std::to_string(k), torch::nn::Linear(torch::nn::LinearOptions(4, 4))));
+    }
+  }
+  at::Tensor forward(const at::Tensor& tokens, const std::vector<bool>& left_out) {
+    const auto kept = [&](std::size_t k, const at::Tensor& x) { return left_out.at(k) ? x.detach() : x; };
+    // Requires a gradient on every rank, so that backward uses the same weights on all of them.
+    const auto probe = torch::zeros({4}).requires_grad_();
+    auto x = kept(0, table(tokens)) + probe;
+    for (std::size_t k = 0; k < blocks.size(); ++k) x = torch::tanh(torch::linear(x, blocks[k]->weight)) + kept(k + 1, blocks[k]->bias);
+    return head(x);
+  }
+  torch::nn::Embedding table;
+  std::vector<torch::nn::Linear> blocks;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Partial);
+
+Partial make_model() {
+  torch::manual_seed(5);
+  return Partial();
+}
+
+at::Tensor loss_of(Partial& model, std::int64_t step, std::int64_t rank, const std::vector<bool>& left_out) {
+  const auto tokens = (torch::arange(6) * (3 + rank) + step).remainder(7);
+  return model->forward(tokens, left_out).square().mean();
+}
+
+/// For each rank what it leaves out: the table, then the blocks' biases.
+using LeftOut = std::vector<std::vector<bool>>;
+
+class Usage : public ::testing::TestWithParam<int> {};
+
+std::vector<std::pair<std::string, LeftOut>> cases(int ranks) {
+  const std::vector<bool> nothing(4, false);
+  const auto n = static_cast<std::size_t>(ranks);
+  std::vector<std::pair<std::string, LeftOut>> all;
+  LeftOut one(n, nothing);
+  one.back()[0] = true;
+  all.emplace_back("the last rank lacks the table", one);
+  one = LeftOut(n, nothing);
+  one.front()[2] = true;
+  all.emplace_back("rank 0 lacks a bias", one);
+  LeftOut another(n, nothing);
+  for (std::size_t rank = 0; rank < n; ++rank) another[rank][rank % 4] = true;
+  all.emplace_back("each rank lacks another one", another);
+  LeftOut only(n, std::vector<bool>(4, true));
+  for (std::size_t rank = 0; rank < n; ++rank) only[rank][(rank + 1) % 4] = false;
+  all.emplace_back("each rank has another one", only);
+  all.emplace_back("no rank has any", LeftOut(n, std::vector<bool>(4, true)));
+  return all;
+}
+
+// A gradient that a rank lacks counts as zero, at whatever moment the others reduce theirs.
+TEST_P(Usage, AGradientThatARankLacksCountsAsZero) {
+  run_ranks(GetParam(), [](int rank) {
+    const int ranks = GetParam();
+    std::vector<std::pair<std::string, FullyShardOptions>> variants;
+    for (const auto& strategy : all_strategies()) {
+      variants.emplace_back(strategy, FullyShardOptions{.mesh = line(), .placements = Placements::from_name(strategy)});
+    }
+    if (ranks == 4) variants.emplace_back("HSDP", FullyShardOptions{.mesh = plane()});
+    for (const auto& [what, left_out] : cases(ranks)) {
+      // The same model unsharded: each rank's gradients by themselves, added in the order of the ranks.
+      auto whole = make_model();
+      NamedTensors expected;
+      for (const auto& item : whole->named_parameters()) expected.emplace_back(item.key(), at::Tensor());
+      for (int r = 0; r < ranks; ++r) {
+        auto replica = make_model();
+        for (int step = 0; step < 2; ++step) loss_of(replica, step, r, left_out[static_cast<std::size_t>(r)]).div(ranks).backward();
+        for (auto& [name, sum] : expected) {
+          const auto gradient = replica->named_parameters()[name].grad();
+          if (gradient.defined()) sum = sum.defined() ? sum + gradient : gradient;
+        }
+      }
+      for (const auto& [strategy, given] : variants) {
+        SCOPED_TRACE(what + ", " + strategy);
+        auto model = make_model();
+        auto options = given;
+        options.units = fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl>();
+        auto sharded = fsdp::fully_shard(*model, options);
+        for (int pass = 0; pass < 3; ++pass) {
+          for (int step = 0; step < 2; ++step) loss_of(model, step, rank, left_out[static_cast<std::size_t>(rank)]).backward();
+          const auto gradients = sharded.full_gradients();
+          for (std::size_t i = 0; i < gradients.size(); ++i) {
+            ASSERT_EQ(gradients[i].second.defined(), expected[i].second.defined()) << gradients[i].first;
+            if (!expected[i].second.defined()) continue;
+            EXPECT_TRUE(torch::allclose(gradients[i].second, expected[i].second, 1e-5, 1e-7)) << gradients[i].first;
+          }
+          sharded.zero_grad();
+        }
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Usage, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
+
+struct Recorded {
+  std::shared_ptr<Log> log = std::make_shared<Log>();
+  fsdp::DeviceMesh mesh = fsdp::testing::recorded(fsdp::null_device_mesh({{"dp_shard", 4}}), log);
+  std::int64_t reductions() const {
+    return std::count_if(log->begin(), log->end(), [](const auto& event) { return event.starts_with("reduce "); });
+  }
+};
+
+// The order of collectives is the same on a rank that lacks gradients: only the end of backward knows of them.
+TEST(ReductionOrder, DoesNotDependOnWhichGradientsARankHas) {
+  std::vector<Log> logs;
+  for (const auto& left_out : {std::vector<bool>(4, false), {true, false, true, false}, std::vector<bool>{false, true, true, true}}) {
+    const Recorded recorded;
+    auto model = make_model();
+    fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl>()});
+    loss_of(model, 0, 0, left_out).backward();
+    Log until_the_end(recorded.log->begin(), std::find(recorded.log->begin(), recorded.log->end(), "exchange"));
+    // When a rank waits is its own affair.
+    std::erase_if(until_the_end, [](const auto& event) { return event.starts_with("wait"); });
+    logs.push_back(until_the_end);
+  }
+  EXPECT_EQ(logs[0], logs[1]);
+  EXPECT_EQ(logs[0], logs[2]);
+  EXPECT_GT(std::count_if(logs[0].begin(), logs[0].end(), [](const auto& event) { return event.starts_with("reduce "); }), 0);
+}
+
+// grad() for chosen tensors uses units whose gradients nobody asks for.
+TEST(ReductionOrder, ABackwardForChosenTensorsReducesNothing) {
+  const Recorded recorded;
+  auto model = make_model();
+  auto sharded = fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl>()});
+  const auto x = torch::ones({3, 4}).requires_grad_();
+  const auto y = torch::linear(torch::tanh(torch::linear(x, model->blocks[0]->weight)), model->blocks[1]->weight);
+  const auto gradients = torch::autograd::grad({y.sum()}, {x});
+  EXPECT_TRUE(gradients.front().defined());
+  EXPECT_EQ(recorded.reductions(), 0);
+  EXPECT_EQ(sharded.memory_stats().main_gradients.live, 0);
+}
+
+}  // namespace usage_test
