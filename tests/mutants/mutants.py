@@ -34,6 +34,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+), (\w+)\)", re.MULTILINE)
+# Tests with parameters have a prefix and a suffix, each with a slash.
+FILTER = re.compile(r"^\*?(?:\w*/)?(\w+\.(?:\w+|\*))(?:/\w+)?/?\*?$")
 ADVERSARIES = "adversaries"
 ADVERSARY = re.compile(r'^    \{"(\w+)", \w+\},$', re.MULTILINE)
 
@@ -117,9 +119,9 @@ def faults(root: Path, mutants: Iterable[Mutant]) -> list[str]:
         for program, pattern in mutant.tests:
             names = known.setdefault(program, test_names(root, program))
             for part in pattern.split(":"):
-                # Parameters add a prefix and a suffix, each with a slash.
-                plain = part.strip("*").removesuffix("/").removeprefix("/")
-                if plain not in names and not (plain.endswith(".") and any(name.startswith(plain) for name in names)):
+                named = FILTER.match(part)
+                wanted = part if named is None else named.group(1).removesuffix("*")
+                if wanted not in names and not (wanted.endswith(".") and any(name.startswith(wanted) for name in names)):
                     found.append(f"{mutant.name}: {program} has no test {part}")
     return found
 
