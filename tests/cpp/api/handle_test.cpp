@@ -45,6 +45,19 @@ TEST(Handle, ListedUnitsAreGatheredAhead) {
   });
 }
 
+TEST(Handle, WithoutRecurseOneUnitIsMeant) {
+  run_ranks(2, [](int rank) {
+    for (const bool recurse : {false, true}) {
+      auto model = make_stack();
+      auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units()});
+      sharded.set_requires_gradient_sync(false, recurse);
+      sharded.reset_wire_stats();
+      stack_loss(model, 0, rank).backward();
+      EXPECT_EQ(sharded.wire_stats().reduce_scatters, recurse ? 0 : 4) << "the blocks', not the root's";
+    }
+  });
+}
+
 TEST(Handle, UnitsOfAnotherModelAreRefused) {
   run_ranks(1, [] {
     auto model = make_stack();
