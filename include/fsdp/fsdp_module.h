@@ -47,7 +47,8 @@ class UnshardHandle {
 /// are for this handle's unit and, if true, those within it.
 class FSDPModule {
  public:
-  /// Gathers the parameters of the unit that this handle is for. Collective; not recursive (as FSDP2's).
+  /// Gathers the parameters of the unit that this handle is for. They stay until the unit is used (then they go as after any use), until
+  /// reshard(), or until the parameters change. Collective; not recursive (as FSDP2's).
   void unshard();
   /// The same without waiting.
   UnshardHandle unshard_async();
@@ -69,18 +70,20 @@ class FSDPModule {
   /// Multiplies the reduced gradients of all units.
   void scale_gradients(double factor);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
-  /// With false, parameters stay gathered after backward: more memory, fewer all-gathers while gradients accumulate.
+  /// With false, parameters stay gathered after backward: more memory, and the next forward gathers nothing unless parameters have changed.
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
   void set_prefetch_depth(int depth);
-  /// The units to gather ahead when this handle's unit is used in forward (backward), instead of those that came next last time. Empty:
-  /// back to that. The same on every rank.
+  /// The units whose all-gathers start when this handle's unit is entered in forward (backward), instead of those that came next last time.
+  /// They stay until they are used, or until backward ends. Empty: back to what came next last time. The same on every rank.
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
-  /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. Called by itself
-  /// at the next forward after a failed backward. Collective if collectives were pending.
+  /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. After a backward
+  /// that failed, reduced gradients are dropped, too, with a warning if earlier backwards had given some. Called by itself at the next
+  /// forward after a failed backward. Collective if collectives were pending.
   void reset();
   /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
-  /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.)
+  /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.) Throws Error inside of a
+  /// backward.
   void zero_grad();
 
   /// This rank's shards of the main parameters, of all units, in main_params_dtype. Write through them only with

@@ -22,7 +22,7 @@
 namespace fsdp::engine {
 
 /// Where a backward stands. Transitions:
-///   kNone -> kRunning   begin_backward, at the first touch or gradient of a backward
+///   kNone -> kRunning   begin_backward, at the first entry or gradient of a backward
 ///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
@@ -38,12 +38,12 @@ struct EngineOptions {
   bool report_nan_in_param_grad = false;
 };
 
-/// One training step over units: gathers them when they are touched, evicts them when the computation has moved on, reduces their gradients
+/// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients
 /// when backward departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
 ///
 /// All public methods lock: a backward may run on another thread than the forward. The lock is held while a collective is waited
-/// for, since nothing else could proceed then. Every rank must touch units in the same order [Order is collective].
+/// for, since nothing else could proceed then. Every rank must enter units in the same order [Order is collective].
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const EngineOptions& options);
@@ -164,7 +164,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer reducer_;
   Schedule schedule_;
   Unit* current_ = nullptr;
-  // [A move costs the same however many units there are] What a move looks at: the units that the computation is in (or forward was in when
+  // [A move costs the same however many units there are] What entering a unit looks at: the units that the computation is in (or forward was in when
   // backward began), and those that are being gathered on a prediction.
   std::vector<Unit*> occupied_;
   std::vector<Unit*> ahead_;

@@ -79,7 +79,7 @@ bool Gatherer::leave_forward(Unit& unit) {
     return true;
   }
   if (unit.groups.post_forward && unit.state == ParameterState::kPresent) keep_part(unit);
-  evict(unit);
+  free(unit);
   return false;
 }
 
@@ -96,6 +96,12 @@ void Gatherer::keep_part(Unit& unit) {
 }
 
 void Gatherer::evict(Unit& unit) {
+  free(unit);
+  unit.post_forward.release();
+}
+
+/// Writes back and frees the whole parameters.
+void Gatherer::free(Unit& unit) {
   if (unit.state == ParameterState::kSharded) return;
   if (unit.state == ParameterState::kGathering) finish(unit);
   write_back(unit);

@@ -30,7 +30,7 @@ class Gatherer {
   bool leave_forward(Unit& unit);
   /// Takes a kept unit's bytes from the budget again.
   void unkeep(const Unit& unit) { kept_bytes_ -= unit.full.bytes; }
-  /// Writes back and frees. A gather under way is waited for first.
+  /// Writes back and frees, what neighbours keep, too. A gather under way is waited for first.
   void evict(Unit& unit);
   /// Ends a gather under way after a failure; what arrived is not to be trusted.
   void drop(Unit& unit);
@@ -54,6 +54,7 @@ class Gatherer {
   void finish_shards(Unit& unit);
   void widen(Unit& unit);
   void keep_part(Unit& unit);
+  void free(Unit& unit);
 
   c10::Device device_;
   memory::SlotPool& pool_;

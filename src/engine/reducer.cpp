@@ -207,7 +207,7 @@ void Reducer::begin(Unit& unit, Hop hop) {
       ++i;
     }
   }
-  reductions_.push_back({&unit, hop, start(unit, hop)});
+  reductions_.push_back({&unit, hop, hop == Hop::kOuterReduce || unit.options.requires_all_reduce, start(unit, hop)});
 }
 
 std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
@@ -284,13 +284,14 @@ void Reducer::complete(Reduction& reduction) {
     unit.outer_staging.release();
   }
   const bool is_partial = reduction.hop == Hop::kInnerReduce && unit.groups.outer;
-  if (!is_partial && !next_hop(unit, reduction.hop)) deliver(unit);
+  if (!is_partial && !next_hop(reduction)) deliver(unit);
 }
 
-std::optional<Reducer::Hop> Reducer::next_hop(const Unit& unit, Hop hop) {
-  switch (hop) {
+std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
+  const Unit& unit = *reduction.unit;
+  switch (reduction.hop) {
     case Hop::kInnerReduce:
-      if (unit.groups.outer) return unit.options.requires_all_reduce ? std::optional(Hop::kOuterReduce) : std::nullopt;
+      if (unit.groups.outer) return reduction.over_outer ? std::optional(Hop::kOuterReduce) : std::nullopt;
       break;
     case Hop::kOuterReduce:
       if (unit.options.outer_sharded_optimizer) return std::nullopt;
@@ -305,7 +306,7 @@ std::optional<Reducer::Hop> Reducer::next_hop(const Unit& unit, Hop hop) {
 
 bool Reducer::advance(Reduction& reduction) {
   complete(reduction);
-  const auto next = next_hop(*reduction.unit, reduction.hop);
+  const auto next = next_hop(reduction);
   if (!next) return true;
   reduction.hop = *next;
   reduction.pending = start(*reduction.unit, *next);

@@ -66,16 +66,17 @@ class Reducer {
 
  private:
   enum class Hop : std::uint8_t { kInnerReduce, kOuterReduce, kOuterGather, kInnerGather };
-  static std::optional<Hop> next_hop(const Unit& unit, Hop hop);
   /// One unit's reduction, at one of its hops. The next hop starts at a moment that all ranks share [Order is collective], which may be
   /// later than the end of this one.
   struct Reduction {
     Unit* unit;
     Hop hop;
+    bool over_outer;                         ///< It goes on over the outer dimension, if there is one: as the user said when it began.
     std::unique_ptr<comm::Pending> pending;  ///< Null once the hop is complete.
   };
 
   bool reduced_on_departure(const Unit& unit, int n) const;
+  static std::optional<Hop> next_hop(const Reduction& reduction);
   void acquire(Unit& unit);
   void allocate_main_gradient(Unit& unit);
   void allocate_reduced(Unit& unit);

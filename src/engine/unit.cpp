@@ -183,8 +183,9 @@ at::Tensor Unit::region(const at::Tensor& tensor, Pieces held, Pieces pieces) {
 
 void Unit::free_whole() {
   auto& impl = *full.storage.unsafeGetStorageImpl();
-  // A profiler that records inputs asks for their addresses, too, before the operator has gathered them; it may have null.
-  if (at::hasCallbacks()) {
+  // A profiler that records inputs asks for their addresses, too, before the operator has gathered them; it may have null. So may who asks
+  // for the address of parameters without elements, which no gather changes.
+  if (at::hasCallbacks() || full.bytes == 0) {
     memory::detach(impl);
   } else {
     memory::detach(impl, kSharded);

@@ -117,6 +117,23 @@ TEST(GradientControl, RequiresAllReduce) {
   });
 }
 
+// Whether a reduction goes on over the outer dimension is decided when it begins, not when it is waited for.
+TEST(GradientControl, RequiresAllReduceIsReadWhenAReductionBegins) {
+  run_ranks(4, [](int rank) {
+    auto model = make_stack();
+    auto sharded = fsdp::fully_shard(*model, {.mesh = plane(), .units = stack_units()});
+    sharded.set_is_last_backward(false);
+    sharded.set_requires_all_reduce(false);
+    sharded.reset_wire_stats();
+    stack_loss(model, 0, rank).backward();
+    sharded.set_requires_all_reduce(true);
+    sharded.set_is_last_backward(true);
+    stack_loss(model, 1, rank).backward();
+    EXPECT_EQ(sharded.wire_stats().reduce_scatters, 5 + 10);
+    expect_close(sharded.full_gradients(), reference(4, 2));
+  });
+}
+
 // A unit without a gradient in the backward that reduces over the outer dimension still has what was added up before.
 TEST(GradientControl, PartialSumsOfUnusedUnitsAreReduced) {
   run_ranks(4, [](int rank) {

@@ -27,26 +27,39 @@ using fsdp::testing::NamedTensors;
 using fsdp::testing::plane;
 using fsdp::testing::run_ranks;
 
-/// A table, blocks with a matrix and a bias that is added by itself, and a head. A rank may leave out the gradients of any table or bias.
+struct ShiftImpl : torch::nn::Module {
+  explicit ShiftImpl(std::int64_t width) : bias(register_parameter("bias", torch::randn({width}))) {}
+  at::Tensor bias;
+};
+TORCH_MODULE(Shift);
+
+/// Matrices, and beside them units that backward never enters, as nothing needs their values: a bias after each matrix, and a table that is
+/// added in the middle. A rank may leave out the gradients of any of these.
 struct PartialImpl : torch::nn::Module {
   PartialImpl() : table(register_module("table", torch::nn::Embedding(7, 4))), head(register_module("head", torch::nn::Linear(4, 2))) {
     for (int k = 0; k < 3; ++k) {
-      blocks.push_back(register_module("block" + std::to_string(k), torch::nn::Linear(torch::nn::LinearOptions(4, 4))));
+      const auto number = std::to_string(k);
+      blocks.push_back(register_module("block" + number, torch::nn::Linear(torch::nn::LinearOptions(4, 4).bias(false))));
+      shifts.push_back(register_module("shift" + number, Shift(4)));
     }
   }
   at::Tensor forward(const at::Tensor& tokens, const std::vector<bool>& left_out) {
     const auto kept = [&](std::size_t k, const at::Tensor& x) { return left_out.at(k) ? x.detach() : x; };
-    // Requires a gradient on every rank, so that backward uses the same weights on all of them.
-    const auto probe = torch::zeros({4}).requires_grad_();
-    auto x = kept(0, table(tokens)) + probe;
-    for (std::size_t k = 0; k < blocks.size(); ++k) x = torch::tanh(torch::linear(x, blocks[k]->weight)) + kept(k + 1, blocks[k]->bias);
+    auto x = torch::one_hot(tokens, 7).to(at::kFloat).narrow(1, 0, 4);
+    for (std::size_t k = 0; k < blocks.size(); ++k) {
+      x = torch::tanh(blocks[k](x)) + kept(k + 1, shifts[k]->bias);
+      if (k == 1) x = x + kept(0, table(tokens));
+    }
     return head(x);
   }
   torch::nn::Embedding table;
   std::vector<torch::nn::Linear> blocks;
+  std::vector<Shift> shifts;
   torch::nn::Linear head;
 };
 TORCH_MODULE(Partial);
+
+fsdp::UnitPredicate partial_units() { return fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl, ShiftImpl>(); }
 
 Partial make_model() {
   torch::manual_seed(5);
@@ -109,7 +122,7 @@ TEST_P(Usage, AGradientThatARankLacksCountsAsZero) {
         SCOPED_TRACE(what + ", " + strategy);
         auto model = make_model();
         auto options = given;
-        options.units = fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl>();
+        options.units = partial_units();
         auto sharded = fsdp::fully_shard(*model, options);
         for (int pass = 0; pass < 3; ++pass) {
           for (int step = 0; step < 2; ++step) loss_of(model, step, rank, left_out[static_cast<std::size_t>(rank)]).backward();
@@ -142,7 +155,7 @@ TEST(ReductionOrder, DoesNotDependOnWhichGradientsARankHas) {
   for (const auto& left_out : {std::vector<bool>(4, false), {true, false, true, false}, std::vector<bool>{false, true, true, true}}) {
     const Recorded recorded;
     auto model = make_model();
-    fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl>()});
+    fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = partial_units()});
     loss_of(model, 0, 0, left_out).backward();
     Log until_the_end(recorded.log->begin(), std::find(recorded.log->begin(), recorded.log->end(), "exchange"));
     // When a rank waits is its own affair.
@@ -158,7 +171,7 @@ TEST(ReductionOrder, DoesNotDependOnWhichGradientsARankHas) {
 TEST(ReductionOrder, ABackwardForChosenTensorsReducesNothing) {
   const Recorded recorded;
   auto model = make_model();
-  auto sharded = fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = fsdp::each<torch::nn::LinearImpl, torch::nn::EmbeddingImpl>()});
+  auto sharded = fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = partial_units()});
   const auto x = torch::ones({3, 4}).requires_grad_();
   const auto y = torch::linear(torch::tanh(torch::linear(x, model->blocks[0]->weight)), model->blocks[1]->weight);
   const auto gradients = torch::autograd::grad({y.sum()}, {x});

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -150,6 +151,47 @@ TEST_P(UseState, TheLastUnitOfAForwardCanBePinned) {
     sharded.loss();
     EXPECT_EQ(sharded.gathers([&] { sharded.block(kBlocks - 1).unshard(); }), 0);
     EXPECT_EQ(sharded.gathers([&] { sharded.loss(); }), kBlocks - 1);
+  });
+}
+
+// What neighbours keep after forward is freed with the backward, also of units that it does not enter.
+TEST(UseStateOfFour, PartsKeptByNeighboursGoWithTheBackward) {
+  run_ranks(4, [](int rank) {
+    Sharded sharded({.reshard_after_forward_size = 2}, rank);
+    {
+      const torch::NoGradGuard no_grad;
+      sharded.loss();
+    }
+    EXPECT_GT(sharded.gathered_bytes(), 0);
+    sharded.loss({0}).backward();
+    EXPECT_EQ(sharded.gathered_bytes(), 0);
+    {
+      const torch::NoGradGuard no_grad;
+      sharded.loss();
+    }
+    sharded.handle->reset();
+    EXPECT_EQ(sharded.gathered_bytes(), 0);
+  });
+}
+
+struct WithEmptyImpl : torch::nn::Module {
+  WithEmptyImpl() : nothing(register_parameter("nothing", torch::ones({0, 3}))) {}
+  at::Tensor nothing;
+};
+TORCH_MODULE(WithEmpty);
+
+// A unit whose parameters have no elements can be used as any other.
+TEST(UseStateOfTwo, UnitsWithoutElements) {
+  run_ranks(2, [] {
+    torch::nn::Sequential model(torch::nn::Linear(3, 3));
+    WithEmpty empty;
+    model->register_module("empty", empty);
+    fsdp::fully_shard(*model, {.mesh = line(), .units = fsdp::each<WithEmptyImpl>()});
+    for (int step = 0; step < 2; ++step) {
+      const auto loss = model->forward(torch::ones({2, 3})).sum() + empty->nothing.sum();
+      loss.backward();
+      EXPECT_TRUE(std::isfinite(loss.item<double>()));
+    }
   });
 }
 
