@@ -429,6 +429,30 @@ TEST(DeferredInit, TensorsThatAreNeitherParametersNorBuffers) {
   });
 }
 
+/// Keeps what it has computed from a parameter, and with it what accumulates the parameter's gradient.
+struct WithGraph : torch::nn::Module {
+  WithGraph() : layer(register_module("layer", torch::nn::Linear(6, 6))), sum(layer->weight.sum()) {}
+  torch::nn::Linear layer;
+  at::Tensor sum;
+};
+
+TEST(DeferredInit, ConstructorsThatKeepAGraph) {
+  over_ranks([](int rank) {
+    const auto make = [] { return std::make_shared<WithGraph>(); };
+    auto [plain, numbers] = with_seed(make);
+    auto [model, same_numbers] = with_seed([&] { return deferred_init(make); });
+    auto [whole, ignored] = with_seed([&] { return deferred_init(make); });
+    const auto mesh = line();
+    const auto sharded = fully_shard(*model, {.mesh = mesh});
+    materialize(*whole);
+    for (int r = 0; r < mesh.size(); ++r) plain->layer(batch(r)).square().sum().backward();
+    model->layer(batch(rank)).square().sum().backward();
+    EXPECT_TRUE(sharded.full_gradients()[0].second.allclose(plain->layer->weight.grad() / mesh.size(), 1e-4));
+    for (int r = 0; r < mesh.size(); ++r) whole->layer(batch(r)).square().sum().backward();
+    EXPECT_TRUE(torch::equal(whole->layer->weight.grad(), plain->layer->weight.grad()));
+  });
+}
+
 TEST(DeferredInit, DefaultDtypes) {
   run_ranks(1, [] {
     const auto make = [] {
