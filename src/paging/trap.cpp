@@ -44,7 +44,7 @@ void visit(const at::Tensor& tensor, bool writes, engine::Phase phase, Touched& 
   }
   auto* unit = storage->unit;
   if (unit == nullptr) throw Error("a parameter of a model that fully_shard had sharded is used after the model is gone");
-  touched.all_in_use = touched.all_in_use && unit->in_use(phase);
+  touched.all_in_use = touched.all_in_use && unit->in_use(phase) && storage->engine->follows_current_stream();
   for (auto& use : touched.uses) {
     if (use.unit != unit) continue;
     use.written = use.written || writes;
