@@ -402,7 +402,11 @@ void Engine::flush_writes_locked() {
   }
   refuse_summoned("this handle or optimizer is used");
   wait_for_reader();
-  for (const auto& unit : units_) gatherer_.write_back(*unit);
+  for (const auto& unit : units_) {
+    // A gather on a prediction that did not hold still sends what the caller is about to write.
+    if (unit->state == ParameterState::kGathering) guarded([&] { gatherer_.finish(*unit); });
+    gatherer_.write_back(*unit);
+  }
   // The caller may write to what is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
 }

@@ -87,7 +87,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void zero_grad();
   /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
   void check_parameters();
-  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired, or the main
+  /// Writes of operators to present parameters reach the main parameters, and no gather reads them any more. Throws Error if the engine has been retired, or the main
   /// parameters are torn.
   void flush_writes();
   /// As flush_writes, before all main parameters are replaced: torn ones are allowed.

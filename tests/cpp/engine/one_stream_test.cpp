@@ -28,9 +28,9 @@ class LoggingGuard final : public c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return {static_type, 0}; }
   void setDevice(Device) const override {}
   void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device device) const noexcept override { return {Stream::UNSAFE, device, current_stream}; }
+  Stream getStream(Device device) const noexcept override { return Stream(Stream::UNSAFE, device, current_stream); }
   Stream exchangeStream(Stream stream) const noexcept override {
-    return {Stream::UNSAFE, stream.device(), std::exchange(current_stream, stream.id())};
+    return Stream(Stream::UNSAFE, stream.device(), std::exchange(current_stream, stream.id()));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void**, const Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
