@@ -275,8 +275,8 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, Termination
   return failures;
 }
 
-/// `call`: the number of the launch, from 1, if the ranks are copies of the program.
-std::string describe(const RankProcess& process, std::optional<std::size_t> call) {
+/// `call`: the number of the launch, from 1, if the ranks are copies of the program; else 0.
+std::string describe(const RankProcess& process, std::size_t call) {
   const std::string rank = "rank " + std::to_string(process.rank);
   if (!process.returned() && !process.ending().empty()) return rank + " failed: " + std::string(process.ending().substr(1));
   if (WIFSIGNALED(process.status)) {
@@ -286,13 +286,13 @@ std::string describe(const RankProcess& process, std::optional<std::size_t> call
   const std::string code = std::to_string(WEXITSTATUS(process.status));
   if (process.returned()) return rank + " failed: exit code " + code;
   std::string text = rank + " left by exit(" + code + ") before its function returned";
-  if (call && !process.began()) {
-    text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(*call);
+  if (call != 0 && !process.began()) {
+    text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(call);
   }
   return text;
 }
 
-int report_failures(const std::vector<RankProcess*>& failures, std::optional<std::size_t> call, const LaunchOptions& options) {
+int report_failures(const std::vector<RankProcess*>& failures, std::size_t call, const LaunchOptions& options) {
   const auto own = [](const RankProcess* process) { return !process->stopped_by_us && !process->noticed_a_peer(); };
   const bool any_own = std::any_of(failures.begin(), failures.end(), own);
   int result = 0;
@@ -351,7 +351,7 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions&
     const auto failures = supervise(ranks, termination, options);
     const auto terminated = [](const RankProcess* process) { return WIFSIGNALED(process->status) && WTERMSIG(process->status) == SIGTERM; };
     ended_by_termination = termination.forwarded() && !failures.empty() && std::all_of(failures.begin(), failures.end(), terminated);
-    const auto call = can_fork ? std::nullopt : std::optional(results.size() + 1);
+    const std::size_t call = can_fork ? 0 : results.size() + 1;
     if (!ended_by_termination) result = report_failures(failures, call, options);
   }
   if (ended_by_termination) raise(SIGTERM);  // As whoever sent it expects of a program that does nothing about it.
