@@ -101,7 +101,16 @@ CommError Group::failure(const Label& label, const std::string& text, const std:
   return error;
 }
 
+// The child has the sockets, but none of the threads that serve them: it would wait for ever.
+void Group::check_process(const Label& label) const {
+  if (!backend || getpid() == process_) return;
+  throw Error(describe(label) + ": this process was forked from " + describe_rank(row) +
+              " after the mesh was made, and has none of its connections. Use mesh and model in the rank alone, or fork before "
+              "init_device_mesh.");
+}
+
 void Group::check_usable(const Label& label) const {
+  check_process(label);
   if (!failed()) return;
   throw CommError(describe(label) + " on " + describe_rank(row) +
                   " was not started, because an earlier collective failed: " + first_failure_);
@@ -118,6 +127,7 @@ void GroupPending::start() {
 void GroupPending::wait() {
   if (state_ == State::kDone) return;
   if (state_ == State::kFailed) throw CommError(error_);
+  group_->check_process(label_);
   try {
     finish();
     state_ = State::kDone;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -40,13 +42,15 @@ class Group {
 
   bool failed() const { return !first_failure_.empty(); }
 
-  /// Throws CommError if an earlier collective failed.
+  /// Throws CommError if an earlier collective failed; Error in a process that was forked from the one that made the group.
   void check_usable(const Label& label) const;
+  void check_process(const Label& label) const;  ///< The latter alone.
 
   const Row row;
   const c10::intrusive_ptr<c10d::Backend> backend;  ///< Null in a row of one.
 
  private:
+  const pid_t process_ = getpid();
   std::uint32_t next_message_ = 0;
   std::string first_failure_;
 };

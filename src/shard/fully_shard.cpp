@@ -126,8 +126,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     draft.description = std::string("refused: ") + error.what();
   }
   expect_equal(options.mesh, draft.description);
-  // Pieces may differ in size, so ranks that hold other ones agree on their refusals only.
-  if (draft.tensor_parallel.defined()) expect_equal(draft.tensor_parallel, refusal ? draft.description : "accepted");
+  if (draft.tensor_parallel.defined()) expect_equal(draft.tensor_parallel, refusal ? draft.description : draft.pieces);
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
 
@@ -144,7 +143,9 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
     static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->engine = engine.get();
     unit.allocate_main(engine->accounting());
-    filling.run([&] { shard::fill_main(unit, plan, options.initial_values); });
+    std::vector<std::int64_t> checksums;
+    filling.run([&] { shard::fill_main(unit, plan, options.initial_values, options.check_initial_values ? &checksums : nullptr); });
+    if (options.check_initial_values) filling.run([&] { shard::expect_same_values(plan, checksums); });
     // Frees the original memory unit by unit, unless somebody else holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
     for (const auto* unit_module : plan.modules) api::Registry::instance().add(unit_module, engine, k);
