@@ -23,12 +23,22 @@ class Works {
     if (together_) backend_.startCoalescing();
   }
 
+  ~Works() {
+    if (!together_ || ended_) return;
+    try {
+      backend_.endCoalescing();
+    } catch (...) {  // The first exception says more.
+    }
+  }
+  Works(const Works&) = delete;
+  Works& operator=(const Works&) = delete;
   void add(c10::intrusive_ptr<c10d::Work> work) {
     if (!together_) works_.push_back(std::move(work));
   }
 
   std::vector<c10::intrusive_ptr<c10d::Work>> end() {
     if (together_) {
+    ended_ = true;
       if (auto work = backend_.endCoalescing()) works_.push_back(std::move(work));
     }
     return std::move(works_);
@@ -38,6 +48,7 @@ class Works {
   c10d::Backend& backend_;
   const bool together_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  bool ended_ = false;
 };
 
 // On CUDA the current stream waits, not the host.
