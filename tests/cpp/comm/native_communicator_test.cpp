@@ -176,5 +176,23 @@ TEST(NativeCommunicator, AnOperationThatThrowsEndsItsCoalescedGroup) {
   }
 }
 
+TEST(NativeCommunicator, RanksThatDivergeNameEachOther) {
+  for (const int ranks : {2, 3, 4}) {
+    run_ranks(ranks, [&](int rank) {
+      const auto communicator = native_world();
+      const std::string message = testing::message_of<CommError>([&] {
+        // Sizes and dtypes are the same, so the backend sees nothing. Who is no neighbour of rank 1 learns of it at one of the next.
+        for (int i = 0; i < 3; ++i) {
+          Gather gather(*communicator, kSummedByBackend, 7, false);
+          communicator->all_gather(gather.pieces, {.operation = "all-gather", .unit = rank == 1 ? "layers.1" : "layers.0"})->wait();
+          EXPECT_TRUE(rank == 0 || rank == 3) << "took another unit for its own";
+        }
+      });
+      EXPECT_TRUE(testing::has(message, "#2 all-gather of unit 'layers.0'") && testing::has(message, "#2 all-gather of unit 'layers.1'"))
+          << message;
+    });
+  }
+}
+
 }  // namespace native_communicator_test
 }  // namespace fsdp::comm
