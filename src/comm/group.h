@@ -37,11 +37,11 @@ class RowFailure : public std::runtime_error {
 ///
 /// [Note: Ranks that diverge]
 /// Each collective begins with a header, sent to the next rank of the row, whose tag is the collective's number alone. A rank compares the
-/// headers that it gets with its own calls, in their order, before it waits for data. Where ranks diverge, somebody's neighbour does
-/// something else, and he notices. He, like any rank for which a collective fails, first tells all others why (an alarm, for which they
-/// have had a receive posted from the start), and then closes his connections. Who waits for him fails at once, who waits for others when
-/// the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all buffers are
-/// free.
+/// headers that it gets with its own calls, in their order, before it waits for data. Where ranks diverge, at least one of them has a
+/// neighbour that does something else. This rank, like any rank for which a collective fails, first tells all others why (an alarm, for
+/// which they have had a receive posted from the start), and then closes its connections. Who waits for it fails at once, who waits for
+/// others when the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all
+/// buffers are free.
 class Group {
  public:
   /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. Both are null in a
