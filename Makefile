@@ -42,7 +42,7 @@ train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in A
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt
 	$(BUILD_DIR)/examples/train_gpt $(ARGS)
 
-test: build  ## All tests; options for ctest in ARGS="-R name"
+test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
 
 large: build  ## Tests that take minutes and 10 GB of memory

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import report
@@ -39,17 +39,23 @@ def step_case(dim: int, layers: int, full: Pace) -> Case:
     return Case(lambda pace, programs: measure_steps(model, pace, programs), full, Pace(rounds=2, turn=1))
 
 
-def host_case(world: int, full: Pace) -> Case:
-    """48 blocks so tiny that a step is little but host time."""
-    model = ModelCase(f"world{world}", GPTConfig(vocab=64, dim=16, layers=48, heads=2, context=4), 1, world)
-    return Case(lambda pace, programs: measure_host(model, pace, programs), full, Pace(rounds=3, turn=2))
+def host_case(name: str, world: int, full: Pace, layers: int = 48, only: frozenset[str] = frozenset()) -> Case:
+    """Blocks so tiny that a step is little but host time. `only`: the contenders that take part, if not all do."""
+    model = ModelCase(name, GPTConfig(vocab=64, dim=16, layers=layers, heads=2, context=4), 1, world)
+
+    def measure(pace: Pace, programs: Programs) -> list[Row]:
+        return measure_host(model, pace, replace(programs, only=programs.only or only))
+
+    return Case(measure, full, Pace(rounds=3, turn=2))
 
 
 CASES = {
     "d256": step_case(256, 8, Pace(rounds=12, turn=3)),
     "d512": step_case(512, 12, Pace(rounds=8, turn=2)),
-    "world8": host_case(8, Pace(rounds=12, turn=5)),
-    "world1024": host_case(1024, Pace(rounds=10, turn=3)),
+    "world8": host_case("world8", 8, Pace(rounds=12, turn=5)),
+    "world1024": host_case("world1024", 1024, Pace(rounds=10, turn=3)),
+    # As many units as a model of many experts has. FSDP2 would take ten seconds a step.
+    "units4000": host_case("units4000", 8, Pace(rounds=8, turn=2), 4000, frozenset({"libfsdp", "local_cpp"})),
     "collectives": Case(measure_collectives, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
 }
 

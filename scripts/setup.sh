@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | bench | format | lint | tidy | clang
+#   scripts/setup.sh build | test | bench | format | lint | tidy | clang
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|bench|format|lint|tidy|clang}
+target=${1:?usage: scripts/setup.sh build|test|bench|format|lint|tidy|clang}
 venv=${VENV:-.venv}
 
 die() {
@@ -88,6 +88,9 @@ case $target in
   build)
     need_headers
     need_python_packages torch==2.13.0 numpy safetensors 'cmake>=3.25' ninja
+    ;;
+  test)
+    command -v mpirun >/dev/null || (apt_install openmpi-bin) || echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;
   bench) need_python_packages matplotlib ;;
   format) need_python_packages clang-format==14.0.6 ;;

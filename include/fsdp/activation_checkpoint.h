@@ -92,7 +92,7 @@ struct Results<std::tuple<Tensors...>> {
 /// holders, not `this` of something that may go. It must do the same both times. That is so unless it depends on state that it changes
 /// (what a layer counts or averages as it runs is counted twice) or on random numbers of a generator of its own.
 ///
-/// Gradients are the same bits as without (where a tensor is used several times within `fn` and outside, they are added in another order),
+/// Gradients are the same bits as without (where a tensor is used in several places, they may be added in another order),
 /// of inputs, of parameters that `fn` uses, and of other tensors that it has captured, whether or not an input requires one. All of
 /// autograd works: backward(), grad(), several backwards through one graph, hooks, checkpoints within checkpoints, autocast (whose cache of
 /// cast weights is not used inside of `fn`); and so do sharded models (fully_shard), whose units are gathered again for the repetition.

@@ -55,6 +55,10 @@ class DeviceMesh {
   /// the same on every rank. Collective; blocks. Throws CommError.
   double sum(double value) const;
 
+  /// True on every rank if `ok` is true on all ranks of the mesh, over all of its dimensions; false on every rank otherwise. For decisions
+  /// that all ranks must take alike, such as to skip a batch that one of them can't use. Collective; blocks. Throws CommError.
+  bool all(bool ok) const;
+
   /// Blocks until every rank of the mesh has arrived. Throws CommError.
   void barrier() const;
 

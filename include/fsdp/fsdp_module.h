@@ -14,8 +14,11 @@
 
 #include "fsdp/mixed_precision.h"
 #include "fsdp/stats.h"
+#include "fsdp/unit_info.h"
 
 namespace fsdp {
+
+struct ClipGradNormOptions;
 
 namespace engine {
 class Engine;
@@ -92,6 +95,9 @@ class FSDPModule {
   /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient, and holds its memory beyond
   /// zero_grad().
   std::vector<Shard> gradient_shards() const;
+  /// fsdp::clip_grad_norm of the whole model (fsdp/gradient_norm.h, which has the options). Collective.
+  double clip_grad_norm(double max_norm);
+  double clip_grad_norm(double max_norm, const ClipGradNormOptions& options);
   /// Says that the main parameters were written through their shards: gathered copies are dropped and the parameters' versions are bumped.
   /// Collective: where main parameters are replicated (no_shard), ranks get each other's shards.
   void main_parameters_changed();
@@ -100,6 +106,9 @@ class FSDPModule {
   /// small models.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
+
+  /// All units of the model, enclosing ones first: `std::cout << sharded.units()` prints them as a table.
+  std::vector<UnitInfo> units() const;
 
   /// The policy of this handle's unit, if it has one.
   std::optional<MixedPrecisionPolicy> mixed_precision() const;

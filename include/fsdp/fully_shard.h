@@ -71,6 +71,9 @@ struct FullyShardOptions {
   /// and optimizer state are sharded over both dimensions, parameters and gradients over the inner one; needs optim_grads_params there).
   Placements outer_placements = Placements::no_shard();
   InitialValues initial_values = InitialValues::kOwn;
+  /// With kOwn: compares the bytes of all ranks' parameters, by a checksum each, before they are given up. A difference is an Error on
+  /// every rank that names the first unit, its first parameter, and two ranks; the module can't be used then.
+  bool check_initial_values = false;
   /// Frees a unit's parameters once forward has moved on, to gather them again in backward; false keeps them in between.
   bool reshard_after_forward = true;
   /// With reshard_after_forward: so many neighbouring ranks (of one machine, say) keep a copy between them after forward, from which
@@ -93,7 +96,7 @@ struct FullyShardOptions {
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
   /// What lies in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
   Offload offload = Offload::kNone;
-  /// What single units have different, by name ("" for the root) and module.
+  /// What single units have different, by name ("" for the root) and module. The same on every rank, but for which ranks a mesh has.
   std::function<UnitSettings(const std::string& name, const torch::nn::Module& module)> unit_settings = {};
   /// At the end of each backward, looks for NaN in every parameter's gradient, before and after its reduction: an Error on all ranks names
   /// parameter, unit and ranks. Reads all gradients twice more; docs/tuning.md says what that costs. (Megatron-FSDP's option.)

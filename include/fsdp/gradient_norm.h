@@ -24,4 +24,9 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOp
 /// same on every rank. Collective, one exchange of 8 bytes per parameter. Throws Error if norm_type is not positive.
 std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& module, double norm_type = 2);
 
+/// The p-norm of each main parameter by name, in the order of named_parameters(), of frozen ones, too: of whole parameters, also where
+/// ranks hold tensor-parallel pieces of them, and the same on every rank, for every strategy. Collective, as gradient_norms. Throws Error
+/// if norm_type is not positive.
+std::vector<std::pair<std::string, double>> parameter_norms(torch::nn::Module& module, double norm_type = 2);
+
 }  // namespace fsdp

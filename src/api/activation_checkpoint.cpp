@@ -5,8 +5,8 @@
 // That the node has the edges of everything that `fn` used, parameters too, is what torch's reentrant checkpoint lacks: grad() and
 // backward() for chosen tensors find their way, and no input needs to require a gradient.
 //
-// On a sharded model the repetition touches the units from within the outer backward, which so is the one that the engine watches; the
-// inner one begins when all of its units have been touched.
+// On a sharded model the node announces the outer backward before it runs anything, so that this is the one that the engine watches, whose
+// end is the end of all: the inner one may be the first to touch a unit or to deliver a gradient.
 
 #include "fsdp/activation_checkpoint.h"
 
@@ -32,6 +32,8 @@
 
 #include "base/no_autocast_cache.h"
 #include "fsdp/error.h"
+#include "paging/backward.h"
+#include "paging/paged_storage.h"
 
 namespace fsdp {
 namespace {
@@ -211,6 +213,7 @@ class ActivationCheckpointBackward final : public Node {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(fn_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
     validate();
+    announce();
 
     variable_list outputs;
     const NewGraph graph;
@@ -271,6 +274,16 @@ class ActivationCheckpointBackward final : public Node {
     }
   }
 
+  /// Tells the engines of the parameters that `fn` uses of the backward that this node runs in.
+  void announce() const {
+    std::unordered_set<const engine::Engine*> told;
+    for (const auto& [parameter, version] : parameters_) {
+      const auto* storage = paging::PagedStorage::of(parameter);
+      if (storage == nullptr || storage->engine == nullptr || !told.insert(storage->engine).second) continue;
+      paging::watch_backward(storage->engine->shared_from_this());
+    }
+  }
+
   /// Ends the repeated graph where the first one ended. At each exit gradients are kept for this node to return, except where they can go
   /// on at once: the inner backward then hands them to their parameter one by one, as any backward does, and a sharded model reduces them
   /// on departure from each unit, however many units `fn` comprises.
@@ -303,8 +316,8 @@ class ActivationCheckpointBackward final : public Node {
   /// that collects gradients has put its own exit there.)
   bool accumulates_within(std::size_t k) const {
     Node& node = *next_edges_[k].function;
-    return leaf(node) != nullptr && torch::autograd::get_current_graph_task_exec_info() == nullptr && node.tensor_pre_hooks().empty() &&
-           node.pre_hooks().empty() && node.post_hooks().empty();
+    return leaf(node) != nullptr && paging::is_for_all_leaves() && node.tensor_pre_hooks().empty() && node.pre_hooks().empty() &&
+           node.post_hooks().empty();
   }
 
   detail::TensorFunction fn_;

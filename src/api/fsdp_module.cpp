@@ -10,6 +10,7 @@
 #include "comm/communicator.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
+#include "paging/paged_storage.h"
 
 namespace fsdp {
 namespace {
@@ -65,7 +66,11 @@ std::vector<std::size_t> indices_of(const engine::Engine& engine, const std::vec
 
 }  // namespace
 
-void FSDPModule::unshard() { engine_->unshard(*engine_->units()[unit_]); }
+void FSDPModule::unshard() {
+  auto& unit = *engine_->units()[unit_];
+  engine_->unshard(unit);
+  static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->watch_address();
+}
 void FSDPModule::reshard() { engine_->reshard(*engine_->units()[unit_]); }
 void FSDPModule::set_prefetch_depth(int depth) { engine_->set_prefetch_depth(depth); }
 void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set_is_last_backward(is_last_backward); }
@@ -218,7 +223,7 @@ void FSDPModule::reset_wire_stats() {
 }
 
 FSDPModule handle(const torch::nn::Module& module) {
-  auto [engine, unit] = api::Registry::instance().find(&module);
+  auto [engine, unit] = api::Registry::instance().find(module);
   if (!engine)
     throw Error("module '" + module.name() + "' is not a unit of a sharded model; call fsdp::fully_shard on it or its root first");
   return FSDPModule(std::move(engine), unit);

@@ -14,22 +14,26 @@ class Module;
 
 namespace fsdp::api {
 
-/// Which modules are units of which engine. Engines are held by their parameters' hooks, not from here: an entry outlives its
-/// model harmlessly and is swept later.
+/// Which modules are units of which engine. Engines are held by their parameters' hooks, not from here. An entry whose module has died is
+/// no other module's at its address, though a parameter or a graph may keep the engine alive; it is swept later.
 class Registry {
  public:
   static Registry& instance();
 
-  void add(const torch::nn::Module* module, const std::shared_ptr<engine::Engine>& engine, std::size_t unit);
+  void add(const torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine, std::size_t unit);
   /// The engine and the unit's position in it; a null engine if the module is no unit.
-  std::pair<std::shared_ptr<engine::Engine>, std::size_t> find(const torch::nn::Module* module);
+  std::pair<std::shared_ptr<engine::Engine>, std::size_t> find(const torch::nn::Module& module);
   void remove(const std::shared_ptr<engine::Engine>& engine);
 
  private:
   struct Entry {
     std::weak_ptr<engine::Engine> engine;
     std::size_t unit = 0;
+    std::weak_ptr<const torch::nn::Module> module;
+    bool owned = false;  ///< By a shared pointer, so that `module` expires with it. A module on the stack has none.
   };
+  static bool is_of(const Entry& entry, const torch::nn::Module& module, const engine::Engine& engine);
+
   std::mutex mutex_;  // models may be sharded from several threads
   std::unordered_map<const torch::nn::Module*, Entry> entries_;
 };

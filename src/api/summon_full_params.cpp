@@ -34,8 +34,7 @@ SummonFullParams::SummonFullParams(torch::nn::Module& module, SummonOptions opti
   }
   if (torch::autograd::get_current_graph_task_id() != -1) throw Error("SummonFullParams inside of a backward; wait for its end");
   for (const auto& parameter : module.parameters(options.recurse)) {
-    if (!parameter.defined() || !parameter.has_storage()) continue;
-    const auto* storage = paging::PagedStorage::from(parameter.storage().unsafeGetStorageImpl());
+    const auto* storage = paging::PagedStorage::of(parameter);
     if (storage == nullptr || storage->unit == nullptr) continue;
     const auto known = [&](const Summoned& other) { return other.unit == storage->unit; };
     if (std::none_of(summoned_.begin(), summoned_.end(), known)) {

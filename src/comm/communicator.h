@@ -13,10 +13,11 @@
 // Collectives over buffers. Knows ranks and bytes, not parameters or units.
 namespace fsdp::comm {
 
-/// What a collective is for: names it in errors and in the FSDP_DEBUG=1 check.
+/// What a collective is for. Names it in errors, and is a part of what must be the same on all ranks.
 struct Label {
   const char* operation = "";  ///< "all-gather", "reduce-scatter", ... (a literal)
   std::string_view unit;       ///< Lives as long as the collective is pending.
+  std::uint64_t model = 0;     ///< Tells models with equal units apart: the same number on all ranks, 0 where there is none.
 };
 
 /// One sub-buffer of an all-gather. All 1-D and contiguous; full.numel() == size * shard.numel(). `shard` may be this rank's own
@@ -54,7 +55,8 @@ class Pending {
   virtual void wait() = 0;
 };
 
-/// Bytes this rank sent and operations it started, since construction or reset.
+/// Bytes this rank sent and operations it started, since construction or reset. The headers by which ranks compare what they do (one of a
+/// few hundred bytes per operation) are not counted.
 struct CommStats {
   std::int64_t all_gather_bytes = 0;
   std::int64_t reduce_scatter_bytes = 0;
@@ -65,8 +67,9 @@ struct CommStats {
   std::int64_t scatters = 0;
 };
 
-/// The ranks of one mesh row. Every rank must make the same calls in the same order ("Order is collective"); with FSDP_DEBUG=1 each call
-/// first compares (sequence number, operation, unit) across ranks and throws one CommError that prints both sides.
+/// The ranks of one mesh row. Every rank must make the same calls in the same order ("Order is collective"): number, operation, unit, model
+/// and sizes. Ranks that differ do not get each other's data, and each gets a CommError that prints both sides, at the latest from wait();
+/// with FSDP_DEBUG=1 before anything is sent. After a failure, all calls fail on all ranks.
 /// Not thread-safe: the engine serializes its calls.
 class Communicator {
  public:

@@ -195,6 +195,16 @@ double DeviceMesh::sum(double value) const {
   return value;
 }
 
+bool DeviceMesh::all(bool ok) const {
+  const auto& communicators = fsdp::defined(state_).communicators;
+  for (auto communicator = communicators.rbegin(); communicator != communicators.rend(); ++communicator) {
+    const auto votes = (*communicator)->exchange(at::full({1}, ok, at::kBool), {.operation = "all", .unit = "(mesh)"});
+    const bool* vote = votes.const_data_ptr<bool>();
+    ok = std::all_of(vote, vote + votes.numel(), [](bool each) { return each; });
+  }
+  return ok;
+}
+
 void DeviceMesh::barrier() const {
   // Whoever leaves the barrier of dimension d knows that all ranks that differ from it in dimensions 0 to d only have arrived.
   for (const auto& communicator : fsdp::defined(state_).communicators) communicator->barrier();

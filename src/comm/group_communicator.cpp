@@ -9,9 +9,7 @@
 #include <exception>
 #include <iostream>
 #include <sstream>
-#include <type_traits>
 
-#include "base/exception_text.h"
 #include "base/stable_hash.h"
 #include "comm/pieces.h"
 #include "comm/transfers.h"
@@ -19,45 +17,7 @@
 namespace fsdp::comm {
 namespace {
 
-/// What a rank is about to do: compared by all ranks of the row in debug mode. Sent as bytes, between processes of one build.
-struct Call {
-  std::uint64_t number = 0;
-  std::int64_t bytes = 0;
-  char operation[48] = {};
-  char unit[192] = {};
-
-  bool operator==(const Call&) const = default;
-};
-
 constexpr Label kEndOfTraining = {.operation = "end of training", .unit = {}};
-
-std::string describe(const Label& label) {
-  std::string text = label.operation;
-  if (!label.unit.empty()) text.append(" of unit '").append(label.unit).append("'");
-  return text;
-}
-
-std::string describe(const Call& call, bool with_bytes) {
-  std::string text = "#" + std::to_string(call.number) + " " + describe(Label{.operation = call.operation, .unit = call.unit});
-  if (with_bytes) text += " (" + std::to_string(call.bytes) + " bytes)";
-  return text;
-}
-
-std::string describe_rank(const Row& row) {
-  std::string text = "rank " + std::to_string(row.rank) + " of " + std::to_string(row.size());
-  if (row.size() != row.world_size) {
-    text += " of '" + row.dim + "' (global rank " + std::to_string(row.global_ranks[static_cast<std::size_t>(row.rank)]) + ")";
-  }
-  return text;
-}
-
-const char* way_out(const std::string& c10d_text) {
-  if (c10d_text.find("imed out") != std::string::npos || c10d_text.find("imeout") != std::string::npos) {
-    return "A peer did not take part in time: see whether it failed or does something else (FSDP_DEBUG=1 compares every collective), or "
-           "raise MeshOptions::timeout.";
-  }
-  return "A peer has failed or left: its own message says why.";
-}
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
@@ -90,23 +50,6 @@ bool debug_requested() {
 
 }  // namespace
 
-CommError Group::failure(const Label& label) {
-  const std::string text = current_exception_text();
-  return failure(label, text, way_out(text));
-}
-
-CommError Group::failure(const Label& label, const std::string& text, const std::string& way_out) {
-  CommError error(describe(label) + " on " + describe_rank(row) + " failed: " + text + ". " + way_out);
-  if (first_failure_.empty()) first_failure_ = error.what();
-  return error;
-}
-
-void Group::check_usable(const Label& label) const {
-  if (!failed()) return;
-  throw CommError(describe(label) + " on " + describe_rank(row) +
-                  " was not started, because an earlier collective failed: " + first_failure_);
-}
-
 void GroupPending::start() {
   try {
     post();
@@ -118,7 +61,9 @@ void GroupPending::start() {
 void GroupPending::wait() {
   if (state_ == State::kDone) return;
   if (state_ == State::kFailed) throw CommError(error_);
+  group_->check_process(label_);
   try {
+    group_->compare_headers(call_);
     finish();
     state_ = State::kDone;
   } catch (...) {
@@ -142,64 +87,67 @@ void GroupPending::settle() noexcept {
   }
 }
 
-GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control)
-    : control_(std::make_shared<Group>(std::move(row), std::move(control))),
+GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data)
+    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data))),
       debug_(debug_requested() && size() > 1),
       exceptions_at_construction_(std::uncaught_exceptions()) {}
 
 GroupCommunicator::~GroupCommunicator() {
   // A rank that is failing leaves without a word: its peers see the closed connection.
-  if (!debug_ || control_->failed() || std::uncaught_exceptions() > exceptions_at_construction_) return;
+  if (!debug_ || group_->failed() || std::uncaught_exceptions() > exceptions_at_construction_) return;
   try {
-    begin(kEndOfTraining, 0);
+    compare_calls(group_->begin(kEndOfTraining, 0, 0), kEndOfTraining);
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
   }
 }
 
-void GroupCommunicator::begin(const Label& label, std::int64_t bytes) {
-  control_->check_usable(label);
-  if (debug_) compare_calls(label, bytes);
+Call GroupCommunicator::begin(const Label& label, std::int64_t bytes, std::uint64_t sizes) {
+  const Call call = group_->begin(label, bytes, sizes);
+  if (debug_) compare_calls(call, label);
+  group_->send_header(call, label);
+  return call;
 }
 
 at::Tensor GroupCommunicator::exchange(const at::Tensor& value, const Label& label) {
-  begin(label, static_cast<std::int64_t>(value.nbytes()));
-  return exchange_now(value, label);
-}
-
-at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, const Label& label) {
-  std::vector<std::int64_t> shape = {size()};
-  shape.insert(shape.end(), value.sizes().begin(), value.sizes().end());
-  const std::int64_t numel = value.numel();
-  at::Tensor all = at::empty(shape, value.options());
-  if (numel == 0) return all;
-  std::memcpy(static_cast<char*>(all.mutable_data_ptr()) + static_cast<std::size_t>(rank()) * value.nbytes(), value.const_data_ptr(),
-              value.nbytes());
-  if (size() == 1) return all;
-  try {
-    const int tag = Group::tag(control_->take_messages(1));
-    Transfers transfers(control_->backend);
-    for (int k = 1; k < size(); ++k) {
-      const int peer = (rank() + k) % size();
-      transfers.receive(flat_view(all, peer * numel, numel), peer, tag);
-    }
-    for (int k = 1; k < size(); ++k) transfers.send(flat_view(value, 0, numel), (rank() + size() - k) % size(), tag);
-    transfers.wait_receives();
-    transfers.wait_sends();
-  } catch (...) {
-    throw control_->failure(label);
-  }
+  const Call call = begin(label, static_cast<std::int64_t>(value.nbytes()), static_cast<std::uint64_t>(value.scalar_type()));
+  at::Tensor all = exchange_now(value, tags::data(call, 0), call, label);
   stats_.control_bytes += (size() - 1) * static_cast<std::int64_t>(value.nbytes());
   return all;
 }
 
-std::string GroupCommunicator::broadcast(const std::string& text, std::int64_t length, int root, const Label& label) {
+at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label) {
+  std::vector<std::int64_t> shape = {size()};
+  shape.insert(shape.end(), value.sizes().begin(), value.sizes().end());
+  const std::int64_t numel = value.numel();
+  at::Tensor all = at::empty(shape, value.options());
+  if (numel > 0) {
+    std::memcpy(static_cast<char*>(all.mutable_data_ptr()) + static_cast<std::size_t>(rank()) * value.nbytes(), value.const_data_ptr(),
+                value.nbytes());
+  }
+  if (size() == 1) return all;
+  Transfers transfers(*group_);
+  try {
+    for (int k = 1; k < size() && numel > 0; ++k) {
+      const int peer = (rank() + k) % size();
+      transfers.receive(flat_view(all, peer * numel, numel), peer, tag);
+    }
+    for (int k = 1; k < size() && numel > 0; ++k) transfers.send(flat_view(value, 0, numel), (rank() + size() - k) % size(), tag);
+    group_->compare_headers(call);
+    transfers.wait_receives();
+    transfers.wait_sends();
+  } catch (...) {
+    throw group_->failure(label);
+  }
+  return all;
+}
+
+std::string GroupCommunicator::broadcast(const std::string& text, std::int64_t length, int root, int tag, const Label& label) {
   at::Tensor buffer = at::zeros({std::max<std::int64_t>(length, 1)}, at::kByte);
   char* bytes = static_cast<char*>(buffer.mutable_data_ptr());
   if (rank() == root) std::memcpy(bytes, text.data(), text.size());
+  Transfers transfers(*group_);
   try {
-    const int tag = Group::tag(control_->take_messages(1));
-    Transfers transfers(control_->backend);
     if (rank() != root) {
       transfers.receive(buffer, root, tag);
     } else {
@@ -211,57 +159,53 @@ std::string GroupCommunicator::broadcast(const std::string& text, std::int64_t l
     transfers.wait_receives();
     transfers.wait_sends();
   } catch (...) {
-    throw control_->failure(label);
+    throw group_->failure(label);
   }
   return {bytes, static_cast<std::size_t>(length)};
 }
 
 void GroupCommunicator::expect_equal(const std::string& text, const Label& label) {
-  begin(label, 0);
+  const Call call = begin(label, 0, 0);
   if (size() == 1) return;
   at::Tensor mine = at::empty({2}, at::kLong);
   mine.mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(stable_hash(text));
   mine.mutable_data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(text.size());
-  const at::Tensor all = exchange_now(mine, label);
+  const at::Tensor all = exchange_now(mine, tags::data(call, 0), call, label);
+  stats_.control_bytes += (size() - 1) * static_cast<std::int64_t>(mine.nbytes());
   const std::int64_t* facts = all.const_data_ptr<std::int64_t>();
   for (int other = 1; other < size(); ++other) {
     const std::int64_t* fact = facts + 2 * other;
     if (fact[0] == facts[0] && fact[1] == facts[1]) continue;
-    const std::string first = broadcast(text, facts[1], 0, label);
-    const std::string second = broadcast(text, fact[1], other, label);
+    const std::string first = broadcast(text, facts[1], 0, tags::data(call, 1), label);
+    const std::string second = broadcast(text, fact[1], other, tags::data(call, 2), label);
     throw Error(describe(label) + ": rank 0 and rank " + std::to_string(other) +
-                (size() < control_->row.world_size ? " of '" + control_->row.dim + "'" : "") +
+                (size() < group_->row.world_size ? " of '" + group_->row.dim + "'" : "") +
                 " differ. Every rank must build the same model and pass the same options." + first_differences(first, second, 0, other));
   }
 }
 
 void GroupCommunicator::barrier() {
   constexpr Label kBarrier = {.operation = "barrier", .unit = {}};
-  begin(kBarrier, 0);
-  if (size() > 1) exchange_now(at::zeros({1}, at::kByte), kBarrier);
+  const Call call = begin(kBarrier, 0, 0);
+  exchange_now(at::zeros({1}, at::kByte), tags::data(call, 0), call, kBarrier);
+  stats_.control_bytes += size() - 1;
 }
 
-void GroupCommunicator::compare_calls(const Label& label, std::int64_t bytes) {
-  static_assert(std::has_unique_object_representations_v<Call>, "compared and sent as bytes");
-  Call mine;
-  mine.number = ++calls_;
-  mine.bytes = bytes;
-  std::string_view(label.operation).copy(mine.operation, sizeof(mine.operation) - 1);
-  label.unit.copy(mine.unit, sizeof(mine.unit) - 1);
+void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {
   at::Tensor record = at::empty({static_cast<std::int64_t>(sizeof(Call))}, at::kByte);
   std::memcpy(record.mutable_data_ptr(), &mine, sizeof(Call));
-  const at::Tensor all = exchange_now(record, label);
+  // The headers of the calls before this one are compared on the way: they agree, as the ranks have got here.
+  const at::Tensor all = exchange_now(record, tags::comparison(mine.number), mine, label);
+  stats_.control_bytes += (size() - 1) * static_cast<std::int64_t>(sizeof(Call));
   std::vector<Call> calls(static_cast<std::size_t>(size()));
   std::memcpy(calls.data(), all.const_data_ptr(), all.nbytes());
   const auto other = std::find_if(calls.begin() + 1, calls.end(), [&](const Call& call) { return call != calls[0]; });
   if (other == calls.end()) return;
-  Call same_size = *other;
-  same_size.bytes = calls[0].bytes;
-  const bool only_bytes_differ = same_size == calls[0];
-  throw control_->failure(label,
-                          "the ranks make different calls: rank 0: " + describe(calls[0], only_bytes_differ) + "; rank " +
-                              std::to_string(other - calls.begin()) + ": " + describe(*other, only_bytes_differ),
-                          "All ranks must run the same steps on the same units in the same order.");
+  try {
+    throw RowFailure(describe_divergence(calls[0], 0, *other, static_cast<int>(other - calls.begin())));
+  } catch (...) {
+    throw group_->failure(label);
+  }
 }
 
 }  // namespace fsdp::comm

@@ -6,7 +6,6 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,32 +17,24 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <iterator>
+#include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/exception_text.h"
 #include "comm/launch.h"
+#include "comm/program_copy.h"
 #include "comm/world.h"
 #include "fsdp/error.h"
-
-extern char** environ;
 
 namespace fsdp {
 namespace comm {
 namespace {
-
-// Tells a re-executed copy of the program that it is a rank, and where to report how it failed.
-constexpr const char* kReportFd = "FSDP_LAUNCH_REPORT_FD";
-
-// The first character of a report. A rank that only noticed that a peer failed is not printed where a rank failed of its own.
-constexpr char kFailed = 'F';
-constexpr char kPeerFailed = 'P';
-
-using Environment = std::vector<std::pair<std::string, std::string>>;
 
 struct RankProcess {
   int rank = 0;
@@ -54,12 +45,15 @@ struct RankProcess {
   bool stopped_by_us = false;
   int status = 0;
 
-  bool failed() const { return !running && !(WIFEXITED(status) && WEXITSTATUS(status) == 0); }
+  bool began() const { return report.starts_with(kBegan); }
+  /// What follows kBegan; empty if the process ended before it could say more.
+  std::string_view ending() const { return std::string_view(report).substr(began() ? 1 : 0); }
+  bool returned() const { return ending().starts_with(kReturned); }
+  bool noticed_a_peer() const { return ending().starts_with(kPeerFailed); }
+  bool failed() const { return !running && !(returned() && WIFEXITED(status) && WEXITSTATUS(status) == 0); }
 };
 
 [[noreturn]] void throw_errno(const std::string& what) { throw Error("launch_local: " + what + ": " + std::strerror(errno)); }
-
-void set_close_on_exec(int fd, bool on) { fcntl(fd, F_SETFD, on ? FD_CLOEXEC : 0); }
 
 // A listening socket on a free port, handed to rank 0: choosing a port number and binding it later would be a race.
 int listen_on_loopback(std::uint16_t& port) {
@@ -102,11 +96,20 @@ void write_report(int fd, char kind, const std::string& text) {
   }
 }
 
+/// What `fn` returns, which the process is to end with: of a larger number, its end would show the low eight bits only.
+int exit_code_of(const std::function<int()>& fn) {
+  const int code = fn();
+  if (code < 0 || code > 255) throw Error("its function returned " + std::to_string(code) + "; exit codes are 0 to 255");
+  return code;
+}
+
 // Leaves by _exit: exit handlers and static objects belong to the parent, which runs them itself.
 [[noreturn]] void run_rank(const std::function<int()>& fn, int report_fd) {
   int code = 1;
+  write_report(report_fd, kBegan, "");
   try {
-    code = fn();
+    code = exit_code_of(fn);
+    write_report(report_fd, kReturned, "");
   } catch (const CommError& error) {
     write_report(report_fd, kPeerFailed, error.what());
   } catch (...) {
@@ -130,17 +133,11 @@ std::string own_name() {
 // In a process that another launcher started: its exit code is all that the launcher sees, so the message is printed here.
 int run_here(const std::function<int()>& fn) {
   try {
-    return fn();
+    return exit_code_of(fn);
   } catch (...) {
     std::cerr << own_name() + " failed: " + current_exception_text() + "\n" << std::flush;
     return 1;
   }
-}
-
-// A rank must not outlive the parent, however that ends: Ctrl-C, SIGTERM, SIGKILL.
-void die_with_parent(pid_t parent) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != parent) _exit(1);  // It ended before the request above.
 }
 
 RankProcess fork_rank(const std::function<int()>& fn, const Environment& environment, int listen_fd,
@@ -166,56 +163,13 @@ RankProcess fork_rank(const std::function<int()>& fn, const Environment& environ
   return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report[0], .report = {}};
 }
 
-std::vector<std::string> own_arguments() {
-  std::ifstream file("/proc/self/cmdline", std::ios::binary);
-  const std::string bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  std::vector<std::string> arguments;
-  for (std::size_t begin = 0; begin < bytes.size();) {
-    const std::size_t end = std::min(bytes.find('\0', begin), bytes.size());
-    arguments.push_back(bytes.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return arguments;
-}
-
-std::vector<std::string> merged_environment(const Environment& environment) {
-  std::vector<std::string> merged;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    const auto overridden = [&](const auto& variable) { return text.starts_with(variable.first + "="); };
-    if (std::none_of(environment.begin(), environment.end(), overridden)) merged.push_back(text);
-  }
-  for (const auto& [name, value] : environment) merged.push_back(name + "=" + value);
-  return merged;
-}
-
-std::vector<char*> pointers(std::vector<std::string>& strings) {
-  std::vector<char*> result;
-  for (std::string& text : strings) result.push_back(text.data());
-  result.push_back(nullptr);
-  return result;
-}
-
-RankProcess execute_rank(Environment environment, int listen_fd, const std::vector<RankProcess>& earlier) {
+RankProcess execute_rank(const Environment& environment, int listen_fd, const std::vector<int>& earlier_results,
+                         const std::vector<RankProcess>& earlier) {
   int report[2];
   if (pipe2(report, O_CLOEXEC) != 0) throw_errno("pipe");
-  const bool first = earlier.empty();
-  environment.emplace_back(kReportFd, std::to_string(report[1]));
-  // Other threads may hold the allocator's locks, so everything is made ready before the fork.
-  std::vector<std::string> arguments = own_arguments();
-  std::vector<std::string> variables = merged_environment(environment);
-  const std::vector<char*> argv = pointers(arguments);
-  const std::vector<char*> envp = pointers(variables);
-  const pid_t parent = getpid();
-  const pid_t pid = fork();
-  if (pid < 0) throw_errno("fork");
-  if (pid == 0) {
-    die_with_parent(parent);
-    set_close_on_exec(report[1], false);
-    if (first) set_close_on_exec(listen_fd, false);
-    execve("/proc/self/exe", argv.data(), envp.data());
-    _exit(127);
-  }
+  const ProgramCopy told{.report_fd = report[1], .earlier_results = earlier_results};
+  const std::span<const int> of_first(&listen_fd, earlier.empty() ? 1 : 0);
+  const pid_t pid = start_copy(environment, told, of_first);
   close(report[1]);
   return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report[0], .report = {}};
 }
@@ -229,6 +183,13 @@ void read_report(RankProcess& process) {
     close(process.report_fd);
     process.report_fd = -1;
   }
+}
+
+// What a rank wrote is in the pipe even when its end was seen first. A process that it left behind may hold the pipe open.
+void read_rest(RankProcess& process) {
+  if (process.report_fd < 0) return;
+  fcntl(process.report_fd, F_SETFL, O_NONBLOCK);
+  while (process.report_fd >= 0) read_report(process);
 }
 
 // Sleeps until a rank reports or ends. The end of a rank closes its pipe, unless a process that it started keeps it open: hence a limit.
@@ -300,6 +261,7 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, Termination
     for (RankProcess& process : ranks) {
       if (!process.running || waitpid(process.pid, &process.status, WNOHANG) != process.pid) continue;
       process.running = false;
+      read_rest(process);
       if (!process.failed()) continue;
       failures.push_back(&process);
       if (next_signal == kNever) next_signal = Clock::now() + options.grace;
@@ -310,30 +272,28 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, Termination
       next_signal = Clock::now() + kTermToKill;
     }
   }
-  for (RankProcess& process : ranks) {
-    // What a rank wrote is in the pipe even when its end was seen first. A process that it left behind may hold the pipe open.
-    if (process.report_fd >= 0) {
-      fcntl(process.report_fd, F_SETFL, O_NONBLOCK);
-      while (process.report_fd >= 0) read_report(process);
-    }
-  }
   return failures;
 }
 
-std::string describe(const RankProcess& process) {
+/// `call`: the number of the launch, from 1, if the ranks are copies of the program; else 0.
+std::string describe(const RankProcess& process, std::size_t call) {
   const std::string rank = "rank " + std::to_string(process.rank);
-  if (!process.report.empty()) return rank + " failed: " + process.report.substr(1);
+  if (!process.returned() && !process.ending().empty()) return rank + " failed: " + std::string(process.ending().substr(1));
   if (WIFSIGNALED(process.status)) {
     const int signal = WTERMSIG(process.status);
     return rank + " was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
   }
-  return rank + " failed: exit code " + std::to_string(WEXITSTATUS(process.status));
+  const std::string code = std::to_string(WEXITSTATUS(process.status));
+  if (process.returned()) return rank + " failed: exit code " + code;
+  std::string text = rank + " left by exit(" + code + ") before its function returned";
+  if (call != 0 && !process.began()) {
+    text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(call);
+  }
+  return text;
 }
 
-int report_failures(const std::vector<RankProcess*>& failures, const LaunchOptions& options) {
-  const auto own = [](const RankProcess* process) {
-    return !process->stopped_by_us && (process->report.empty() || process->report.front() != kPeerFailed);
-  };
+int report_failures(const std::vector<RankProcess*>& failures, std::size_t call, const LaunchOptions& options) {
+  const auto own = [](const RankProcess* process) { return !process->stopped_by_us && !process->noticed_a_peer(); };
   const bool any_own = std::any_of(failures.begin(), failures.end(), own);
   int result = 0;
   for (const RankProcess* process : failures) {
@@ -341,9 +301,9 @@ int report_failures(const std::vector<RankProcess*>& failures, const LaunchOptio
       std::cerr << "rank " << process->rank << " did not end within " << std::chrono::duration<double>(options.grace).count()
                 << " s after the first failure and was stopped\n";
     } else if (own(process) || !any_own) {
-      std::cerr << describe(*process) << "\n";
+      std::cerr << describe(*process, call) << "\n";
       const int code = WIFEXITED(process->status) ? WEXITSTATUS(process->status) : 1;
-      if (result == 0 || result == 1) result = code;
+      if (result == 0 || result == 1) result = std::max(code, 1);
     }
   }
   std::cerr.flush();
@@ -363,14 +323,14 @@ bool is_single_threaded() {
 }
 
 int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions& options) {
-  if (const char* fd = std::getenv(kReportFd)) {
-    const int report_fd = std::stoi(fd);
-    unsetenv(kReportFd);
-    set_close_on_exec(report_fd, true);
-    run_rank(fn, report_fd);
-  }
-  if (fsdp::is_launched()) return run_here(fn);
+  static std::optional<ProgramCopy> copy = take_own_copy();
+  static std::vector<int> results;  // Of the launches so far; in a copy, of those that it passes by.
+  if (!copy && fsdp::is_launched()) return run_here(fn);
   if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
+  if (copy) {
+    if (results.size() < copy->earlier_results.size()) return results.emplace_back(copy->earlier_results[results.size()]);
+    run_rank(fn, std::exchange(copy, std::nullopt)->report_fd);
+  }
 
   std::uint16_t port = 0;
   const int listen_fd = listen_on_loopback(port);
@@ -381,7 +341,7 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions&
   std::vector<RankProcess> ranks;
   for (int rank = 0; rank < nproc; ++rank) {
     const Environment environment = rank_environment(rank, nproc, port, listen_fd);
-    ranks.push_back(can_fork ? fork_rank(fn, environment, listen_fd, ranks) : execute_rank(environment, listen_fd, ranks));
+    ranks.push_back(can_fork ? fork_rank(fn, environment, listen_fd, ranks) : execute_rank(environment, listen_fd, results, ranks));
   }
   close(listen_fd);
   bool ended_by_termination = false;
@@ -391,10 +351,11 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions&
     const auto failures = supervise(ranks, termination, options);
     const auto terminated = [](const RankProcess* process) { return WIFSIGNALED(process->status) && WTERMSIG(process->status) == SIGTERM; };
     ended_by_termination = termination.forwarded() && !failures.empty() && std::all_of(failures.begin(), failures.end(), terminated);
-    if (!ended_by_termination) result = report_failures(failures, options);
+    const std::size_t call = can_fork ? 0 : results.size() + 1;
+    if (!ended_by_termination) result = report_failures(failures, call, options);
   }
   if (ended_by_termination) raise(SIGTERM);  // As whoever sent it expects of a program that does nothing about it.
-  return result;
+  return results.emplace_back(result);
 }
 
 }  // namespace comm

@@ -16,18 +16,29 @@ std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType dtype, int s
 }
 
 // The c10d works of one collective of ours. Operations posted between the constructor and end() are launched together where the backend can
-// (NCCL: one kernel for all pieces).
+// (NCCL: one kernel for all pieces). Without end(), after an exception, the destructor ends what has been posted: the backend must not take
+// the next collective's operations for more of this one's.
 class Works {
  public:
   Works(c10d::Backend& backend, std::size_t operations) : backend_(backend), together_(operations > 1 && backend.supportsCoalescing()) {
     if (together_) backend_.startCoalescing();
   }
+  ~Works() {
+    if (!together_ || ended_) return;
+    try {
+      backend_.endCoalescing();
+    } catch (...) {  // The first exception says more.
+    }
+  }
+  Works(const Works&) = delete;
+  Works& operator=(const Works&) = delete;
 
   void add(c10::intrusive_ptr<c10d::Work> work) {
     if (!together_) works_.push_back(std::move(work));
   }
 
   std::vector<c10::intrusive_ptr<c10d::Work>> end() {
+    ended_ = true;
     if (together_) {
       if (auto work = backend_.endCoalescing()) works_.push_back(std::move(work));
     }
@@ -37,6 +48,7 @@ class Works {
  private:
   c10d::Backend& backend_;
   const bool together_;
+  bool ended_ = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
@@ -47,8 +59,8 @@ void wait_all(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
 
 class NativeGather final : public GroupPending {
  public:
-  NativeGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
-      : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()) {}
+  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPiece> pieces)
+      : GroupPending(std::move(group), call, label), pieces_(pieces.begin(), pieces.end()) {}
   ~NativeGather() override { settle(); }
 
  protected:
@@ -57,12 +69,12 @@ class NativeGather final : public GroupPending {
       for (const GatherPiece& piece : pieces_) copy_own_shard(piece, 0);
       return;
     }
-    Works works(*group_->backend, pieces_.size());
+    Works works(*group_->data, pieces_.size());
     for (const GatherPiece& piece : pieces_) {
       if (piece.shard.numel() == 0) continue;
       at::Tensor full = flat_view(piece.full, 0, piece.full.numel());
       at::Tensor shard = flat_view(piece.shard, 0, piece.shard.numel());
-      works.add(group_->backend->_allgather_base(full, shard));
+      works.add(group_->data->_allgather_base(full, shard));
     }
     works_ = works.end();
   }
@@ -76,14 +88,14 @@ class NativeGather final : public GroupPending {
 
 class NativeReduce final : public GroupPending {
  public:
-  NativeReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
-      : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()), scale_(scale) {}
+  NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePiece> pieces, double scale)
+      : GroupPending(std::move(group), call, label), pieces_(pieces.begin(), pieces.end()), scale_(scale) {}
   ~NativeReduce() override { settle(); }
 
  protected:
   void post() override {
     if (group_->row.size() == 1) return;
-    c10d::Backend& backend = *group_->backend;
+    c10d::Backend& backend = *group_->data;
     Works works(backend, pieces_.size());
     std::vector<std::int64_t> equal_parts;
     for (const ReducePiece& piece : pieces_) {
@@ -129,8 +141,8 @@ class NativeReduce final : public GroupPending {
 
 class NativeScatter final : public GroupPending {
  public:
-  NativeScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
-      : GroupPending(std::move(group), label), pieces_(pieces.begin(), pieces.end()), root_(root) {}
+  NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPiece> pieces, int root)
+      : GroupPending(std::move(group), call, label), pieces_(pieces.begin(), pieces.end()), root_(root) {}
   ~NativeScatter() override { settle(); }
 
  protected:
@@ -141,14 +153,14 @@ class NativeScatter final : public GroupPending {
       if (group_->row.rank != root_) {
         if (piece.into.numel() == 0) continue;
         argument[0] = flat_view(piece.into, 0, piece.into.numel());
-        works_.push_back(group_->backend->recv(argument, root_, /*tag=*/0));
+        works_.push_back(group_->data->recv(argument, root_, /*tag=*/0));
         continue;
       }
       for (int peer = 0; peer < group_->row.size(); ++peer) {
         const at::Tensor& part = piece.parts[static_cast<std::size_t>(peer)];
         if (peer == root_ || part.numel() == 0) continue;
         argument[0] = flat_view(part, 0, part.numel());
-        works_.push_back(group_->backend->send(argument, peer, /*tag=*/0));
+        works_.push_back(group_->data->send(argument, peer, /*tag=*/0));
       }
       copy_own_part(piece, root_);
     }
@@ -165,7 +177,7 @@ class NativeScatter final : public GroupPending {
 }  // namespace
 
 NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control)
-    : GroupCommunicator(row, std::move(control)), data_(std::make_shared<Group>(std::move(row), std::move(backend))) {}
+    : GroupCommunicator(std::move(row), std::move(control), std::move(backend)) {}
 
 std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
   return comm::staging_numel(shard_numel, wire_dtype, size());
@@ -173,9 +185,8 @@ std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::Sca
 
 std::unique_ptr<Pending> NativeCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, size());
-  begin(label, bytes);
-  data_->check_usable(label);
-  auto pending = std::make_unique<NativeGather>(data_, label, pieces);
+  const Call call = begin(label, bytes, sizes_of(pieces));
+  auto pending = std::make_unique<NativeGather>(group(), call, label, pieces);
   pending->start();
   stats_.all_gather_bytes += (size() - 1) * bytes;
   ++stats_.all_gathers;
@@ -184,9 +195,8 @@ std::unique_ptr<Pending> NativeCommunicator::all_gather(std::span<const GatherPi
 
 std::unique_ptr<Pending> NativeCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, *this);
-  begin(label, bytes);
-  data_->check_usable(label);
-  auto pending = std::make_unique<NativeReduce>(data_, label, pieces, scale);
+  const Call call = begin(label, bytes, sizes_of(pieces));
+  auto pending = std::make_unique<NativeReduce>(group(), call, label, pieces, scale);
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
@@ -195,9 +205,8 @@ std::unique_ptr<Pending> NativeCommunicator::reduce_scatter(std::span<const Redu
 
 std::unique_ptr<Pending> NativeCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, root, *this);
-  begin(label, 0);  // the ranks' parts differ in size
-  data_->check_usable(label);
-  auto pending = std::make_unique<NativeScatter>(data_, label, pieces, root);
+  const Call call = begin(label, 0, mix(pieces.size(), static_cast<std::uint64_t>(root)));  // the ranks' parts differ in size
+  auto pending = std::make_unique<NativeScatter>(group(), call, label, pieces, root);
   pending->start();
   stats_.scatter_bytes += bytes;
   ++stats_.scatters;

@@ -19,9 +19,6 @@ class NativeCommunicator final : public GroupCommunicator {
   std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
   std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) override;
-
- private:
-  const std::shared_ptr<Group> data_;
 };
 
 }  // namespace fsdp::comm

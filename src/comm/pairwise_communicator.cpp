@@ -15,8 +15,8 @@ int nth_target(const Row& row, int k) { return (row.rank + row.size() - k) % row
 
 class PairwiseGather final : public GroupPending {
  public:
-  PairwiseGather(std::shared_ptr<Group> group, const Label& label, std::span<const GatherPiece> pieces)
-      : GroupPending(std::move(group), label), transfers_(group_->backend), pieces_(pieces.begin(), pieces.end()) {}
+  PairwiseGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPiece> pieces)
+      : GroupPending(std::move(group), call, label), transfers_(*group_), pieces_(pieces.begin(), pieces.end()) {}
   ~PairwiseGather() override { settle(); }
 
  protected:
@@ -24,20 +24,18 @@ class PairwiseGather final : public GroupPending {
     const Row& row = group_->row;
     const std::size_t messages = pieces_.size() * static_cast<std::size_t>(row.size() - 1);
     transfers_.reserve(messages, messages);
-    const std::uint32_t first = group_->take_messages(pieces_.size());
-    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
       const std::int64_t numel = pieces_[i].shard.numel();
       if (numel == 0) continue;
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(pieces_[i].full, peer * numel, numel), peer, Group::tag(first + i));
+        transfers_.receive(flat_view(pieces_[i].full, peer * numel, numel), peer, tags::data(call_, i));
       }
     }
-    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
       const std::int64_t numel = pieces_[i].shard.numel();
       if (numel == 0) continue;
-      for (int k = 1; k < row.size(); ++k)
-        transfers_.send(flat_view(pieces_[i].shard, 0, numel), nth_target(row, k), Group::tag(first + i));
+      for (int k = 1; k < row.size(); ++k) transfers_.send(flat_view(pieces_[i].shard, 0, numel), nth_target(row, k), tags::data(call_, i));
     }
     for (const GatherPiece& piece : pieces_) copy_own_shard(piece, row.rank);  // While the messages travel.
   }
@@ -54,9 +52,9 @@ class PairwiseGather final : public GroupPending {
 
 class PairwiseReduce final : public GroupPending {
  public:
-  PairwiseReduce(std::shared_ptr<Group> group, const Label& label, std::span<const ReducePiece> pieces, double scale)
-      : GroupPending(std::move(group), label),
-        transfers_(group_->backend),
+  PairwiseReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePiece> pieces, double scale)
+      : GroupPending(std::move(group), call, label),
+        transfers_(*group_),
         pieces_(pieces.begin(), pieces.end()),
         sources_(static_cast<std::size_t>(group_->row.size())),
         scale_(scale) {}
@@ -67,21 +65,20 @@ class PairwiseReduce final : public GroupPending {
     const Row& row = group_->row;
     const std::size_t messages = pieces_.size() * static_cast<std::size_t>(row.size() - 1);
     transfers_.reserve(messages, messages);
-    const std::uint32_t first = group_->take_messages(pieces_.size());
-    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
       const std::int64_t numel = pieces_[i].out.numel();
       if (numel == 0) continue;
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(pieces_[i].staging, staging_slot(peer) * numel, numel), peer, Group::tag(first + i));
+        transfers_.receive(flat_view(pieces_[i].staging, staging_slot(peer) * numel, numel), peer, tags::data(call_, i));
       }
     }
-    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
       const std::int64_t numel = pieces_[i].out.numel();
       if (numel == 0) continue;
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_target(row, k);
-        transfers_.send(flat_view(pieces_[i].unreduced, peer * numel, numel), peer, Group::tag(first + i));
+        transfers_.send(flat_view(pieces_[i].unreduced, peer * numel, numel), peer, tags::data(call_, i));
       }
     }
   }
@@ -123,24 +120,23 @@ class PairwiseReduce final : public GroupPending {
 
 class PairwiseScatter final : public GroupPending {
  public:
-  PairwiseScatter(std::shared_ptr<Group> group, const Label& label, std::span<const ScatterPiece> pieces, int root)
-      : GroupPending(std::move(group), label), transfers_(group_->backend), pieces_(pieces.begin(), pieces.end()), root_(root) {}
+  PairwiseScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPiece> pieces, int root)
+      : GroupPending(std::move(group), call, label), transfers_(*group_), pieces_(pieces.begin(), pieces.end()), root_(root) {}
   ~PairwiseScatter() override { settle(); }
 
  protected:
   void post() override {
     const Row& row = group_->row;
-    const std::uint32_t first = group_->take_messages(pieces_.size());
-    for (std::uint32_t i = 0; i < pieces_.size(); ++i) {
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
       const ScatterPiece& piece = pieces_[i];
       if (row.rank != root_) {
-        if (piece.into.numel() > 0) transfers_.receive(flat_view(piece.into, 0, piece.into.numel()), root_, Group::tag(first + i));
+        if (piece.into.numel() > 0) transfers_.receive(flat_view(piece.into, 0, piece.into.numel()), root_, tags::data(call_, i));
         continue;
       }
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_target(row, k);
         const at::Tensor& part = piece.parts[static_cast<std::size_t>(peer)];
-        if (part.numel() > 0) transfers_.send(flat_view(part, 0, part.numel()), peer, Group::tag(first + i));
+        if (part.numel() > 0) transfers_.send(flat_view(part, 0, part.numel()), peer, tags::data(call_, i));
       }
       copy_own_part(piece, root_);
     }
@@ -161,8 +157,8 @@ class PairwiseScatter final : public GroupPending {
 
 std::unique_ptr<Pending> PairwiseCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, size());
-  begin(label, bytes);
-  auto pending = std::make_unique<PairwiseGather>(control(), label, pieces);
+  const Call call = begin(label, bytes, sizes_of(pieces));
+  auto pending = std::make_unique<PairwiseGather>(group(), call, label, pieces);
   pending->start();
   stats_.all_gather_bytes += (size() - 1) * bytes;
   ++stats_.all_gathers;
@@ -171,8 +167,8 @@ std::unique_ptr<Pending> PairwiseCommunicator::all_gather(std::span<const Gather
 
 std::unique_ptr<Pending> PairwiseCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, *this);
-  begin(label, bytes);
-  auto pending = std::make_unique<PairwiseReduce>(control(), label, pieces, scale);
+  const Call call = begin(label, bytes, sizes_of(pieces));
+  auto pending = std::make_unique<PairwiseReduce>(group(), call, label, pieces, scale);
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
@@ -181,8 +177,8 @@ std::unique_ptr<Pending> PairwiseCommunicator::reduce_scatter(std::span<const Re
 
 std::unique_ptr<Pending> PairwiseCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
   const std::int64_t bytes = check_pieces(pieces, root, *this);
-  begin(label, 0);  // the ranks' parts differ in size
-  auto pending = std::make_unique<PairwiseScatter>(control(), label, pieces, root);
+  const Call call = begin(label, 0, mix(pieces.size(), static_cast<std::uint64_t>(root)));  // the ranks' parts differ in size
+  auto pending = std::make_unique<PairwiseScatter>(group(), call, label, pieces, root);
   pending->start();
   stats_.scatter_bytes += bytes;
   ++stats_.scatters;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 
 #include "comm/group_communicator.h"
 
@@ -11,7 +12,7 @@ namespace fsdp::comm {
 /// is waited for.
 class PairwiseCommunicator final : public GroupCommunicator {
  public:
-  using GroupCommunicator::GroupCommunicator;
+  PairwiseCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo) : GroupCommunicator(std::move(row), gloo, gloo) {}
 
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size() - 1) * shard_numel; }
   std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 
+#include "comm/call.h"
 #include "comm/rank_order_sum.h"
 #include "fsdp/error.h"
 
@@ -19,6 +20,10 @@ namespace {
 void check_flat(const char* operation, const char* name, const at::Tensor& tensor) {
   if (tensor.dim() == 1 && tensor.is_contiguous()) return;
   throw_misfit(operation, std::string(name) + " is not 1-D and contiguous");
+}
+
+std::uint64_t add_size(std::uint64_t hash, std::int64_t numel, at::ScalarType dtype) {
+  return mix(mix(hash, static_cast<std::uint64_t>(numel)), static_cast<std::uint64_t>(dtype));
 }
 
 }  // namespace
@@ -86,6 +91,18 @@ std::int64_t check_pieces(std::span<const ScatterPiece> pieces, int root, const 
     }
   }
   return bytes;
+}
+
+std::uint64_t sizes_of(std::span<const GatherPiece> pieces) {
+  std::uint64_t hash = pieces.size();
+  for (const GatherPiece& piece : pieces) hash = add_size(hash, piece.shard.numel(), piece.shard.scalar_type());
+  return hash;
+}
+
+std::uint64_t sizes_of(std::span<const ReducePiece> pieces) {
+  std::uint64_t hash = pieces.size();
+  for (const ReducePiece& piece : pieces) hash = add_size(hash, piece.out.numel(), piece.unreduced.scalar_type());
+  return hash;
 }
 
 void copy_own_part(const ScatterPiece& piece, int root) {

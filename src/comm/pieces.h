@@ -15,6 +15,10 @@ std::int64_t check_pieces(std::span<const ReducePiece> pieces, const Communicato
 /// Returns the bytes that this rank sends: 0 but on the root.
 std::int64_t check_pieces(std::span<const ScatterPiece> pieces, int root, const Communicator& communicator);
 
+/// A hash of the pieces' sizes and dtypes, which must be the same on all ranks.
+std::uint64_t sizes_of(std::span<const GatherPiece> pieces);
+std::uint64_t sizes_of(std::span<const ReducePiece> pieces);
+
 /// Fills the root's own `into`, unless it is its part.
 void copy_own_part(const ScatterPiece& piece, int root);
 

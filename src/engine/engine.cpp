@@ -19,6 +19,7 @@ bool contains(std::span<Unit* const> units, const Unit& unit) { return std::find
 
 Engine::Engine(const EngineOptions& options)
     : options_(options),
+      stream_(options.mesh.device()),
       pool_(options.mesh.device(), accounting_),
       gatherer_(options.mesh.device(), pool_, options.keep_gathered_bytes),
       reducer_(options.mesh.device(), pool_, accounting_, {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}) {}
@@ -32,10 +33,16 @@ Engine::~Engine() {
 }
 
 Unit& Engine::add(std::unique_ptr<Unit> unit) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   unit->index = units_.size();
   units_.push_back(std::move(unit));
   return *units_.back();
+}
+
+std::unique_lock<std::mutex> Engine::lock() {
+  std::unique_lock held(mutex_);
+  stream_.follow();
+  return held;
 }
 
 template <typename Body>
@@ -59,7 +66,7 @@ void Engine::rethrow_with_history(const std::exception& error) const {
 // gradient in backward; end_backward.
 
 void Engine::enter(std::span<Unit* const> units, Phase phase) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   guarded([&] {
     for (Unit* unit : units) {
       if (!unit->in_use(phase)) move_to(*unit, units, phase);
@@ -202,13 +209,13 @@ void Engine::forget_moves() {
 }
 
 void Engine::wrote(Unit& unit) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   wait_for_reader();  // The write-back may follow at any time.
   unit.written = true;
 }
 
 bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   if (backward_ == BackwardState::kRunning) {
     if (!backward_alive_.expired()) return false;
     reset_locked();
@@ -233,13 +240,13 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
 }
 
 void Engine::gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   const at::NoGradGuard no_grad;
   guarded([&] { reducer_.collect(unit, parameter, gradient); });
 }
 
 void Engine::end_backward() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   const at::NoGradGuard no_grad;
   guarded([&] {
     // Before the last reductions, whose staging needs the room: the root's is often the largest.
@@ -266,12 +273,12 @@ void Engine::end_backward() {
 }
 
 bool Engine::in_backward() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   return backward_ == BackwardState::kRunning && !backward_alive_.expired();
 }
 
 void Engine::recover() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
 }
 
@@ -300,27 +307,27 @@ void Engine::validate_parameters() const {
 }
 
 void Engine::unshard(Unit& unit) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   guarded([&] { gatherer_.finish(unit); });
   set_use(unit, UseState::kPinned);
   std::erase(ahead_, &unit);
 }
 
 void Engine::start_unshard(Unit& unit) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   guarded([&] { gatherer_.start(unit); });
   set_use(unit, UseState::kPinned);
   std::erase(ahead_, &unit);
 }
 
 void Engine::reshard(Unit& unit) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   guarded([&] { evict(unit); });
   if (current_ == &unit) current_ = nullptr;
 }
 
 void Engine::reset() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   reset_locked();
 }
 
@@ -348,7 +355,7 @@ void Engine::reset_locked() {
 }
 
 void Engine::zero_grad() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   if (backward_ == BackwardState::kRunning) {
     if (!backward_alive_.expired()) {
       throw Error(
@@ -364,23 +371,23 @@ void Engine::zero_grad() {
 }
 
 void Engine::check_parameters() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   validate_parameters();
 }
 
 void Engine::flush_writes() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   refuse_torn();
   flush_writes_locked();
 }
 
 void Engine::prepare_load() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   flush_writes_locked();
 }
 
 void Engine::set_torn(bool torn) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   torn_ = torn;
 }
 
@@ -395,13 +402,17 @@ void Engine::flush_writes_locked() {
   }
   refuse_summoned("this handle or optimizer is used");
   wait_for_reader();
-  for (const auto& unit : units_) gatherer_.write_back(*unit);
+  for (const auto& unit : units_) {
+    // A gather on a prediction that did not hold still sends what the caller is about to write.
+    if (unit->state == ParameterState::kGathering) guarded([&] { gatherer_.finish(*unit); });
+    gatherer_.write_back(*unit);
+  }
   // The caller may write to what is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
 }
 
 void Engine::set_reader(std::future<void> read) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   wait_for_reader();
   reader_ = std::move(read);
 }
@@ -415,7 +426,7 @@ void Engine::wait_for_reader() {
 }
 
 std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tensor> main) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> whole;
   guarded([&] { whole = gatherer_.gather_main(unit, main); });
@@ -424,17 +435,17 @@ std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tens
 
 std::vector<at::Tensor> Engine::summon(Unit& unit) {
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = this->lock();
     gatherer_.write_back(unit);
   }
   auto whole = gather_main(unit, unit.main);
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   unit.summoned = true;
   return whole;
 }
 
 void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   const at::NoGradGuard no_grad;
   unit.summoned = false;
   if (whole.empty()) return;
@@ -456,7 +467,7 @@ void Engine::refuse_summoned(const char* what) const {
 
 void Engine::main_shards_changed() {
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = this->lock();
     wait_for_reader();
     guarded([&] {
       for (const auto& unit : units_) {
@@ -468,7 +479,7 @@ void Engine::main_shards_changed() {
 }
 
 void Engine::main_parameters_changed() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   for (const auto& unit : units_) {
     set_use(*unit, UseState::kUnused);
     gatherer_.outdate_copies(*unit);
@@ -485,19 +496,19 @@ void Engine::main_parameters_changed() {
 }
 
 void Engine::finish_gradient_sync() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   const at::NoGradGuard no_grad;
   guarded([&] { reducer_.drain(); });
 }
 
 void Engine::retire() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   retired_ = true;
 }
 
 void Engine::set_prefetch_depth(int depth) {
   if (depth < 0) throw Error("prefetch_depth " + std::to_string(depth) + "; give 0 (no read-ahead) or more");
-  const std::lock_guard lock(mutex_);
+  const auto lock = this->lock();
   options_.prefetch_depth = depth;
 }
 

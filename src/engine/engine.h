@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/gatherer.h"
+#include "engine/one_stream.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 #include "engine/unit.h"
@@ -71,6 +72,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_backward();
   /// True between begin_backward and end_backward, unless it died.
   bool in_backward();
+  /// Operators of the current stream may use what is in use without telling the engine. Takes no lock.
+  bool follows_current_stream() const { return stream_.is_current(); }
   /// Resets if a backward died of an exception.
   void recover();
 
@@ -84,7 +87,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void zero_grad();
   /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
   void check_parameters();
-  /// Writes of operators to present parameters reach the main parameters. Throws Error if the engine has been retired, or the main
+  /// Writes of operators to present parameters reach the main parameters, and no gather reads them any more. Throws Error if the engine has been retired, or the main
   /// parameters are torn.
   void flush_writes();
   /// As flush_writes, before all main parameters are replaced: torn ones are allowed.
@@ -145,6 +148,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reset_locked();
   void validate() const;
   void validate_parameters() const;
+  /// Every public method begins with it.
+  std::unique_lock<std::mutex> lock();
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
   void guarded(const Body& body);
@@ -152,6 +157,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Serializes forward, backward (which autograd may run on another thread) and the optimizer.
   std::mutex mutex_;
   EngineOptions options_;
+  OneStream stream_;
   bool is_last_backward_ = true;
   bool retired_ = false;
   bool torn_ = false;
@@ -164,8 +170,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer reducer_;
   Schedule schedule_;
   Unit* current_ = nullptr;
-  // [A move costs the same however many units there are] What entering a unit looks at: the units that the computation is in (or forward was in when
-  // backward began), and those that are being gathered on a prediction.
+  // [A move costs the same however many units there are] What entering a unit looks at: the units that the computation is in (or forward
+  // was in when backward began), and those that are being gathered on a prediction.
   std::vector<Unit*> occupied_;
   std::vector<Unit*> ahead_;
   BackwardState backward_ = BackwardState::kNone;

@@ -30,8 +30,10 @@ class Norm {
   }
 
   double of_piece(const at::Tensor& piece) const {
-    if (!piece.is_cpu()) {
-      const auto magnitudes = piece.abs().to(at::kDouble);
+    // Frozen parameters may have any dtype.
+    const bool common = piece.is_floating_point() && piece.element_size() > 1;
+    if (!piece.is_cpu() || !common) {
+      const auto magnitudes = (piece.is_complex() ? piece.abs() : piece.to(at::kDouble).abs()).to(at::kDouble);
       if (std::isinf(p_)) return piece.numel() == 0 ? 0 : magnitudes.max().item<double>();
       return magnitudes.pow(p_).sum().item<double>();
     }
@@ -82,31 +84,75 @@ class Norm {
   double p_;
 };
 
+/// The norms of those parameters that are `counted`: of their places in the sub-buffers that `buffers_of` gives, which may be none; the
+/// parameter is then left out.
+template <typename Counted, typename BuffersOf>
+std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& engine, const Norm& norm, const char* operation,
+                                                          const Counted& counted, const BuffersOf& buffers_of) {
+  std::vector<double> mine;
+  struct Entry {
+    std::size_t position;
+    std::string name;
+    bool shown;
+    double norm;
+  };
+  std::vector<Entry> norms;
+  for (const auto& unit : engine.units()) {
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      const auto& parameter = unit->parameters[i];
+      if (!counted(parameter)) continue;
+      const auto* buffers = buffers_of(*unit, i);
+      const auto slice = unit->slice(i, unit->own_pieces());
+      // Other ranks may have other experts, with gradients or without: all send as many values.
+      mine.push_back(buffers != nullptr && engine.speaks_for(parameter)
+                         ? norm.of_piece((*buffers)[slice.sub_buffer].narrow(0, slice.offset, slice.numel))
+                         : 0);
+      norms.push_back({parameter.position, parameter.name, buffers != nullptr, 0});
+    }
+  }
+  const auto all = optim::exchange(engine, torch::tensor(mine, at::kDouble), operation);
+  const auto* values = all.template const_data_ptr<double>();
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
+    for (auto& entry : norms) entry.norm = norm.merge(entry.norm, *values++);
+  }
+  std::sort(norms.begin(), norms.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
+  std::vector<std::pair<std::string, double>> result;
+  for (auto& entry : norms) {
+    if (entry.shown) result.emplace_back(std::move(entry.name), norm.finish(entry.norm));
+  }
+  return result;
+}
+
 }  // namespace
 
 double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOptions options) {
+  return handle(module).clip_grad_norm(max_norm, options);
+}
+
+double FSDPModule::clip_grad_norm(double max_norm) { return clip_grad_norm(max_norm, ClipGradNormOptions{}); }
+
+double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& options) {
   if (!(max_norm > 0)) throw Error("clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
   const Norm norm(options.norm_type, "clip_grad_norm");
   const torch::NoGradGuard no_grad;
-  const auto engine = handle(module).engine();
-  engine->finish_gradient_sync();
+  engine_->finish_gradient_sync();
   std::vector<double> mine(1, 0);
-  for (const auto& unit : engine->units()) {
+  for (const auto& unit : engine_->units()) {
     if (!unit->main_gradient_valid) continue;
     // Each rank's own piece only, also where other ranks hold it, too: every element counts once, in the same sums for every strategy.
-    if (!engine->tensor_parallel().defined()) {
+    if (!engine_->tensor_parallel().defined()) {
       for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
         mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_region(unit->main_gradient[k], unit->own_pieces())));
       }
       continue;
     }
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      if (!unit->parameters[i].trainable || !engine->speaks_for(unit->parameters[i])) continue;
+      if (!unit->parameters[i].trainable || !engine_->speaks_for(unit->parameters[i])) continue;
       const auto slice = unit->slice(i, unit->own_pieces());
       mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)));
     }
   }
-  const auto all = optim::exchange(*engine, torch::tensor(mine, at::kDouble), "gradient norm");
+  const auto all = optim::exchange(*engine_, torch::tensor(mine, at::kDouble), "gradient norm");
   double merged = 0;
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) merged = norm.merge(merged, all.const_data_ptr<double>()[rank]);
   const double total = norm.finish(merged);
@@ -115,7 +161,7 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOp
   }
   const double factor = max_norm / (total + 1e-6);
   if (factor < 1 || !std::isfinite(total)) {
-    for (const auto& unit : engine->units()) {
+    for (const auto& unit : engine_->units()) {
       if (!unit->main_gradient_valid) continue;
       for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
     }
@@ -128,37 +174,20 @@ std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& mo
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->finish_gradient_sync();
-  std::vector<double> mine;
-  struct Entry {
-    std::size_t position;
-    std::string name;
-    bool has_gradient;
-    double norm;
-  };
-  std::vector<Entry> norms;
-  for (const auto& unit : engine->units()) {
-    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      const auto& parameter = unit->parameters[i];
-      if (!parameter.trainable) continue;
-      const auto slice = unit->slice(i, unit->own_pieces());
-      // Other ranks may have other experts, with gradients or without: all send as many values.
-      mine.push_back(parameter.has_gradient && engine->speaks_for(parameter)
-                         ? norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel))
-                         : 0);
-      norms.push_back({parameter.position, parameter.name, parameter.has_gradient, 0});
-    }
-  }
-  const auto all = optim::exchange(*engine, torch::tensor(mine, at::kDouble), "gradient norms");
-  const auto* values = all.const_data_ptr<double>();
-  for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
-    for (auto& entry : norms) entry.norm = norm.merge(entry.norm, *values++);
-  }
-  std::sort(norms.begin(), norms.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
-  std::vector<std::pair<std::string, double>> result;
-  for (auto& entry : norms) {
-    if (entry.has_gradient) result.emplace_back(std::move(entry.name), norm.finish(entry.norm));
-  }
-  return result;
+  return norms_by_name(
+      *engine, norm, "gradient norms", [](const auto& parameter) { return parameter.trainable; },
+      [](const engine::Unit& unit, std::size_t i) -> const std::vector<at::Tensor>* {
+        return unit.parameters[i].has_gradient ? &unit.main_gradient : nullptr;
+      });
+}
+
+std::vector<std::pair<std::string, double>> parameter_norms(torch::nn::Module& module, double norm_type) {
+  const Norm norm(norm_type, "parameter_norms");
+  const torch::NoGradGuard no_grad;
+  const auto engine = handle(module).engine();
+  engine->flush_writes();
+  return norms_by_name(
+      *engine, norm, "parameter norms", [](const auto&) { return true; }, [](const engine::Unit& unit, std::size_t) { return &unit.main; });
 }
 
 }  // namespace fsdp

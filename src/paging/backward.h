@@ -14,4 +14,7 @@ void watch_backward(const std::shared_ptr<engine::Engine>& engine);
 /// backward (activation checkpointing), or the backward is being recorded to be differentiated itself.
 engine::Phase current_phase();
 
+/// True inside of a backward for all leaves, and not for tensors that were chosen (grad(), or backward() with inputs).
+bool is_for_all_leaves();
+
 }  // namespace fsdp::paging

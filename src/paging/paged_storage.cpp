@@ -1,6 +1,7 @@
 #include "paging/paged_storage.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
@@ -10,6 +11,7 @@
 #include "deferred/deferred_storage.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
+#include "paging/warnings.h"
 
 namespace fsdp::paging {
 namespace {
@@ -23,13 +25,16 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
 
   void operator()(const torch::autograd::Variable& parameter) override {
     // Taken first: a gradient that is refused must not stay, to be added to the next one.
-    const auto gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
+    auto gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
+    if (!gradient.defined()) return;  // a checkpoint's backward has delivered it already
     const auto& info = unit_.parameters[index_];
     if (!info.trainable) {
       throw Error("parameter '" + info.name + "' of unit '" + unit_.name +
                   "' got a gradient, but did not require one when fully_shard was called; set requires_grad before sharding");
     }
     watch_backward(engine_);
+    // A parameter, or a view of one, is gathered like any other use: now, not under the engine's lock.
+    if (gradient.key_set().has(kTrapKey)) gradient = gradient.clone();
     engine_->gradient(unit_, index_, gradient);
   }
 
@@ -39,11 +44,81 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
   std::size_t index_;
 };
 
+/// What autograd keeps of a paged parameter. Notices who asks for its gradient outside of a backward: torch's optimizers, say.
+class PagedMeta final : public torch::autograd::AutogradMeta {
+ public:
+  /// Takes all from `before`, which is about to go.
+  PagedMeta(AutogradMeta& before, const std::shared_ptr<engine::Engine>& engine, const engine::UnitParameter& parameter)
+      : engine_(engine), parameter_(parameter) {
+    name_ = std::move(before.name_);
+    grad_ = std::move(before.grad_);
+    grad_accumulator_ = std::move(before.grad_accumulator_);
+    fw_grad_ = std::move(before.fw_grad_);
+    hooks_ = std::move(before.hooks_);
+    cpp_hooks_list_ = std::move(before.cpp_hooks_list_);
+    requires_grad_ = before.requires_grad_;
+    output_nr_ = before.output_nr_;
+    [](auto& self, auto& other) {  // not in all versions of torch
+      if constexpr (requires { self.grad_dtype_; }) self.grad_dtype_ = other.grad_dtype_;
+      if constexpr (requires { self.allow_grad_dtype_mismatch_; }) self.allow_grad_dtype_mismatch_ = other.allow_grad_dtype_mismatch_;
+    }(static_cast<AutogradMeta&>(*this), before);
+  }
+
+  at::Tensor& mutable_grad() override {
+    notice();
+    return grad_;
+  }
+  const at::Tensor& grad() const override {
+    notice();
+    return grad_;
+  }
+  /// The parameter is ordinary again.
+  void forget() { engine_.reset(); }
+
+ private:
+  void notice() const {
+    if (torch::autograd::get_current_graph_task_id() != -1) return;  // autograd itself
+    const auto engine = engine_.lock();
+    if (engine && parameter_.has_gradient) warn_of_grad(*engine, parameter_);
+  }
+
+  std::weak_ptr<engine::Engine> engine_;
+  const engine::UnitParameter& parameter_;  // the engine's
+};
+
+void notice_grad(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, const engine::UnitParameter& info) {
+  auto* before = torch::autograd::impl::get_autograd_meta(parameter);
+  if (before == nullptr || before->is_view_) return;  // needs no gradient; or is of a type of its own
+  parameter.unsafeGetTensorImpl()->set_autograd_meta(std::make_unique<PagedMeta>(*before, engine, info));
+}
+
+/// Called when somebody asks for an address within the storage to write to.
+void asked_for_address(c10::StorageImpl* storage) {
+  if (c10::impl::tls_is_dispatch_key_excluded(kTrapKey)) return;  // an operator, which the trap has seen
+  auto* paged = static_cast<PagedStorage*>(storage);
+  if (paged->unit == nullptr || paged->unit->state != engine::ParameterState::kPresent) return;  // the engine, which gathers it
+  paged->engine->wrote(*paged->unit);
+}
+
 }  // namespace
 
 PagedStorage::PagedStorage(c10::Device device)
     : StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
                   /*resizable=*/false) {}
+
+void PagedStorage::watch_address() {
+  // Replicated main parameters are what is written, and the engine writes there, too.
+  if (unit->replicated_parameters() && !unit->has_separate_main()) return;
+  [](auto& storage) {
+    if constexpr (requires { storage.set_materializer(&asked_for_address); }) {
+      if (!storage.has_materializer()) storage.set_materializer(&asked_for_address);
+    }
+  }(static_cast<c10::StorageImpl&>(*this));
+}
+
+PagedModel& PagedModel::of(const engine::Engine& engine) {
+  return *static_cast<PagedStorage*>(engine.units().front()->full.storage.unsafeGetStorageImpl())->model;
+}
 
 namespace {
 
@@ -72,6 +147,7 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
   } else {
     handle.set_data(at::Tensor(paged_impl(unit, index)));
   }
+  notice_grad(handle, engine, unit.parameters[index]);
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(engine, unit, index));
 }
 
@@ -90,6 +166,7 @@ void unpage(const at::Tensor& parameter, const at::Tensor& value) {
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   at::Tensor handle = parameter;
   torch::autograd::impl::set_post_acc_grad_hooks(handle, nullptr);
+  if (auto* meta = dynamic_cast<PagedMeta*>(torch::autograd::impl::get_autograd_meta(handle))) meta->forget();
   handle.set_data(value);
 }
 

@@ -7,6 +7,7 @@
 
 #include "engine/engine.h"
 #include "engine/unit.h"
+#include "paging/paged_model.h"
 
 namespace fsdp::paging {
 
@@ -20,8 +21,18 @@ class PagedStorage final : public c10::StorageImpl {
     return typeid(*storage) == typeid(PagedStorage) ? static_cast<PagedStorage*>(storage) : nullptr;
   }
 
+  /// The storage of a parameter, or of a view of one, if it is one, else null.
+  static PagedStorage* of(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.has_storage() ? from(tensor.storage().unsafeGetStorageImpl()) : nullptr;
+  }
+
+  /// The unit is present: from now on, until somebody has asked for an address to write to, the storage notices that, and what is written
+  /// through that address is written back before the unit is freed. (torch 2.11's storages can't notice.)
+  void watch_address();
+
   engine::Engine* engine = nullptr;  ///< Null once the unit is gone.
   engine::Unit* unit = nullptr;
+  std::shared_ptr<PagedModel> model;
 };
 
 /// Makes `parameter`, in place, a view of its unit's storage that carries the paged key, and hooks its gradient. The hook keeps the engine

@@ -10,7 +10,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <string_view>
+#include <span>
 
 #include "base/no_autocast_cache.h"
 #include "base/trap_key.h"
@@ -18,6 +18,7 @@
 #include "deferred/deferred_storage.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
+#include "paging/operator_arguments.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp::paging {
@@ -31,11 +32,10 @@ struct Touched {
     bool written;
   };
   c10::SmallVector<Use, 4> uses;  // each unit once
-  bool all_in_use = true;
-  bool deferred = false;  ///< A tensor that deferred_init made is among them.
+  bool deferred = false;          ///< A tensor that deferred_init made is among them.
 };
 
-void visit(const at::Tensor& tensor, bool writes, engine::Phase phase, Touched& touched) {
+void visit(const at::Tensor& tensor, bool writes, Touched& touched) {
   if (!tensor.defined() || !tensor.key_set().has(kTrapKey) || !tensor.has_storage()) return;
   auto* storage = PagedStorage::from(tensor.storage().unsafeGetStorageImpl());
   if (storage == nullptr) {
@@ -44,7 +44,6 @@ void visit(const at::Tensor& tensor, bool writes, engine::Phase phase, Touched& 
   }
   auto* unit = storage->unit;
   if (unit == nullptr) throw Error("a parameter of a model that fully_shard had sharded is used after the model is gone");
-  touched.all_in_use = touched.all_in_use && unit->in_use(phase);
   for (auto& use : touched.uses) {
     if (use.unit != unit) continue;
     use.written = use.written || writes;
@@ -53,54 +52,94 @@ void visit(const at::Tensor& tensor, bool writes, engine::Phase phase, Touched& 
   touched.uses.push_back({storage->engine, unit, writes});
 }
 
-void visit(const c10::IValue& value, bool writes, engine::Phase phase, Touched& touched) {
+void visit(const c10::IValue& value, bool writes, Touched& touched) {
   if (value.isTensor()) {
-    visit(value.toTensor(), writes, phase, touched);
+    visit(value.toTensor(), writes, touched);
   } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor, writes, phase, touched);
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor, writes, touched);
   } else if (value.isList()) {
-    for (const auto& element : value.toListRef()) visit(element, writes, phase, touched);
+    for (const auto& element : value.toListRef()) visit(element, writes, touched);
   }
 }
 
-/// Operators that hand on the tensor itself need no unit: taking `parameter.detach()` gathers nothing. (Views proper do: their kernels
-/// check the storage's size.)
-bool reads_nothing(const c10::OperatorHandle& op) {
-  const std::string_view name = op.schema().name();
-  return name == "aten::detach" || name == "aten::alias";
-}
+PagedStorage& storage_of(const engine::Unit& unit) { return *static_cast<PagedStorage*>(unit.full.storage.unsafeGetStorageImpl()); }
 
-/// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
-void enter(const Touched& touched, engine::Phase phase) {
-  c10::SmallVector<engine::Engine*, 2> told;
-  for (const auto& first : touched.uses) {
-    if (std::find(told.begin(), told.end(), first.engine) != told.end()) continue;
-    told.push_back(first.engine);
-    c10::SmallVector<engine::Unit*, 4> units;
+/// While it lives, an operator runs: what it touched is present and stays so.
+class Running {
+ public:
+  Running() = default;
+  ~Running() {
+    for (auto* gate : gates_) gate->leave();
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+  /// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
+  void enter(const Touched& touched) {
+    const auto phase = current_phase();
+    c10::SmallVector<engine::Engine*, 2> engines;
     for (const auto& use : touched.uses) {
-      if (use.engine == first.engine) units.push_back(use.unit);
+      if (std::find(engines.begin(), engines.end(), use.engine) == engines.end()) engines.push_back(use.engine);
     }
-    watch_backward(first.engine->shared_from_this());
-    first.engine->enter({units.data(), units.size()}, phase);
+    if (engines.size() > 1) {
+      // In one order: of two threads that are at the same two models, each would else wait for the other. And in that of all ranks [Order
+      // is collective].
+      std::sort(engines.begin(), engines.end(),
+                [](const auto* a, const auto* b) { return PagedModel::of(*a).number < PagedModel::of(*b).number; });
+    }
+    for (auto* engine : engines) {
+      c10::SmallVector<engine::Unit*, 4> units;
+      for (const auto& use : touched.uses) {
+        if (use.engine == engine) units.push_back(use.unit);
+      }
+      enter(*engine, {units.data(), units.size()}, phase);
+    }
   }
-}
 
-/// What forward was in when backward began is in use as far as the engine knows, until it knows of the backward.
-bool backward_is_watched(const Touched& touched) {
-  return torch::autograd::get_current_graph_task_id() == -1 ||
-         std::all_of(touched.uses.begin(), touched.uses.end(), [](const auto& use) { return use.engine->in_backward(); });
-}
+ private:
+  void enter(engine::Engine& engine, std::span<engine::Unit* const> units, engine::Phase phase) {
+    auto& model = *storage_of(*units.front()).model;
+    const bool within_backward = torch::autograd::get_current_graph_task_id() != -1;
+    model.gate.enter();
+    const bool in_use =
+        engine.follows_current_stream() && std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->in_use(phase); });
+    // What forward was in when backward began is in use as far as the engine knows, until it knows of the backward.
+    if (!in_use || (within_backward && !engine.in_backward())) {
+      model.gate.leave();
+      watch_backward(engine.shared_from_this());
+      model.gate.enter_after([&] {
+        if (!within_backward && !model.validated) {
+          if (model.validate) model.validate();
+          model.validated = true;
+        }
+        engine.enter(units, phase);
+        for (const auto* unit : units) storage_of(*unit).watch_address();
+      });
+    }
+    gates_.push_back(&model.gate);
+  }
+
+  c10::SmallVector<Gate*, 2> gates_;
+};
 
 void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto& arguments = op.schema().arguments();
+  const auto& arguments = OperatorArguments::of(op);
   Touched touched;
-  const auto phase = current_phase();
   const auto values = torch::jit::last(*stack, arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const auto* alias = arguments[i].alias_info();
-    visit(values[i], alias != nullptr && alias->isWrite(), phase, touched);
+    const auto use = arguments.use(i, values);
+    if (use == Use::kShape) {
+      touched.deferred = touched.deferred || (values[i].isTensor() && deferred::DeferredStorage::of(values[i].toTensor()) != nullptr);
+    } else {
+      visit(values[i], use == Use::kWritten, touched);
+    }
   }
-  if (!reads_nothing(op) && (!touched.all_in_use || !backward_is_watched(touched))) enter(touched, phase);
+  if (arguments.strides_storage()) {
+    const auto* storage = PagedStorage::of(values[0].toTensor());
+    if (storage != nullptr && storage->unit != nullptr) arguments.place_in_parameter(*storage->unit, &*(stack->end() - values.size()));
+  }
+  Running running;
+  running.enter(touched);
   if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kTrapKey)) {
     deferred::record(op, stack);
   } else {
@@ -111,7 +150,9 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTrapKey), stack);
   }
   for (const auto& use : touched.uses) {
-    if (use.written) use.engine->wrote(*use.unit);
+    if (!use.written) continue;
+    use.engine->wrote(*use.unit);
+    storage_of(*use.unit).watch_address();
   }
 }
 

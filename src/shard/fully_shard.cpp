@@ -5,6 +5,7 @@
 #include <exception>
 #include <utility>
 
+#include "api/registrations.h"
 #include "api/registry.h"
 #include "base/exception_text.h"
 #include "comm/communicator.h"
@@ -126,8 +127,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     draft.description = std::string("refused: ") + error.what();
   }
   expect_equal(options.mesh, draft.description);
-  // Pieces may differ in size, so ranks that hold other ones agree on their refusals only.
-  if (draft.tensor_parallel.defined()) expect_equal(draft.tensor_parallel, refusal ? draft.description : "accepted");
+  if (draft.tensor_parallel.defined()) expect_equal(draft.tensor_parallel, refusal ? draft.description : draft.pieces);
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
 
@@ -136,22 +136,28 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .prefetch_depth = options.prefetch_depth,
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});
+  const auto model = std::make_shared<paging::PagedModel>();
   GroupsOf groups_of(options);
   Steps filling;
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
     auto& plan = draft.plans[k];
     auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, groups_of(plan.settings.mesh)));
     if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
-    static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->engine = engine.get();
+    auto* storage = static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl());
+    storage->engine = engine.get();
+    storage->model = model;
     unit.allocate_main(engine->accounting());
-    filling.run([&] { shard::fill_main(unit, plan, options.initial_values); });
+    std::vector<std::int64_t> checksums;
+    filling.run([&] { shard::fill_main(unit, plan, options.initial_values, options.check_initial_values ? &checksums : nullptr); });
+    if (options.check_initial_values) filling.run([&] { shard::expect_same_values(plan, checksums); });
     // Frees the original memory unit by unit, unless somebody else holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
-    for (const auto* unit_module : plan.modules) api::Registry::instance().add(unit_module, engine, k);
+    for (const auto* unit_module : plan.modules) api::Registry::instance().add(*unit_module, engine, k);
   }
   filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
   expect_equal(options.mesh, filling.text());
   filling.rethrow();
+  model->validate = api::check_of_registrations(module);
   return FSDPModule(engine, 0);
 }
 

@@ -2,6 +2,8 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cstring>
 #include <exception>
 #include <span>
 #include <sstream>
@@ -10,7 +12,9 @@
 #include <vector>
 
 #include "base/trap_key.h"
+#include "comm/communicator.h"
 #include "deferred/deferred_init.h"
+#include "fsdp/error.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp::shard {
@@ -24,8 +28,25 @@ at::Tensor main_of(const Unit& unit, const Unit::MainSlice& slice) {
   return unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
 }
 
-void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters) {
+/// Of the bytes of a tensor, in the order of its elements: equal ones have equal bytes, but for one chance in 2^64.
+std::int64_t checksum_of(const at::Tensor& tensor) {
+  const auto whole = tensor.cpu().contiguous();
+  const auto* bytes = static_cast<const char*>(whole.const_data_ptr());
+  const auto size = whole.nbytes();
+  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  std::uint64_t sum = size;
+  for (std::size_t at = 0; at < size; at += kWord) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes + at, std::min(kWord, size - at));
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15U;  // odd: no two words give the same sum
+    sum ^= sum >> 32;
+  }
+  return static_cast<std::int64_t>(sum);
+}
+
+void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vector<std::int64_t>* checksums) {
   deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
+    if (checksums != nullptr) (*checksums)[i] = checksum_of(value);
     const auto flat = value.reshape({-1});
     if (unit.state == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
       const auto& placement = unit.layout.placements()[i];
@@ -143,12 +164,35 @@ void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm
 
 }  // namespace
 
-void fill_main(Unit& unit, const UnitPlan& plan, InitialValues from) {
+void fill_main(Unit& unit, const UnitPlan& plan, InitialValues from, std::vector<std::int64_t>* checksums) {
   std::vector<at::Tensor> parameters;
   for (const auto& [name, parameter] : plan.parameters) parameters.push_back(parameter);
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
-  if (from == InitialValues::kOwn) fill_from_own(unit, parameters);
+  if (checksums != nullptr) checksums->assign(parameters.size(), 0);
+  if (from == InitialValues::kOwn) fill_from_own(unit, parameters, checksums);
   if (from == InitialValues::kFromRank0) fill_from_first_rank(unit, parameters);
+}
+
+void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& checksums) {
+  const auto& mesh = plan.settings.mesh;
+  std::vector<std::int64_t> line = {mesh.rank()};
+  line.insert(line.end(), checksums.begin(), checksums.end());
+  const auto columns = static_cast<std::int64_t>(line.size());
+  at::Tensor all = at::tensor(line, at::kLong);
+  for (auto dim = mesh.dims().rbegin(); dim != mesh.dims().rend(); ++dim) {
+    all = mesh.communicator(dim->name)->exchange(all.reshape({-1}), {.operation = "comparison of first values", .unit = shown(plan.name)});
+  }
+  all = all.reshape({-1, columns});
+  const auto* values = all.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 1; i < columns; ++i) {
+    for (std::int64_t row = 1; row < all.size(0); ++row) {
+      if (values[row * columns + i] == values[i]) continue;
+      throw Error("check_initial_values: rank " + std::to_string(values[0]) + " and rank " + std::to_string(values[row * columns]) +
+                  " began with different values of parameter '" + plan.parameters[static_cast<std::size_t>(i - 1)].first + "' of unit '" +
+                  shown(plan.name) +
+                  "'. Seed all ranks alike before the model is made (torch::manual_seed), or pass InitialValues::kFromRank0.");
+    }
+  }
 }
 
 void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::unique_ptr<Unit>>& units, InitialValues from) {

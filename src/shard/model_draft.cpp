@@ -3,6 +3,9 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
+#include <iomanip>
+#include <limits>
 #include <numeric>
 #include <sstream>
 #include <unordered_map>
@@ -115,6 +118,45 @@ std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) 
   return text;
 }
 
+/// What a unit's settings come to, where options do not say it of each parameter.
+std::string describe(const UnitSettings& settings, const FullyShardOptions& options) {
+  std::ostringstream text;
+  text << std::setprecision(std::numeric_limits<double>::max_digits10) << "mesh";
+  for (const auto& dim : settings.mesh.dims()) text << " " << dim.name << "=" << dim.size;
+  text << ", gradient_divide_factor " << settings.gradient_divide_factor << ", reshard_after_forward "
+       << settings.reshard_after_forward.value_or(options.reshard_after_forward);
+  const auto& policy = settings.mixed_precision ? settings.mixed_precision : options.mixed_precision;
+  if (policy) {
+    text << ", output_dtype " << (policy->output_dtype ? c10::toString(*policy->output_dtype) : "as it is") << ", cast_forward_inputs "
+         << policy->cast_forward_inputs;
+  }
+  return text.str();
+}
+
+/// As a part of which whole, for ranks that hold parts of the same size.
+std::string describe_piece(const std::string& name, const at::Tensor& parameter, const FullyShardOptions& options) {
+  const auto piece = options.tensor_parallel ? options.tensor_parallel(name, parameter) : std::nullopt;
+  if (!piece) return "";
+  const auto& row = piece->mesh.dims().front();
+  return ", a tensor-parallel piece along dimension " + std::to_string(piece->dim) + " over " + row.name + "=" + std::to_string(row.size);
+}
+
+/// For ranks that hold other parts: sizes may differ where parameters are cut.
+std::string describe_pieces(const std::vector<UnitPlan>& plans, const FullyShardOptions& options) {
+  std::ostringstream text;
+  for (const auto& plan : plans) {
+    for (const auto& [name, parameter] : plan.parameters) {
+      const auto piece = options.tensor_parallel(name, parameter);
+      text << "unit '" << shown(plan.name) << "': parameter '" << name << "' [";
+      for (std::int64_t dim = 0; dim < parameter.dim(); ++dim) {
+        text << (dim == 0 ? "" : ", ") << (piece && piece->dim == dim ? "cut" : std::to_string(parameter.size(dim)));
+      }
+      text << "] " << c10::toString(parameter.scalar_type()) << (parameter.requires_grad() ? "" : ", frozen") << "\n";
+    }
+  }
+  return text.str();
+}
+
 std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions& options) {
   std::ostringstream text;
   const auto digits = [](const Placements& placements) {
@@ -128,15 +170,17 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
        << options.prefetch_depth << ", outer placements " << digits(options.outer_placements) << ", reshard_after_forward_size "
        << options.reshard_after_forward_size << ", separate_reduce_group " << options.separate_reduce_group << ", offload "
        << static_cast<int>(options.offload) << ", keep_gathered_bytes " << options.keep_gathered_bytes << ", report_nan_in_param_grad "
-       << options.report_nan_in_param_grad << "\n";
+       << options.report_nan_in_param_grad << ", check_initial_values " << options.check_initial_values << "\n";
   for (const auto& plan : plans) {
-    if (plan.parameters.empty()) text << "unit '" << shown(plan.name) << "': no parameters\n";
+    text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options)
+         << (plan.parameters.empty() ? ", no parameters\n" : "\n");
     for (const auto& [name, parameter] : plan.parameters) {
       const auto granularity = options.granularity ? options.granularity(name, parameter) : Granularity{};
       text << "unit '" << shown(plan.name) << "': parameter '" << name << "' " << parameter.sizes() << " "
            << c10::toString(parameter.scalar_type()) << (parameter.requires_grad() ? "" : ", frozen") << ", granularity "
            << static_cast<int>(granularity.kind) << "/" << granularity.block
-           << describe(format_of(name, parameter, options, plan.settings), parameter.scalar_type()) << "\n";
+           << describe(format_of(name, parameter, options, plan.settings), parameter.scalar_type())
+           << describe_piece(name, parameter, options) << "\n";
     }
   }
   return text.str();
@@ -219,9 +263,19 @@ void validate(const FullyShardOptions& options) {
   if (options.keep_gathered_bytes < 0) {
     throw Error("keep_gathered_bytes " + std::to_string(options.keep_gathered_bytes) + "; give 0 (nothing is kept) or more");
   }
+  if (options.check_initial_values && options.initial_values != InitialValues::kOwn) {
+    throw Error("check_initial_values compares the ranks' own values, which only InitialValues::kOwn takes; leave it out");
+  }
   if (options.reshard_after_forward_size != 0 && placements != Placements::optim_grads_params()) {
     throw Error("reshard_after_forward_size needs placements optim_grads_params: with others, parameters stay whole after forward");
   }
+}
+
+void validate(const UnitPlan& plan) {
+  const double factor = plan.settings.gradient_divide_factor;
+  if (factor >= 0 && std::isfinite(factor)) return;
+  throw Error("unit '" + shown(plan.name) + "': gradient_divide_factor " + std::to_string(factor) +
+              "; give a positive number, or 0 for the number of ranks");
 }
 
 /// The dimensions of a unit's mesh, outermost first: the last one is sharded over.
@@ -270,8 +324,6 @@ void place_pieces(std::vector<engine::UnitParameter>& parameters, const UnitPlan
 
 }  // namespace
 
-std::string shown(const std::string& unit_name) { return unit_name.empty() ? "(root)" : unit_name; }
-
 void draft_model(const torch::nn::Module& module, const FullyShardOptions& options, ModelDraft& draft) {
   validate(options);
   draft.plans = divide(module, {options.units, options.unit_groups, options.ignore});
@@ -282,6 +334,7 @@ void draft_model(const torch::nn::Module& module, const FullyShardOptions& optio
       plan.settings = options.unit_settings(name, *plan.modules[0]);
     }
     if (!plan.settings.mesh.defined()) plan.settings.mesh = options.mesh;
+    validate(plan);
     validate(plan.settings.mesh, options);
     for (const auto& [name, parameter] : plan.parameters) validate(name, parameter, options.mesh.device());
   }
@@ -290,6 +343,7 @@ void draft_model(const torch::nn::Module& module, const FullyShardOptions& optio
   for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
   for (const auto& plan : draft.plans) draft.units.push_back(draft_unit(plan, options, positions));
   draft.description = describe(draft.plans, options) + describe(module, options.initial_values);
+  if (draft.tensor_parallel.defined()) draft.pieces = describe_pieces(draft.plans, options);
 }
 
 void place_pieces(ModelDraft& draft, const FullyShardOptions& options) {

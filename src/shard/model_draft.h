@@ -26,6 +26,7 @@ struct ModelDraft {
   std::vector<UnitDraft> units;  ///< One per plan.
   DeviceMesh tensor_parallel;    ///< Undefined: no parameter is a piece.
   std::string description;       ///< Equal on all ranks of options.mesh, or they must not go on.
+  std::string pieces;            ///< The same for all ranks of tensor_parallel, whose pieces may differ in size.
 };
 
 /// Drafts a model into `draft`, which keeps what was found out before an Error: for options, meshes and parameters that cannot be.
@@ -33,8 +34,5 @@ void draft_model(const torch::nn::Module& module, const FullyShardOptions& optio
 
 /// Says which piece of what each tensor-parallel parameter is. Collective over draft.tensor_parallel.
 void place_pieces(ModelDraft& draft, const FullyShardOptions& options);
-
-/// How messages call a unit.
-std::string shown(const std::string& unit_name);
 
 }  // namespace fsdp::shard

@@ -106,6 +106,8 @@ class Division {
 
 }  // namespace
 
+std::string shown(const std::string& unit_name) { return unit_name.empty() ? "(root)" : unit_name; }
+
 std::vector<UnitPlan> divide(const torch::nn::Module& root, const DivisionRules& rules) { return Division(rules).run(root); }
 
 }  // namespace fsdp::shard

@@ -21,6 +21,9 @@ struct UnitPlan {
   std::vector<std::pair<std::string, at::Tensor>> parameters;  ///< In the order of named_parameters(), each tensor once.
 };
 
+/// How messages call a unit.
+std::string shown(const std::string& unit_name);
+
 /// The rules of a division: FullyShardOptions' fields of these names.
 struct DivisionRules {
   UnitPredicate units;

@@ -109,6 +109,27 @@ TEST(DeviceMesh, BarrierWaitsForEveryRankOfTheGrid) {
   close(flag[1]);
 }
 
+TEST(DeviceMesh, AllIsTrueWhereAllRanksAgree) {
+  const auto expect = [](const DeviceMesh& mesh) {
+    EXPECT_TRUE(mesh.all(true));
+    EXPECT_FALSE(mesh.all(false));
+    for (int odd = 0; odd < mesh.size(); ++odd) EXPECT_FALSE(mesh.all(mesh.rank() != odd)) << "rank " << odd << " alone says no";
+    for (int odd = 0; odd < mesh.size() && mesh.size() > 1; ++odd)
+      EXPECT_FALSE(mesh.all(mesh.rank() == odd)) << "rank " << odd << " alone says yes";
+  };
+  expect(init_device_mesh("cpu", {{"dp_shard", -1}}));
+  for (const int ranks : {2, 4}) {
+    testing::run_ranks(ranks, [&] {
+      expect(init_device_mesh("cpu", {{"dp_shard", -1}}));
+      const auto plane = init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}});
+      expect(plane);
+      // Only this part of the mesh is asked.
+      EXPECT_EQ(plane["dp_shard"].all(plane.coordinate("dp_outer") == 0), plane.coordinate("dp_outer") == 0);
+    });
+  }
+  EXPECT_TRUE(has(message_of([] { DeviceMesh().all(true); }), "undefined"));
+}
+
 TEST(DeviceMesh, BadArgumentsAreExplained) {
   const auto init = [](std::vector<MeshDim> dims, const std::string& type = "cpu") {
     return message_of([&] { init_device_mesh(type, dims); });

@@ -1,6 +1,7 @@
 #include "comm/launch.h"
 
 #include <sys/types.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 #include <stdexcept>
 #include <string>
@@ -15,6 +17,7 @@
 
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
 #include "fsdp/launch.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
@@ -151,6 +154,85 @@ TEST(Launch, PrintsPeerFailuresWhereNoRankFailedOfItsOwn) {
   EXPECT_TRUE(has(errors, "rank 1 failed: timed out\n")) << errors;
 }
 
+// What an exit code can't hold is a failure, whatever its low eight bits say.
+TEST(Launch, AnExitCodeOutOfRangeIsAFailure) {
+  for (const int value : {256, 512, 257, -1, -256}) {
+    const auto [result, errors] = launch(2, [&] { return own_rank() == 1 ? value : 0; });
+    EXPECT_EQ(result, 1) << value;
+    EXPECT_EQ(errors, "rank 1 failed: its function returned " + std::to_string(value) + "; exit codes are 0 to 255\n");
+  }
+  EXPECT_EQ(launch(1, [] { return 255; }).result, 255);
+  // In a rank of another launcher, which sees the exit code of main() alone.
+  EXPECT_EQ(launch(1, [] { return launch_local(2, [] { return 256; }) == 1 ? 0 : 2; }).result, 0);
+}
+
+TEST(Launch, NamesTheRankThatLeftBeforeItsFunctionReturned) {
+  const auto leave = [](const std::function<void()>& how) {
+    return launch(3, [&] {
+      if (own_rank() == 2) how();
+      return 0;
+    });
+  };
+  // Not exit(): the exit handlers of the tests' own process would run in the rank.
+  const auto [result, errors] = leave([] { _exit(0); });
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(errors, "rank 2 left by exit(0) before its function returned\n");
+  const auto with_code = leave([] { _exit(7); });
+  EXPECT_EQ(with_code.result, 7);
+  EXPECT_EQ(with_code.errors, "rank 2 left by exit(7) before its function returned\n");
+}
+
+TEST(LaunchPrograms, DISABLED_RankExits) {
+  EXPECT_EQ(launch_local(2,
+                         [] {
+                           if (own_rank() == 1) std::exit(0);
+                           return 0;
+                         }),
+            0);
+}
+
+TEST(Launch, NamesTheRankThatCalledExit) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_RankExits");
+  EXPECT_NE(code, 0);
+  EXPECT_TRUE(has(output, "rank 1 left by exit(0) before its function returned\n")) << output;
+}
+
+TEST(Launch, BlamesTheRankThatLeftAndNotItsPeers) {
+  const auto [result, errors] = launch(2, [] {
+    const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
+    if (own_rank() == 0) _exit(0);
+    mesh.sum(1);
+    return 0;
+  });
+  EXPECT_EQ(result, 1);
+  EXPECT_EQ(errors, "rank 0 left by exit(0) before its function returned\n");
+}
+
+// A process forked from a rank shares its sockets with it, and has none of the threads that serve them.
+TEST(Launch, AForkedChildOfARankCannotUseItsMesh) {
+  testing::run_ranks(2, [](int rank) {
+    const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
+    torch::nn::Linear model(6, 4);
+    fully_shard(*model, {.mesh = mesh});
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      const auto of_mesh = testing::message_of([&] { mesh.sum(1); });
+      const auto of_parameter = testing::message_of([&] { model->weight.sum(); });
+      const bool good = has(of_mesh, "sum of unit '(mesh)'") && has(of_mesh, "this process was forked from rank") &&
+                        has(of_parameter, "all-gather of unit '(root)'") && has(of_parameter, "this process was forked from rank");
+      if (!good) std::cerr << of_mesh << "\n" << of_parameter << std::endl;
+      _exit(good ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+    // Nothing has happened to the rank itself.
+    EXPECT_EQ(mesh.sum(rank), 1);
+    EXPECT_EQ(model->weight.sum().dim(), 0);
+  });
+}
+
 TEST(Launch, StopsTheOthersAfterTheGracePeriod) {
   const auto start = std::chrono::steady_clock::now();
   const auto [result, errors] = launch(
@@ -253,6 +335,48 @@ TEST(Launch, WithThreadsReportsFailuresToo) {
   const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_ExecutesItselfAgainAndFails");
   EXPECT_NE(code, 0);
   EXPECT_TRUE(has(output, "rank 1 failed: bad shape\n")) << output;
+}
+
+// Several calls in one program, the first of which forks. What each returned counts in the copies, too: they take the same way.
+TEST(LaunchPrograms, DISABLED_LaunchesSeveralTimes) {
+  const auto say = [](const char* which, int code) {
+    return [which, code] {
+      std::cout << std::string("[") + which + " " + std::to_string(own_rank()) + "]" << std::endl;
+      return own_rank() == 0 ? code : 0;
+    };
+  };
+  EXPECT_EQ(launch_local(2, say("first", 3)), 3);
+  const SecondThread thread;
+  const int second = launch_local(2, say("second", 4));
+  EXPECT_THROW(launch_local(0, say("none", 0)), Error);
+  if (second == 4) {
+    EXPECT_EQ(launch_local(2, say("third", 0)), 0);
+  }
+}
+
+TEST(LaunchPrograms, DISABLED_DoesNotReachTheCallAgain) {
+  const SecondThread thread;
+  if (!is_launched()) {
+    EXPECT_EQ(launch_local(2, [] { return 0; }), 0);
+  }
+}
+
+TEST(Launch, WithThreadsEachCallRunsItsOwnFunctionOnce) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_LaunchesSeveralTimes");
+  EXPECT_EQ(code, 0) << output;
+  for (const std::string text : {"[first 0]", "[first 1]", "[second 0]", "[second 1]", "[third 0]", "[third 1]"}) {
+    EXPECT_TRUE(has(output, text)) << text << " in\n" << output;
+    EXPECT_EQ(output.find(text), output.rfind(text)) << text << " in\n" << output;
+  }
+}
+
+TEST(Launch, WithThreadsACopyThatTakesAnotherWayIsNamed) {
+  const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_DoesNotReachTheCallAgain");
+  EXPECT_NE(code, 0);
+  EXPECT_TRUE(has(output,
+                  "rank 0 left by exit(0) before its function returned: the program was run again as a rank, but did not come to "
+                  "launch_local's call 1\n"))
+      << output;
 }
 
 TEST(LaunchPrograms, DISABLED_AssertionFailsInARank) {

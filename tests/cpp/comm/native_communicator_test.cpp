@@ -1,10 +1,15 @@
 #include "comm/native_communicator.h"
 
 #include <memory>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 #include "comm/pairwise_communicator.h"
 #include "comm/rendezvous.h"
 #include "support/collective_checks.h"
+#include "support/messages.h"
 #include "support/multi_rank.h"
 
 namespace fsdp::comm {
@@ -111,6 +116,82 @@ TEST(NativeCommunicator, CountsLikeThePairwiseOne) {
     EXPECT_EQ(communicator->stats().all_gather_bytes, 2 * 2 * (33 + 64 + 1000));
     EXPECT_EQ(communicator->stats().all_gathers, 1);
   });
+}
+
+// Launches what comes between startCoalescing and endCoalescing together, as NCCL does, and refuses the k-th operation.
+class CoalescingBackend final : public c10d::Backend {
+ public:
+  explicit CoalescingBackend(int refused) : Backend(0, 2), refused_(refused) {}
+
+  const std::string getBackendName() const override { return "coalescing"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    EXPECT_FALSE(coalescing_) << "a group was left open";
+    coalescing_ = true;
+  }
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    EXPECT_TRUE(coalescing_);
+    coalescing_ = false;
+    return {};
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override { return operation(); }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&) override {
+    return operation();
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<std::int64_t>&, std::vector<std::int64_t>&,
+                                               const c10d::AllToAllOptions&) override {
+    return operation();
+  }
+
+  bool coalescing() const { return coalescing_; }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> operation() {
+    if (operations_++ == refused_) throw std::runtime_error("out of memory");
+    return {};
+  }
+
+  const int refused_;
+  int operations_ = 0;
+  bool coalescing_ = false;
+};
+
+TEST(NativeCommunicator, AnOperationThatThrowsEndsItsCoalescedGroup) {
+  const std::vector<PieceShape> shapes = {
+      {.numel = 3, .dtype = at::kFloat}, {.numel = 4, .dtype = at::kBFloat16}, {.numel = 5, .dtype = at::kFloat}};
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
+  for (int refused = 0; refused < 4; ++refused) {
+    for (const bool gathers : {true, false}) {
+      const auto backend = c10::make_intrusive<CoalescingBackend>(refused);
+      NativeCommunicator communicator(row, backend, /*control=*/{});
+      Gather gather(communicator, shapes, 1, false);
+      Reduce reduce(communicator, shapes, 1, 1);
+      const std::string message = testing::message_of<CommError>([&] {
+        const auto pending =
+            gathers ? communicator.all_gather(gather.pieces, kGather) : communicator.reduce_scatter(reduce.pieces, 1, kReduce);
+      });
+      EXPECT_EQ(testing::has(message, "out of memory"), refused < 3) << message;
+      EXPECT_FALSE(backend->coalescing()) << "operation " << refused;
+    }
+  }
+}
+
+TEST(NativeCommunicator, RanksThatDivergeNameEachOther) {
+  for (const int ranks : {2, 3, 4}) {
+    run_ranks(ranks, [&](int rank) {
+      const auto communicator = native_world();
+      const std::string message = testing::message_of<CommError>([&] {
+        // Sizes and dtypes are the same, so the backend sees nothing. Who is no neighbour of rank 1 learns of it at one of the next.
+        for (int i = 0; i < 3; ++i) {
+          Gather gather(*communicator, kSummedByBackend, 7, false);
+          communicator->all_gather(gather.pieces, {.operation = "all-gather", .unit = rank == 1 ? "layers.1" : "layers.0"})->wait();
+          EXPECT_TRUE(rank == 0 || rank == 3) << "took another unit for its own";
+        }
+      });
+      EXPECT_TRUE(testing::has(message, "#2 all-gather of unit 'layers.0'") && testing::has(message, "#2 all-gather of unit 'layers.1'"))
+          << message;
+    });
+  }
 }
 
 }  // namespace native_communicator_test

@@ -155,12 +155,6 @@ TEST(PairwiseCommunicator, OutMayBeItsOwnRegionOfUnreduced) {
   });
 }
 
-TEST(PairwiseCommunicator, TagsWrapBelowTheirLimit) {
-  EXPECT_EQ(Group::tag(0x3fffffffu), 0x3fffffff);
-  EXPECT_EQ(Group::tag(0x40000000u), 0);
-  EXPECT_GE(Group::tag(0xffffffffu), 0);
-}
-
 TEST(PairwiseCommunicator, PiecesThatDoNotFitAreRefused) {
   run_ranks(2, [] {
     const auto communicator = world();

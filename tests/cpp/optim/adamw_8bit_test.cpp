@@ -61,6 +61,7 @@ at::Tensor loss_of(const torch::nn::Module& model, int step) {
 class Reference {
  public:
   explicit Reference(AdamW8bitOptions options) : options_(options) {}
+  void set_lr(double lr) { options_.lr = lr; }
 
   void step(const std::string& name, at::Tensor& value, const at::Tensor& gradient) {
     auto& state = states_[name];
@@ -270,28 +271,62 @@ TEST(AdamW8bit, TrainsAsWellAsAdamW) {
   });
 }
 
+/// One whole parameter by ATen's fused kernel: what parameters below min_8bit_size get.
+class FullState {
+ public:
+  explicit FullState(AdamW8bitOptions options) : options_(options) {}
+  void set_lr(double lr) { options_.lr = lr; }
+  void step(at::Tensor& value, const at::Tensor& gradient) {
+    if (!step_.defined()) {
+      first_ = at::zeros_like(value);
+      second_ = at::zeros_like(value);
+      step_ = at::zeros({}, at::kFloat);
+    }
+    step_ += 1;
+    at::_fused_adamw_({value}, {gradient}, {first_}, {second_}, {}, {step_}, options_.lr, std::get<0>(options_.betas),
+                      std::get<1>(options_.betas), options_.weight_decay, options_.eps, false, false);
+  }
+
+ private:
+  AdamW8bitOptions options_;
+  at::Tensor first_, second_, step_;
+};
+
+/// A group's settings, and a schedule's factor, reach parameters with 8-bit state and with full state; the first match wins, and it may set
+/// one of the two alone.
 TEST(AdamW8bit, GroupsAndLearningRates) {
   over_ranks([] {
     const AdamW8bitOptions options{.lr = 0.02, .weight_decay = 0.1, .min_8bit_size = 100};
     const AdamW8bitOptions special{.lr = 0.005, .weight_decay = 0, .min_8bit_size = 100};
+    const AdamW8bitOptions decayed{.lr = 0.02, .weight_decay = 0.3, .min_8bit_size = 100};
     Model model;
     auto sharded = fully_shard(model, {.mesh = line(), .granularity = in_blocks});
     const std::vector<ParamGroup> groups = {
-        {.matches = [](const std::string& name) { return name != "even"; }, .lr = 0.005, .weight_decay = 0.0}};
+        {.matches = [](const std::string& name) { return name == "ragged" || name == "small"; }, .lr = 0.005, .weight_decay = 0.0},
+        {.matches = [](const std::string& name) { return name != "even"; }, .weight_decay = 0.3}};
     AdamW8bit optimizer(model, options, groups);
     Reference for_even(options);
-    Reference for_others(special);
+    Reference for_ragged(special);
+    Reference for_wide(decayed);
+    FullState for_small(special);
     auto whole = testing::values_of(Model());
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
       loss_of(model, step).backward();
       const auto gradients = sharded.full_gradients();
-      EXPECT_EQ(optimizer.lr(), 0.02);
+      const double factor = step == 0 ? 1 : 0.5;
+      optimizer.set_lr_factor(factor);
+      EXPECT_EQ(optimizer.lr(), 0.02 * factor);
       optimizer.step();
-      for (std::size_t i = 0; i < whole.size(); ++i) {
-        (whole[i].first == "even" ? for_even : for_others).step(whole[i].first, whole[i].second, gradients[i].second);
-      }
-      whole[2].second = sharded.full_parameters()[2].second;  // "small" is the fused kernel's, which rounds differently
+      for_even.set_lr(0.02 * factor);
+      for_ragged.set_lr(0.005 * factor);
+      for_wide.set_lr(0.02 * factor);
+      for_small.set_lr(0.005 * factor);
+      const auto of = [&](std::size_t i, Reference& reference) { reference.step(whole[i].first, whole[i].second, gradients[i].second); };
+      of(0, for_even);
+      of(1, for_ragged);
+      for_small.step(whole[2].second, gradients[2].second);
+      of(3, for_wide);
       expect_same(sharded.full_parameters(), whole, 0, "step " + std::to_string(step));
     }
   });

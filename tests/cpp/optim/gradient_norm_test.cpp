@@ -224,5 +224,119 @@ TEST(GradientNorms, RefuseABadNorm) {
   });
 }
 
+TEST(ClipGradNorm, IsAMethodOfTheHandleToo) {
+  over_ranks([](int rank) {
+    const auto by_function = make_net();
+    const auto by_method = make_net();
+    const auto first = fully_shard(*by_function, {.mesh = line(), .units = each_linear()});
+    auto second = fully_shard(*by_method, {.mesh = line(), .units = each_linear()});
+    by_function->forward(batch(rank)).square().mean().backward();
+    by_method->forward(batch(rank)).square().mean().backward();
+    EXPECT_EQ(second.clip_grad_norm(0.01, {.norm_type = 1}), clip_grad_norm(*by_function, 0.01, {.norm_type = 1}));
+    EXPECT_EQ(second.clip_grad_norm(0.005), clip_grad_norm(*by_function, 0.005));
+    // The whole model's, by the handle of a unit as well.
+    EXPECT_EQ(handle(*by_method->third).clip_grad_norm(0.001), clip_grad_norm(*by_function, 0.001));
+    expect_same(second.full_gradients(), first.full_gradients(), 0, "clipped");
+    EXPECT_TRUE(has(message_of([&] { second.clip_grad_norm(-1); }), "max_norm must be positive"));
+  });
+}
+
+TEST(ParameterNorms, AreTorchsByName) {
+  over_ranks([](int rank) {
+    for (const double norm_type : {0.5, 1.0, 2.0, 3.0, kInf}) {
+      std::vector<std::pair<std::string, double>> first;
+      for (const auto& strategy : testing::all_strategies()) {
+        const auto model = make_net();
+        model->second->bias.set_requires_grad(false);
+        auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+        {
+          const torch::NoGradGuard no_grad;
+          model->third->bias.mul_(5);  // Still in the gathered copy only.
+        }
+        const auto norms = parameter_norms(*model, norm_type);
+        const auto plain = make_net();
+        const auto whole = plain->named_parameters();
+        ASSERT_EQ(norms.size(), whole.size());
+        for (std::size_t i = 0; i < norms.size(); ++i) {
+          EXPECT_EQ(norms[i].first, whole[i].key());
+          const double expected = whole[i].value().detach().to(at::kDouble).norm(norm_type).item<double>() * (i == 5 ? 5 : 1);
+          EXPECT_NEAR(norms[i].second, expected, (i == 5 ? 1e-6 : 1e-12) * expected) << norms[i].first << ", p = " << norm_type;
+        }
+        if (first.empty()) first = norms;
+        EXPECT_EQ(norms, first) << strategy;
+      }
+    }
+  });
+}
+
+/// Frozen parameters of dtypes that no gradient has.
+TEST(ParameterNorms, OfEveryDtype) {
+  over_ranks([] {
+    struct Table : torch::nn::Module {
+      Table() {
+        register_parameter("integers", at::arange(-20, 17, at::kLong), false);
+        register_parameter("booleans", at::ones({5}, at::kBool), false);
+        register_parameter("complex", at::full({3}, c10::complex<double>(3, -4), at::kComplexDouble), false);
+        register_parameter("eight_bits", at::full({9}, 2.0, at::kFloat).to(at::kFloat8_e4m3fn), false);
+        register_parameter("empty", at::zeros({0}), false);
+      }
+    };
+    Table table;
+    const auto sharded = fully_shard(table, {.mesh = line()});
+    const auto norms = parameter_norms(table);
+    ASSERT_EQ(norms.size(), 5U);
+    EXPECT_NEAR(norms[0].second, std::sqrt(2870.0 + 1496.0), 1e-12 * 70);
+    EXPECT_EQ(norms[1].second, std::sqrt(5.0));
+    EXPECT_NEAR(norms[2].second, std::sqrt(75.0), 1e-12);
+    EXPECT_EQ(norms[3].second, 6);
+    EXPECT_EQ(norms[4].second, 0);
+    EXPECT_EQ(parameter_norms(table, kInf)[0].second, 20);
+  });
+}
+
+/// The norm of the whole, of which each rank of the other dimension has a piece; what all of them have counts once.
+TEST(ParameterNorms, OfTensorParallelWholes) {
+  testing::run_ranks(4, [] {
+    const auto grid = init_device_mesh("cpu", {{"dp", 2}, {"tp", 2}});
+    const auto whole = testing::normal({7, 5}, 3);
+    const auto bias = testing::normal({7}, 4);
+    const auto gain = testing::normal({5}, 5);
+    struct Piece : torch::nn::Module {};
+    Piece piece;
+    const auto mine = [&](const at::Tensor& tensor) {
+      return grid.coordinate("tp") == 0 ? tensor.narrow(0, 0, 4).clone() : tensor.narrow(0, 4, 3).clone();
+    };
+    const auto weight = piece.register_parameter("weight", mine(whole));
+    const auto own_bias = piece.register_parameter("bias", mine(bias));
+    const auto own_gain = piece.register_parameter("gain", gain.clone());
+    auto sharded = fully_shard(
+        piece, {.mesh = grid["dp"], .tensor_parallel = [&](const std::string& name, const at::Tensor&) -> std::optional<TensorParallel> {
+                  if (name == "gain") return std::nullopt;
+                  return TensorParallel{grid["tp"], 0};
+                }});
+    (weight.square().sum() + own_bias.square().sum() + own_gain.square().sum()).backward();
+    for (const double norm_type : {1.0, 2.0, 3.0, kInf}) {
+      const auto norms = parameter_norms(piece, norm_type);
+      const auto gradients = gradient_norms(piece, norm_type);
+      ASSERT_EQ(norms.size(), 3U);
+      ASSERT_EQ(gradients.size(), 3U);
+      const std::vector<at::Tensor> wholes = {whole, bias, gain};
+      for (std::size_t i = 0; i < 3; ++i) {
+        const double expected = wholes[i].to(at::kDouble).norm(norm_type).item<double>();
+        EXPECT_NEAR(norms[i].second, expected, 1e-12 * expected) << norms[i].first << ", p = " << norm_type;
+        EXPECT_NEAR(gradients[i].second, 2 * expected, 1e-12 * expected) << norms[i].first << ", p = " << norm_type;
+      }
+    }
+  });
+}
+
+TEST(ParameterNorms, RefuseABadNorm) {
+  testing::run_ranks(1, [] {
+    const auto model = make_net();
+    (void)fully_shard(*model, {});
+    EXPECT_TRUE(has(message_of([&] { parameter_norms(*model, 0); }), "parameter_norms: norm_type must be positive"));
+  });
+}
+
 }  // namespace gradient_norm_test
 }  // namespace fsdp

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <functional>
 #include <sstream>
 #include <stdexcept>
@@ -173,6 +174,44 @@ TEST(PagedStorage, AddressOfAnEvictedParameterIsAnError) {
   });
 }
 
+/// torch 2.11's storages do not notice who asks for an address.
+template <typename Storage>
+concept NoticesAddresses = requires(Storage& storage) {
+  storage.clear_materializer();
+};
+
+// A pointer to a present parameter is good for writing until its unit is freed; each rank keeps its slice.
+TEST(PagedStorage, WritesThroughPointers) {
+  if (!NoticesAddresses<c10::StorageImpl>) GTEST_SKIP();
+  testing::over_ranks([](int rank) {
+    const torch::NoGradGuard no_grad;
+    for (const auto& strategy : testing::all_strategies()) {
+      const auto plain = make_net();
+      const auto model = make_net();
+      auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+      auto unit = handle(*model->second);
+      for (int pass = 0; pass < 2; ++pass) {
+        unit.unshard();
+        for (auto* net : {plain.get(), model.get()}) {
+          auto* values = net->second->weight.data_ptr<float>();
+          for (int i = 0; i < 100; ++i) values[i] += static_cast<float>(i);
+        }
+        unit.reshard();
+        expect_same(sharded.full_parameters(), values_of(*plain), 0, strategy);
+        // Present because an operator has used it, and used again after the pointer was taken.
+        for (auto* net : {plain.get(), model.get()}) {
+          net->forward(batch(rank));
+          net->third->bias.accessor<float, 1>()[2] = 7;
+          net->third(at::ones({1, 10}));
+          net->third->weight.mutable_data_ptr<float>()[29] = 3;
+        }
+        model->first(batch(rank));
+        expect_same(sharded.full_parameters(), values_of(*plain), 0, strategy);
+      }
+    }
+  });
+}
+
 TEST(PagedStorage, IsReadAsBefore) {
   testing::over_ranks([] {
     const auto plain = make_net();
@@ -271,6 +310,51 @@ TEST(PagedStorage, SavingAnEvictedModelIsAnError) {
     torch::load(loaded, file);
     expect_same(values_of(*loaded), values_of(*plain), 0, "loaded");
   });
+}
+
+/// Its gradient is a tensor of the caller's choice, as it is.
+struct Given : torch::autograd::Function<Given> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& parameter, const at::Tensor& gradient) {
+    context->saved_data["gradient"] = gradient;
+    return parameter.sum();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list) {
+    return {context->saved_data["gradient"].toTensor().detach(), at::Tensor()};
+  }
+};
+
+// What autograd delivers may itself be a sharded parameter: it is gathered before the engine takes it in.
+TEST(PagedStorage, AGradientThatIsAParameter) {
+  struct Case {
+    const char* name;
+    std::function<at::Tensor(Net&)> target, gradient;
+  };
+  const std::vector<Case> cases = {
+      {"itself", [](Net& net) { return net.second->weight; }, [](Net& net) { return net.second->weight; }},
+      {"a view of it", [](Net& net) { return net.second->weight; }, [](Net& net) { return net.second->weight.t(); }},
+      {"another's row", [](Net& net) { return net.second->bias; }, [](Net& net) { return net.second->weight[4]; }},
+      {"of another unit", [](Net& net) { return net.third->weight; }, [](Net& net) { return net.second->weight.narrow(0, 2, 3); }},
+  };
+  testing::run_ranks(
+      2,
+      [&](int rank) {
+        for (const auto& strategy : testing::all_strategies()) {
+          for (const auto& [name, target, gradient] : cases) {
+            const auto what = strategy + ", " + name;
+            const auto plain = make_net();
+            const auto model = make_net();
+            auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear(), .placements = Placements::from_name(strategy)});
+            const auto given = gradient(*model).detach();
+            model->forward(batch(rank));
+            Given::apply(target(*model), given).backward();
+            for (const auto& [key, value] : sharded.full_gradients()) {
+              if (!target(*plain).is_same(plain->named_parameters()[key])) continue;
+              EXPECT_TRUE(torch::equal(value, gradient(*plain))) << what;
+            }
+          }
+        }
+      },
+      std::chrono::seconds(30));
 }
 
 TEST(PagedStorage, OddShapes) {

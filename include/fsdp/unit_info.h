@@ -1,0 +1,41 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "fsdp/device_mesh.h"
+
+namespace fsdp {
+
+/// The dtypes of a parameter's life (MixedPrecisionPolicy, resolved).
+struct UnitDtypes {
+  at::ScalarType param = at::kFloat;  ///< Of the gathered parameters, in which forward and backward compute.
+  at::ScalarType main_param = at::kFloat;
+  at::ScalarType main_grad = at::kFloat;
+  at::ScalarType grad_comm = at::kFloat;  ///< In which gradients travel.
+  bool gather_format = false;             ///< Parameters travel in bytes of their own (GatherFormat), else in `param`.
+
+  bool operator==(const UnitDtypes&) const = default;
+};
+
+/// What one unit of a sharded model holds, as seen from this rank.
+struct UnitInfo {
+  std::string name;                     ///< The module's; "(root)" for the root; those of a group joined by "+".
+  std::vector<std::string> parameters;  ///< Names, in the order of named_parameters().
+  std::int64_t whole_bytes = 0;         ///< Of the gathered parameters, with their padding.
+  std::int64_t shard_bytes = 0;         ///< Of this rank's main parameters, which the optimizer updates, with their padding.
+  std::vector<UnitDtypes> dtypes;       ///< Of its parameters, each combination once.
+  bool reshard_after_forward = true;
+  /// The dimensions of its mesh. A unit with a mesh of its own that is no part of the model's: without names.
+  std::vector<MeshDim> mesh;
+};
+
+/// A table, a line per unit, for people.
+std::string to_string(const std::vector<UnitInfo>& units);
+std::ostream& operator<<(std::ostream& stream, const std::vector<UnitInfo>& units);
+
+}  // namespace fsdp

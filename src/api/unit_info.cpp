@@ -1,0 +1,113 @@
+#include "fsdp/unit_info.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <iomanip>
+#include <sstream>
+
+#include "comm/communicator.h"
+#include "engine/engine.h"
+#include "fsdp/fsdp_module.h"
+
+namespace fsdp {
+namespace {
+
+/// The dimension along which a communicator of the model's mesh runs; without a name if it is none.
+MeshDim dim_of(const engine::Engine& engine, const std::shared_ptr<comm::Communicator>& communicator) {
+  for (const auto& dim : engine.mesh().dims()) {
+    if (engine.mesh().communicator(dim.name) == communicator) return dim;
+  }
+  return {.name = "", .size = communicator->size()};
+}
+
+UnitInfo info_of(const engine::Engine& engine, const engine::Unit& unit) {
+  UnitInfo info{.name = unit.name,
+                .parameters = {},
+                .whole_bytes = 0,
+                .shard_bytes = 0,
+                .dtypes = {},
+                .reshard_after_forward = unit.options.reshard_after_forward,
+                .mesh = {}};
+  std::vector<std::pair<std::size_t, std::string>> names;
+  for (const auto& parameter : unit.parameters) names.emplace_back(parameter.position, parameter.name);
+  std::sort(names.begin(), names.end());
+  for (auto& [position, name] : names) info.parameters.push_back(std::move(name));
+  const auto& parts = unit.layout.sub_buffers();
+  for (std::size_t k = 0; k < parts.size(); ++k) {
+    const auto& format = unit.formats[k];
+    info.whole_bytes += parts[k].shard_numel * unit.layout.world_size() * static_cast<std::int64_t>(c10::elementSize(format.compute));
+    info.shard_bytes += static_cast<std::int64_t>(unit.main[k].nbytes());
+    const UnitDtypes dtypes{.param = format.compute,
+                            .main_param = format.main,
+                            .main_grad = format.main_gradient,
+                            .grad_comm = format.wire_gradient,
+                            .gather_format = format.gather != nullptr};
+    if (std::find(info.dtypes.begin(), info.dtypes.end(), dtypes) == info.dtypes.end()) info.dtypes.push_back(dtypes);
+  }
+  if (unit.groups.outer) info.mesh.push_back(dim_of(engine, unit.groups.outer));
+  info.mesh.push_back(dim_of(engine, unit.groups.gather));
+  return info;
+}
+
+std::string shown(const std::vector<MeshDim>& mesh) {
+  std::string text;
+  for (const auto& dim : mesh) text += (text.empty() ? "" : " x ") + (dim.name.empty() ? "" : dim.name + "=") + std::to_string(dim.size);
+  return text;
+}
+
+std::string shown(const std::vector<UnitDtypes>& all) {
+  std::string text;
+  for (const auto& dtypes : all) {
+    if (!text.empty()) text += "; ";
+    text += c10::toString(dtypes.param);
+    if (dtypes.gather_format) text += " (gather format)";
+    for (const auto dtype : {dtypes.main_param, dtypes.main_grad, dtypes.grad_comm}) text += std::string(" ") + c10::toString(dtype);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<UnitInfo> FSDPModule::units() const {
+  std::vector<UnitInfo> units;
+  for (const auto& unit : engine_->units()) units.push_back(info_of(*engine_, *unit));
+  return units;
+}
+
+std::string to_string(const std::vector<UnitInfo>& units) {
+  constexpr std::size_t kColumns = 7;
+  using Line = std::array<std::string, kColumns>;
+  std::vector<Line> lines = {
+      {"unit", "parameters", "whole bytes", "shard bytes", "reshard", "mesh", "dtypes: param, main, gradient, wire"}};
+  std::int64_t whole_bytes = 0;
+  std::int64_t shard_bytes = 0;
+  std::size_t parameters = 0;
+  for (const auto& unit : units) {
+    lines.push_back({unit.name, std::to_string(unit.parameters.size()), std::to_string(unit.whole_bytes), std::to_string(unit.shard_bytes),
+                     unit.reshard_after_forward ? "yes" : "no", shown(unit.mesh), shown(unit.dtypes)});
+    whole_bytes += unit.whole_bytes;
+    shard_bytes += unit.shard_bytes;
+    parameters += unit.parameters.size();
+  }
+  lines.push_back({"all", std::to_string(parameters), std::to_string(whole_bytes), std::to_string(shard_bytes), "", "", ""});
+  std::array<std::size_t, kColumns> widths{};
+  for (const auto& line : lines) {
+    for (std::size_t k = 0; k < kColumns; ++k) widths[k] = std::max(widths[k], line[k].size());
+  }
+  std::ostringstream text;
+  for (const auto& line : lines) {
+    std::ostringstream padded;
+    for (std::size_t k = 0; k < kColumns; ++k) {
+      const bool number = k >= 1 && k <= 3;
+      padded << (k == 0 ? "" : "  ") << (number ? std::right : std::left) << std::setw(static_cast<int>(widths[k])) << line[k];
+    }
+    const auto row = padded.str();
+    text << row.substr(0, row.find_last_not_of(' ') + 1) << "\n";
+  }
+  return text.str();
+}
+
+std::ostream& operator<<(std::ostream& stream, const std::vector<UnitInfo>& units) { return stream << to_string(units); }
+
+}  // namespace fsdp

@@ -1,0 +1,44 @@
+#include "comm/call.h"
+
+#include <string_view>
+#include <type_traits>
+
+#include "base/stable_hash.h"
+
+namespace fsdp::comm {
+namespace {
+
+// Only what is needed to see the difference.
+std::string describe(const Call& call, const Call& other) {
+  std::string text = "#" + std::to_string(call.number) + " " + call.operation;
+  const std::string_view unit = call.unit;
+  if (!unit.empty()) text.append(" of unit '").append(unit).append("'");
+  if (std::string_view(call.operation) != other.operation || unit != other.unit || call.number != other.number) return text;
+  if (call.model != other.model) return text + " of model " + std::to_string(call.model);
+  if (call.bytes != other.bytes) return text + " (" + std::to_string(call.bytes) + " bytes)";
+  return text + " (pieces of other sizes)";
+}
+
+}  // namespace
+
+Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std::uint64_t sizes) {
+  static_assert(std::has_unique_object_representations_v<Call>, "compared and sent as bytes");
+  const std::string_view operation = label.operation;
+  Call call;
+  call.number = number;
+  call.identity =
+      mix(mix(mix(mix(stable_hash(operation), stable_hash(label.unit)), label.model), static_cast<std::uint64_t>(bytes)), sizes);
+  call.model = label.model;
+  call.bytes = bytes;
+  operation.copy(call.operation, sizeof(call.operation) - 1);
+  label.unit.copy(call.unit, sizeof(call.unit) - 1);
+  return call;
+}
+
+std::string describe_divergence(const Call& a, int rank_a, const Call& b, int rank_b) {
+  if (rank_b < rank_a) return describe_divergence(b, rank_b, a, rank_a);
+  return "the ranks make different calls: rank " + std::to_string(rank_a) + ": " + describe(a, b) + "; rank " + std::to_string(rank_b) +
+         ": " + describe(b, a) + ". All ranks must run the same steps on the same units in the same order.";
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,112 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "comm/call.h"
+#include "comm/communicator.h"
+#include "fsdp/error.h"
+
+namespace fsdp::comm {
+
+/// The ranks of one row of a mesh, in order.
+struct Row {
+  std::string dim;                         ///< The mesh dimension along which the row runs.
+  int rank = 0;                            ///< This rank's position in the row.
+  std::vector<std::int64_t> global_ranks;  ///< One per position.
+  std::int64_t world_size = 1;
+
+  int size() const { return static_cast<int>(global_ranks.size()); }
+};
+
+/// "all-gather of unit 'blocks.0'".
+std::string describe(const Label& label);
+
+/// This rank and another one are at different collectives, or another one says why it has given up. The message is for all ranks.
+class RowFailure : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// What a communicator and its pending collectives share; the latter may live longer.
+///
+/// [Note: Ranks that diverge]
+/// Each collective begins with a header, sent to the next rank of the row, whose tag is the collective's number alone. A rank compares the
+/// headers that it gets with its own calls, in their order, before it waits for data. Where ranks diverge, at least one of them has a
+/// neighbour that does something else. This rank, like any rank for which a collective fails, first tells all others why (an alarm, for
+/// which they have had a receive posted from the start), and then closes its connections. Who waits for it fails at once, who waits for
+/// others when the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all
+/// buffers are free.
+class Group {
+ public:
+  /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. Both are null in a
+  /// row of one.
+  Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data);
+
+  /// Throws Error in a process that was forked from the rank.
+  void check_process(const Label& label) const;
+
+  /// Counts a collective. Throws CommError if an earlier one failed, and Error in a forked process.
+  Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
+
+  /// Sends its header on its way, before the data. Throws CommError.
+  void send_header(const Call& call, const Label& label);
+
+  /// Compares the headers of all collectives up to this one with the neighbour's. Throws std::runtime_error, for failure().
+  void compare_headers(const Call& call);
+
+  /// Waits for a message of `control`. Throws std::runtime_error, for failure().
+  void wait(c10d::Work& work, int peer, const char* direction);
+
+  /// True when a message from or to a peer can't be completed any more: the connection is closed, or some rank has raised an alarm. Any
+  /// thread.
+  bool is_hopeless(int peer);
+
+  /// Turns the exception being handled into a CommError that names the collective, and makes every later collective of this row fail at
+  /// once, on all ranks (see the note). Call it inside a catch block.
+  CommError failure(const Label& label);
+
+  bool failed() const { return !first_failure_.empty(); }
+
+  const Row row;
+  const c10::intrusive_ptr<c10d::Backend> control;
+  const c10::intrusive_ptr<c10d::Backend> data;
+
+ private:
+  static constexpr std::int64_t kAlarmBytes = 1024;
+
+  struct Message {
+    at::Tensor bytes;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  struct Header {
+    Call mine;
+    Message received;
+    Message sent;
+  };
+
+  Message receive(std::int64_t bytes, int peer, int tag);
+  bool is_closed(int peer);
+  bool has_alarm(int peer);
+  std::optional<std::string> received_alarm();
+  void raise_alarm(const std::string& text) noexcept;
+  void close_connections() noexcept;
+  std::string describe_rank() const;
+
+  const pid_t process_ = getpid();
+  std::uint64_t calls_ = 0;
+  std::deque<Header> headers_;      // Not compared yet.
+  std::vector<Message> alarms_;     // One receive per peer; this rank's own is empty.
+  std::vector<Message> sentinels_;  // The same. They end when the connection does, and never otherwise.
+  std::mutex mutex_;                // Of the two, which the StallWatch looks at.
+  std::string first_failure_;
+};
+
+}  // namespace fsdp::comm

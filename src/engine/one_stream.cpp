@@ -1,0 +1,23 @@
+#include "engine/one_stream.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace fsdp::engine {
+
+c10::StreamId OneStream::current_id() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).id(); }
+
+void OneStream::follow() {
+  if (device_.is_cpu()) return;
+  const auto current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (followed_ && *followed_ != current) {
+    // Marks all that the model's work has put on the stream that it leaves.
+    c10::Event until_here(device_.type());
+    until_here.record(*followed_);
+    until_here.block(current);
+  }
+  followed_ = current;
+  followed_id_.store(current.id(), std::memory_order_release);
+}
+
+}  // namespace fsdp::engine

@@ -1,0 +1,131 @@
+// FullyShardOptions::check_initial_values: ranks that began with other values are told so, all of them.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "fsdp/fsdp.h"
+#include "support/twins.h"
+
+namespace fsdp {
+namespace check_initial_values_test {
+
+using testing::all_strategies;
+using testing::each_linear;
+using testing::expect_same;
+using testing::has;
+using testing::line;
+using testing::make_net;
+using testing::message_of;
+using testing::Net;
+using testing::plane;
+
+FullyShardOptions checked(const DeviceMesh& mesh) { return {.mesh = mesh, .units = each_linear(), .check_initial_values = true}; }
+
+/// The message on this rank, if `change` is made on the ranks with `here`.
+std::string message_after(const DeviceMesh& mesh, bool here, const std::function<void(Net&)>& change) {
+  const auto model = make_net();
+  if (here) {
+    const torch::NoGradGuard no_grad;
+    change(*model);
+  }
+  return message_of([&] { fully_shard(*model, checked(mesh)); });
+}
+
+TEST(CheckInitialValues, EqualOnesPass) {
+  testing::over_ranks([] {
+    for (const auto& strategy : all_strategies()) {
+      const auto model = make_net();
+      auto options = checked(line());
+      options.placements = Placements::from_name(strategy);
+      const auto sharded = fully_shard(*model, options);
+      expect_same(sharded.full_parameters(), testing::values_of(*make_net()), 0, strategy);
+    }
+    // NaN is what it is, in the same bits.
+    EXPECT_EQ(message_after(line(), true, [](Net& net) { net.first->bias[3] = std::nan(""); }), "no error");
+  });
+}
+
+TEST(CheckInitialValues, NamesUnitParameterAndTwoRanks) {
+  testing::run_ranks(4, [](int rank) {
+    const auto message = message_after(line(), rank >= 2, [](Net& net) {
+      net.third->weight[0][0] += 1;
+      net.second->bias[9] = std::nextafter(net.second->bias[9].item<float>(), 10.F);  // the last bit of the last element
+    });
+    EXPECT_TRUE(has(message, "rank 0 and rank 2 began with different values of parameter 'second.bias' of unit 'second'")) << message;
+    EXPECT_TRUE(has(message, "manual_seed")) << message;
+  });
+  testing::run_ranks(2, [](int rank) {
+    const auto differ = [&](const std::function<void(Net&)>& change) { return message_after(line(), rank == 1, change); };
+    // Zeros of both signs are equal to an operator; exchanged rows have the same sums.
+    const auto zeros = [&](double sign) { return [sign](Net& net) { net.first->bias.fill_(sign * 0.0); }; };
+    EXPECT_TRUE(has(message_after(line(), true, zeros(rank == 0 ? 1.0 : -1.0)), "'first.bias'"));
+    EXPECT_TRUE(has(differ([](Net& net) { net.first->weight.copy_(net.first->weight.flip(0)); }), "'first.weight'"));
+  });
+}
+
+/// Over two dimensions, and over fewer ranks than all: experts may differ, and where one's replicas do, all ranks hear of it.
+TEST(CheckInitialValues, OverTheMeshOfEachUnit) {
+  testing::run_ranks(4, [](int rank) {
+    const auto grid = plane();
+    for (int other = 1; other < 4; ++other) {
+      const auto message = message_after(grid, rank == other, [](Net& net) { net.first->weight[1][1] = 7; });
+      EXPECT_TRUE(has(message, "rank 0 and rank " + std::to_string(other) + " began")) << message;
+    }
+    auto options = checked(grid);
+    options.unit_settings = [&](const std::string& name, const torch::nn::Module&) {
+      return UnitSettings{.mesh = name == "second" ? grid["dp_shard"] : DeviceMesh{}};
+    };
+    const auto with_expert = [&](double value) {
+      const auto model = make_net();
+      const torch::NoGradGuard no_grad;
+      model->second->bias.fill_(value);
+      return message_of([&] { fully_shard(*model, options); });
+    };
+    EXPECT_EQ(with_expert(rank / 2), "no error");
+    const auto message = with_expert(rank == 3 ? 5 : 0);
+    EXPECT_TRUE(has(message, "rank 2 and rank 3 began with different values of parameter 'second.bias'")) << message;
+  });
+}
+
+TEST(CheckInitialValues, OfDeferredModels) {
+  testing::run_ranks(2, [](int rank) {
+    const auto message = [&](std::uint64_t seed) {
+      torch::manual_seed(seed);
+      const auto model = deferred_init([] { return std::make_shared<Net>(); });
+      return message_of([&] { fully_shard(*model, checked(line())); });
+    };
+    EXPECT_EQ(message(3), "no error");
+    EXPECT_TRUE(
+        has(message(3 + static_cast<std::uint64_t>(rank)), "rank 0 and rank 1 began with different values of parameter 'first.weight'"));
+  });
+}
+
+TEST(CheckInitialValues, IsForOwnValuesOnly) {
+  testing::run_ranks(2, [] {
+    for (const auto from : {InitialValues::kFromRank0, InitialValues::kZero}) {
+      const auto model = make_net();
+      auto options = checked(line());
+      options.initial_values = from;
+      EXPECT_TRUE(has(message_of([&] { fully_shard(*model, options); }), "check_initial_values compares the ranks' own values"));
+    }
+  });
+}
+
+/// Without it, nobody looks.
+TEST(CheckInitialValues, IsOffByDefault) {
+  testing::run_ranks(2, [](int rank) {
+    const auto model = make_net();
+    const torch::NoGradGuard no_grad;
+    model->first->weight.fill_(rank);
+    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
+    EXPECT_EQ(sharded.full_parameters()[0].second.sum().item<double>(), 12);  // rank 1 has given the last 12 of its 60 elements
+  });
+}
+
+}  // namespace check_initial_values_test
+}  // namespace fsdp
