@@ -216,6 +216,7 @@ void differs_in_an_option() {
        }},
       {"offload", [](Options& o, const auto&) { o.offload = fsdp::Offload::kAll; }},
       {"report_nan_in_param_grad", [](Options& o, const auto&) { o.report_nan_in_param_grad = true; }},
+      {"check_initial_values", [](Options& o, const auto&) { o.check_initial_values = true; }},
       {"separate_reduce_group", [](Options& o, const auto&) { o.separate_reduce_group = true; }},
       {"unit_settings.reshard_after_forward",
        [](Options& o, const auto&) {
