@@ -183,7 +183,11 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
     }
   }
   // Behind all parameters, so that where units differ, these are what an error shows.
-  for (const auto& plan : plans) text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options) << "\n";
+  const bool alike = !options.unit_settings && !options.mixed_precision;  // The options' own say it all.
+  for (std::size_t k = 0; k < plans.size() && !alike; ++k) {
+    const auto& plan = plans[k];
+    text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options) << "\n";
+  }
   return text.str();
 }
 
