@@ -22,5 +22,5 @@
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/stats.h"                  // memory and wire accounting
 #include "fsdp/summon_full_params.h"     // whole parameters for a while
-#include "fsdp/unit_info.h"              // what units hold, for people
 #include "fsdp/tie_parameters.h"         // one parameter under two names
+#include "fsdp/unit_info.h"              // what units hold, for people

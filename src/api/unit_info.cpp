@@ -4,7 +4,9 @@
 #include <array>
 #include <cstddef>
 #include <iomanip>
+#include <memory>
 #include <sstream>
+#include <utility>
 
 #include "comm/communicator.h"
 #include "engine/engine.h"

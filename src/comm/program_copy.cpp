@@ -86,9 +86,9 @@ pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<con
     fcntl(told.report_fd, F_SETFD, 0);
     for (const int fd : open_fds) fcntl(fd, F_SETFD, 0);
     execve("/proc/self/exe", argv.data(), envp.data());
-    constexpr char kText[] = {kFailed, 'c', 'a', 'n', '\'', 't', ' ', 'r', 'u', 'n', ' ', 't', 'h', 'e',
-                              ' ',     'p', 'r', 'o', 'g',  'r', 'a', 'm', ' ', 'a', 'g', 'a', 'i', 'n'};
-    [[maybe_unused]] const ssize_t written = write(told.report_fd, kText, sizeof(kText));
+    constexpr char kText[] = "Fcan't run the program again";
+    static_assert(kText[0] == kFailed);
+    [[maybe_unused]] const ssize_t written = write(told.report_fd, kText, sizeof(kText) - 1);
     _exit(127);
   }
   return pid;

@@ -35,6 +35,7 @@ Engine::~Engine() {
 Unit& Engine::add(std::unique_ptr<Unit> unit) {
   const auto lock = this->lock();
   unit->index = units_.size();
+  unit->model = options_.model;
   units_.push_back(std::move(unit));
   return *units_.back();
 }

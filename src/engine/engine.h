@@ -34,6 +34,7 @@ enum class BackwardOf : std::uint8_t { kAllLeaves, kChosenTensors };
 struct EngineOptions {
   DeviceMesh mesh;             ///< All ranks that share the model.
   DeviceMesh tensor_parallel;  ///< Those that hold other pieces of its parameters, one dimension; undefined: none do.
+  std::uint64_t model = 0;     ///< The model's number: the same on all ranks, and no other model's on any of them.
   int prefetch_depth = 1;
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
@@ -87,8 +88,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void zero_grad();
   /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
   void check_parameters();
-  /// Writes of operators to present parameters reach the main parameters, and no gather reads them any more. Throws Error if the engine has been retired, or the main
-  /// parameters are torn.
+  /// Writes of operators to present parameters reach the main parameters, and no gather reads them any more. Throws Error if the engine has
+  /// been retired, or the main parameters are torn.
   void flush_writes();
   /// As flush_writes, before all main parameters are replaced: torn ones are allowed.
   void prepare_load();
@@ -122,6 +123,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finish_gradient_sync();
 
   memory::Accounting& accounting() { return accounting_; }
+  std::uint64_t model() const { return options_.model; }
   c10::Device device() const { return options_.mesh.device(); }
   const DeviceMesh& mesh() const { return options_.mesh; }
   const DeviceMesh& tensor_parallel() const { return options_.tensor_parallel; }

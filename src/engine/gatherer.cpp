@@ -15,12 +15,12 @@ void Gatherer::start(Unit& unit) {
   if (unit.post_forward.live()) {
     for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
       pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
-    unit.gather = unit.groups.post_forward->all_gather(pieces, {.operation = "all-gather after forward", .unit = unit.name});
+    unit.gather = unit.groups.post_forward->all_gather(pieces, unit.label("all-gather after forward"));
   } else {
     unit.wire.acquire(pool_, memory::Kind::kCommunication);
     if (unit.options.outer_sharded_optimizer) finish_shards(unit);
     for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back(piece_to_gather(unit, k));
-    if (!unit.replicated_optimizer()) unit.gather = unit.groups.gather->all_gather(pieces, {.operation = "all-gather", .unit = unit.name});
+    if (!unit.replicated_optimizer()) unit.gather = unit.groups.gather->all_gather(pieces, unit.label("all-gather"));
   }
   unit.state = ParameterState::kGathering;
 }
@@ -157,7 +157,7 @@ void Gatherer::start_shards(Unit& unit) {
     if (!unit.main_is_shared(k)) convert_main(unit, k, own);
     pieces.push_back({.full = unit.shards.parts[k], .shard = own});
   }
-  unit.shards_gather = unit.groups.outer->all_gather(pieces, {.operation = "outer all-gather", .unit = unit.name});
+  unit.shards_gather = unit.groups.outer->all_gather(pieces, unit.label("outer all-gather"));
 }
 
 void Gatherer::finish_shards(Unit& unit) {
@@ -185,7 +185,7 @@ void Gatherer::exchange_main(Unit& unit) {
     const auto whole = main.to(device_);  // itself, unless it is offloaded
     pieces.push_back({.full = whole, .shard = unit.main_region(whole, unit.inner_pieces())});
   }
-  unit.groups.gather->all_gather(pieces, {.operation = "all-gather of shards", .unit = unit.name})->wait();
+  unit.groups.gather->all_gather(pieces, unit.label("all-gather of shards"))->wait();
   for (std::size_t k = 0; k < pieces.size(); ++k) unit.main[k].copy_(pieces[k].full);
 }
 
@@ -202,7 +202,7 @@ std::vector<at::Tensor> Gatherer::gather_main(Unit& unit, std::span<const at::Te
     outer.push_back({.full = shard, .shard = own});
     inner.push_back({.full = full, .shard = shard});
   }
-  const comm::Label label{.operation = "all-gather of main parameters or gradients", .unit = unit.name};
+  const auto label = unit.label("all-gather of main parameters or gradients");
   if (unit.options.outer_sharded_optimizer) unit.groups.outer->all_gather(outer, label)->wait();
   if (!unit.replicated_optimizer()) unit.groups.gather->all_gather(inner, label)->wait();
   return whole;

@@ -237,7 +237,7 @@ std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
                                                           : inner_region(k),
                            .accumulate = unit.groups.outer ? unit.partial_valid : accumulate});
       }
-      return unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), {.operation = "reduce-scatter", .unit = unit.name});
+      return unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
     case Hop::kOuterReduce:
       allocate_reduced(unit);
       unit.partial_wire.acquire(pool_, memory::Kind::kCommunication);
@@ -251,13 +251,13 @@ std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
                            .out = own_piece(k),
                            .accumulate = accumulate});
       }
-      return unit.groups.outer->reduce_scatter(reduced, 1.0, {.operation = "outer reduce-scatter", .unit = unit.name});
+      return unit.groups.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
     case Hop::kOuterGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
-      return unit.groups.outer->all_gather(gathered, {.operation = "outer all-gather of gradients", .unit = unit.name});
+      return unit.groups.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
     case Hop::kInnerGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = unit.reduced[k], .shard = inner_region(k)});
-      return unit.groups.reduce->all_gather(gathered, {.operation = "all-gather of gradients", .unit = unit.name});
+      return unit.groups.reduce->all_gather(gathered, unit.label("all-gather of gradients"));
   }
   return {};
 }
@@ -363,7 +363,7 @@ void Reducer::exchange_usage(std::span<Unit* const> units) {
   }
   const auto agree = [&](comm::Communicator& communicator) {
     const auto own = at::from_blob(bits.data(), {static_cast<std::int64_t>(bits.size())}, at::kByte);
-    const auto all = communicator.exchange(own, {.operation = "gradient usage", .unit = units.front()->name});
+    const auto all = communicator.exchange(own, units.front()->label("gradient usage"));
     const auto* bytes = all.const_data_ptr<std::uint8_t>();
     for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
       for (std::size_t i = 0; i < bits.size(); ++i) bits[i] |= bytes[static_cast<std::size_t>(rank) * bits.size() + i];
@@ -435,7 +435,7 @@ void Reducer::report_nan(std::span<const std::unique_ptr<Unit>> units) {
     }
   }
   const auto& groups = units.front()->groups;
-  const comm::Label label{.operation = "report of NaN", .unit = "(all)"};
+  const comm::Label label{.operation = "report of NaN", .unit = "(all)", .model = units.front()->model};
   auto all = groups.reduce->exchange(at::tensor(found, at::kInt), label);
   if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
   all = all.reshape({-1, static_cast<std::int64_t>(found.size())});

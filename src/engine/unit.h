@@ -144,6 +144,7 @@ struct Unit {
        UnitOptions options, UnitGroups groups, c10::Storage storage);
 
   std::string name;
+  std::uint64_t model = 0;  ///< EngineOptions::model.
   std::vector<UnitParameter> parameters;
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
@@ -215,6 +216,8 @@ struct Unit {
     const auto now = use.load(std::memory_order_acquire);
     return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
   }
+  /// What a collective of this unit is for.
+  comm::Label label(const char* operation) const { return {.operation = operation, .unit = name, .model = model}; }
   bool trainable() const { return layout.trainable_sub_buffers() > 0; }
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   /// The main parameters, main gradients and optimizer state lie in host memory.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
 #include <functional>
 
 #include "engine/engine.h"
@@ -13,8 +12,6 @@ namespace fsdp::paging {
 struct PagedModel {
   static PagedModel& of(const engine::Engine& engine);
 
-  /// By the order in which models were sharded, which is that of all ranks.
-  const std::uint64_t number = next_number();
   Gate gate;
   /// Called before the first touch, and before the first one after each backward: throws if the module is not what was sharded. May be
   /// empty.
@@ -22,12 +19,6 @@ struct PagedModel {
   std::atomic<bool> validated = false;
   std::atomic<bool> warned_of_grad = false;
   std::atomic<bool> checked_unused = false;
-
- private:
-  static std::uint64_t next_number() {
-    static std::atomic<std::uint64_t> last = 0;
-    return ++last;
-  }
 };
 
 }  // namespace fsdp::paging

@@ -84,8 +84,7 @@ class Running {
     if (engines.size() > 1) {
       // In one order: of two threads that are at the same two models, each would else wait for the other. And in that of all ranks [Order
       // is collective].
-      std::sort(engines.begin(), engines.end(),
-                [](const auto* a, const auto* b) { return PagedModel::of(*a).number < PagedModel::of(*b).number; });
+      std::sort(engines.begin(), engines.end(), [](const auto* a, const auto* b) { return a->model() < b->model(); });
     }
     for (auto* engine : engines) {
       c10::SmallVector<engine::Unit*, 4> units;

@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -111,6 +112,19 @@ void expect_equal(const DeviceMesh& mesh, std::string description) {
   if (difference) std::rethrow_exception(difference);
 }
 
+/// A number for the model: one more than any of its ranks has given to another.
+std::uint64_t agree_on_number(const DeviceMesh& mesh) {
+  static std::atomic<std::int64_t> last = 0;
+  std::int64_t number = last + 1;
+  for (const auto& dim : mesh.dims()) {
+    const auto all =
+        mesh.communicator(dim.name)->exchange(at::tensor({number}, at::kLong), {.operation = "numbering of models", .unit = {}});
+    number = all.max().item<std::int64_t>();
+  }
+  last = number;
+  return static_cast<std::uint64_t>(number);
+}
+
 }  // namespace
 
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
@@ -133,6 +147,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
 
   const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
                                                                      .tensor_parallel = draft.tensor_parallel,
+                                                                     .model = agree_on_number(options.mesh),
                                                                      .prefetch_depth = options.prefetch_depth,
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});

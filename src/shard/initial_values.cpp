@@ -90,7 +90,7 @@ Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Hel
     }
     received.values.push_back(into);
   }
-  row.scatter(messages, 0, {.operation = "scatter of first values", .unit = unit.name})->wait();
+  row.scatter(messages, 0, unit.label("scatter of first values"))->wait();
   return received;
 }
 
@@ -157,7 +157,7 @@ void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm
     into = row.rank() == 0 ? buffer.to(options.device()).reshape({-1}).contiguous() : at::empty({buffer.numel()}, options);
     if (row.rank() == 0) parts.assign(static_cast<std::size_t>(row.size()), into);
   }
-  row.scatter(messages, 0, {.operation = "scatter of buffers", .unit = unit.name})->wait();
+  row.scatter(messages, 0, unit.label("scatter of buffers"))->wait();
   if (row.rank() == 0) return;
   for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(messages[i].into.view(buffers[i].sizes()));
 }

@@ -172,8 +172,7 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
        << static_cast<int>(options.offload) << ", keep_gathered_bytes " << options.keep_gathered_bytes << ", report_nan_in_param_grad "
        << options.report_nan_in_param_grad << ", check_initial_values " << options.check_initial_values << "\n";
   for (const auto& plan : plans) {
-    text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options)
-         << (plan.parameters.empty() ? ", no parameters\n" : "\n");
+    if (plan.parameters.empty()) text << "unit '" << shown(plan.name) << "': no parameters\n";
     for (const auto& [name, parameter] : plan.parameters) {
       const auto granularity = options.granularity ? options.granularity(name, parameter) : Granularity{};
       text << "unit '" << shown(plan.name) << "': parameter '" << name << "' " << parameter.sizes() << " "
@@ -182,6 +181,12 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
            << describe(format_of(name, parameter, options, plan.settings), parameter.scalar_type())
            << describe_piece(name, parameter, options) << "\n";
     }
+  }
+  // Behind all parameters, so that where units differ, these are what an error shows.
+  const bool alike = !options.unit_settings && !options.mixed_precision;  // The options' own say it all.
+  for (std::size_t k = 0; k < plans.size() && !alike; ++k) {
+    const auto& plan = plans[k];
+    text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options) << "\n";
   }
   return text.str();
 }
