@@ -505,6 +505,9 @@ void resets_after_a_failed_backward() {
     training.sharded.reset();
     for (const auto& [name, gradient] : training.sharded.full_gradients()) check(!gradient.defined(), "gradient of " + name + " is left");
     training.step();
+    Training calm(mesh);
+    calm.step();
+    expect_same("after a failed backward", training.values(), calm.values());
   });
 }
 
