@@ -170,6 +170,32 @@ TEST(ReductionOrder, DoesNotDependOnWhichGradientsARankHas) {
   }
 }
 
+// A unit is on its way when a second gradient of it comes, on some ranks: these wait for it. The next hops of all reductions still begin
+// where those of the other ranks do.
+TEST(ReductionOrder, DoesNotDependOnGradientsThatComeLate) {
+  for (const auto& strategy : all_strategies()) {
+    std::vector<Log> logs;
+    for (const bool has_late_gradients : {true, false}) {
+      const Recorded recorded;
+      torch::nn::Sequential model;
+      for (int k = 0; k < 4; ++k) model->push_back(torch::nn::Linear(4, 4));
+      const auto units = fsdp::each<torch::nn::LinearImpl>();
+      fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = units, .placements = Placements::from_name(strategy)});
+      auto x = torch::ones({2, 4}).requires_grad_();
+      for (std::size_t k = 0; k < 4; ++k) {
+        const auto& weight = model->ptr<torch::nn::LinearImpl>(k)->weight;
+        x = torch::linear(x, has_late_gradients ? weight : weight.detach());
+      }
+      for (std::size_t k = 0; k < 4; ++k) x = x * model->ptr<torch::nn::LinearImpl>(k)->bias;
+      x.sum().backward();
+      Log until_the_end(recorded.log->begin(), std::find(recorded.log->begin(), recorded.log->end(), "exchange"));
+      std::erase_if(until_the_end, [](const auto& event) { return event.starts_with("wait"); });
+      logs.push_back(until_the_end);
+    }
+    EXPECT_EQ(logs[0], logs[1]) << strategy;
+  }
+}
+
 // grad() for chosen tensors uses units whose gradients nobody asks for.
 TEST(ReductionOrder, ABackwardForChosenTensorsReducesNothing) {
   const Recorded recorded;
