@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -49,6 +50,22 @@ TEST(UnitOptions, SingleUnitsMayStayGathered) {
       return sharded.wire_stats().all_gathers;
     };
     EXPECT_EQ(gathers("blocks.1"), gathers("none") - 1);
+  });
+}
+
+// A forward alone leaves it behind; the next one must not read what is older than the parameters.
+TEST(UnitOptions, WhatNeighboursKeepIsOutdatedByAnUpdate) {
+  run_ranks(4, [](int rank) {
+    const auto loss_after_an_update = [&](std::int64_t size) {
+      auto model = make_stack();
+      auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units(), .reshard_after_forward_size = size});
+      const torch::NoGradGuard no_grad;
+      stack_loss(model, 0, rank);
+      for (const auto& shard : sharded.parameter_shards()) shard.value.mul_(0.5);
+      sharded.main_parameters_changed();
+      return stack_loss(model, 0, rank).item<float>();
+    };
+    EXPECT_EQ(loss_after_an_update(2), loss_after_an_update(0));
   });
 }
 
