@@ -7,7 +7,7 @@ SHELL := bash
 VENV ?= .venv
 BUILD_DIR ?= build
 JOBS ?= $(shell nproc)
-# Of each fuzz target.
+# Of each fuzz target, and of `make soak`.
 SECONDS ?= 60
 # Of `make torture`.
 KILLS ?= 200
@@ -21,7 +21,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train test large torture mutants bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train test large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,10 @@ test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"
 
 large: build  ## Tests that take minutes and 10 GB of memory
 	ctest --test-dir $(BUILD_DIR) -C large -L large --output-on-failure --no-tests=error $(ARGS)
+
+soak: $(BUILD_DIR)/build.ninja  ## Random training runs against plain replicas, for $SECONDS; SEED=n repeats one
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target soak
+	SECONDS=$(SECONDS) SEED=$(SEED) $(BUILD_DIR)/tests/cpp/soak --gtest_brief=1
 
 torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KILLS times, and check what they leave; SEED=n repeats
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt fsdp_ckpt

@@ -1,11 +1,25 @@
 #include "memory/slot_pool.h"
 
+#include <atomic>
+#include <cstring>
 #include <iterator>
 #include <utility>
 
 #include "memory/device_memory.h"
 
 namespace fsdp::memory {
+namespace {
+
+std::atomic<bool> filled_with_nan = false;
+
+void spoil(const c10::DataPtr& memory, std::int64_t bytes) {
+  if (!filled_with_nan.load(std::memory_order_relaxed) || !memory.device().is_cpu() || bytes == 0) return;
+  std::memset(memory.get(), 0xff, static_cast<std::size_t>(bytes));
+}
+
+}  // namespace
+
+void fill_slots_with_nan(bool fill) { filled_with_nan = fill; }
 
 Slot& Slot::operator=(Slot&& other) noexcept {
   if (this != &other) {
@@ -52,6 +66,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   slot.bytes_ = bytes;
   slot.lease_ = lease;
   slot.kind_ = kind;
+  spoil(slot.memory_, bytes);
   accounting_.add(kind, bytes);
   return slot;
 }
@@ -80,6 +95,7 @@ c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
 }
 
 void SlotPool::give_back(Slot& slot) {
+  spoil(slot.memory_, slot.bytes_);
   accounting_.remove(slot.kind_, slot.bytes_);
   --lent_;
   if (slot.lease_ < leases_.size()) leases_[slot.lease_].end = events_++;

@@ -15,6 +15,10 @@ namespace fsdp::memory {
 
 class SlotPool;
 
+/// For tests: whether blocks, of all pools on the CPU, are filled with NaN (of every floating-point dtype) when they are lent and when they
+/// come back, so that nothing is computed from what nobody wrote, or from what was freed.
+void fill_slots_with_nan(bool fill);
+
 /// A leased block of device memory; returns to its pool when destroyed. Its bytes are not initialised.
 class Slot {
  public:

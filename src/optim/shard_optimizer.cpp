@@ -16,7 +16,11 @@ at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& value
   const auto& groups = engine.units().front()->groups;
   const comm::Label label{.operation = operation, .unit = "(all)"};
   auto all = groups.gather->exchange(values, label);
-  if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
+  if (groups.outer) {
+    // [outer][inner][value]; of a piece's owner, the inner rank comes first.
+    const auto by_rows = groups.outer->exchange(all.reshape({-1}), label).view({groups.outer->size(), groups.gather->size(), -1});
+    all = by_rows.transpose(0, 1).contiguous();
+  }
   if (const auto& pieces = engine.tensor_parallel(); pieces.defined()) {
     all = pieces.communicator(pieces.dims().front().name)->exchange(all.reshape({-1}), label);
   }

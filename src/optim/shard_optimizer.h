@@ -116,8 +116,8 @@ struct Segment {
 /// One algorithm over a group's segments.
 using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
 
-/// Every rank's values (1-D, on the CPU), [rank][value], of all ranks of the root unit's mesh, and of all that hold tensor-parallel pieces.
-/// Collective.
+/// Every rank's values (1-D, on the CPU), [rank][value], of all ranks of the root unit's mesh in the order of their own pieces, so that
+/// sums over them are the same on every mesh of as many ranks; and of all that hold tensor-parallel pieces. Collective.
 at::Tensor exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation);
 
 /// An elementwise algorithm. Turns units into segments: parameters that were never without a gradient, and fill whole vector registers

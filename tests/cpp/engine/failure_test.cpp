@@ -231,7 +231,7 @@ void a_rank_leaves_at(const std::string& event, const std::string& strategy, int
       },
       {.grace = std::chrono::seconds(20)});
   EXPECT_EQ(result, 3);
-  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 failed: exit code 3\n");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 left by exit(3) before its function returned\n");
 }
 
 TEST(DyingRank, FailsTheOthersWithANamedError) {

@@ -4,15 +4,19 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "memory/slot_pool.h"
 #include "support/multi_rank.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
+#include "support/unkind_communicator.h"
 
 namespace matrix_test {
 
@@ -265,15 +269,14 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
   return bytes;
 }
 
-class Matrix : public ::testing::TestWithParam<std::tuple<Precision, int>> {};
-
-TEST_P(Matrix, EqualsTheUnshardedTraining) {
-  const auto [precision, ranks] = GetParam();
+/// `change`: what stands between the engine and the meshes' own communicators.
+void expect_unsharded_training(const Precision& precision, int ranks,
+                               const std::function<fsdp::DeviceMesh(const fsdp::DeviceMesh&)>& change) {
   run_ranks(
       ranks,
-      [&, precision = precision, ranks = ranks](int rank) {
-        const auto line = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
-        const auto plane = fsdp::init_device_mesh("cpu", {{"dp_outer", ranks > 1 ? 2 : 1}, {"dp_shard", -1}});
+      [&](int rank) {
+        const auto line = change(fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}));
+        const auto plane = change(fsdp::init_device_mesh("cpu", {{"dp_outer", ranks > 1 ? 2 : 1}, {"dp_shard", -1}}));
         for (const auto& accumulation : kAccumulations) {
           const auto flat = train_reference(precision, accumulation, ranks, ranks);
           const auto in_rows = train_reference(precision, accumulation, ranks, ranks > 1 ? ranks / 2 : 1);
@@ -341,6 +344,24 @@ TEST_P(Matrix, EqualsTheUnshardedTraining) {
       std::chrono::seconds(240));
 }
 
+class Matrix : public ::testing::TestWithParam<std::tuple<Precision, int>> {};
+
+TEST_P(Matrix, EqualsTheUnshardedTraining) {
+  const auto& [precision, ranks] = GetParam();
+  expect_unsharded_training(precision, ranks, [](const fsdp::DeviceMesh& mesh) { return mesh; });
+}
+
+/// What the engine reads before it has arrived, or writes while it travels, is NaN or a failure.
+class UnkindMatrix : public ::testing::TestWithParam<Precision> {};
+
+TEST_P(UnkindMatrix, EqualsTheUnshardedTraining) {
+  fsdp::memory::fill_slots_with_nan(true);
+  expect_unsharded_training(GetParam(), 2, [](const fsdp::DeviceMesh& mesh) {
+    return fsdp::testing::unkind(mesh, {.seed = 1, .max_delay = std::chrono::microseconds(0)});
+  });
+  fsdp::memory::fill_slots_with_nan(false);
+}
+
 #ifdef FSDP_SANITIZED
 // Sanitizers look at memory, not at values, and take their time.
 const std::vector<int> kRanks = {2};
@@ -356,5 +377,10 @@ INSTANTIATE_TEST_SUITE_P(
                                          Precision{.name = "Float8Gather", .compute = at::kBFloat16, .float8_gather = true}),
                        ::testing::ValuesIn(kRanks)),
     [](const auto& info) { return std::get<0>(info.param).name + "On" + std::to_string(std::get<1>(info.param)); });
+
+INSTANTIATE_TEST_SUITE_P(Precisions, UnkindMatrix,
+                         ::testing::Values(Precision{.name = "Fp32", .policy = false},
+                                           Precision{.name = "Bf16Wire", .compute = at::kBFloat16, .wire = at::kBFloat16}),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace matrix_test

@@ -104,6 +104,23 @@ TEST(Offload, TorchsOptimizersUpdateOnTheHost) {
   });
 }
 
+// Each reduction adds to the main gradients in full precision and rounds once, wherever these are.
+TEST(Offload, NarrowMainGradientsAddUpToTheSameBits) {
+  run_ranks(2, [](int rank) {
+    const auto gradients = [&](Offload offload, at::ScalarType wire) {
+      auto model = make_stack();
+      auto sharded = fsdp::fully_shard(
+          *model, {.mesh = line(),
+                   .units = stack_units(),
+                   .mixed_precision = fsdp::MixedPrecisionPolicy{.main_grads_dtype = at::kBFloat16, .grad_comm_dtype = wire},
+                   .offload = offload});
+      for (int backward = 0; backward < 3; ++backward) stack_loss(model, backward, rank).backward();
+      return sharded.full_gradients();
+    };
+    for (const auto wire : {at::kBFloat16, at::kFloat}) expect_same_bits(gradients(Offload::kNone, wire), gradients(Offload::kAll, wire));
+  });
+}
+
 TEST(Offload, TheDeviceHoldsTwoReducedShardsAtMost) {
   run_ranks(2, [](int rank) {
     auto model = make_stack();

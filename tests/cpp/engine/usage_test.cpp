@@ -158,6 +158,7 @@ TEST(ReductionOrder, DoesNotDependOnWhichGradientsARankHas) {
       const Recorded recorded;
       auto model = make_model();
       fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = partial_units(), .placements = Placements::from_name(strategy)});
+      recorded.log->clear();
       loss_of(model, 0, 0, left_out).backward();
       Log until_the_end(recorded.log->begin(), std::find(recorded.log->begin(), recorded.log->end(), "exchange"));
       // When a rank waits is its own affair.
@@ -181,6 +182,7 @@ TEST(ReductionOrder, DoesNotDependOnGradientsThatComeLate) {
       for (int k = 0; k < 4; ++k) model->push_back(torch::nn::Linear(4, 4));
       const auto units = fsdp::each<torch::nn::LinearImpl>();
       fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = units, .placements = Placements::from_name(strategy)});
+      recorded.log->clear();
       auto x = torch::ones({2, 4}).requires_grad_();
       for (std::size_t k = 0; k < 4; ++k) {
         const auto& weight = model->ptr<torch::nn::LinearImpl>(k)->weight;

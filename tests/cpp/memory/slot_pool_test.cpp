@@ -47,6 +47,27 @@ TEST_F(SlotPoolTest, LentBytesCountUnderTheirKind) {
   EXPECT_EQ(stats().unreduced_gradients.live, 64);
 }
 
+TEST_F(SlotPoolTest, BlocksHoldNaNOnDemand) {
+  const auto is_nan = [](const void* block) {
+    const auto* bytes = static_cast<const unsigned char*>(block);
+    return std::all_of(bytes, bytes + 100, [](unsigned char byte) { return byte == 0xff; });
+  };
+  auto kept = pool.acquire(100, kKind);
+  std::memset(kept.data(), 0, 100);
+  fill_slots_with_nan(true);
+  auto slot = pool.acquire(100, kKind);
+  const auto* block = slot.data();
+  EXPECT_TRUE(is_nan(block));
+  std::memset(slot.data(), 0, 100);
+  slot.release();
+  EXPECT_TRUE(is_nan(block));  // the pool keeps the block
+  EXPECT_FALSE(is_nan(kept.data()));
+  fill_slots_with_nan(false);
+  block = kept.data();
+  kept.release();
+  EXPECT_FALSE(is_nan(block));
+}
+
 TEST_F(SlotPoolTest, LiveSlotsNeverOverlap) {
   std::vector<Slot> slots;
   for (int i = 0; i < 8; ++i) slots.push_back(pool.acquire(100, kKind));

@@ -66,6 +66,36 @@ TEST(ClipGradNorm, IsTorchsAndTheSameForEveryStrategy) {
   });
 }
 
+// In fp64 every rounding shows: the ranks' sums must be added up in the same order, wherever a rank stands in the mesh.
+TEST(ClipGradNorm, IsTheSameOnAMeshOfTwoDimensions) {
+  testing::run_ranks(4, [](int rank) {
+    struct Clipped {
+      double norm;
+      std::vector<std::pair<std::string, double>> norms;
+      NamedTensors gradients;
+    };
+    const auto clipped = [&](const DeviceMesh& mesh, const Placements& outer, std::uint64_t seed) {
+      const auto model = make_net();
+      model->to(at::kDouble);
+      auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear(), .outer_placements = outer});
+      model->forward(testing::normal({4, 6}, 10 * seed + static_cast<std::uint64_t>(rank)).to(at::kDouble)).square().mean().backward();
+      const auto norms = gradient_norms(*model);
+      return Clipped{clip_grad_norm(*model, 0.01), norms, sharded.full_gradients()};
+    };
+    const auto flat = line();
+    const auto grid = testing::plane();
+    for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+      const auto expected = clipped(flat, Placements::no_shard(), seed);
+      for (const auto& outer : {Placements::no_shard(), Placements::optim()}) {
+        const auto actual = clipped(grid, outer, seed);
+        EXPECT_EQ(actual.norm, expected.norm) << "seed " << seed;
+        EXPECT_EQ(actual.norms, expected.norms) << "seed " << seed;
+        expect_same(actual.gradients, expected.gradients, 0, "seed " + std::to_string(seed));
+      }
+    }
+  });
+}
+
 TEST(ClipGradNorm, CountsWhatHasAGradientOnly) {
   over_ranks([](int rank) {
     for (const auto& strategy : testing::all_strategies()) {

@@ -349,6 +349,18 @@ TEST(Muon, StateOfNeighboursInOneSubBuffer) {
   });
 }
 
+TEST(Muon, AGradientOfZeroChangesNothing) {
+  testing::run_ranks(1, [] {
+    torch::nn::Linear model(torch::nn::LinearOptions(6, 4).bias(false));
+    const auto before = model->weight.detach().clone();
+    const auto sharded = fully_shard(*model, {.mesh = line(), .granularity = whole_matrices()});
+    Muon optimizer(*model, {.lr = 0.1});
+    (model->forward(torch::ones({2, 6})) * 0).sum().backward();
+    optimizer.step();
+    EXPECT_TRUE(torch::equal(sharded.full_parameters()[0].second, before));
+  });
+}
+
 TEST(Muon, RefusesMatricesThatAreCut) {
   testing::run_ranks(2, [] {
     for (const auto& strategy : testing::all_strategies()) {

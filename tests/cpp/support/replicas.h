@@ -1,0 +1,411 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fsdp/fsdp.h"
+#include "support/model_builder.h"
+#include "support/random_training.h"
+
+// Data parallelism written out in one process: each rank's forward and backward one after the other, and the sums of gradients in the
+// order that the documents give. But for the updates of Muon and AdamW8bit, nothing goes through the library.
+namespace fsdp::testing {
+
+/// The ranks in rows of so many: gradients are summed within each row, scaled, and the rows' sums are summed.
+struct SumOrder {
+  std::int64_t row = 1;
+  bool rows = false;  ///< Otherwise all ranks are one row, whose sum is final.
+  bool operator==(const SumOrder&) const = default;
+};
+
+/// On a mesh of rows of a power of two of ranks, without rounding in between, the sum is that over all ranks.
+inline SumOrder sum_order(const Case& c, const Settings& settings) {
+  if (settings.outer == 1) return {.row = c.ranks, .rows = false};
+  const auto row = c.ranks / settings.outer;
+  const bool rounds = c.has_policy && (c.precision.wire != at::kFloat || c.precision.main_gradient != at::kFloat);
+  const bool flat = std::has_single_bit(static_cast<unsigned>(c.ranks)) && !rounds && !c.delays_outer_sums();
+  return flat ? SumOrder{.row = c.ranks, .rows = false} : SumOrder{.row = row, .rows = true};
+}
+
+/// Eight-bit blocks, element by element, with c10's conversion.
+inline at::Tensor through_float8(const at::Tensor& main) {
+  auto values = main.detach().flatten().clone();
+  auto* data = values.data_ptr<float>();
+  for (std::int64_t begin = 0; begin < values.numel(); begin += kFloat8Block) {
+    const auto end = std::min(begin + kFloat8Block, values.numel());
+    float largest = 0;
+    for (auto i = begin; i < end; ++i) largest = std::max(largest, std::abs(data[i]));
+    float scale = std::ldexp(1.0F, -127);
+    while (largest / scale > 448) scale *= 2;
+    for (auto i = begin; i < end; ++i) data[i] = static_cast<float>(c10::Float8_e4m3fn(data[i] / scale)) * scale;
+  }
+  return values.view(main.sizes());
+}
+
+/// Neighbours in pairs, again and again.
+inline at::Tensor sum_in_pairs(std::vector<at::Tensor> terms) {
+  while (terms.size() > 1) {
+    std::vector<at::Tensor> pairs;
+    for (std::size_t r = 0; r < terms.size(); r += 2) pairs.push_back(r + 1 < terms.size() ? terms[r] + terms[r + 1] : terms[r]);
+    terms = std::move(pairs);
+  }
+  return terms[0];
+}
+
+/// A parameter of the replicas, and what ranks hold of its gradient.
+struct Replica {
+  std::string name;
+  at::Tensor whole;  ///< The module's.
+  at::Tensor main;   ///< May share its memory.
+  at::ScalarType main_gradient = at::kFloat;
+  at::ScalarType wire = at::kFloat;
+  std::vector<at::Tensor> unreduced;  ///< By rank.
+  std::vector<at::Tensor> partial;    ///< By row.
+  at::Tensor gradient;
+
+  at::ScalarType precise() const { return wire == at::kDouble ? at::kDouble : at::kFloat; }
+
+  void collect(std::size_t rank, const at::Tensor& value, bool sync) {
+    auto& mine = unreduced[rank];
+    if (mine.defined()) {
+      mine.add_(value);
+    } else {
+      mine = value.to(sync ? wire : main_gradient, /*non_blocking=*/false, /*copy=*/true);
+    }
+  }
+
+  void reduce(const SumOrder& order, bool all_reduce) {
+    const auto ranks = unreduced.size();
+    if (std::any_of(unreduced.begin(), unreduced.end(), [](const at::Tensor& t) { return t.defined(); })) {
+      const auto row = static_cast<std::size_t>(order.row);
+      for (std::size_t o = 0; o * row < ranks; ++o) {
+        std::vector<at::Tensor> terms;
+        for (std::size_t r = o * row; r < (o + 1) * row; ++r) {
+          terms.push_back(unreduced[r].defined() ? unreduced[r].to(wire).to(precise()) : at::zeros(main.sizes(), precise()));
+        }
+        add(order.rows ? partial[o] : gradient, sum_in_pairs(terms) * (1.0 / static_cast<double>(ranks)));
+      }
+      for (auto& mine : unreduced) mine = at::Tensor();
+    }
+    if (!order.rows || !all_reduce || !partial[0].defined()) return;
+    std::vector<at::Tensor> terms;
+    for (auto& mine : partial) terms.push_back(std::exchange(mine, {}).to(wire).to(precise()));
+    add(gradient, sum_in_pairs(terms));
+  }
+
+  void drop() {
+    for (auto& mine : unreduced) mine = at::Tensor();
+    for (auto& mine : partial) mine = at::Tensor();
+    gradient = at::Tensor();
+  }
+
+ private:
+  /// Rounds once: a sum that exists is added to before.
+  void add(at::Tensor& sum, const at::Tensor& term) const { sum = (sum.defined() ? sum.to(precise()) + term : term).to(main_gradient); }
+};
+
+/// ATen's fused kernels, as torch's own optimizers call them, parameter by parameter; or torch's Adagrad.
+class WholeOptimizer {
+ public:
+  WholeOptimizer(const Case& c, const std::vector<Replica>& replicas) : algorithm_(c.algorithm) {
+    if (algorithm_ == Algorithm::kAdagrad) {
+      std::vector<at::Tensor> tensors;
+      for (const auto& replica : replicas) tensors.push_back(replica.main);
+      torch_ = adagrad(std::move(tensors));
+      return;
+    }
+    for (const auto& replica : replicas) {
+      const bool grouped = in_group(c, replica.name);
+      states_.push_back({.lr = grouped ? kGroupLr : kLr,
+                         .weight_decay = grouped ? kGroupWeightDecay : kWeightDecay,
+                         .first = at::zeros_like(replica.main),
+                         .second = at::zeros_like(replica.main),
+                         .step = at::zeros({}, at::kFloat)});
+    }
+  }
+
+  void step(const std::vector<Replica>& replicas, double factor) {
+    for (std::size_t i = 0; i < replicas.size(); ++i) {
+      const auto& replica = replicas[i];
+      const auto gradient = replica.gradient.defined() ? replica.gradient.to(replica.main.scalar_type()) : at::Tensor();
+      if (torch_) {
+        torch_->param_groups()[0].params()[i].mutable_grad() = gradient;
+        continue;
+      }
+      if (!gradient.defined()) continue;
+      auto& state = states_[i];
+      state.step += 1;
+      if (algorithm_ == Algorithm::kAdamW) {
+        at::_fused_adamw_({replica.main}, {gradient}, {state.first}, {state.second}, {}, {state.step}, state.lr * factor, 0.9, 0.999,
+                          state.weight_decay, kEps, /*amsgrad=*/false, /*maximize=*/false);
+      } else {
+        at::_fused_sgd_({replica.main}, {gradient}, {state.first}, state.weight_decay, kMomentum, state.lr * factor, /*dampening=*/0,
+                        /*nesterov=*/false, /*maximize=*/false, /*is_first_step=*/state.step.item<float>() == 1);
+      }
+    }
+    if (!torch_) return;
+    torch_->param_groups()[0].options().set_lr(kLr * factor);
+    torch_->step();
+  }
+
+ private:
+  struct State {
+    double lr;
+    double weight_decay;
+    at::Tensor first;
+    at::Tensor second;
+    at::Tensor step;
+  };
+  Algorithm algorithm_;
+  std::vector<State> states_;
+  std::unique_ptr<torch::optim::Optimizer> torch_;
+};
+
+/// The library's own optimizer on one rank that has everything: for algorithms whose arithmetic has tests of its own. Gets its gradients
+/// as those of a loss that is linear in the parameters.
+class OneRankOptimizer {
+ public:
+  explicit OneRankOptimizer(const Case& c)
+      : model_(ModelBuilder(c.model).build()),
+        handle_(fully_shard(*model_, {.mesh = null_device_mesh({{"dp_shard", 1}}), .granularity = granularity_of(c)})),
+        optimizer_(library_optimizer(c, *model_)) {}
+
+  void step(const std::vector<Replica>& replicas, double factor) {
+    std::unordered_map<std::string, const Replica*> by_name;
+    for (const auto& replica : replicas) by_name.emplace(replica.name, &replica);
+    for (const auto& shard : handle_.parameter_shards()) {
+      if (by_name.contains(shard.name)) shard.value.copy_(by_name[shard.name]->main.flatten());
+    }
+    handle_.main_parameters_changed();
+    optimizer_->zero_grad();
+    {
+      const torch::AutoGradMode with_grad(true);
+      at::Tensor loss;
+      for (const auto& [name, parameter] : distinct_parameters(*model_)) {
+        if (!by_name.contains(name) || !by_name[name]->gradient.defined()) continue;
+        const auto term = (parameter * by_name[name]->gradient.to(parameter.scalar_type())).sum();
+        loss = loss.defined() ? loss + term : term;
+      }
+      if (!loss.defined()) return;
+      loss.backward();
+    }
+    optimizer_->set_lr_factor(factor);
+    optimizer_->step();
+    for (const auto& [name, value] : handle_.full_parameters()) {
+      if (by_name.contains(name)) at::Tensor(by_name[name]->main).copy_(value);
+    }
+  }
+
+ private:
+  std::shared_ptr<RandomModel> model_;
+  FSDPModule handle_;
+  std::unique_ptr<Optimizer> optimizer_;
+};
+
+class Replicas final : public Trainee {
+ public:
+  /// `rank`: whose losses the trace shows. `norms`: what the sharded training found, which sums squares in an order of its own: gradients
+  /// are clipped by them, and they are compared to rounding, or to `tolerance` if that is more.
+  Replicas(const Case& c, SumOrder order, std::int64_t rank, std::vector<double> norms, double tolerance)
+      : Trainee(c),
+        order_(order),
+        rank_(rank),
+        norms_(std::move(norms)),
+        norm_tolerance_(std::max(tolerance, 1e-12)),
+        model_(ModelBuilder(c.model).build()) {
+    const torch::NoGradGuard no_grad;
+    for (auto& [name, parameter] : distinct_parameters(*model_)) {
+      if (is_ignored(c, name)) {
+        ignored_.push_back({.name = name, .whole = parameter});
+        continue;
+      }
+      Replica replica{.name = name,
+                      .whole = parameter,
+                      .main = parameter.detach(),
+                      .main_gradient = parameter.scalar_type(),
+                      .wire = parameter.scalar_type()};
+      if (c.has_policy) {
+        replica.main = parameter.detach().clone();
+        replica.main_gradient = c.precision.main_gradient;
+        replica.wire = c.precision.wire;
+        parameter.set_data(parameter.detach().to(c.precision.compute));
+      }
+      replica.unreduced.resize(static_cast<std::size_t>(c.ranks));
+      replica.partial.resize(static_cast<std::size_t>(c.ranks / order.row));
+      replicas_.push_back(std::move(replica));
+    }
+    if (c.algorithm == Algorithm::kMuon || c.algorithm == Algorithm::kAdamW8bit) {
+      one_rank_ = std::make_unique<OneRankOptimizer>(c);
+    } else {
+      optimizer_ = std::make_unique<WholeOptimizer>(c, replicas_);
+    }
+    show();
+  }
+
+ protected:
+  void forward(std::size_t number, std::uint64_t batch, bool penalty) override {
+    if (losses_.size() <= number) losses_.resize(number + 1);
+    for (std::int64_t rank = 0; rank < case_.ranks; ++rank) losses_[number].push_back(loss(*model_, batch, rank, penalty));
+  }
+
+  double backward(std::size_t number, const PassPlan& plan) override {
+    for (std::size_t rank = 0; rank < losses_[number].size(); ++rank) {
+      losses_[number][rank].backward();
+      collect(rank, plan.sync);
+    }
+    if (plan.sync) {
+      for (auto& replica : replicas_) replica.reduce(order_, plan.all_reduce);
+    }
+    return losses_[number][static_cast<std::size_t>(rank_)].item<double>();
+  }
+  void drop_graphs() override { losses_.clear(); }
+
+  Outcome failing_pass(std::uint64_t batch, const FailingPass& plan) override {
+    std::vector<Outcome> outcomes;
+    for (std::int64_t rank = 0; rank < case_.ranks; ++rank) {
+      auto outcome = Outcome::kFailedForward;
+      try {
+        const auto value = loss(*model_, batch, rank, /*penalty=*/false, plan.fuse);
+        outcome = Outcome::kFailedBackward;
+        value.backward();
+        collect(static_cast<std::size_t>(rank), plan.sync);
+        outcome = Outcome::kCompleted;
+      } catch (const std::runtime_error&) {
+        for (auto& replica : replicas_) replica.whole.mutable_grad() = at::Tensor();
+      }
+      outcomes.push_back(outcome);
+    }
+    EXPECT_EQ(outcomes, std::vector(outcomes.size(), outcomes.front())) << "a bad case: ranks differ in where they fail";
+    if (outcomes.front() == Outcome::kCompleted && plan.sync) {
+      for (auto& replica : replicas_) replica.reduce(order_, /*all_reduce=*/true);
+    } else if (outcomes.front() == Outcome::kFailedBackward) {
+      zero_grad();
+    }
+    return outcomes.front();
+  }
+
+  double evaluate(std::uint64_t batch) override {
+    const torch::NoGradGuard no_grad;
+    return loss(*model_, batch, rank_, /*penalty=*/false).item<double>();
+  }
+
+  void zero_grad() override {
+    for (auto& replica : replicas_) replica.drop();
+    for (auto& ignored : ignored_) ignored.gradient = at::Tensor();
+  }
+
+  void scale(double factor) override {
+    for (auto& replica : replicas_) {
+      if (replica.gradient.defined()) replica.gradient.mul_(factor);
+    }
+  }
+
+  NamedTensors gradients() override {
+    NamedTensors gradients;
+    for (const auto& replica : replicas_) {
+      gradients.emplace_back(replica.name, replica.gradient.defined() ? replica.gradient.clone() : at::Tensor());
+    }
+    for (const auto& ignored : ignored_) {
+      gradients.emplace_back(ignored.name, ignored.gradient.defined() ? ignored.gradient.clone() : at::Tensor());
+    }
+    return gradients;
+  }
+
+  double clip() override {
+    double squares = 0;
+    for (const auto& replica : replicas_) {
+      if (replica.gradient.defined()) squares += replica.gradient.to(at::kDouble).square().sum().item<double>();
+    }
+    const double norm = next_norm_ < norms_.size() ? norms_[next_norm_++] : 0;
+    const double expected = std::sqrt(squares);
+    EXPECT_NEAR(norm, expected, norm_tolerance_ * expected) << "the norm of the gradients";
+    const double factor = kMaxNorm / (norm + 1e-6);
+    if (factor < 1) scale(factor);
+    return norm;
+  }
+
+  void optimizer_step(double factor) override {
+    const torch::NoGradGuard no_grad;
+    if (one_rank_) {
+      one_rank_->step(replicas_, factor);
+    } else {
+      optimizer_->step(replicas_, factor);
+    }
+    show();
+  }
+
+  /// Main parameters keep their digits where the operator changed nothing that is seen.
+  void write() override {
+    const torch::NoGradGuard no_grad;
+    for (auto& replica : replicas_) {
+      if (!is_written(replica.name)) continue;
+      const auto before = replica.whole.clone();
+      replica.whole.mul_(0.9);
+      if (!case_.has_policy) continue;
+      replica.main.copy_(at::where(replica.whole == before, replica.main, replica.whole.to(replica.main.scalar_type())));
+    }
+    for (auto& ignored : ignored_) {
+      if (is_written(ignored.name)) ignored.whole.mul_(0.9);
+    }
+  }
+
+  NamedTensors parameters() override {
+    NamedTensors values;
+    for (const auto& replica : replicas_) values.emplace_back(replica.name, replica.main.clone());
+    for (const auto& ignored : ignored_) values.emplace_back(ignored.name, ignored.whole.detach().clone());
+    return values;
+  }
+
+ private:
+  struct Ignored {
+    std::string name;
+    at::Tensor whole;
+    at::Tensor gradient = {};
+  };
+
+  /// Takes a rank's gradients from autograd.
+  void collect(std::size_t rank, bool sync) {
+    for (auto& replica : replicas_) {
+      const auto gradient = std::exchange(replica.whole.mutable_grad(), {});
+      if (gradient.defined()) replica.collect(rank, gradient, sync);
+    }
+    for (auto& ignored : ignored_) {
+      const auto gradient = std::exchange(ignored.whole.mutable_grad(), {});
+      if (static_cast<std::int64_t>(rank) != rank_ || !gradient.defined()) continue;
+      ignored.gradient = ignored.gradient.defined() ? ignored.gradient + gradient : gradient;
+    }
+  }
+
+  /// What modules compute with.
+  void show() {
+    if (!case_.has_policy) return;
+    const torch::NoGradGuard no_grad;
+    for (auto& replica : replicas_) {
+      replica.whole.copy_(is_gathered_in_float8(case_, replica.name) ? through_float8(replica.main) : replica.main);
+    }
+  }
+
+  SumOrder order_;
+  std::int64_t rank_;
+  std::vector<double> norms_;
+  std::size_t next_norm_ = 0;
+  double norm_tolerance_;
+  std::shared_ptr<RandomModel> model_;
+  std::vector<Replica> replicas_;
+  std::vector<Ignored> ignored_;
+  std::unique_ptr<WholeOptimizer> optimizer_;
+  std::unique_ptr<OneRankOptimizer> one_rank_;
+  std::vector<std::vector<at::Tensor>> losses_;
+};
+
+}  // namespace fsdp::testing

@@ -1,0 +1,285 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "fsdp/fsdp.h"
+#include "support/model_builder.h"
+#include "support/random_training.h"
+#include "support/unkind_communicator.h"
+
+namespace fsdp::testing {
+
+/// Meshes of all ranks in so many rows, made when they are first asked for: by all ranks at once.
+class Meshes {
+ public:
+  explicit Meshes(MeshOptions options) : options_(options) {}
+
+  const DeviceMesh& in_rows(std::int64_t outer, bool unkind = false) {
+    auto& mesh = made_[{outer, unkind}];
+    if (!mesh.defined()) {
+      std::vector<MeshDim> dims{{"dp_shard", -1}};
+      if (outer > 1) dims.insert(dims.begin(), {"dp_outer", outer});
+      mesh = init_device_mesh("cpu", dims, options_);
+      if (unkind) mesh = testing::unkind(mesh, {.seed = 1, .max_delay = std::chrono::microseconds(200)});
+    }
+    return mesh;
+  }
+
+ private:
+  MeshOptions options_;
+  std::map<std::pair<std::int64_t, bool>, DeviceMesh> made_;
+};
+
+/// Trains a random case with the library, on this rank.
+class ShardedTrainee final : public Trainee {
+ public:
+  /// `folder`: all ranks', for what is saved.
+  ShardedTrainee(const Case& c, const Settings& settings, const DeviceMesh& mesh, std::string folder)
+      : Trainee(c), mesh_(mesh), folder_(std::move(folder)) {
+    start(settings);
+  }
+
+ protected:
+  void forward(std::size_t number, std::uint64_t batch, bool penalty) override {
+    if (losses_.size() <= number) losses_.resize(number + 1);
+    losses_[number] = loss(*model_, batch, mesh_.rank(), penalty);
+  }
+
+  double backward(std::size_t number, const PassPlan& plan) override {
+    handle_->set_requires_gradient_sync(plan.sync);
+    handle_->set_requires_all_reduce(plan.all_reduce);
+    handle_->set_is_last_backward(plan.is_last);
+    losses_[number].backward();
+    if (plan.is_last) {
+      const auto memory = handle_->memory_stats();
+      EXPECT_EQ(memory.communication.live, 0) << "after backward";
+      if (plan.sync && plan.all_reduce) EXPECT_EQ(memory.unreduced_gradients.live, 0) << "after a synchronized backward";
+      // What unshard() has gathered stays until it is used.
+      if (settings_.strategy == "optim_grads_params" && !settings_.hfsdp && settings_.disturbance == 0) {
+        EXPECT_EQ(memory.gathered_parameters.live, 0) << "after backward";
+      }
+    }
+    return losses_[number].item<double>();
+  }
+  void drop_graphs() override { losses_.clear(); }
+
+  Outcome failing_pass(std::uint64_t batch, const FailingPass& plan) override {
+    handle_->set_requires_gradient_sync(plan.sync);
+    handle_->set_requires_all_reduce(true);
+    handle_->set_is_last_backward(true);
+    auto outcome = Outcome::kFailedForward;
+    try {
+      const auto value = loss(*model_, batch, mesh_.rank(), /*penalty=*/false, plan.fuse);
+      outcome = Outcome::kFailedBackward;
+      value.backward();
+      outcome = Outcome::kCompleted;
+    } catch (const std::runtime_error& error) {
+      EXPECT_STREQ(error.what(), "planned failure");
+    }
+    // After a forward, reset() drops what backwards without synchronization have collected; the replicas do not follow that.
+    if (plan.reset && outcome == Outcome::kFailedBackward) {
+      handle_->reset();
+      const auto memory = handle_->memory_stats();
+      EXPECT_EQ(memory.communication.live, 0) << "after reset()";
+      EXPECT_EQ(memory.unreduced_gradients.live, 0) << "after reset()";
+      for (const auto& shard : handle_->gradient_shards()) EXPECT_FALSE(shard.value.defined()) << "after reset(): " << shard.name;
+    }
+    if (outcome == Outcome::kFailedBackward) drop_ignored_gradients();
+    return outcome;
+  }
+
+  double evaluate(std::uint64_t batch) override {
+    const torch::NoGradGuard no_grad;
+    return loss(*model_, batch, mesh_.rank(), /*penalty=*/false).item<double>();
+  }
+
+  void zero_grad() override {
+    optimizer_->zero_grad();
+    drop_ignored_gradients();
+  }
+  void scale(double factor) override { handle_->scale_gradients(factor); }
+
+  NamedTensors gradients() override {
+    auto gradients = handle_->full_gradients();
+    for (const auto& [name, parameter] : ignored()) {
+      gradients.emplace_back(name, parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
+    }
+    return gradients;
+  }
+
+  double clip() override { return clip_grad_norm(*model_, kMaxNorm); }
+  void optimizer_step(double factor) override {
+    optimizer_->set_lr_factor(factor);
+    optimizer_->step();
+  }
+
+  void write() override {
+    const torch::NoGradGuard no_grad;
+    for (auto& [name, parameter] : distinct_parameters(*model_)) {
+      if (is_written(name)) parameter.mul_(0.9);
+    }
+  }
+
+  NamedTensors parameters() override {
+    auto values = handle_->full_parameters();
+    for (const auto& [name, parameter] : ignored()) values.emplace_back(name, parameter.detach().clone());
+    return values;
+  }
+
+  void before_step(std::size_t step) override {
+    if (settings_.disturbance == 0) return;
+    Random random(mixed(settings_.disturbance, step));
+    const auto& engine = handle_->engine();
+    for (std::size_t unit = 0; unit < engine->units().size(); ++unit) {
+      if (random.chance(20)) FSDPModule(engine, unit).unshard();
+      if (random.chance(20)) FSDPModule(engine, unit).reshard();
+    }
+    handle_->set_prefetch_depth(static_cast<int>(random.below(4)));
+    handle_->set_reshard_after_forward(random.chance(50));
+    if (case_.steps[step].zero_grad && random.chance(30)) handle_->reset();
+  }
+
+  /// Saves, and goes on in a model that began with other values, sharded in another way.
+  void reload(std::size_t step) override {
+    const auto path = folder_ + "/" + std::to_string(step);
+    save(path, *model_, *optimizer_);
+    const auto kept = ignored();
+    start(reloaded_settings(case_, settings_), /*shift=*/1);
+    load(path, *model_, *optimizer_);
+    const torch::NoGradGuard no_grad;
+    for (const auto& [name, parameter] : ignored()) {
+      for (const auto& [old_name, old] : kept) {
+        if (name == old_name) at::Tensor(parameter).copy_(old);
+      }
+    }
+  }
+
+  /// The parameters are ordinary tensors again, with the values that they had.
+  void after_training() override {
+    const bool computes = !case_.has_policy;  // Otherwise its parameters are no longer of the dtype that it computes in.
+    const double before = computes ? evaluate(1) : 0;
+    const auto expected = parameters();
+    fully_unshard(*model_);
+    for (const auto& [name, parameter] : distinct_parameters(*model_)) {
+      const auto found = std::find_if(expected.begin(), expected.end(), [&, &name = name](const auto& one) { return one.first == name; });
+      ASSERT_NE(found, expected.end()) << name;
+      EXPECT_TRUE(at::allclose(parameter, found->second, 0, 0, /*equal_nan=*/true)) << "unsharded: " << name;
+    }
+    if (computes) EXPECT_EQ(evaluate(1), before) << "unsharded";
+  }
+
+ private:
+  void start(const Settings& settings, double shift = 0) {
+    settings_ = settings;
+    optimizer_.reset();
+    const auto make = [&] { return ModelBuilder(case_.model).build(); };
+    const bool has_values = settings.values != Values::kFromRank0 || mesh_.rank() == 0;
+    model_ = settings.values == Values::kOwn || (has_values && settings.values == Values::kFromRank0)
+                 ? make()
+                 : deferred_init(make, {.draw = has_values});
+    if (shift != 0) {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : model_->parameters()) parameter.add_(shift);
+    }
+    handle_ = std::make_unique<FSDPModule>(shard());
+    optimizer_ = library_optimizer(case_, *model_);
+    list_prefetches();
+  }
+
+  FSDPModule shard() {
+    FullyShardOptions options{.mesh = mesh_,
+                              .placements = Placements::from_name(settings_.strategy),
+                              .initial_values = settings_.values == Values::kFromRank0 ? InitialValues::kFromRank0 : InitialValues::kOwn,
+                              .reshard_after_forward = settings_.reshard_after_forward,
+                              .reshard_after_forward_size = settings_.reshard_after_forward_size,
+                              .keep_gathered_bytes = settings_.keep_gathered_bytes,
+                              .prefetch_depth = settings_.prefetch_depth,
+                              .granularity = granularity_of(case_),
+                              .offload = settings_.offload,
+                              .report_nan_in_param_grad = settings_.report_nan,
+                              .separate_reduce_group = settings_.separate_reduce_group};
+    if (settings_.hfsdp) options.outer_placements = Placements::optim();
+    const auto group = unit_group();
+    if (!group.empty()) options.unit_groups = {group};
+    options.units = [this, group](const std::string& name, const torch::nn::Module&) {
+      return name.find("local") == std::string::npos && std::find(group.begin(), group.end(), name) == group.end() &&
+             mixed(settings_.division, name) % 100 < static_cast<std::uint64_t>(settings_.percent_units);
+    };
+    if (case_.ignoring) options.ignore = [this](const std::string& name, const at::Tensor&) { return is_ignored(case_, name); };
+    if (case_.has_policy) {
+      options.mixed_precision = MixedPrecisionPolicy{.param_dtype = case_.precision.compute,
+                                                     .main_grads_dtype = case_.precision.main_gradient,
+                                                     .grad_comm_dtype = case_.precision.wire};
+    }
+    if (case_.float8) {
+      const auto format = std::make_shared<const GatherFormat>(float8_blocks(kFloat8Block));
+      options.gather_format = [this, format](const std::string& name, const at::Tensor&) {
+        return is_gathered_in_float8(case_, name) ? format : nullptr;
+      };
+    }
+    return fully_shard(*model_, std::move(options));
+  }
+
+  /// The first and the last of the model's outermost blocks.
+  std::vector<std::string> unit_group() const {
+    if (!settings_.unit_group) return {};
+    std::vector<std::string> outermost;
+    for (const auto& item : model_->named_modules()) {
+      const auto& name = item.key();
+      if ((name.starts_with("first.") || name.starts_with("second.")) && name.find('.') == name.rfind('.')) outermost.push_back(name);
+    }
+    if (outermost.size() < 2) return {};
+    return {outermost.front(), outermost.back()};
+  }
+
+  void list_prefetches() {
+    if (settings_.prefetch_lists == 0) return;
+    Random random(settings_.prefetch_lists);
+    const auto& engine = handle_->engine();
+    const auto units = static_cast<std::int64_t>(engine->units().size());
+    const auto some = [&] {
+      std::vector<FSDPModule> list;
+      for (auto count = 1 + random.below(3); count > 0; --count) {
+        list.emplace_back(engine, static_cast<std::size_t>(random.below(units)));
+      }
+      return list;
+    };
+    for (std::size_t unit = 0; unit < engine->units().size(); ++unit) {
+      if (random.chance(50)) FSDPModule(engine, unit).set_modules_to_forward_prefetch(some());
+      if (random.chance(50)) FSDPModule(engine, unit).set_modules_to_backward_prefetch(some());
+    }
+  }
+
+  std::vector<std::pair<std::string, at::Tensor>> ignored() const {
+    std::vector<std::pair<std::string, at::Tensor>> parameters;
+    for (const auto& [name, parameter] : distinct_parameters(*model_)) {
+      if (is_ignored(case_, name)) parameters.emplace_back(name, parameter);
+    }
+    return parameters;
+  }
+  void drop_ignored_gradients() {
+    for (auto& [name, parameter] : ignored()) at::Tensor(parameter).mutable_grad() = at::Tensor();
+  }
+
+  Settings settings_;
+  DeviceMesh mesh_;
+  std::string folder_;
+  std::shared_ptr<RandomModel> model_;
+  std::unique_ptr<FSDPModule> handle_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::vector<at::Tensor> losses_;
+};
+
+}  // namespace fsdp::testing
