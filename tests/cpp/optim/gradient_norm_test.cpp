@@ -145,21 +145,6 @@ TEST(ClipGradNorm, GradientsThatAreNotFinite) {
   });
 }
 
-TEST(ClipGradNorm, CountsBothDimensionsOfAMesh) {
-  testing::run_ranks(4, [](int rank) {
-    const auto norm = [&](const DeviceMesh& mesh, Placements outer) {
-      const auto model = testing::make_net();
-      fully_shard(*model, {.mesh = mesh, .units = testing::each_linear(), .outer_placements = outer});
-      model->forward(testing::batch(rank)).square().mean().backward();
-      return clip_grad_norm(*model, 1e9);
-    };
-    const double expected = norm(testing::line(), Placements::no_shard());
-    EXPECT_GT(expected, 0);
-    EXPECT_NEAR(norm(testing::plane(), Placements::no_shard()), expected, 1e-5 * expected);
-    EXPECT_NEAR(norm(testing::plane(), Placements::optim()), expected, 1e-5 * expected);
-  });
-}
-
 TEST(ClipGradNorm, RefusesABadBound) {
   testing::run_ranks(1, [] {
     const auto model = make_net();
