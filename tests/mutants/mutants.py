@@ -94,7 +94,7 @@ def mutated(root: Path, mutant: Mutant) -> str:
 def sources_of(root: Path, program: str) -> list[Path]:
     """The sources of a test program."""
     folder = root / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp/" + program.removeprefix("test_"))
-    return sorted(folder.glob("*.cpp"))
+    return sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
 
 
 def test_names(root: Path, program: str) -> set[str]:
