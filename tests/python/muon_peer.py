@@ -15,7 +15,14 @@ STEPS = 4
 CASES: list[dict[str, Any]] = [
     {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "original", "ns_steps": 5},
     {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.5, "nesterov": False, "adjust_lr_fn": "original", "ns_steps": 3},
-    {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 5},
+    {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "nesterov": True,
+        "adjust_lr_fn": "match_rms_adamw",
+        "ns_steps": 5,
+    },
 ]
 
 
@@ -38,7 +45,8 @@ def train(case: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.save({f"{case}.{name}": value for case in range(len(CASES)) for name, value in train(case).items()}, sys.argv[1])
+    results = {f"{case}.{name}": value for case in range(len(CASES)) for name, value in train(case).items()}
+    torch.save(results, sys.argv[1])
 
 
 if __name__ == "__main__":

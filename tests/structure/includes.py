@@ -69,7 +69,8 @@ def faults(root: Path) -> list[str]:
 
     uses: dict[str, set[str]] = {folder: set() for folder in may}
     sources = [(path.parent.name, path) for path in sorted((root / "src").glob("*/*.*"))]
-    sources += [(owner[path.name], path) for path in sorted((root / "include" / "fsdp").glob("*.h")) if path.name in owner]
+    headers = sorted((root / "include" / "fsdp").glob("*.h"))
+    sources += [(owner[path.name], path) for path in headers if path.name in owner]
     for folder, path in sources:
         below = (used(path, owner) & may.keys()) - {folder}
         uses.setdefault(folder, set()).update(below)
