@@ -193,7 +193,7 @@ class Workshop:
         return "" if result.returncode == 0 else result.stdout[-3000:]
 
     def test(self, program: str, pattern: str, limit: float) -> str:
-        """"passed", "failed" or "timed out"."""
+        """ "passed", "failed" or "timed out"."""
         folder = self.build_dir / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp")
         argument = [pattern] if program == ADVERSARIES else [f"--gtest_filter={pattern}", "--gtest_fail_fast"]
         command = [str(folder / program), *argument]
