@@ -367,6 +367,13 @@ TEST(UnitLayout, NamesTheParameterThatItCannotTake) {
   expect_words(error_of({good, spec("layers.0.weight", {4}, Granularity::blocks(-8))}, 2), {"'layers.0.weight'", "blocks of -8"});
 }
 
+TEST(UnitLayout, RefusesSizesThatDoNotFit) {
+  constexpr std::int64_t kLarge = std::int64_t{1} << 32;
+  const auto good = spec("good", {4, 4});
+  expect_words(error_of({good, spec("layers.0.weight", {kLarge, kLarge})}, 2), {"'layers.0.weight'", "larger than 2^63 - 1 bytes"});
+  expect_words(error_of({good, spec("layers.0.weight", {kLarge, kLarge / 4})}, 2), {"'layers.0.weight'", "over 2 rank(s)", "2^63 - 1"});
+}
+
 TEST(UnitLayout, RefusesAWorldWithoutRanks) {
   for (const std::int64_t world_size : {0, -1}) {
     expect_words(error_of({spec("weight", {4})}, world_size), {std::to_string(world_size) + " ranks", "at least"});
