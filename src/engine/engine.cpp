@@ -373,6 +373,7 @@ void Engine::zero_grad() {
 
 void Engine::check_parameters() {
   const auto lock = this->lock();
+  refuse_retired();
   validate_parameters();
 }
 
@@ -396,11 +397,14 @@ void Engine::refuse_torn() const {
   if (torn_) throw Error("a load of this model failed halfway, so that its values belong to no checkpoint; load again before it is used");
 }
 
+void Engine::refuse_retired() const {
+  if (!retired_) return;
+  throw Error(
+      "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
+}
+
 void Engine::flush_writes_locked() {
-  if (retired_) {
-    throw Error(
-        "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
-  }
+  refuse_retired();
   refuse_summoned("this handle or optimizer is used");
   wait_for_reader();
   for (const auto& unit : units_) {

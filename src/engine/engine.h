@@ -145,6 +145,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void forget_moves();
   void flush_writes_locked();
   void wait_for_reader();
+  void refuse_retired() const;
   void refuse_torn() const;
   void refuse_summoned(const char* what) const;
   void reset_locked();

@@ -172,7 +172,6 @@ void Gatherer::outdate_copies(Unit& unit) {
   evict(unit);
   // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
   if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.state = ParameterState::kSharded;
-  unit.post_forward.release();
   unit.shards_outdated = unit.options.outer_sharded_optimizer;
   for (const auto& parameter : unit.parameters) {
     if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();

@@ -279,7 +279,7 @@ void goes_on_after_unsharding() {
     const auto values = training.values();
     fsdp::fully_unshard(*training.model);
     expect_same("unsharded", training.model->parameters(), values);
-    expect("optimizer", {"fully_unshard"}, [&] { training.optimizer.step(); });
+    expect("optimizer", {"fully_unshard made ordinary again"}, [&] { training.optimizer.step(); });
     expect("handle", {"fully_unshard made ordinary again"}, [&] { training.sharded.parameter_shards(); });
     fsdp::fully_shard(*training.model, options_on(mesh));
     check(loss_of(training.model).isfinite().item<bool>(), "sharded again");

@@ -268,9 +268,9 @@ TEST(FullyShard, HandlesAndOptimizersEndWithUnsharding) {
     SGD optimizer(*model, {.lr = 0.1});
     fully_unshard(*model);
     model->forward(batch(rank)).square().mean().backward();
-    EXPECT_TRUE(has(message_of([&] { optimizer.step(); }), "fully_unshard"));
-    EXPECT_TRUE(has(message_of([&] { sharded.parameter_shards(); }), "fully_unshard"));
-    EXPECT_TRUE(has(message_of([&] { sharded.full_parameters(); }), "fully_unshard"));
+    EXPECT_TRUE(has(message_of([&] { optimizer.step(); }), "fully_unshard made ordinary again"));
+    EXPECT_TRUE(has(message_of([&] { sharded.parameter_shards(); }), "fully_unshard made ordinary again"));
+    EXPECT_TRUE(has(message_of([&] { sharded.full_parameters(); }), "fully_unshard made ordinary again"));
   });
 }
 
