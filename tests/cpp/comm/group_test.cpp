@@ -274,15 +274,17 @@ TEST(Group, TheFirstFailureIsToldToAll) {
 
 TEST(Group, ARankThatLeavesWithoutAWordFailsTheOthers) {
   for (const int ranks : {2, 3, 4}) {
-    run_ranks(
-        ranks,
-        [&](int rank) {
-          const auto communicator = world();
-          if (rank == 1) _exit(0);
-          const std::string message = message_of<CommError>([&] { gather(*communicator, "layers.0", 1'000'000); });
-          EXPECT_TRUE(has(message, "A peer has failed or left")) << message;
-        },
-        kLimit);
+    const std::function<void(int)> leaves = [](int rank) {
+      const auto communicator = world();
+      if (rank == 1) _exit(0);
+      const std::string message = message_of<CommError>([&] { gather(*communicator, "layers.0", 1'000'000); });
+      EXPECT_TRUE(has(message, "A peer has failed or left")) << message;
+    };
+    ::testing::internal::CaptureStderr();
+    const int result = launch_ranks(ranks, [&] { return testing::run_rank(leaves, ranks, kLimit); }, {.grace = std::chrono::seconds(5)});
+    // A rank in which an expectation failed would be named, too.
+    EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 left by exit(0) before its function returned\n");
+    EXPECT_EQ(result, 1);
   }
 }
 

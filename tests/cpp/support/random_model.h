@@ -85,7 +85,7 @@ class Checkpoint : public torch::autograd::Function<Checkpoint> {
 /// How some blocks compute twice instead of keeping what autograd saves.
 enum class Recompute : std::uint8_t {
   kNone,
-  kNested,   ///< Checkpoint: gradients of several uses of a parameter arrive one by one.
+  kNested,   ///< A checkpoint of the test's own. In both, gradients of several uses of a parameter arrive one by one.
   kLibrary,  ///< fsdp::activation_checkpoint.
 };
 
