@@ -192,7 +192,10 @@ TEST(LaunchPrograms, DISABLED_RankExits) {
 }
 
 TEST(Launch, NamesTheRankThatCalledExit) {
+  // torch's thread pool outlives an exit() in the middle of a rank: AddressSanitizer would take that for a leak, and change the code.
+  setenv("ASAN_OPTIONS", "detect_leaks=0", 1);
   const auto [code, output] = testing::run_program("LaunchPrograms.DISABLED_RankExits");
+  unsetenv("ASAN_OPTIONS");
   EXPECT_NE(code, 0);
   EXPECT_TRUE(has(output, "rank 1 left by exit(0) before its function returned\n")) << output;
 }
