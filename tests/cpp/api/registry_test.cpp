@@ -72,7 +72,10 @@ TEST(Registry, ASharedModuleAtADeadOnesAddress) {
       EXPECT_EQ(handle(*model->first).unit(), 1U);
       kept.push_back(model->first->weight);
     }
-    EXPECT_GT(repeated, 0U);  // Or this has shown nothing.
+    // Or this has shown nothing. AddressSanitizer keeps freed memory back, so that nothing repeats.
+#ifndef FSDP_SANITIZED
+    EXPECT_GT(repeated, 0U);
+#endif
   });
 }
 
