@@ -44,7 +44,7 @@ class ModelBuilder {
           made = branch(depth - 1);
           break;
         case 3:
-          made = loop(depth - 1);
+          made = plan_.looping ? loop(depth - 1) : residual(depth - 1);
           break;
         case 4:
           made = without_gradient(depth - 1);

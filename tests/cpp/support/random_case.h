@@ -112,10 +112,13 @@ struct Case {
   }
   /// Gradients are added up in an order that the documents give. It is open where backward comes to a unit several times (it is used in
   /// several places, by a repeated forward, or by the gradient within a loss), when what earlier backwards have left has been reduced at
-  /// the first of them; and where a checkpoint delivers a gradient in parts.
+  /// the first of them. A checkpoint delivers the gradients of several uses one by one: until the ranks have agreed on a later departure,
+  /// what came before the first one is summed over the ranks on its own.
   bool sums_in_order() const {
-    const bool several_uses = model.sharing || first.unit_group || second.unit_group || has_penalty();
-    return model.recompute == Recompute::kNone && !((delays_sums() || delays_outer_sums()) && several_uses);
+    const bool one_by_one = model.recompute != Recompute::kNone && (model.sharing || model.looping);
+    const bool several_uses =
+        model.sharing || model.looping || first.unit_group || second.unit_group || model.recompute != Recompute::kNone || has_penalty();
+    return !(one_by_one && ranks > 1) && !((delays_sums() || delays_outer_sums()) && several_uses);
   }
   bool has_penalty() const {
     return std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step.penalty; });
@@ -207,8 +210,10 @@ inline Case make_case(std::uint64_t seed) {
   c.model.dropout = random.chance(30);
   c.model.recompute =
       random.pick(std::vector{Recompute::kNone, Recompute::kNone, Recompute::kLibrary, Recompute::kLibrary, Recompute::kNested});
-  // Narrow gradients are compared to the last bit, and a checkpoint delivers those of several uses one by one.
-  if (c.has_policy) c.model.recompute = Recompute::kNone;
+  // In narrow dtypes rounding is no small thing: such cases are compared to the last bit, so their sums must have one order.
+  const bool one_order = c.has_policy && c.model.recompute != Recompute::kNone && c.ranks > 1;
+  c.model.looping = !one_order && random.chance(50);
+  c.model.sharing = c.model.sharing && !one_order;
   if (c.model.recompute == Recompute::kNested) c.model.dropout = false;  // It does not draw the same numbers again.
   c.model.dim = random.pick(std::vector<std::int64_t>{6, 8, 12});
   c.model.time = 2 + random.below(4);
@@ -217,8 +222,7 @@ inline Case make_case(std::uint64_t seed) {
   const bool cuts_anywhere = !needs_fp32 && !c.has_policy;
   c.any_granularity = cuts_anywhere && random.chance(30);
   c.uniform_granularity = random.chance(50);
-  // In narrow dtypes rounding is no small thing: such cases are compared to the last bit, so their sums must have one order.
-  const bool may_delay = !c.has_policy || !c.model.sharing;
+  const bool may_delay = !c.has_policy || (!c.model.sharing && !c.model.looping && c.model.recompute == Recompute::kNone);
   const bool has_rows = may_delay && c.ranks > 1 && random.chance(30);
   for (auto steps = 2 + random.below(2); steps > 0; --steps) {
     StepPlan step;
@@ -306,11 +310,11 @@ inline std::string described(const Case& c) {
   text << "case " << c.seed << ": " << c.ranks << " rank(s), "
        << (c.has_policy ? c.precision.name : std::string(c10::toString(c.model.dtype)) + (c.model.mixed_dtypes ? " mixed" : ""))
        << (c.float8 ? ", float8 gathers" : "") << (c.ignoring ? ", ignored parameters" : "")
-       << (c.model.freezing ? ", frozen parameters" : "") << (c.model.sharing ? ", shared parameters" : "")
-       << (c.model.dropout ? ", dropout" : "") << recomputes[static_cast<int>(c.model.recompute)] << ", "
-       << algorithms[static_cast<int>(c.algorithm)] << (c.groups ? " with groups" : "") << (c.unkind ? ", unkind communicators" : "")
-       << (c.fill_slots ? ", slots filled with NaN" : "") << (c.any_granularity ? ", any granularity" : "")
-       << "\n  first: " << described(c.first) << "\n  second: " << described(c.second);
+       << (c.model.freezing ? ", frozen parameters" : "") << (c.model.looping ? "" : ", no loops")
+       << (c.model.sharing ? ", shared parameters" : "") << (c.model.dropout ? ", dropout" : "")
+       << recomputes[static_cast<int>(c.model.recompute)] << ", " << algorithms[static_cast<int>(c.algorithm)]
+       << (c.groups ? " with groups" : "") << (c.unkind ? ", unkind communicators" : "") << (c.fill_slots ? ", slots filled with NaN" : "")
+       << (c.any_granularity ? ", any granularity" : "") << "\n  first: " << described(c.first) << "\n  second: " << described(c.second);
   for (const auto& step : c.steps) {
     text << "\n  step:" << (step.zero_grad ? "" : " gradients kept,") << " backwards";
     for (const auto& pass : step.passes) {

@@ -96,6 +96,7 @@ struct ModelPlan {
   bool mixed_dtypes = false;            ///< Some blocks hold parameters of, and compute in, the other dtype.
   bool freezing = false;                ///< Some parameters do not require gradients.
   bool sharing = true;                  ///< Some modules are used in several places, some weights are tied or borrowed.
+  bool looping = true;                  ///< Some blocks are run several times in a row, or not at all.
   bool dropout = false;
   Recompute recompute = Recompute::kNone;
   std::int64_t dim = 8;  ///< Even: of 2 attention heads and 2 groups of channels.

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -229,6 +230,8 @@ class Replicas final : public Trainee {
         ignored_.push_back({.name = name, .whole = parameter});
         continue;
       }
+      // As sharded parameters lie: ATen's kernels round the last few elements in memory differently.
+      parameter.set_data(parameter.detach().contiguous());
       Replica replica{.name = name,
                       .whole = parameter,
                       .main = parameter.detach(),
@@ -249,6 +252,7 @@ class Replicas final : public Trainee {
     } else {
       optimizer_ = std::make_unique<WholeOptimizer>(c, replicas_);
     }
+    watch();
     show();
   }
 
@@ -259,10 +263,7 @@ class Replicas final : public Trainee {
   }
 
   double backward(std::size_t number, const PassPlan& plan) override {
-    for (std::size_t rank = 0; rank < losses_[number].size(); ++rank) {
-      losses_[number][rank].backward();
-      collect(rank, plan.sync);
-    }
+    for (std::size_t rank = 0; rank < losses_[number].size(); ++rank) run_backward(losses_[number][rank], rank, plan.sync);
     if (plan.sync) {
       for (auto& replica : replicas_) replica.reduce(order_, plan.all_reduce);
     }
@@ -277,11 +278,9 @@ class Replicas final : public Trainee {
       try {
         const auto value = loss(*model_, batch, rank, /*penalty=*/false, plan.fuse);
         outcome = Outcome::kFailedBackward;
-        value.backward();
-        collect(static_cast<std::size_t>(rank), plan.sync);
+        run_backward(value, static_cast<std::size_t>(rank), plan.sync);
         outcome = Outcome::kCompleted;
       } catch (const std::runtime_error&) {
-        for (auto& replica : replicas_) replica.whole.mutable_grad() = at::Tensor();
       }
       outcomes.push_back(outcome);
     }
@@ -373,17 +372,40 @@ class Replicas final : public Trainee {
     at::Tensor gradient = {};
   };
 
-  /// Takes a rank's gradients from autograd.
-  void collect(std::size_t rank, bool sync) {
+  /// Takes a gradient from autograd when it arrives: a checkpoint delivers those of several uses one by one.
+  class Collect final : public torch::autograd::PostAccumulateGradHook {
+   public:
+    explicit Collect(std::function<void(const at::Tensor&)> take) : take_(std::move(take)) {}
+    void operator()(const at::Tensor& parameter) override {
+      const auto gradient = std::exchange(parameter.mutable_grad(), {});
+      if (gradient.defined()) take_(gradient);  // Undefined where a checkpoint's backward has delivered it already.
+    }
+
+   private:
+    std::function<void(const at::Tensor&)> take_;
+  };
+
+  void watch() {
     for (auto& replica : replicas_) {
-      const auto gradient = std::exchange(replica.whole.mutable_grad(), {});
-      if (gradient.defined()) replica.collect(rank, gradient, sync);
+      if (!replica.whole.requires_grad()) continue;
+      torch::autograd::impl::set_post_acc_grad_hooks(replica.whole, std::make_unique<Collect>([&](const at::Tensor& gradient) {
+                                                       replica.collect(collecting_rank_, gradient, collecting_sync_);
+                                                     }));
     }
     for (auto& ignored : ignored_) {
-      const auto gradient = std::exchange(ignored.whole.mutable_grad(), {});
-      if (static_cast<std::int64_t>(rank) != rank_ || !gradient.defined()) continue;
-      ignored.gradient = ignored.gradient.defined() ? ignored.gradient + gradient : gradient;
+      if (!ignored.whole.requires_grad()) continue;
+      torch::autograd::impl::set_post_acc_grad_hooks(ignored.whole, std::make_unique<Collect>([&](const at::Tensor& gradient) {
+                                                       if (static_cast<std::int64_t>(collecting_rank_) != rank_) return;
+                                                       ignored.gradient =
+                                                           ignored.gradient.defined() ? ignored.gradient + gradient : gradient;
+                                                     }));
     }
+  }
+
+  void run_backward(const at::Tensor& loss, std::size_t rank, bool sync) {
+    collecting_rank_ = rank;
+    collecting_sync_ = sync;
+    loss.backward();
   }
 
   /// What modules compute with.
@@ -397,6 +419,8 @@ class Replicas final : public Trainee {
 
   SumOrder order_;
   std::int64_t rank_;
+  std::size_t collecting_rank_ = 0;  ///< Whose backward runs,
+  bool collecting_sync_ = true;      ///< and whether its gradients are reduced at its end.
   std::vector<double> norms_;
   std::size_t next_norm_ = 0;
   double norm_tolerance_;
