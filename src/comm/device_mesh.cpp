@@ -11,6 +11,7 @@
 #include "comm/native_communicator.h"
 #include "comm/null_communicator.h"
 #include "comm/pairwise_communicator.h"
+#include "comm/ranks.h"
 #include "comm/rendezvous.h"
 #include "comm/world.h"
 #include "fsdp/error.h"
@@ -186,24 +187,13 @@ std::shared_ptr<comm::Communicator> DeviceMesh::new_communicator(const std::stri
 }
 
 double DeviceMesh::sum(double value) const {
-  const auto& communicators = fsdp::defined(state_).communicators;
-  for (auto communicator = communicators.rbegin(); communicator != communicators.rend(); ++communicator) {
-    const auto all = (*communicator)->exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
-    value = 0;
-    for (std::int64_t rank = 0; rank < all.size(0); ++rank) value += all.const_data_ptr<double>()[rank];
-  }
-  return value;
+  const auto all = comm::Ranks(*this).exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
+  double sum = 0;
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
+  return sum;
 }
 
-bool DeviceMesh::all(bool ok) const {
-  const auto& communicators = fsdp::defined(state_).communicators;
-  for (auto communicator = communicators.rbegin(); communicator != communicators.rend(); ++communicator) {
-    const auto votes = (*communicator)->exchange(at::full({1}, ok, at::kBool), {.operation = "all", .unit = "(mesh)"});
-    const bool* vote = votes.const_data_ptr<bool>();
-    ok = std::all_of(vote, vote + votes.numel(), [](bool each) { return each; });
-  }
-  return ok;
-}
+bool DeviceMesh::all(bool ok) const { return comm::Ranks(*this).agree(ok, {.operation = "all", .unit = "(mesh)"}); }
 
 void DeviceMesh::barrier() const {
   // Whoever leaves the barrier of dimension d knows that all ranks that differ from it in dimensions 0 to d only have arrived.

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "fsdp/error.h"
-#include "memory/device_memory.h"
 
 namespace fsdp::engine {
 namespace {
@@ -22,10 +21,11 @@ Engine::Engine(const EngineOptions& options)
       stream_(options.mesh.device()),
       pool_(options.mesh.device(), accounting_),
       gatherer_(options.mesh.device(), pool_, options.keep_gathered_bytes),
-      reducer_(options.mesh.device(), pool_, accounting_, {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}) {}
+      reducer_(options.mesh.device(), pool_, accounting_, {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}),
+      main_parameters_(options.mesh.device(), units_, gatherer_) {}
 
 Engine::~Engine() {
-  reducer_.drop(units_);
+  reducer_.drop();
   for (const auto& unit : units_) {
     unit->gather.reset();  // waits
     unit->free_whole();
@@ -37,6 +37,7 @@ Unit& Engine::add(std::unique_ptr<Unit> unit) {
   unit->index = units_.size();
   unit->model = options_.model;
   units_.push_back(std::move(unit));
+  reducer_.add(*units_.back());
   return *units_.back();
 }
 
@@ -83,7 +84,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
     return;
   }
   if (current_ == nullptr && backward_ == BackwardState::kNone) {
-    refuse_torn();
+    main_parameters_.refuse_torn();
     validate_parameters();
   }
   history_[moves_++ % history_.size()] = &unit;
@@ -211,7 +212,7 @@ void Engine::forget_moves() {
 
 void Engine::wrote(Unit& unit) {
   const auto lock = this->lock();
-  wait_for_reader();  // The write-back may follow at any time.
+  main_parameters_.wait_for_reader();  // The write-back may follow at any time.
   unit.written = true;
 }
 
@@ -221,8 +222,8 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
     if (!backward_alive_.expired()) return false;
     reset_locked();
   }
-  refuse_summoned("a backward");
-  adds_to_gradients_ = std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return Reducer::has_gradients(*unit); });
+  main_parameters_.refuse_summoned("a backward");
+  adds_to_gradients_ = reducer_.has_gradients();
   backward_ = BackwardState::kRunning;
   backward_alive_ = std::move(alive);
   // What forward was still in stays where it is, but is to be entered anew.
@@ -234,7 +235,7 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   schedule_.begin(Phase::kBackward);
   guarded([&] {
     reducer_.drain();  // what a backward that was not the last left
-    reducer_.begin_backward(units_, of == BackwardOf::kAllLeaves);
+    reducer_.begin_backward(of == BackwardOf::kAllLeaves);
     if (!has_lists) read_ahead();
   });
   return true;
@@ -262,15 +263,16 @@ void Engine::end_backward() {
       }
     }
     forget_moves();
-    reducer_.finish(units_);
+    reducer_.finish();
     if (is_last_backward_ || options_.report_nan_in_param_grad) reducer_.drain();
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
   schedule_.begin(Phase::kForward);
   pool_.end_step();
-  validate();
-  if (options_.report_nan_in_param_grad) guarded([&] { reducer_.report_nan(units_); });
+  reducer_.validate();
+  validate_parameters();  // [Validate at the end]
+  guarded([&] { reducer_.report_nan(); });
 }
 
 bool Engine::in_backward() {
@@ -283,19 +285,9 @@ void Engine::recover() {
   if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
 }
 
-// [Validate at the end]
-void Engine::validate() const {
-  for (const auto& unit : units_) {
-    if (unit->options.requires_gradient_sync && unit->gradient_state == GradientState::kCollecting) {
-      throw Error("internal: unit '" + unit->name + "' has unreduced gradients after backward");
-    }
-  }
-  validate_parameters();
-}
-
 void Engine::validate_parameters() const {
   for (const auto& unit : units_) {
-    if (unit->summoned) continue;
+    if (main_parameters_.is_summoned(*unit)) continue;
     for (const auto& parameter : unit->parameters) {
       const auto tensor = parameter.tensor.lock();
       if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
@@ -339,12 +331,11 @@ void Engine::reset_locked() {
   if (failed_backward && adds_to_gradients_) {
     TORCH_WARN(
         "fsdp: a backward failed, and the gradients of earlier backwards to which it was adding are dropped with it; begin the "
-        "accumulation "
-        "anew, or leave this step out");
+        "accumulation anew, or leave this step out");
   }
-  reducer_.drop(units_);
+  reducer_.drop();
+  if (failed_backward) reducer_.zero_grad();
   for (const auto& unit : units_) {
-    if (failed_backward) reducer_.zero_grad(*unit);
     gatherer_.drop(*unit);
     set_use(*unit, UseState::kUnused);
     gatherer_.evict(*unit);
@@ -367,67 +358,35 @@ void Engine::zero_grad() {
     reset_locked();
   }
   guarded([&] { reducer_.drain(); });
-  reducer_.drop(units_);
-  for (const auto& unit : units_) reducer_.zero_grad(*unit);
+  reducer_.drop();
+  reducer_.zero_grad();
 }
 
 void Engine::check_parameters() {
   const auto lock = this->lock();
-  refuse_retired();
+  main_parameters_.refuse_retired();
   validate_parameters();
 }
 
 void Engine::flush_writes() {
   const auto lock = this->lock();
-  refuse_torn();
-  flush_writes_locked();
+  main_parameters_.refuse_torn();
+  guarded([&] { main_parameters_.flush_writes(); });
 }
 
 void Engine::prepare_load() {
   const auto lock = this->lock();
-  flush_writes_locked();
+  guarded([&] { main_parameters_.flush_writes(); });
 }
 
 void Engine::set_torn(bool torn) {
   const auto lock = this->lock();
-  torn_ = torn;
-}
-
-void Engine::refuse_torn() const {
-  if (torn_) throw Error("a load of this model failed halfway, so that its values belong to no checkpoint; load again before it is used");
-}
-
-void Engine::refuse_retired() const {
-  if (!retired_) return;
-  throw Error(
-      "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
-}
-
-void Engine::flush_writes_locked() {
-  refuse_retired();
-  refuse_summoned("this handle or optimizer is used");
-  wait_for_reader();
-  for (const auto& unit : units_) {
-    // A gather on a prediction that did not hold still sends what the caller is about to write.
-    if (unit->state == ParameterState::kGathering) guarded([&] { gatherer_.finish(*unit); });
-    gatherer_.write_back(*unit);
-  }
-  // The caller may write to what is being copied to the device.
-  if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device());
+  main_parameters_.set_torn(torn);
 }
 
 void Engine::set_reader(std::future<void> read) {
   const auto lock = this->lock();
-  wait_for_reader();
-  reader_ = std::move(read);
-}
-
-// [Writers wait for the reader] The reader needs nothing of the engine, so that waiting under the lock ends. Present whole parameters may
-// be written meanwhile: where they are the main parameters themselves, it does not read them.
-void Engine::wait_for_reader() {
-  if (!reader_.valid()) return;
-  reader_.wait();
-  reader_ = {};
+  main_parameters_.set_reader(std::move(read));
 }
 
 std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tensor> main) {
@@ -439,46 +398,28 @@ std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tens
 }
 
 std::vector<at::Tensor> Engine::summon(Unit& unit) {
-  {
-    const auto lock = this->lock();
-    gatherer_.write_back(unit);
-  }
-  auto whole = gather_main(unit, unit.main);
   const auto lock = this->lock();
-  unit.summoned = true;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> whole;
+  guarded([&] { whole = main_parameters_.summon(unit); });
   return whole;
 }
 
 void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   const auto lock = this->lock();
   const at::NoGradGuard no_grad;
-  unit.summoned = false;
-  if (whole.empty()) return;
-  wait_for_reader();
-  if (unit.offloaded()) memory::synchronize(device());  // the main parameters may be on their way to the device
-  for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
-  guarded([&] { gatherer_.outdate_copies(unit); });
-  evict(unit);
-  if (current_ == &unit) current_ = nullptr;
-}
-
-void Engine::refuse_summoned(const char* what) const {
-  for (const auto& unit : units_) {
-    if (unit->summoned) {
-      throw Error(std::string(what) + " while SummonFullParams keeps unit '" + unit->name + "' whole; end the guard's scope first");
-    }
-  }
+  guarded([&] {
+    if (!main_parameters_.dismiss(unit, whole)) return;
+    gatherer_.outdate_copies(unit);
+    evict(unit);
+  });
+  if (!whole.empty() && current_ == &unit) current_ = nullptr;
 }
 
 void Engine::main_shards_changed() {
   {
     const auto lock = this->lock();
-    wait_for_reader();
-    guarded([&] {
-      for (const auto& unit : units_) {
-        if (unit->replicated_optimizer()) gatherer_.exchange_main(*unit);
-      }
-    });
+    guarded([&] { main_parameters_.exchange_shards(); });
   }
   main_parameters_changed();
 }
@@ -508,7 +449,7 @@ void Engine::finish_gradient_sync() {
 
 void Engine::retire() {
   const auto lock = this->lock();
-  retired_ = true;
+  main_parameters_.retire();
 }
 
 void Engine::set_prefetch_depth(int depth) {

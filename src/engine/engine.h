@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/gatherer.h"
+#include "engine/main_parameters.h"
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
@@ -97,8 +98,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// waits for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes.
   void set_reader(std::future<void> read);
   /// From now on users have views of the main parameters, and may write through them at any time.
-  void expose_main() { main_is_exposed_ = true; }
-  bool main_is_exposed() const { return main_is_exposed_; }
+  void expose_main() { main_parameters_.expose(); }
+  bool main_is_exposed() const { return main_parameters_.exposed(); }
   /// The main parameters are partly one model's and partly another's: the next forward, and flush_writes, are Errors.
   void set_torn(bool torn);
   /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
@@ -143,13 +144,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_use(Unit& unit, UseState state);
   void evict(Unit& unit);
   void forget_moves();
-  void flush_writes_locked();
-  void wait_for_reader();
-  void refuse_retired() const;
-  void refuse_torn() const;
-  void refuse_summoned(const char* what) const;
   void reset_locked();
-  void validate() const;
   void validate_parameters() const;
   /// Every public method begins with it.
   std::unique_lock<std::mutex> lock();
@@ -162,15 +157,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineOptions options_;
   OneStream stream_;
   bool is_last_backward_ = true;
-  bool retired_ = false;
-  bool torn_ = false;
-  std::future<void> reader_;  // invalid: there is none
-  bool main_is_exposed_ = false;
   memory::Accounting accounting_;
   memory::SlotPool pool_;
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it
   Gatherer gatherer_;
   Reducer reducer_;
+  MainParameters main_parameters_;
   Schedule schedule_;
   Unit* current_ = nullptr;
   // [A move costs the same however many units there are] What entering a unit looks at: the units that the computation is in (or forward

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/gradient_usage.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
@@ -30,47 +31,64 @@ void zero_bytes(const at::Tensor& tensor) {
 
 memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
 
-/// [Usage is agreed] Ranks tell each other before which departure from a unit its last gradient came, up to this one: later ones are
-/// reduced at the end of backward.
-constexpr int kLastDeparture = 4;
-
-bool any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any().item<bool>(); }
-
-void append_bit(std::vector<std::uint8_t>& bits, std::size_t& count, bool value) {
-  if (count % 8 == 0) bits.push_back(0);
-  if (value) bits.back() |= static_cast<std::uint8_t>(1U << (count % 8));
-  ++count;
-}
-
 }  // namespace
 
+// From autograd into a buffer.
+
 void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
-  auto& target = unit.parameters[parameter];
   if (gradient.is_sparse()) {
-    throw Error("parameter '" + target.name + "' of unit '" + unit.name +
+    throw Error("parameter '" + unit.parameters[parameter].name + "' of unit '" + unit.name +
                 "' got a sparse gradient; flat shards are dense: build its embedding with sparse(false)");
   }
+  auto& gradients = of(unit);
   // The buffer may be on its way: what comes now is reduced at the end of backward, and from the next one on at a later departure.
-  while (unit.gradient_state == GradientState::kReducing) complete_oldest_inner();
-  if (unit.gradient_state == GradientState::kNone) acquire(unit);
-  const auto& view = unit.collecting->views[parameter];
-  if (target.gradient_seen) {
+  while (gradients.state == GradientState::kReducing) complete_oldest_inner();
+  if (gradients.state == GradientState::kNone) acquire(gradients);
+  auto& target = gradients.parameters[parameter];
+  const auto& view = gradients.collected().views[parameter];
+  if (target.seen) {
     view.add_(gradient);
   } else {
     view.copy_(gradient);
   }
-  target.gradient_seen = true;
+  target.seen = true;
   target.contributed = true;
-  unit.last_gradient = unit.departures + 1;
-  unit.adds_up_locally = unit.adds_up_locally || !unit.options.requires_gradient_sync;
+  gradients.last_gradient = gradients.departures + 1;
+  if (!unit.options.requires_gradient_sync) gradients.state = GradientState::kAddingUp;
 }
 
-void Reducer::begin_backward(std::span<const std::unique_ptr<Unit>> units, bool reduces_on_departure) {
+void Reducer::acquire(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  gradients.collected_in = unit.options.requires_gradient_sync ? CollectedIn::kWire : CollectedIn::kLocal;
+  auto& buffer = gradients.collected();
+  if (unit.replicated_gradients() && !unit.main_gradient_valid && !under_way(gradients) && &buffer == &gradients.local()) {
+    // Nothing to add to: gradients are collected, and later reduced, in their final place.
+    gradients.collected_in = CollectedIn::kMain;
+    allocate_main_gradient(unit);
+    memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
+  } else {
+    // A unit whose gradients come without an entry (nothing needs the weights of a first layer) was not departed to: the one before it may
+    // still collect.
+    const auto collecting = std::count_if(collecting_.begin(), collecting_.end(), [&](const GradientAccumulator* other) {
+      return reduced_on_departure(*other, other->departures + 1) && !related(other->unit, unit);
+    });
+    while (inner_under_way() > 0 && inner_under_way() + static_cast<std::size_t>(collecting) >= kLiveGradients) complete_oldest_inner();
+    buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
+  }
+  // Padding reaches gradient norms and optimizer segments: it must be zero, not what the slot held before.
+  for (const auto& stretch : buffer.padding) zero_bytes(stretch);
+  gradients.state = GradientState::kCollecting;
+  collecting_.push_back(&gradients);
+}
+
+// When reductions begin.
+
+void Reducer::begin_backward(bool reduces_on_departure) {
   reduces_on_departure_ = reduces_on_departure;
   entered_.clear();
-  for (const auto& unit : units) {
-    unit->departures = 0;
-    unit->last_gradient = 0;
+  for (const auto& gradients : gradients_) {
+    gradients->departures = 0;
+    gradients->last_gradient = 0;
   }
 }
 
@@ -84,122 +102,89 @@ void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together
     Unit& unit = *entered_[i];
     if (related(unit, destination) || std::find(together.begin(), together.end(), &unit) != together.end()) continue;
     entered_.erase(entered_.begin() + static_cast<std::ptrdiff_t>(i));
-    ++unit.departures;
-    if (!reduced_on_departure(unit, unit.departures)) continue;
-    if (unit.gradient_state == GradientState::kNone) acquire(unit);  // This rank has no gradient: it counts as zero.
-    reduce(unit);
+    auto& gradients = of(unit);
+    ++gradients.departures;
+    if (!reduced_on_departure(gradients, gradients.departures)) continue;
+    if (gradients.state == GradientState::kNone) acquire(gradients);  // This rank has no gradient: it counts as zero.
+    reduce(gradients);
   }
 }
 
 /// The unit is reduced when backward departs from it for the n-th time.
-bool Reducer::reduced_on_departure(const Unit& unit, int n) const {
-  return reduces_on_departure_ && unit.options.requires_gradient_sync && n == unit.reduced_at_departure && n < kLastDeparture;
+bool Reducer::reduced_on_departure(const GradientAccumulator& gradients, int n) const {
+  const bool synchronizes = reduces_on_departure_ && gradients.unit.options.requires_gradient_sync;
+  return synchronizes && n == gradients.reduced_at_departure && n < kLastDeparture;
 }
 
-void Reducer::acquire(Unit& unit) {
-  // What is about to travel is collected in the wire's dtype; what backwards without synchronization add up, in the main gradients'.
-  auto& buffer = unit.options.requires_gradient_sync ? unit.wire_gradients : unit.local_gradients();
-  unit.collecting = &buffer;
-  unit.collects_in_place =
-      unit.replicated_gradients() && !unit.main_gradient_valid && !unit.reduced_in_this_backward && &buffer == &unit.local_gradients();
-  if (unit.collects_in_place) {
-    // Nothing to add to: gradients are collected, and later reduced, in their final place.
-    allocate_main_gradient(unit);
-    memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
-  } else {
-    // A unit whose gradients come without an entry (nothing needs the weights of a first layer) was not departed to: the one before it may
-    // still collect.
-    const auto collecting = std::count_if(collecting_.begin(), collecting_.end(), [&](const Unit* other) {
-      return reduced_on_departure(*other, other->departures + 1) && !related(*other, unit);
+void Reducer::finish() {
+  // Units on the same ranks speak together.
+  std::vector<std::vector<GradientAccumulator*>> neighbours;
+  for (const auto& gradients : gradients_) {
+    const Unit& unit = gradients->unit;
+    if (!unit.options.requires_gradient_sync) continue;
+    const auto same = std::find_if(neighbours.begin(), neighbours.end(), [&](const auto& others) {
+      const auto& groups = others.front()->unit.groups;
+      return groups.reduce == unit.groups.reduce && groups.outer == unit.groups.outer;
     });
-    while (inner_under_way() > 0 && inner_under_way() + static_cast<std::size_t>(collecting) >= kLiveGradients) complete_oldest_inner();
-    buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
+    (same == neighbours.end() ? neighbours.emplace_back() : *same).push_back(gradients.get());
   }
-  // Padding reaches gradient norms and optimizer segments: it must be zero, not what the slot held before.
-  for (const auto& stretch : buffer.padding) zero_bytes(stretch);
-  unit.gradient_state = GradientState::kCollecting;
-  collecting_.push_back(&unit);
-}
-
-// From torch's allocator, not from a slot: the gradients then lie in memory that activations have left, and the next activations get it
-// back, so that the two never add up.
-void Reducer::allocate_main_gradient(Unit& unit) {
-  if (unit.main_gradient_memory) return;
-  auto& buffer = unit.main_gradient_buffer;
-  const auto allocate = [&] {
-    if (unit.offloaded()) return memory::allocate_host(device_, buffer.bytes);
-    const c10::DeviceGuard guard(device_);
-    return c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes));
-  };
-  unit.main_gradient_memory = std::make_shared<c10::DataPtr>(allocate());
-  memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
-  accounting_.add(main_gradients_kind(unit), buffer.bytes);
-}
-
-/// Memory for the result of a reduction. What is offloaded comes back first, to be added to as everywhere else: adding up on the host would
-/// round twice.
-void Reducer::allocate_reduced(Unit& unit) {
-  if (unit.offloaded()) {
-    unit.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
-    if (!unit.main_gradient_valid) return;
-    for (std::size_t k = 0; k < unit.reduced.size(); ++k) unit.reduced[k].copy_(unit.main_gradient[k], /*non_blocking=*/true);
-  } else {
-    allocate_main_gradient(unit);
+  std::vector<bool> unreduced(gradients_.size(), false);
+  for (const auto& group : neighbours) {
+    for (const auto* gradients : exchange_usage(group)) unreduced[gradients->unit.index] = true;
   }
-}
-
-/// The result of a whole reduction reaches the main gradients.
-void Reducer::deliver(Unit& unit) {
-  if (unit.offloaded()) {
-    allocate_main_gradient(unit);
-    for (std::size_t k = 0; k < unit.reduced.size(); ++k) {
-      unit.main_gradient[k].copy_(unit.reduced[k], /*non_blocking=*/true);
-      copies_to_host_ = true;
+  for (const auto& gradients : gradients_) {
+    const Unit& unit = gradients->unit;
+    if (unreduced[unit.index]) {
+      if (under_way(*gradients)) drain();  // It is reduced a second time, into what may be on its way.
+      if (gradients->state == GradientState::kNone) acquire(*gradients);
+      reduce(*gradients);
+    } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->holds_partial &&
+               !under_way(*gradients)) {
+      begin({.gradients = gradients.get(), .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
     }
-    unit.reduced_buffer.release();
   }
-  unit.main_gradient_valid = true;
 }
 
-void Reducer::zero_grad(Unit& unit) {
-  unit.main_gradient_valid = false;
-  unit.partial_valid = false;
-  unit.partial.release();
-  for (auto& parameter : unit.parameters) {
-    parameter.has_gradient = false;
-    parameter.partial = false;
+void Reducer::validate() const {
+  for (const auto& gradients : gradients_) {
+    if (!gradients->unit.options.requires_gradient_sync || !gradients->collects()) continue;
+    throw Error("internal: unit '" + gradients->unit.name + "' has unreduced gradients after backward");
   }
-  // Gradients that are collected in place and not yet reduced are not main gradients.
-  if (!unit.main_gradient_memory || unit.collects_in_place) return;
-  memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
-  unit.main_gradient_memory.reset();
-  accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
 }
+
+void Reducer::report_nan() const {
+  if (options_.report_nan) engine::report_nan(gradients_, options_.rank);
+}
+
+// A reduction, hop by hop.
 
 // [Order is collective] Reductions begin at moments that all ranks share, and so do the later hops of those that began before: all but the
 // newest go on.
-void Reducer::reduce(Unit& unit) {
-  auto& buffer = *unit.collecting;
+void Reducer::reduce(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  auto& buffer = gradients.collected();
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    auto& parameter = unit.parameters[i];
-    if (parameter.trainable && !parameter.gradient_seen) zero_bytes(buffer.views[i]);
-    if (options_.report_nan && parameter.gradient_seen) parameter.has_nan = parameter.has_nan || any_nan(buffer.views[i]);
-    parameter.gradient_seen = false;
+    auto& parameter = gradients.parameters[i];
+    if (unit.parameters[i].trainable && !parameter.seen) zero_bytes(buffer.views[i]);
+    if (options_.report_nan && parameter.seen) parameter.has_nan = parameter.has_nan || any_nan(buffer.views[i]);
+    parameter.seen = false;
   }
   while (inner_under_way() >= kLiveGradients) complete_oldest_inner();  // for gradients that are collected in place, nothing has waited yet
-  if (&buffer != &unit.wire_gradients) {
-    unit.wire_gradients.acquire(pool_, memory::Kind::kUnreducedGradients);
-    for (std::size_t k = 0; k < buffer.parts.size(); ++k) unit.wire_gradients.parts[k].copy_(buffer.parts[k]);
-    if (unit.collects_in_place) memory::detach(*buffer.storage.unsafeGetStorageImpl());
+  if (&buffer != &gradients.wire) {
+    gradients.wire.acquire(pool_, memory::Kind::kUnreducedGradients);
+    for (std::size_t k = 0; k < buffer.parts.size(); ++k) gradients.wire.parts[k].copy_(buffer.parts[k]);
+    if (gradients.collected_in == CollectedIn::kMain) memory::detach(*buffer.storage.unsafeGetStorageImpl());
     buffer.release();
   }
-  unit.gradient_state = GradientState::kReducing;
-  unit.reduced_in_this_backward = true;
-  collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &unit));
-  begin(unit, Hop::kInnerReduce);
+  // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
+  const bool in_place = gradients.state == GradientState::kAddingUp && !unit.groups.outer && !unit.main_gradient_memory &&
+                        !gradients.own_local && !unit.offloaded();
+  gradients.state = GradientState::kReducing;
+  collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
+  begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = unit.options.requires_all_reduce, .in_place = in_place});
 }
 
-void Reducer::begin(Unit& unit, Hop hop) {
+void Reducer::begin(Reduction reduction) {
   for (std::size_t i = 0; i + 1 < reductions_.size();) {
     if (advance(reductions_[i])) {
       reductions_.erase(reductions_.begin() + static_cast<std::ptrdiff_t>(i));
@@ -207,88 +192,95 @@ void Reducer::begin(Unit& unit, Hop hop) {
       ++i;
     }
   }
-  reductions_.push_back({&unit, hop, hop == Hop::kOuterReduce || unit.options.requires_all_reduce, start(unit, hop)});
+  start(reductions_.emplace_back(std::move(reduction)));
 }
 
-std::unique_ptr<comm::Pending> Reducer::start(Unit& unit, Hop hop) {
+void Reducer::start(Reduction& reduction) {
+  auto& gradients = *reduction.gradients;
+  Unit& unit = gradients.unit;
   std::vector<comm::ReducePiece> reduced;
   std::vector<comm::GatherPiece> gathered;
-  const auto own_piece = [&](std::size_t k) { return unit.main_region(unit.reduced[k], unit.own_pieces()); };
-  const auto inner_region = [&](std::size_t k) { return unit.main_region(unit.reduced[k], unit.inner_pieces()); };
-  const auto sub_buffers = unit.reduced.size();
+  const auto own_piece = [&](std::size_t k) { return unit.main_region(gradients.reduced[k], unit.own_pieces()); };
+  const auto inner_region = [&](std::size_t k) { return unit.main_region(gradients.reduced[k], unit.inner_pieces()); };
+  const auto sub_buffers = gradients.reduced.size();
   const bool accumulate = unit.main_gradient_valid;
-  switch (hop) {
+  switch (reduction.hop) {
     case Hop::kInnerReduce:
-      // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
-      unit.reduces_in_place =
-          unit.adds_up_locally && !unit.groups.outer && !unit.main_gradient_memory && !unit.own_local_gradients && !unit.offloaded();
       if (unit.groups.outer) {
-        unit.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
-      } else if (!unit.reduces_in_place) {
-        allocate_reduced(unit);
+        gradients.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
+      } else if (!reduction.in_place) {
+        allocate_reduced(gradients);
       }
-      unit.staging.acquire(pool_, memory::Kind::kCommunication);
+      gradients.staging.acquire(pool_, memory::Kind::kCommunication);
       for (std::size_t k = 0; k < sub_buffers; ++k) {
-        const auto& unreduced = unit.wire_gradients.parts[k];
+        const auto& unreduced = gradients.wire.parts[k];
         reduced.push_back({.unreduced = unreduced,
-                           .staging = unit.staging.parts[k],
-                           .out = unit.groups.outer       ? unit.partial.parts[k]
-                                  : unit.reduces_in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
-                                                          : inner_region(k),
-                           .accumulate = unit.groups.outer ? unit.partial_valid : accumulate});
+                           .staging = gradients.staging.parts[k],
+                           .out = unit.groups.outer    ? gradients.partial.parts[k]
+                                  : reduction.in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
+                                                       : inner_region(k),
+                           .accumulate = unit.groups.outer ? gradients.holds_partial : accumulate});
       }
-      return unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
+      reduction.pending = unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
+      break;
     case Hop::kOuterReduce:
-      allocate_reduced(unit);
-      unit.partial_wire.acquire(pool_, memory::Kind::kCommunication);
-      unit.outer_staging.acquire(pool_, memory::Kind::kCommunication);
+      allocate_reduced(gradients);
+      gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);
+      gradients.outer_staging.acquire(pool_, memory::Kind::kCommunication);
       for (std::size_t k = 0; k < sub_buffers; ++k) {
-        const auto& partial = unit.partial.parts[k];
-        const auto& wire = unit.partial_wire.parts[k];
+        const auto& partial = gradients.partial.parts[k];
+        const auto& wire = gradients.partial_wire.parts[k];
         if (wire.defined()) wire.copy_(partial);
         reduced.push_back({.unreduced = wire.defined() ? wire : partial,
-                           .staging = unit.outer_staging.parts[k],
+                           .staging = gradients.outer_staging.parts[k],
                            .out = own_piece(k),
                            .accumulate = accumulate});
       }
-      return unit.groups.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
+      reduction.pending = unit.groups.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
+      break;
     case Hop::kOuterGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
-      return unit.groups.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
+      reduction.pending = unit.groups.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
+      break;
     case Hop::kInnerGather:
-      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = unit.reduced[k], .shard = inner_region(k)});
-      return unit.groups.reduce->all_gather(gathered, unit.label("all-gather of gradients"));
+      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = gradients.reduced[k], .shard = inner_region(k)});
+      reduction.pending = unit.groups.reduce->all_gather(gathered, unit.label("all-gather of gradients"));
+      break;
   }
-  return {};
 }
 
 void Reducer::complete(Reduction& reduction) {
   if (!reduction.pending) return;
   reduction.pending->wait();
   reduction.pending.reset();
-  Unit& unit = *reduction.unit;
+  auto& gradients = *reduction.gradients;
+  const bool has_outer = gradients.unit.groups.outer != nullptr;
   if (reduction.hop == Hop::kInnerReduce) {
-    if (unit.reduces_in_place) {
-      unit.staging.release();
-      allocate_main_gradient(unit);
-      for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
-        unit.main_gradient[k].copy_(Unit::region(unit.wire_gradients.parts[k], unit.all_pieces(), unit.inner_pieces()));
-      }
-    }
-    release_unreduced(unit);
-    if (unit.groups.outer) unit.partial_valid = true;
+    if (reduction.in_place) take_result(gradients);
+    release_unreduced(gradients);
+    if (has_outer) gradients.holds_partial = true;
   } else if (reduction.hop == Hop::kOuterReduce) {
-    unit.partial.release();
-    unit.partial_valid = false;
-    unit.partial_wire.release();
-    unit.outer_staging.release();
+    gradients.partial.release();
+    gradients.holds_partial = false;
+    gradients.partial_wire.release();
+    gradients.outer_staging.release();
   }
-  const bool is_partial = reduction.hop == Hop::kInnerReduce && unit.groups.outer;
-  if (!is_partial && !next_hop(reduction)) deliver(unit);
+  const bool is_partial = reduction.hop == Hop::kInnerReduce && has_outer;
+  if (!is_partial && !next_hop(reduction)) deliver(gradients);
+}
+
+/// What a reduction in place has left in the unreduced buffer becomes the main gradients.
+void Reducer::take_result(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  gradients.staging.release();
+  allocate_main_gradient(unit);
+  for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
+    unit.main_gradient[k].copy_(Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
+  }
 }
 
 std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
-  const Unit& unit = *reduction.unit;
+  const Unit& unit = reduction.gradients->unit;
   switch (reduction.hop) {
     case Hop::kInnerReduce:
       if (unit.groups.outer) return reduction.over_outer ? std::optional(Hop::kOuterReduce) : std::nullopt;
@@ -309,8 +301,12 @@ bool Reducer::advance(Reduction& reduction) {
   const auto next = next_hop(reduction);
   if (!next) return true;
   reduction.hop = *next;
-  reduction.pending = start(*reduction.unit, *next);
+  start(reduction);
   return false;
+}
+
+bool Reducer::under_way(const GradientAccumulator& gradients) const {
+  return std::any_of(reductions_.begin(), reductions_.end(), [&](const Reduction& r) { return r.gradients == &gradients; });
 }
 
 std::size_t Reducer::inner_under_way() const {
@@ -339,142 +335,93 @@ void Reducer::drain() {
   if (std::exchange(copies_to_host_, false)) memory::synchronize(device_);
 }
 
-void Reducer::release_unreduced(Unit& unit) {
-  if (unit.collects_in_place) memory::detach(*unit.collecting->storage.unsafeGetStorageImpl());
-  unit.wire_gradients.release();
-  if (unit.own_local_gradients) unit.own_local_gradients->release();
-  unit.staging.release();
-  unit.collecting = nullptr;
-  unit.adds_up_locally = false;
-  unit.reduces_in_place = false;
-  unit.collects_in_place = false;
-  unit.gradient_state = GradientState::kNone;
-}
+// Main gradients.
 
-void Reducer::exchange_usage(std::span<Unit* const> units) {
-  // Bits: for each unit, has it unreduced gradients, and came its last gradient after the first departure, the second, ...; for each
-  // parameter, had this rank a gradient.
-  std::vector<std::uint8_t> bits;
-  std::size_t count = 0;
-  for (const Unit* unit : units) {
-    append_bit(bits, count, unit->gradient_state == GradientState::kCollecting);
-    for (int n = 1; n < kLastDeparture; ++n) append_bit(bits, count, unit->last_gradient > n);
-    for (const auto& parameter : unit->parameters) append_bit(bits, count, parameter.contributed);
-  }
-  const auto agree = [&](comm::Communicator& communicator) {
-    const auto own = at::from_blob(bits.data(), {static_cast<std::int64_t>(bits.size())}, at::kByte);
-    const auto all = communicator.exchange(own, units.front()->label("gradient usage"));
-    const auto* bytes = all.const_data_ptr<std::uint8_t>();
-    for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
-      for (std::size_t i = 0; i < bits.size(); ++i) bits[i] |= bytes[static_cast<std::size_t>(rank) * bits.size() + i];
-    }
+// From torch's allocator, not from a slot: the gradients then lie in memory that activations have left, and the next activations get it
+// back, so that the two never add up.
+void Reducer::allocate_main_gradient(Unit& unit) {
+  if (unit.main_gradient_memory) return;
+  auto& buffer = unit.main_gradient_buffer;
+  const auto allocate = [&] {
+    if (unit.offloaded()) return memory::allocate_host(device_, buffer.bytes);
+    const c10::DeviceGuard guard(device_);
+    return c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes));
   };
-  agree(*units.front()->groups.reduce);
-  if (units.front()->groups.outer) agree(*units.front()->groups.outer);
-  std::size_t position = 0;
-  const auto next_bit = [&] {
-    const bool bit = ((bits[position / 8] >> (position % 8)) & 1U) != 0;
-    ++position;
-    return bit;
-  };
-  for (Unit* unit : units) {
-    unit->to_reduce = next_bit();
-    int last_gradient = 1;
-    for (int n = 1; n < kLastDeparture; ++n) last_gradient += next_bit() ? 1 : 0;
-    bool contributed = false;
-    const bool fully = !unit->groups.outer || unit->options.requires_all_reduce;
-    for (auto& parameter : unit->parameters) {
-      const bool now = next_bit();
-      const bool any = now || parameter.partial;
-      contributed = contributed || now;
-      parameter.contributed = false;
-      parameter.partial = any && !fully;
-      parameter.has_gradient = (any && fully) || parameter.has_gradient;
-    }
-    if (contributed) unit->reduced_at_departure = last_gradient;
+  unit.main_gradient_memory = std::make_shared<c10::DataPtr>(allocate());
+  memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
+  accounting_.add(main_gradients_kind(unit), buffer.bytes);
+}
+
+/// Memory for the result of a reduction. What is offloaded comes back first, to be added to as everywhere else: adding up on the host would
+/// round twice.
+void Reducer::allocate_reduced(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  if (!unit.offloaded()) return allocate_main_gradient(unit);
+  gradients.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
+  if (!unit.main_gradient_valid) return;
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    gradients.reduced[k].copy_(unit.main_gradient[k], /*non_blocking=*/true);
   }
 }
 
-void Reducer::finish(std::span<const std::unique_ptr<Unit>> units) {
-  // Units on the same ranks speak together.
-  std::vector<std::vector<Unit*>> neighbours;
-  for (const auto& unit : units) {
-    if (!unit->options.requires_gradient_sync) continue;
-    const auto same = std::find_if(neighbours.begin(), neighbours.end(), [&](const auto& others) {
-      return others.front()->groups.reduce == unit->groups.reduce && others.front()->groups.outer == unit->groups.outer;
-    });
-    (same == neighbours.end() ? neighbours.emplace_back() : *same).push_back(unit.get());
-  }
-  for (const auto& group : neighbours) exchange_usage(group);
-  for (const auto& unit : units) {
-    if (!unit->options.requires_gradient_sync) continue;
-    const auto active = [&] {
-      return std::any_of(reductions_.begin(), reductions_.end(), [&](const Reduction& r) { return r.unit == unit.get(); });
-    };
-    if (unit->to_reduce) {
-      if (active()) drain();  // It is reduced a second time, into what may be on its way.
-      if (unit->gradient_state == GradientState::kNone) acquire(*unit);
-      reduce(*unit);
-    } else if (unit->partial_valid && unit->options.requires_all_reduce && !active()) {
-      begin(*unit, Hop::kOuterReduce);
+/// The result of a whole reduction reaches the main gradients.
+void Reducer::deliver(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  if (unit.offloaded()) {
+    allocate_main_gradient(unit);
+    for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+      unit.main_gradient[k].copy_(gradients.reduced[k], /*non_blocking=*/true);
+      copies_to_host_ = true;
     }
+    gradients.reduced_buffer.release();
   }
-  for (const auto& unit : units) unit->reduced_in_this_backward = false;
+  unit.main_gradient_valid = true;
 }
 
-void Reducer::report_nan(std::span<const std::unique_ptr<Unit>> units) {
-  // This rank's number, then two values for each parameter: before its reduction, and after, in this rank's own piece of the result.
-  std::vector<std::int32_t> found{static_cast<std::int32_t>(options_.rank)};
-  for (const auto& unit : units) {
-    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      auto& parameter = unit->parameters[i];
-      found.push_back(std::exchange(parameter.has_nan, false) ? 1 : 0);
-      const auto slice = unit->slice(i, unit->own_pieces());
-      const bool reduced = parameter.has_gradient && unit->main_gradient_valid && slice.numel > 0;
-      found.push_back(reduced && any_nan(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) ? 1 : 0);
-    }
-  }
-  const auto& groups = units.front()->groups;
-  const comm::Label label{.operation = "report of NaN", .unit = "(all)", .model = units.front()->model};
-  auto all = groups.reduce->exchange(at::tensor(found, at::kInt), label);
-  if (groups.outer) all = groups.outer->exchange(all.reshape({-1}), label);
-  all = all.reshape({-1, static_cast<std::int64_t>(found.size())});
-  if (!all.narrow(1, 1, all.size(1) - 1).any().item<bool>()) return;
-  std::string text = "NaN in gradients of this backward:";
-  const auto* values = all.const_data_ptr<std::int32_t>();
-  std::size_t column = 1;
-  for (const auto& unit : units) {
-    for (const auto& parameter : unit->parameters) {
-      for (const char* when : {"before", "after"}) {
-        std::string ranks;
-        for (std::int64_t row = 0; row < all.size(0); ++row) {
-          const auto* of_rank = values + static_cast<std::size_t>(row) * found.size();
-          if (of_rank[column] != 0) ranks += (ranks.empty() ? "" : ", ") + std::to_string(of_rank[0]);
-        }
-        ++column;
-        if (!ranks.empty())
-          text += "\n  parameter '" + parameter.name + "' of unit '" + unit->name + "' " + when + " reduction, on rank " + ranks;
-      }
-    }
-  }
-  throw Error(
-      text +
-      "\nNaN before reduction came out of the model's own backward on that rank; NaN only after it, from infinities of opposite sign "
-      "on several ranks. Gradients are kept: call zero_grad() to go on without this step");
+bool Reducer::has_gradients() const {
+  return std::any_of(gradients_.begin(), gradients_.end(), [](const auto& gradients) {
+    return gradients->unit.main_gradient_valid || gradients->holds_partial || gradients->state != GradientState::kNone;
+  });
 }
 
-void Reducer::drop(std::span<const std::unique_ptr<Unit>> units) {
+void Reducer::zero_grad() {
+  for (const auto& gradients : gradients_) {
+    Unit& unit = gradients->unit;
+    unit.main_gradient_valid = false;
+    gradients->holds_partial = false;
+    gradients->partial.release();
+    for (auto& parameter : gradients->parameters) parameter.partial = false;
+    for (auto& parameter : unit.parameters) parameter.has_gradient = false;
+    if (!unit.main_gradient_memory) continue;
+    memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
+    unit.main_gradient_memory.reset();
+    accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
+  }
+}
+
+// Ends.
+
+void Reducer::release_unreduced(GradientAccumulator& gradients) {
+  if (gradients.state != GradientState::kNone && gradients.collected_in == CollectedIn::kMain) {
+    memory::detach(*gradients.local().storage.unsafeGetStorageImpl());
+  }
+  gradients.wire.release();
+  if (gradients.own_local) gradients.own_local->release();
+  gradients.staging.release();
+  gradients.state = GradientState::kNone;
+}
+
+void Reducer::drop() {
   reductions_.clear();  // waits for each; what it brings is not to be trusted
   collecting_.clear();
   entered_.clear();
-  for (const auto& unit : units) {
-    release_unreduced(*unit);
-    unit->partial_wire.release();
-    unit->outer_staging.release();
-    unit->reduced_buffer.release();
-    unit->reduced_in_this_backward = false;
-    for (auto& parameter : unit->parameters) {
-      parameter.gradient_seen = false;
+  for (const auto& gradients : gradients_) {
+    release_unreduced(*gradients);
+    gradients->partial_wire.release();
+    gradients->outer_staging.release();
+    gradients->reduced_buffer.release();
+    for (auto& parameter : gradients->parameters) {
+      parameter.seen = false;
       parameter.has_nan = false;
       parameter.contributed = false;
     }

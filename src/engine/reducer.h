@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/gradient_accumulator.h"
 #include "engine/unit.h"
 #include "memory/slot_pool.h"
 
@@ -28,11 +29,14 @@ class Reducer {
   Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)
       : device_(device), pool_(pool), accounting_(accounting), options_(options) {}
 
+  /// Takes a unit in: the one whose index is the number of those before it.
+  void add(Unit& unit) { gradients_.push_back(std::make_unique<GradientAccumulator>(unit)); }
+
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
 
   /// With `reduces_on_departure` false, what this backward gives is reduced at its end.
-  void begin_backward(std::span<const std::unique_ptr<Unit>> units, bool reduces_on_departure);
+  void begin_backward(bool reduces_on_departure);
 
   /// The backward proper has entered the unit.
   void enter(Unit& unit);
@@ -44,53 +48,56 @@ class Reducer {
 
   /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all.
   /// Units that do not require synchronization are left as they are. Reductions may still be under way: see drain.
-  void finish(std::span<const std::unique_ptr<Unit>> units);
+  void finish();
 
-  /// Tells all ranks which gradients had NaN on which of them, before or after their reduction in this backward. Throws Error on all of
-  /// them if one had. Needs drain() before.
-  void report_nan(std::span<const std::unique_ptr<Unit>> units);
+  /// Throws Error if gradients that are to be synchronized were left unreduced [Validate at the end].
+  void validate() const;
+
+  /// With Options::report_nan: throws Error on all ranks if a gradient of this backward had NaN on one. Needs drain() before.
+  void report_nan() const;
 
   /// Runs all reductions to their ends.
   void drain();
 
-  /// The unit has gradients, in whatever state.
-  static bool has_gradients(const Unit& unit) {
-    return unit.main_gradient_valid || unit.partial_valid || unit.gradient_state != GradientState::kNone;
-  }
+  /// Some unit has gradients, in whatever state.
+  bool has_gradients() const;
 
   /// Frees the main gradients, and what is reduced over the inner ranks only.
-  void zero_grad(Unit& unit);
+  void zero_grad();
 
   /// Drops unreduced gradients after a failure; waits for what is under way, so that no peer writes into reused memory.
-  void drop(std::span<const std::unique_ptr<Unit>> units);
+  void drop();
 
  private:
   enum class Hop : std::uint8_t { kInnerReduce, kOuterReduce, kOuterGather, kInnerGather };
   /// One unit's reduction, at one of its hops. The next hop starts at a moment that all ranks share [Order is collective], which may be
   /// later than the end of this one.
   struct Reduction {
-    Unit* unit;
+    GradientAccumulator* gradients;
     Hop hop;
-    bool over_outer;                         ///< It goes on over the outer dimension, if there is one: as the user said when it began.
-    std::unique_ptr<comm::Pending> pending;  ///< Null once the hop is complete.
+    bool over_outer;                              ///< It goes on over the outer dimension, if there is one: as the user said when it began.
+    bool in_place;                                ///< The first hop leaves its result in this rank's region of the unreduced buffer.
+    std::unique_ptr<comm::Pending> pending = {};  ///< Null once the hop is complete.
   };
 
-  bool reduced_on_departure(const Unit& unit, int n) const;
+  GradientAccumulator& of(const Unit& unit) { return *gradients_[unit.index]; }
+  bool reduced_on_departure(const GradientAccumulator& gradients, int n) const;
+  bool under_way(const GradientAccumulator& gradients) const;
   static std::optional<Hop> next_hop(const Reduction& reduction);
-  void acquire(Unit& unit);
+  void acquire(GradientAccumulator& gradients);
   void allocate_main_gradient(Unit& unit);
-  void allocate_reduced(Unit& unit);
-  void deliver(Unit& unit);
-  void reduce(Unit& unit);
-  void begin(Unit& unit, Hop hop);
-  std::unique_ptr<comm::Pending> start(Unit& unit, Hop hop);
+  void allocate_reduced(GradientAccumulator& gradients);
+  void deliver(GradientAccumulator& gradients);
+  void reduce(GradientAccumulator& gradients);
+  void begin(Reduction reduction);
+  void start(Reduction& reduction);
   void complete(Reduction& reduction);
+  void take_result(GradientAccumulator& gradients);
   /// Completes the hop, and starts the next one; true if there is none.
   bool advance(Reduction& reduction);
   void complete_oldest_inner();
   std::size_t inner_under_way() const;
-  void release_unreduced(Unit& unit);
-  void exchange_usage(std::span<Unit* const> units);
+  void release_unreduced(GradientAccumulator& gradients);
 
   c10::Device device_;
   memory::SlotPool& pool_;
@@ -98,7 +105,8 @@ class Reducer {
   Options options_;
   bool copies_to_host_ = false;  ///< Copies of offloaded gradients may be under way.
   bool reduces_on_departure_ = true;
-  std::vector<Unit*> collecting_;
+  std::vector<std::unique_ptr<GradientAccumulator>> gradients_;  // by Unit::index
+  std::vector<GradientAccumulator*> collecting_;
   std::vector<Unit*> entered_;        // by the backward proper, and not departed from
   std::deque<Reduction> reductions_;  // in the order of their start
 };

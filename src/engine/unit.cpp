@@ -5,7 +5,6 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "comm/pieces.h"
@@ -19,74 +18,7 @@ constexpr const char* kSharded =
     "this parameter's memory is freed while its unit is sharded: use it in an operator, or call unshard() on its unit's handle first "
     "(torch::save reads memory without an operator)";
 
-std::int64_t itemsize_of(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
-
-std::int64_t round_up(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
-
-at::Tensor view_of(const c10::Storage& storage, at::ScalarType dtype, std::int64_t byte_offset, at::IntArrayRef shape) {
-  const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
-  auto impl =
-      c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
-  impl->set_sizes_contiguous(shape);
-  impl->set_storage_offset(byte_offset / itemsize_of(dtype));
-  return at::Tensor(std::move(impl));
-}
-
-/// What a buffer holds of a sub-buffer; without a dtype nothing (the buffer's part is then undefined).
-struct Part {
-  std::optional<at::ScalarType> dtype;
-  std::int64_t numel = 0;
-};
-
-/// Lays parts one behind the other, each on a multiple of kAlignment bytes. `part_of(k)` is sub-buffer k's.
-template <typename PartOf>
-void lay_out(Buffer& buffer, c10::Storage storage, std::size_t sub_buffers, const PartOf& part_of) {
-  buffer.storage = std::move(storage);
-  for (std::size_t k = 0; k < sub_buffers; ++k) {
-    const Part part = part_of(k);
-    buffer.parts.push_back(part.dtype ? view_of(buffer.storage, *part.dtype, buffer.bytes, {part.numel}) : at::Tensor());
-    if (part.dtype) buffer.bytes += round_up(part.numel * itemsize_of(*part.dtype));
-  }
-}
-
-template <typename PartOf>
-void lay_out_gradients(GradientBuffer& buffer, const Unit& unit, const PartOf& part_of) {
-  const auto& layout = unit.layout;
-  lay_out(buffer, memory::empty_storage(unit.full.storage.device()), layout.trainable_sub_buffers(), part_of);
-  buffer.views.resize(unit.parameters.size());
-  std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> used(buffer.parts.size());  // [begin, end) in elements
-  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    if (!unit.parameters[i].trainable) continue;
-    const auto& placement = layout.placements()[i];
-    const auto& part = buffer.parts[placement.sub_buffer];
-    buffer.views[i] = view_of(buffer.storage, part.scalar_type(),
-                              (part.storage_offset() + placement.offset) * itemsize_of(part.scalar_type()), unit.parameters[i].shape);
-    if (placement.numel > 0) used[placement.sub_buffer].emplace_back(placement.offset, placement.offset + placement.numel);
-  }
-  for (std::size_t k = 0; k < buffer.parts.size(); ++k) {
-    std::sort(used[k].begin(), used[k].end());
-    used[k].emplace_back(buffer.parts[k].numel(), 0);
-    std::int64_t end = 0;
-    for (const auto& [begin, next_end] : used[k]) {
-      if (begin > end) buffer.padding.push_back(comm::flat_view(buffer.parts[k], end, begin - end));
-      end = next_end;
-    }
-  }
-}
-
 }  // namespace
-
-void Buffer::acquire(memory::SlotPool& pool, memory::Kind kind) {
-  if (bytes == 0 || live()) return;
-  slot = pool.acquire(bytes, kind);
-  memory::attach(*storage.unsafeGetStorageImpl(), slot);
-}
-
-void Buffer::release() {
-  if (!live()) return;
-  memory::detach(*storage.unsafeGetStorageImpl());
-  slot.release();
-}
 
 Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::UnitLayout layout_, std::vector<SubBufferFormat> formats_,
            UnitOptions options_, UnitGroups groups_, c10::Storage storage)
@@ -132,33 +64,10 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   }
 
   const auto held = replicated_gradients() ? all_pieces() : main_pieces();
-  const auto held_gradients = [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, held.count)}; };
-  lay_out(main_gradient_buffer, empty_main(), trainable, held_gradients);
+  lay_out(main_gradient_buffer, empty_main(), trainable, [&](std::size_t k) {
+    return Part{formats[k].main_gradient, numel(k, held.count)};
+  });
   for (const auto& part : main_gradient_buffer.parts) main_gradient.push_back(region(part, held, main_pieces()));
-  if (offloaded()) {
-    lay_out(reduced_buffer, empty(), trainable, held_gradients);
-    reduced = reduced_buffer.parts;
-  } else {
-    reduced = main_gradient;
-  }
-  lay_out_gradients(wire_gradients, *this, [&](std::size_t k) { return Part{formats[k].wire_gradient, numel(k, world)}; });
-  const auto differs = [](const SubBufferFormat& format) { return format.wire_gradient != format.main_gradient; };
-  if (std::any_of(formats.begin(), formats.begin() + static_cast<std::ptrdiff_t>(trainable), differs)) {
-    own_local_gradients = std::make_unique<GradientBuffer>();
-    lay_out_gradients(*own_local_gradients, *this, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, world)}; });
-  }
-  // Receive staging of a reduction that gives so many pieces.
-  const auto staged = [&](std::size_t k, const comm::Communicator& communicator, std::int64_t pieces) {
-    return Part{formats[k].wire_gradient, communicator.staging_numel(numel(k, pieces), formats[k].wire_gradient)};
-  };
-  lay_out(staging, empty(), trainable, [&](std::size_t k) { return staged(k, *groups.reduce, inner); });
-  if (groups.outer) {
-    lay_out(partial, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, inner)}; });
-    lay_out(partial_wire, empty(), trainable, [&](std::size_t k) {
-      return differs(formats[k]) ? Part{formats[k].wire_gradient, numel(k, inner)} : Part{};
-    });
-    lay_out(outer_staging, empty(), trainable, [&](std::size_t k) { return staged(k, *groups.outer, 1); });
-  }
 }
 
 std::int64_t Unit::travelling_numel(std::size_t k) const {

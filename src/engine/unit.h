@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/buffer.h"
 #include "engine/schedule.h"
 #include "fsdp/gather_format.h"
 #include "fsdp/mixed_precision.h"
@@ -50,13 +51,6 @@ enum class UseState : std::uint8_t {
   kKept,      ///< As kLeft, and present within keep_gathered_bytes.
 };
 
-/// Where a unit's gradients of the running backward are. Transitions, all made by Reducer:
-///   kNone -> kCollecting      the first gradient arrived in a fresh buffer
-///   kCollecting -> kReducing  the reduce-scatter was started
-///   kReducing -> kNone        it completed: main gradients hold the result, or a later hop of the reduction does; the buffer is free
-///   kCollecting -> kNone      dropped by reset
-enum class GradientState : std::uint8_t { kNone, kCollecting, kReducing };
-
 /// One parameter of a unit. The engine never keeps a parameter alive: its tensors belong to the modules.
 struct UnitParameter {
   std::string name;          ///< Fully qualified.
@@ -69,11 +63,7 @@ struct UnitParameter {
   bool trainable = true;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
 
-  bool gradient_seen = false;  ///< A gradient of this rank is in the collecting buffer.
-  bool has_nan = false;        ///< This rank's gradients had NaN before a reduction of this backward.
-  bool contributed = false;    ///< This rank had a gradient since ranks last told each other.
-  bool partial = false;        ///< Some rank had a gradient that is not yet reduced over the outer dimension.
-  bool has_gradient = false;   ///< Some rank had a gradient since zero_grad(): the optimizer updates it.
+  bool has_gradient = false;  ///< Some rank had a gradient since zero_grad(): the optimizer updates it.
 };
 
 /// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
@@ -115,26 +105,8 @@ struct UnitGroups {
   int outer_rank() const { return outer ? outer->rank() : 0; }
 };
 
-/// A buffer over a unit's sub-buffers (or the trainable ones among them, which come first), whose memory comes and goes.
-struct Buffer {
-  c10::Storage storage;
-  std::vector<at::Tensor> parts;  ///< Per sub-buffer, 1-D views of `storage`.
-  std::int64_t bytes = 0;
-  memory::Slot slot;
-
-  bool live() const { return static_cast<bool>(slot); }
-  void acquire(memory::SlotPool& pool, memory::Kind kind);
-  void release();
-};
-
-/// Where a unit's gradients are collected: each trainable parameter's place in it, in its shape, and the stretches that belong to none.
-struct GradientBuffer : Buffer {
-  std::vector<at::Tensor> views;  ///< Per parameter; undefined for frozen ones.
-  std::vector<at::Tensor> padding;
-};
-
-/// The parameters that are gathered, freed and reduced together, and all memory that belongs to them. Plain state: Engine moves the
-/// parameters, Reducer the gradients.
+/// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, but for gradients on
+/// their way (GradientAccumulator). Plain state: Engine moves the parameters, Reducer the gradients.
 ///
 /// The layout cuts each sub-buffer into `pieces()` equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece
 /// r * outer_size + o; the shards of inner rank r are the outer_size pieces from r * outer_size on.
@@ -173,7 +145,6 @@ struct Unit {
   Buffer shards;
   at::Tensor shards_memory;
   bool shards_outdated = false;  ///< The main parameters were written since `shards` was gathered over the outer dimension.
-  bool summoned = false;         ///< The user holds the main parameters as a whole (SummonFullParams).
   std::unique_ptr<comm::Pending> shards_gather;
 
   // Main gradients, trainable sub-buffers only: like `main`, on the same device; whole if gradients are replicated. Have bytes from the
@@ -182,31 +153,6 @@ struct Unit {
   std::shared_ptr<c10::DataPtr> main_gradient_memory;
   std::vector<at::Tensor> main_gradient;  ///< Views of `main_gradient_buffer`.
   bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
-  /// Where reductions put their results: `main_gradient`, or, if that is offloaded, views of `reduced_buffer`, from which they are copied.
-  std::vector<at::Tensor> reduced;
-  Buffer reduced_buffer;
-
-  // Unreduced gradients. In `wire_gradients` if they are about to travel; in `local_gradients` while backwards without synchronization add
-  // up. The latter is the former where the dtypes are the same.
-  GradientState gradient_state = GradientState::kNone;
-  GradientBuffer wire_gradients;
-  std::unique_ptr<GradientBuffer> own_local_gradients;  ///< Null where dtypes are the same.
-  GradientBuffer* collecting = nullptr;                 ///< One of the two, while gradients are collected.
-  bool adds_up_locally = false;                         ///< `collecting` holds gradients of backwards without synchronization.
-  bool reduces_in_place = false;                        ///< The result lies in this rank's region of `wire_gradients` at first.
-  bool collects_in_place = false;                       ///< `collecting` has the main gradients' bytes.
-  Buffer staging;
-  Buffer partial;  ///< Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh.
-  bool partial_valid = false;
-  Buffer partial_wire;  ///< `partial` in the wire's dtype, where that differs.
-  Buffer outer_staging;
-  bool reduced_in_this_backward = false;
-  bool to_reduce = false;  ///< At the end of backward: some rank has unreduced gradients of it.
-  // [Reduce on departure] A backward may depart from a unit several times (a block that is used in several places). Departures count
-  // from 1.
-  int departures = 0;            ///< Of the running backward so far.
-  int last_gradient = 0;         ///< The departure before which this rank's last gradient of this backward came; 0: none came.
-  int reduced_at_departure = 1;  ///< The departure at which it is reduced: agreed by the ranks from where the last gradients came before.
 
   /// What binds the unit to its trigger (paging, hooks); released with the unit.
   std::shared_ptr<void> trigger;
@@ -228,7 +174,6 @@ struct Unit {
            (options.placements.gradients == Placement::kReplicated || (groups.gather->size() == 1 && !options.outer_sharded_optimizer));
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
-  GradientBuffer& local_gradients() { return own_local_gradients ? *own_local_gradients : wire_gradients; }
   /// Main parameters of sub-buffer k are a region of `full` (or of `shards`): the bytes exist once.
   bool main_is_shared(std::size_t k) const {
     return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);

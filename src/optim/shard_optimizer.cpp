@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/ranks.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "memory/device_memory.h"
@@ -14,17 +15,10 @@ namespace fsdp {
 
 at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation) {
   const auto& groups = engine.units().front()->groups;
-  const comm::Label label{.operation = operation, .unit = "(all)"};
-  auto all = groups.gather->exchange(values, label);
-  if (groups.outer) {
-    // [outer][inner][value]; of a piece's owner, the inner rank comes first.
-    const auto by_rows = groups.outer->exchange(all.reshape({-1}), label).view({groups.outer->size(), groups.gather->size(), -1});
-    all = by_rows.transpose(0, 1).contiguous();
-  }
-  if (const auto& pieces = engine.tensor_parallel(); pieces.defined()) {
-    all = pieces.communicator(pieces.dims().front().name)->exchange(all.reshape({-1}), label);
-  }
-  return all.reshape({-1, values.numel()});
+  const auto& pieces = engine.tensor_parallel();
+  // Of a piece's owner, the inner rank comes before the outer one.
+  const comm::Ranks ranks({pieces.defined() ? pieces.communicator(pieces.dims().front().name) : nullptr, groups.gather, groups.outer});
+  return ranks.exchange(values, {.operation = operation, .unit = "(all)"});
 }
 
 Optimizer::Optimizer(std::unique_ptr<State> state) : state_(std::move(state)) {}

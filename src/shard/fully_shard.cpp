@@ -10,6 +10,7 @@
 #include "api/registry.h"
 #include "base/exception_text.h"
 #include "comm/communicator.h"
+#include "comm/ranks.h"
 #include "deferred/deferred_record.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
@@ -96,31 +97,11 @@ class Steps {
   std::string text_;
 };
 
-/// Compares on all ranks of a mesh: along each dimension, what an earlier one found is told to the next.
-void expect_equal(const DeviceMesh& mesh, std::string description) {
-  std::exception_ptr difference;
-  for (auto dim = mesh.dims().rbegin(); dim != mesh.dims().rend(); ++dim) {
-    try {
-      mesh.communicator(dim->name)->expect_equal(description, {.operation = "fully_shard", .unit = "(model)"});
-    } catch (const CommError&) {
-      throw;
-    } catch (const Error& error) {
-      if (!difference) difference = std::current_exception();
-      description = std::string("refused: ") + error.what();
-    }
-  }
-  if (difference) std::rethrow_exception(difference);
-}
-
 /// A number for the model: one more than any of its ranks has given to another.
 std::uint64_t agree_on_number(const DeviceMesh& mesh) {
   static std::atomic<std::int64_t> last = 0;
-  std::int64_t number = last + 1;
-  for (const auto& dim : mesh.dims()) {
-    const auto all =
-        mesh.communicator(dim.name)->exchange(at::tensor({number}, at::kLong), {.operation = "numbering of models", .unit = {}});
-    number = all.max().item<std::int64_t>();
-  }
+  const auto all = comm::Ranks(mesh).exchange(at::tensor({last + 1}, at::kLong), {.operation = "numbering of models", .unit = {}});
+  const auto number = all.max().item<std::int64_t>();
   last = number;
   return static_cast<std::uint64_t>(number);
 }
@@ -140,8 +121,9 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     refusal = std::current_exception();
     draft.description = std::string("refused: ") + error.what();
   }
-  expect_equal(options.mesh, draft.description);
-  if (draft.tensor_parallel.defined()) expect_equal(draft.tensor_parallel, refusal ? draft.description : draft.pieces);
+  const comm::Label label{.operation = "fully_shard", .unit = "(model)"};
+  comm::Ranks(options.mesh).compare(draft.description, label);
+  if (draft.tensor_parallel.defined()) comm::Ranks(draft.tensor_parallel).compare(refusal ? draft.description : draft.pieces, label);
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
 
@@ -170,7 +152,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     for (const auto* unit_module : plan.modules) api::Registry::instance().add(*unit_module, engine, k);
   }
   filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
-  expect_equal(options.mesh, filling.text());
+  comm::Ranks(options.mesh).compare(filling.text(), label);
   filling.rethrow();
   model->validate = api::check_of_registrations(module);
   return FSDPModule(engine, 0);

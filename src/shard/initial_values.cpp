@@ -13,6 +13,7 @@
 
 #include "base/trap_key.h"
 #include "comm/communicator.h"
+#include "comm/ranks.h"
 #include "deferred/deferred_init.h"
 #include "fsdp/error.h"
 #include "paging/paged_storage.h"
@@ -178,11 +179,8 @@ void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& c
   std::vector<std::int64_t> line = {mesh.rank()};
   line.insert(line.end(), checksums.begin(), checksums.end());
   const auto columns = static_cast<std::int64_t>(line.size());
-  at::Tensor all = at::tensor(line, at::kLong);
-  for (auto dim = mesh.dims().rbegin(); dim != mesh.dims().rend(); ++dim) {
-    all = mesh.communicator(dim->name)->exchange(all.reshape({-1}), {.operation = "comparison of first values", .unit = shown(plan.name)});
-  }
-  all = all.reshape({-1, columns});
+  const auto all = comm::Ranks(mesh).exchange(at::tensor(line, at::kLong),
+                                              {.operation = "comparison of first values", .unit = shown(plan.name)});
   const auto* values = all.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 1; i < columns; ++i) {
     for (std::int64_t row = 1; row < all.size(0); ++row) {

@@ -195,7 +195,9 @@ class Workshop:
     def test(self, program: str, pattern: str, limit: float) -> str:
         """ "passed", "failed" or "timed out"."""
         folder = self.build_dir / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp")
-        argument = [pattern] if program == ADVERSARIES else [f"--gtest_filter={pattern}", "--gtest_fail_fast"]
+        # A test with parameters has more around its name.
+        tests = ":".join(f"{part}:*/{part}/*" for part in pattern.split(":"))
+        argument = [pattern] if program == ADVERSARIES else [f"--gtest_filter={tests}", "--gtest_fail_fast"]
         command = [str(folder / program), *argument]
         with subprocess.Popen(
             command,

@@ -1,0 +1,75 @@
+#include "comm/ranks.h"
+
+#include <ATen/ATen.h>
+
+#include <exception>
+#include <utility>
+
+#include "fsdp/error.h"
+
+namespace fsdp::comm {
+namespace {
+
+std::vector<std::shared_ptr<Communicator>> rows_of(const DeviceMesh& mesh) {
+  std::vector<std::shared_ptr<Communicator>> rows;
+  for (const auto& dim : mesh.dims()) rows.push_back(mesh.communicator(dim.name));
+  return rows;
+}
+
+}  // namespace
+
+Ranks::Ranks(std::vector<std::shared_ptr<Communicator>> rows) : rows_(std::move(rows)) { std::erase(rows_, nullptr); }
+
+Ranks::Ranks(const DeviceMesh& mesh) : Ranks(rows_of(mesh)) {}
+
+std::int64_t Ranks::size() const {
+  std::int64_t size = 1;
+  for (const auto& row : rows_) size *= row->size();
+  return size;
+}
+
+std::int64_t Ranks::index() const {
+  std::int64_t index = 0;
+  for (const auto& row : rows_) index = index * row->size() + row->rank();
+  return index;
+}
+
+at::Tensor Ranks::exchange(const at::Tensor& values, const Label& label) const {
+  auto all = values;
+  for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) all = (*row)->exchange(all.reshape({-1}), label);
+  return all.reshape({size(), values.numel()});
+}
+
+// Row by row, what an earlier one has found included: less to send than with exchange.
+void Ranks::unite(std::span<std::uint8_t> bits, const Label& label) const {
+  const auto own = at::from_blob(bits.data(), {static_cast<std::int64_t>(bits.size())}, at::kByte);
+  for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) {
+    const auto all = (*row)->exchange(own, label);
+    const auto* bytes = all.const_data_ptr<std::uint8_t>();
+    for (std::size_t i = 0; i < static_cast<std::size_t>(all.numel()); ++i) bits[i % bits.size()] |= bytes[i];
+  }
+}
+
+bool Ranks::agree(bool ok, const Label& label) const {
+  std::uint8_t failed = ok ? 0 : 1;
+  unite({&failed, 1}, label);
+  return failed == 0;
+}
+
+// Along each dimension, what an earlier one found is told to the next.
+void Ranks::compare(std::string text, const Label& label) const {
+  std::exception_ptr difference;
+  for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) {
+    try {
+      (*row)->expect_equal(text, label);
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      if (!difference) difference = std::current_exception();
+      text = std::string("refused: ") + error.what();
+    }
+  }
+  if (difference) std::rethrow_exception(difference);
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/buffer.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+/// Where the unreduced gradients of a unit are. Transitions, all made by Reducer:
+///   kNone -> kCollecting      the first gradient arrived, or backward departs from a unit to which this rank gives none
+///   kCollecting -> kAddingUp  a gradient of a backward without synchronization arrived
+///   kCollecting, kAddingUp -> kReducing  the reduce-scatter was started
+///   kReducing -> kNone        it completed: main gradients hold the result, or a later hop of the reduction does; the buffer is free
+///   any -> kNone              dropped by reset
+enum class GradientState : std::uint8_t {
+  kNone,        ///< There are none.
+  kCollecting,  ///< In a buffer, to be reduced when backward departs or at its end.
+  kAddingUp,    ///< In a buffer, some from backwards without synchronization: they wait for one with it.
+  kReducing,    ///< On their way to the other ranks.
+};
+
+/// The buffer in which gradients are collected. Chosen when the first one arrives.
+enum class CollectedIn : std::uint8_t {
+  kWire,   ///< `wire`: they are about to travel.
+  kLocal,  ///< `local()`: backwards without synchronization add up in the main gradients' dtype.
+  kMain,   ///< As kLocal, with the bytes of the main gradients: the result will lie in the same place.
+};
+
+/// A buffer with each trainable parameter's place in it, in its shape, and the stretches that belong to none.
+struct GradientBuffer : Buffer {
+  std::vector<at::Tensor> views;  ///< Per parameter; undefined for frozen ones.
+  std::vector<at::Tensor> padding;
+};
+
+/// The gradients of one unit on their way from autograd to its main gradients: buffers, and what is known of each parameter. Owned by
+/// Reducer, which alone changes it.
+struct GradientAccumulator {
+  /// What this rank knows of one parameter's gradient.
+  struct OfParameter {
+    bool seen = false;         ///< It is in the buffer in which gradients are collected.
+    bool has_nan = false;      ///< It had NaN before a reduction of this backward.
+    bool contributed = false;  ///< This rank had one since ranks last told each other.
+    bool partial = false;      ///< Some rank had one that is not yet reduced over the outer dimension.
+  };
+
+  explicit GradientAccumulator(Unit& unit);
+
+  Unit& unit;
+  std::vector<OfParameter> parameters;
+
+  GradientState state = GradientState::kNone;
+  CollectedIn collected_in = CollectedIn::kWire;
+  GradientBuffer wire;
+  std::unique_ptr<GradientBuffer> own_local;  ///< Null where the wire's dtypes are the main gradients'.
+  GradientBuffer& local() { return own_local ? *own_local : wire; }
+  GradientBuffer& collected() { return collected_in == CollectedIn::kWire ? wire : local(); }
+  /// Gradients of this rank wait in a buffer.
+  bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
+
+  Buffer staging;
+  Buffer partial;              ///< Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh.
+  bool holds_partial = false;  ///< `partial` holds a sum that is still to be reduced over the outer dimension.
+  Buffer partial_wire;         ///< `partial` in the wire's dtype, where that differs.
+  Buffer outer_staging;
+  /// Where reductions put their results: the main gradients, or, if those are offloaded, views of `reduced_buffer`, from which they are
+  /// copied.
+  std::vector<at::Tensor> reduced;
+  Buffer reduced_buffer;
+
+  // [Departures are counted] A backward may depart from a unit several times (a block that is used in several places). Departures count
+  // from 1.
+  int departures = 0;            ///< Of the running backward so far.
+  int last_gradient = 0;         ///< The departure before which this rank's last gradient of this backward came; 0: none came.
+  int reduced_at_departure = 1;  ///< Agreed by the ranks from where the last gradients came before.
+};
+
+}  // namespace fsdp::engine

@@ -1,0 +1,121 @@
+#include "engine/gradient_usage.h"
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <utility>
+
+#include "comm/ranks.h"
+#include "fsdp/error.h"
+
+namespace fsdp::engine {
+namespace {
+
+class BitWriter {
+ public:
+  void append(bool value) {
+    if (count_ % 8 == 0) bytes_.push_back(0);
+    if (value) bytes_.back() |= static_cast<std::uint8_t>(1U << (count_ % 8));
+    ++count_;
+  }
+  std::vector<std::uint8_t> take() { return std::move(bytes_); }
+
+ private:
+  std::vector<std::uint8_t> bytes_;
+  std::size_t count_ = 0;
+};
+
+class BitReader {
+ public:
+  explicit BitReader(std::span<const std::uint8_t> bytes) : bytes_(bytes) {}
+  bool next() {
+    const bool bit = ((bytes_[position_ / 8] >> (position_ % 8)) & 1U) != 0;
+    ++position_;
+    return bit;
+  }
+
+ private:
+  std::span<const std::uint8_t> bytes_;
+  std::size_t position_ = 0;
+};
+
+}  // namespace
+
+bool any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any().item<bool>(); }
+
+std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients) {
+  // For each unit, has it unreduced gradients, and came its last gradient after the first departure, the second, ...; for each parameter,
+  // had this rank a gradient.
+  BitWriter mine;
+  for (const auto* of_unit : gradients) {
+    mine.append(of_unit->collects());
+    for (int n = 1; n < kLastDeparture; ++n) mine.append(of_unit->last_gradient > n);
+    for (const auto& parameter : of_unit->parameters) mine.append(parameter.contributed);
+  }
+  auto bits = mine.take();
+  const Unit& first = gradients.front()->unit;
+  comm::Ranks({first.groups.outer, first.groups.reduce}).unite(bits, first.label("gradient usage"));
+
+  std::vector<GradientAccumulator*> unreduced;
+  BitReader all(bits);
+  for (auto* of_unit : gradients) {
+    Unit& unit = of_unit->unit;
+    if (all.next()) unreduced.push_back(of_unit);
+    int last_gradient = 1;
+    for (int n = 1; n < kLastDeparture; ++n) last_gradient += all.next() ? 1 : 0;
+    bool contributed = false;
+    const bool fully = !unit.groups.outer || unit.options.requires_all_reduce;
+    for (std::size_t i = 0; i < of_unit->parameters.size(); ++i) {
+      auto& parameter = of_unit->parameters[i];
+      const bool now = all.next();
+      const bool any = now || parameter.partial;
+      contributed = contributed || now;
+      parameter.contributed = false;
+      parameter.partial = any && !fully;
+      unit.parameters[i].has_gradient = (any && fully) || unit.parameters[i].has_gradient;
+    }
+    if (contributed) of_unit->reduced_at_departure = last_gradient;
+  }
+  return unreduced;
+}
+
+void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank) {
+  // This rank's number, then two values for each parameter: before its reduction, and after, in this rank's own piece of the result.
+  std::vector<std::int32_t> found{static_cast<std::int32_t>(rank)};
+  for (const auto& of_unit : gradients) {
+    const Unit& unit = of_unit->unit;
+    for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+      found.push_back(std::exchange(of_unit->parameters[i].has_nan, false) ? 1 : 0);
+      const auto slice = unit.slice(i, unit.own_pieces());
+      const bool reduced = unit.parameters[i].has_gradient && unit.main_gradient_valid && slice.numel > 0;
+      found.push_back(reduced && any_nan(unit.main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) ? 1 : 0);
+    }
+  }
+  const Unit& first = gradients.front()->unit;
+  const auto all = comm::Ranks({first.groups.outer, first.groups.reduce})
+                       .exchange(at::tensor(found, at::kInt), {.operation = "report of NaN", .unit = "(all)", .model = first.model});
+  if (!all.narrow(1, 1, all.size(1) - 1).any().item<bool>()) return;
+  std::string text = "NaN in gradients of this backward:";
+  const auto* values = all.const_data_ptr<std::int32_t>();
+  std::size_t column = 1;
+  for (const auto& of_unit : gradients) {
+    for (const auto& parameter : of_unit->unit.parameters) {
+      for (const char* when : {"before", "after"}) {
+        std::string ranks;
+        for (std::int64_t row = 0; row < all.size(0); ++row) {
+          const auto* of_rank = values + static_cast<std::size_t>(row) * found.size();
+          if (of_rank[column] != 0) ranks += (ranks.empty() ? "" : ", ") + std::to_string(of_rank[0]);
+        }
+        ++column;
+        if (ranks.empty()) continue;
+        text += "\n  parameter '" + parameter.name + "' of unit '" + of_unit->unit.name + "' " + when + " reduction, on rank " + ranks;
+      }
+    }
+  }
+  throw Error(
+      text +
+      "\nNaN before reduction came out of the model's own backward on that rank; NaN only after it, from infinities of opposite sign "
+      "on several ranks. Gradients are kept: call zero_grad() to go on without this step");
+}
+
+}  // namespace fsdp::engine

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/gradient_accumulator.h"
+
+namespace fsdp::engine {
+
+/// [Usage is agreed] Ranks tell each other before which departure from a unit its last gradient came, up to this one: later ones are
+/// reduced at the end of backward.
+constexpr int kLastDeparture = 4;
+
+/// Ranks tell each other what a backward gave to units that are on the same ranks: which parameters had gradients, before which departure
+/// the last one came, who has something unreduced. Afterwards all know the same of each parameter (`has_gradient`, `partial`) and unit
+/// (`reduced_at_departure`). Returns those of which some rank has unreduced gradients. Collective.
+std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients);
+
+/// Tells all ranks which gradients had NaN on which of them, before or after their reduction in this backward. Throws Error on all of them
+/// if one had. Needs reductions to have ended. `rank`: this rank's number, for the message. Collective.
+void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank);
+
+/// True if an element is NaN.
+bool any_nan(const at::Tensor& tensor);
+
+}  // namespace fsdp::engine

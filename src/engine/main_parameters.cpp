@@ -1,0 +1,86 @@
+#include "engine/main_parameters.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "fsdp/error.h"
+#include "memory/device_memory.h"
+
+namespace fsdp::engine {
+
+void MainParameters::set_torn(bool torn) {
+  refuse_retired();
+  state_ = torn ? MainState::kTorn : MainState::kWhole;
+}
+
+void MainParameters::refuse_torn() const {
+  if (state_ != MainState::kTorn) return;
+  throw Error("a load of this model failed halfway, so that its values belong to no checkpoint; load again before it is used");
+}
+
+void MainParameters::refuse_retired() const {
+  if (state_ != MainState::kRetired) return;
+  throw Error(
+      "this handle or optimizer belongs to a model that fsdp::fully_unshard made ordinary again; call fully_shard and make a new one");
+}
+
+void MainParameters::refuse_summoned(const char* what) const {
+  for (const auto& unit : units_) {
+    if (!is_summoned(*unit)) continue;
+    throw Error(std::string(what) + " while SummonFullParams keeps unit '" + unit->name + "' whole; end the guard's scope first");
+  }
+}
+
+void MainParameters::set_reader(std::future<void> read) {
+  wait_for_reader();
+  reader_ = std::move(read);
+}
+
+// The reader needs nothing of the engine, so that waiting under the lock ends. Present whole parameters may be written meanwhile: where
+// they are the main parameters themselves, it does not read them.
+void MainParameters::wait_for_reader() {
+  if (!reader_.valid()) return;
+  reader_.wait();
+  reader_ = {};
+}
+
+void MainParameters::flush_writes() {
+  refuse_retired();
+  refuse_summoned("this handle or optimizer is used");
+  wait_for_reader();
+  for (const auto& unit : units_) {
+    // A gather on a prediction that did not hold still sends what the caller is about to write.
+    if (unit->state == ParameterState::kGathering) gatherer_.finish(*unit);
+    gatherer_.write_back(*unit);
+  }
+  // The caller may write to what is being copied to the device.
+  if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device_);
+}
+
+std::vector<at::Tensor> MainParameters::summon(Unit& unit) {
+  gatherer_.write_back(unit);
+  auto whole = gatherer_.gather_main(unit, unit.main);
+  summoned_.insert(&unit);
+  return whole;
+}
+
+bool MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
+  summoned_.erase(&unit);
+  if (whole.empty()) return false;
+  wait_for_reader();
+  if (unit.offloaded()) memory::synchronize(device_);  // the main parameters may be on their way to the device
+  for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
+  return true;
+}
+
+void MainParameters::exchange_shards() {
+  wait_for_reader();
+  for (const auto& unit : units_) {
+    if (unit->replicated_optimizer()) gatherer_.exchange_main(*unit);
+  }
+}
+
+}  // namespace fsdp::engine

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <span>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/gatherer.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+/// Whether a model's main parameters may be used. Transitions:
+///   kWhole -> kTorn     set_torn, while a load replaces them
+///   kTorn -> kWhole     set_torn, when a load has succeeded
+///   any -> kRetired     retire, when the model has been un-sharded
+enum class MainState : std::uint8_t {
+  kWhole,
+  kTorn,     ///< They are partly one model's and partly another's.
+  kRetired,  ///< They are no longer the model's.
+};
+
+/// What optimizers, checkpoints and users do with the main parameters of all units, and who waits for whom. Called by Engine only, under
+/// its lock.
+class MainParameters {
+ public:
+  /// `units` and `gatherer`: the engine's.
+  MainParameters(c10::Device device, const std::vector<std::unique_ptr<Unit>>& units, Gatherer& gatherer)
+      : device_(device), units_(units), gatherer_(gatherer) {}
+
+  void set_torn(bool torn);
+  void retire() { state_ = MainState::kRetired; }
+  /// Throw Error in that state.
+  void refuse_torn() const;
+  void refuse_retired() const;
+  /// Throws Error while a unit is summoned; `what` is refused.
+  void refuse_summoned(const char* what) const;
+  bool is_summoned(const Unit& unit) const { return summoned_.contains(&unit); }
+
+  /// Another thread reads the main parameters and the optimizer's state until `read` is ready.
+  void set_reader(std::future<void> read);
+  /// [Writers wait for the reader]
+  void wait_for_reader();
+
+  /// From now on users have views of the main parameters.
+  void expose() { exposed_ = true; }
+  bool exposed() const { return exposed_; }
+
+  /// Writes of operators reach the main parameters, and no gather reads them any more. Throws Error if they are retired or summoned.
+  void flush_writes();
+  /// See Engine::summon.
+  std::vector<at::Tensor> summon(Unit& unit);
+  /// See Engine::dismiss. True if the main parameters have changed.
+  bool dismiss(Unit& unit, std::span<const at::Tensor> whole);
+  /// Where main parameters are replicated, all ranks get the shards that each has written.
+  void exchange_shards();
+
+ private:
+  c10::Device device_;
+  const std::vector<std::unique_ptr<Unit>>& units_;
+  Gatherer& gatherer_;
+  MainState state_ = MainState::kWhole;
+  std::unordered_set<const Unit*> summoned_;  // the user holds them as a whole (SummonFullParams)
+  std::future<void> reader_;                  // invalid: there is none
+  bool exposed_ = false;
+};
+
+}  // namespace fsdp::engine
