@@ -337,13 +337,13 @@ class Collectives : public Contender {
 
  private:
   void all_gather() {
-    const fsdp::comm::GatherPiece piece{.full = full_, .shard = shard_};
-    communicator_->all_gather({&piece, 1}, {.operation = "all-gather", .unit = "bench"})->wait();
+    const fsdp::comm::GatherPart part{.full = full_, .shard = shard_};
+    communicator_->all_gather({&part, 1}, {.operation = "all-gather", .unit = "bench"})->wait();
   }
 
   void reduce_scatter() {
-    const fsdp::comm::ReducePiece piece{.unreduced = unreduced_, .staging = staging_, .out = reduced_};
-    communicator_->reduce_scatter({&piece, 1}, /*scale=*/1, {.operation = "reduce-scatter", .unit = "bench"})->wait();
+    const fsdp::comm::ReducePart part{.unreduced = unreduced_, .staging = staging_, .out = reduced_};
+    communicator_->reduce_scatter({&part, 1}, /*scale=*/1, {.operation = "reduce-scatter", .unit = "bench"})->wait();
   }
 
   std::string repeat(int count, const at::Tensor& result, const std::function<void()>& work) {

@@ -35,16 +35,16 @@ class Ordered {
 
 /// Every communicator of the units, once.
 std::vector<comm::Communicator*> communicators_of(const engine::Engine& engine) {
-  std::vector<comm::Communicator*> communicators;
+  std::vector<comm::Communicator*> once;
   for (const auto& unit : engine.units()) {
-    const auto& groups = unit->groups;
-    for (auto* communicator : {groups.gather.get(), groups.reduce.get(), groups.outer.get(), groups.post_forward.get()}) {
-      if (communicator != nullptr && std::find(communicators.begin(), communicators.end(), communicator) == communicators.end()) {
-        communicators.push_back(communicator);
+    const auto& [gather, reduce, outer, post_forward] = unit->communicators;
+    for (auto* communicator : {gather.get(), reduce.get(), outer.get(), post_forward.get()}) {
+      if (communicator != nullptr && std::find(once.begin(), once.end(), communicator) == once.end()) {
+        once.push_back(communicator);
       }
     }
   }
-  return communicators;
+  return once;
 }
 
 /// `change` for the options of the handle's unit, and of those within it.

@@ -16,7 +16,7 @@
 namespace fsdp {
 namespace {
 
-bool is_first_rank(const engine::Unit& unit) { return unit.groups.gather->rank() == 0 && unit.groups.outer_rank() == 0; }
+bool is_first_rank(const engine::Unit& unit) { return unit.communicators.gather->rank() == 0 && unit.communicators.outer_rank() == 0; }
 
 /// Those parameters of the unit that still exist.
 void for_each_parameter(const engine::Unit& unit, const std::function<void(const at::Tensor& parameter, std::size_t index)>& fn) {

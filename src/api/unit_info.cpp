@@ -47,8 +47,8 @@ UnitInfo info_of(const engine::Engine& engine, const engine::Unit& unit) {
                             .gather_format = format.gather != nullptr};
     if (std::find(info.dtypes.begin(), info.dtypes.end(), dtypes) == info.dtypes.end()) info.dtypes.push_back(dtypes);
   }
-  if (unit.groups.outer) info.mesh.push_back(dim_of(engine, unit.groups.outer));
-  info.mesh.push_back(dim_of(engine, unit.groups.gather));
+  if (unit.communicators.outer) info.mesh.push_back(dim_of(engine, unit.communicators.outer));
+  info.mesh.push_back(dim_of(engine, unit.communicators.gather));
   return info;
 }
 

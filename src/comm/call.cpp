@@ -16,7 +16,7 @@ std::string describe(const Call& call, const Call& other) {
   if (std::string_view(call.operation) != other.operation || unit != other.unit || call.number != other.number) return text;
   if (call.model != other.model) return text + " of model " + std::to_string(call.model);
   if (call.bytes != other.bytes) return text + " (" + std::to_string(call.bytes) + " bytes)";
-  return text + " (pieces of other sizes)";
+  return text + " (parts of other sizes)";
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ struct Call {
   std::uint64_t number = 0;    ///< Of the row's collectives, from 1.
   std::uint64_t identity = 0;  ///< Hash of operation, unit, model and sizes.
   std::uint64_t model = 0;
-  std::int64_t bytes = 0;   ///< Of one rank's part; 0 where the parts differ.
+  std::int64_t bytes = 0;   ///< Of one rank's shard; 0 where they differ.
   char operation[48] = {};  ///< Cut off where it is longer, as is the unit; `identity` covers all of both.
   char unit[192] = {};
 

@@ -22,7 +22,7 @@ struct Label {
 
 /// One sub-buffer of an all-gather. All 1-D and contiguous; full.numel() == size * shard.numel(). `shard` may be this rank's own
 /// region of `full`; otherwise it is copied there. Rank r's shard lands at [r * shard.numel(), (r + 1) * shard.numel()).
-struct GatherPiece {
+struct GatherPart {
   at::Tensor full;
   at::Tensor shard;
 };
@@ -32,17 +32,17 @@ struct GatherPiece {
 /// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in
 /// fp32 (fp64 for double) pairwise in the order of the ranks. `unreduced` and `staging` must stay alive and untouched until wait()
 /// returned.
-struct ReducePiece {
+struct ReducePart {
   at::Tensor unreduced;
   at::Tensor staging;
   at::Tensor out;
   bool accumulate = false;
 };
 
-/// One buffer of a scatter, all 1-D and contiguous, of one dtype. `parts`, which only the root looks at, has what each rank gets: as many
-/// elements as that rank's `into` has. Parts may overlap or be the same (a broadcast); the root's `into` may be its part.
-struct ScatterPiece {
-  std::vector<at::Tensor> parts;
+/// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root looks at, has what each rank gets: as many
+/// elements as that rank's `into` has. Shards may overlap or be the same (a broadcast); the root's `into` may be its shard.
+struct ScatterPart {
+  std::vector<at::Tensor> shards;
   at::Tensor into;
 };
 
@@ -83,11 +83,11 @@ class Communicator {
   /// The same for one dtype of `unreduced`: never more, and over NCCL much less for dtypes that it sums by itself.
   virtual std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const { return staging_numel(shard_numel); }
 
-  virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) = 0;
-  virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) = 0;
+  virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) = 0;
+  virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) = 0;
 
-  /// Rank `root` sends each rank its piece.
-  virtual std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) = 0;
+  /// Rank `root` sends each rank its part.
+  virtual std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) = 0;
 
   /// Small host-side exchange: returns a CPU tensor [size, ...] with every rank's `value` (a contiguous CPU tensor of equal shape and
   /// dtype on all ranks), in rank order. Blocks.

@@ -11,7 +11,7 @@
 #include <sstream>
 
 #include "base/stable_hash.h"
-#include "comm/pieces.h"
+#include "comm/parts.h"
 #include "comm/transfers.h"
 
 namespace fsdp::comm {
@@ -206,6 +206,34 @@ void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {
   } catch (...) {
     throw group_->failure(label);
   }
+}
+
+std::unique_ptr<Pending> GroupCommunicator::all_gather(std::span<const GatherPart> parts, const Label& label) {
+  const std::int64_t bytes = check_parts(parts, size());
+  auto pending = make_gather(begin(label, bytes, sizes_of(parts)), label, parts);
+  pending->start();
+  stats_.all_gather_bytes += (size() - 1) * bytes;
+  ++stats_.all_gathers;
+  return pending;
+}
+
+std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) {
+  const std::int64_t bytes = check_parts(parts, *this);
+  auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
+  pending->start();
+  stats_.reduce_scatter_bytes += (size() - 1) * bytes;
+  ++stats_.reduce_scatters;
+  return pending;
+}
+
+std::unique_ptr<Pending> GroupCommunicator::scatter(std::span<const ScatterPart> parts, int root, const Label& label) {
+  const std::int64_t bytes = check_parts(parts, root, *this);
+  // The ranks' shards differ in size.
+  auto pending = make_scatter(begin(label, 0, mix(parts.size(), static_cast<std::uint64_t>(root))), label, parts, root);
+  pending->start();
+  stats_.scatter_bytes += bytes;
+  ++stats_.scatters;
+  return pending;
 }
 
 }  // namespace fsdp::comm

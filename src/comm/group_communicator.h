@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
@@ -52,15 +53,23 @@ class GroupCommunicator : public Communicator {
   at::Tensor exchange(const at::Tensor& value, const Label& label) final;
   void expect_equal(const std::string& text, const Label& label) final;
   void barrier() final;
+  std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
+  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) final;
+  std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) final;
 
  protected:
-  /// Every collective starts here. `sizes` is a hash of what must agree beside label and bytes. Throws CommError if an earlier one failed,
-  /// or (debug mode) if the ranks are about to do different things.
-  Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
+  virtual std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) = 0;
+  virtual std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
+                                                    double scale) = 0;
+  virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
+                                                     int root) = 0;
 
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
+  /// Every collective starts here. `sizes` is a hash of what must agree beside label and bytes. Throws CommError if an earlier one failed,
+  /// or (debug mode) if the ranks are about to do different things.
+  Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
   at::Tensor exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label);
   std::string broadcast(const std::string& text, std::int64_t length, int root, int tag, const Label& label);
   void compare_calls(const Call& mine, const Label& label);

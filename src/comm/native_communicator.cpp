@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "comm/pieces.h"
+#include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 
 namespace fsdp::comm {
@@ -16,7 +16,7 @@ std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType dtype, int s
 }
 
 // The c10d works of one collective of ours. Operations posted between the constructor and end() are launched together where the backend can
-// (NCCL: one kernel for all pieces). Without end(), after an exception, the destructor ends what has been posted: the backend must not take
+// (NCCL: one kernel for all parts). Without end(), after an exception, the destructor ends what has been posted: the backend must not take
 // the next collective's operations for more of this one's.
 class Works {
  public:
@@ -59,21 +59,21 @@ void wait_all(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
 
 class NativeGather final : public GroupPending {
  public:
-  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPiece> pieces)
-      : GroupPending(std::move(group), call, label), pieces_(pieces.begin(), pieces.end()) {}
+  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()) {}
   ~NativeGather() override { settle(); }
 
  protected:
   void post() override {
     if (group_->row.size() == 1) {
-      for (const GatherPiece& piece : pieces_) copy_own_shard(piece, 0);
+      for (const GatherPart& part : parts_) copy_own_shard(part, 0);
       return;
     }
-    Works works(*group_->data, pieces_.size());
-    for (const GatherPiece& piece : pieces_) {
-      if (piece.shard.numel() == 0) continue;
-      at::Tensor full = flat_view(piece.full, 0, piece.full.numel());
-      at::Tensor shard = flat_view(piece.shard, 0, piece.shard.numel());
+    Works works(*group_->data, parts_.size());
+    for (const GatherPart& part : parts_) {
+      if (part.shard.numel() == 0) continue;
+      at::Tensor full = flat_view(part.full, 0, part.full.numel());
+      at::Tensor shard = flat_view(part.shard, 0, part.shard.numel());
       works.add(group_->data->_allgather_base(full, shard));
     }
     works_ = works.end();
@@ -82,27 +82,27 @@ class NativeGather final : public GroupPending {
   void forget() noexcept override { works_.clear(); }
 
  private:
-  const std::vector<GatherPiece> pieces_;
+  const std::vector<GatherPart> parts_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 class NativeReduce final : public GroupPending {
  public:
-  NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePiece> pieces, double scale)
-      : GroupPending(std::move(group), call, label), pieces_(pieces.begin(), pieces.end()), scale_(scale) {}
+  NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale) {}
   ~NativeReduce() override { settle(); }
 
  protected:
   void post() override {
     if (group_->row.size() == 1) return;
     c10d::Backend& backend = *group_->data;
-    Works works(backend, pieces_.size());
+    Works works(backend, parts_.size());
     std::vector<std::int64_t> equal_parts;
-    for (const ReducePiece& piece : pieces_) {
-      if (piece.out.numel() == 0) continue;
-      const at::ScalarType dtype = piece.unreduced.scalar_type();
-      at::Tensor input = flat_view(piece.unreduced, 0, piece.unreduced.numel());
-      at::Tensor output = flat_view(piece.staging, 0, staging_numel(piece.out.numel(), dtype, group_->row.size()));
+    for (const ReducePart& part : parts_) {
+      if (part.out.numel() == 0) continue;
+      const at::ScalarType dtype = part.unreduced.scalar_type();
+      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
+      at::Tensor output = flat_view(part.staging, 0, staging_numel(part.out.numel(), dtype, group_->row.size()));
       if (backend_sums(dtype)) {
         works.add(backend._reduce_scatter_base(output, input));
       } else {
@@ -113,63 +113,63 @@ class NativeReduce final : public GroupPending {
   }
   void finish() override {
     wait_all(works_);
-    for (const ReducePiece& piece : pieces_) {
-      if (piece.out.numel() > 0) sum(piece);
+    for (const ReducePart& part : parts_) {
+      if (part.out.numel() > 0) sum(part);
     }
   }
   void forget() noexcept override { works_.clear(); }
 
  private:
-  void sum(const ReducePiece& piece) {
-    const std::int64_t numel = piece.out.numel();
+  void sum(const ReducePart& part) {
+    const std::int64_t numel = part.out.numel();
     const int size = group_->row.size();
     std::vector<at::Tensor> sources;
     if (size == 1) {
-      sources.push_back(piece.unreduced);
-    } else if (backend_sums(piece.unreduced.scalar_type())) {
-      sources.push_back(flat_view(piece.staging, 0, numel));
+      sources.push_back(part.unreduced);
+    } else if (backend_sums(part.unreduced.scalar_type())) {
+      sources.push_back(flat_view(part.staging, 0, numel));
     } else {
-      for (int rank = 0; rank < size; ++rank) sources.push_back(flat_view(piece.staging, rank * numel, numel));
+      for (int rank = 0; rank < size; ++rank) sources.push_back(flat_view(part.staging, rank * numel, numel));
     }
-    rank_order_sum(sources, piece.out, scale_, piece.accumulate);
+    rank_order_sum(sources, part.out, scale_, part.accumulate);
   }
 
-  const std::vector<ReducePiece> pieces_;
+  const std::vector<ReducePart> parts_;
   const double scale_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 class NativeScatter final : public GroupPending {
  public:
-  NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPiece> pieces, int root)
-      : GroupPending(std::move(group), call, label), pieces_(pieces.begin(), pieces.end()), root_(root) {}
+  NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), root_(root) {}
   ~NativeScatter() override { settle(); }
 
  protected:
   void post() override {
-    // By messages, as the parts may differ in size. Each is a tensor of a list, as c10d takes them.
+    // By messages, as the shards may differ in size. Each is a tensor of a list, as c10d takes them.
     std::vector<at::Tensor> argument(1);
-    for (const ScatterPiece& piece : pieces_) {
+    for (const ScatterPart& part : parts_) {
       if (group_->row.rank != root_) {
-        if (piece.into.numel() == 0) continue;
-        argument[0] = flat_view(piece.into, 0, piece.into.numel());
+        if (part.into.numel() == 0) continue;
+        argument[0] = flat_view(part.into, 0, part.into.numel());
         works_.push_back(group_->data->recv(argument, root_, /*tag=*/0));
         continue;
       }
       for (int peer = 0; peer < group_->row.size(); ++peer) {
-        const at::Tensor& part = piece.parts[static_cast<std::size_t>(peer)];
-        if (peer == root_ || part.numel() == 0) continue;
-        argument[0] = flat_view(part, 0, part.numel());
+        const at::Tensor& shard = part.shards[static_cast<std::size_t>(peer)];
+        if (peer == root_ || shard.numel() == 0) continue;
+        argument[0] = flat_view(shard, 0, shard.numel());
         works_.push_back(group_->data->send(argument, peer, /*tag=*/0));
       }
-      copy_own_part(piece, root_);
+      copy_root_shard(part, root_);
     }
   }
   void finish() override { wait_all(works_); }
   void forget() noexcept override { works_.clear(); }
 
  private:
-  const std::vector<ScatterPiece> pieces_;
+  const std::vector<ScatterPart> parts_;
   const int root_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
@@ -183,34 +183,18 @@ std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::Sca
   return comm::staging_numel(shard_numel, wire_dtype, size());
 }
 
-std::unique_ptr<Pending> NativeCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
-  const std::int64_t bytes = check_pieces(pieces, size());
-  const Call call = begin(label, bytes, sizes_of(pieces));
-  auto pending = std::make_unique<NativeGather>(group(), call, label, pieces);
-  pending->start();
-  stats_.all_gather_bytes += (size() - 1) * bytes;
-  ++stats_.all_gathers;
-  return pending;
+std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
+  return std::make_unique<NativeGather>(group(), call, label, parts);
 }
 
-std::unique_ptr<Pending> NativeCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
-  const std::int64_t bytes = check_pieces(pieces, *this);
-  const Call call = begin(label, bytes, sizes_of(pieces));
-  auto pending = std::make_unique<NativeReduce>(group(), call, label, pieces, scale);
-  pending->start();
-  stats_.reduce_scatter_bytes += (size() - 1) * bytes;
-  ++stats_.reduce_scatters;
-  return pending;
+std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
+                                                              double scale) {
+  return std::make_unique<NativeReduce>(group(), call, label, parts, scale);
 }
 
-std::unique_ptr<Pending> NativeCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
-  const std::int64_t bytes = check_pieces(pieces, root, *this);
-  const Call call = begin(label, 0, mix(pieces.size(), static_cast<std::uint64_t>(root)));  // the ranks' parts differ in size
-  auto pending = std::make_unique<NativeScatter>(group(), call, label, pieces, root);
-  pending->start();
-  stats_.scatter_bytes += bytes;
-  ++stats_.scatters;
-  return pending;
+std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
+                                                               int root) {
+  return std::make_unique<NativeScatter>(group(), call, label, parts, root);
 }
 
 }  // namespace fsdp::comm

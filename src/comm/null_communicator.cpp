@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "comm/pieces.h"
+#include "comm/parts.h"
 
 namespace fsdp::comm {
 namespace {
@@ -16,20 +16,20 @@ class Nothing final : public Pending {
 
 }  // namespace
 
-std::unique_ptr<Pending> NullCommunicator::all_gather(std::span<const GatherPiece> pieces, const Label& label) {
-  stats_.all_gather_bytes += (size_ - 1) * check_pieces(pieces, size_);
+std::unique_ptr<Pending> NullCommunicator::all_gather(std::span<const GatherPart> parts, const Label& label) {
+  stats_.all_gather_bytes += (size_ - 1) * check_parts(parts, size_);
   ++stats_.all_gathers;
   return std::make_unique<Nothing>();
 }
 
-std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) {
-  stats_.reduce_scatter_bytes += (size_ - 1) * check_pieces(pieces, *this);
+std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) {
+  stats_.reduce_scatter_bytes += (size_ - 1) * check_parts(parts, *this);
   ++stats_.reduce_scatters;
   return std::make_unique<Nothing>();
 }
 
-std::unique_ptr<Pending> NullCommunicator::scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) {
-  stats_.scatter_bytes += check_pieces(pieces, root, *this);
+std::unique_ptr<Pending> NullCommunicator::scatter(std::span<const ScatterPart> parts, int root, const Label& label) {
+  stats_.scatter_bytes += check_parts(parts, root, *this);
   ++stats_.scatters;
   return std::make_unique<Nothing>();
 }

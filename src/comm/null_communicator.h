@@ -13,10 +13,10 @@ class NullCommunicator final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size_ - 1) * shard_numel; }
-  std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
-  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
+  std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) override;
+  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) override;
 
-  std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) override;
+  std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) override;
 
   /// Every rank is taken to have given the same value as this one.
   at::Tensor exchange(const at::Tensor& value, const Label& label) override;

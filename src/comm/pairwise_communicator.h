@@ -15,9 +15,11 @@ class PairwiseCommunicator final : public GroupCommunicator {
   PairwiseCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo) : GroupCommunicator(std::move(row), gloo, gloo) {}
 
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size() - 1) * shard_numel; }
-  std::unique_ptr<Pending> all_gather(std::span<const GatherPiece> pieces, const Label& label) override;
-  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePiece> pieces, double scale, const Label& label) override;
-  std::unique_ptr<Pending> scatter(std::span<const ScatterPiece> pieces, int root, const Label& label) override;
+
+ private:
+  std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
+  std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
+  std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts, int root) override;
 };
 
 }  // namespace fsdp::comm

@@ -11,22 +11,22 @@ void Gatherer::start(Unit& unit) {
   if (unit.state != ParameterState::kSharded) return;
   const at::NoGradGuard no_grad;
   if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
-  std::vector<comm::GatherPiece> pieces;
+  std::vector<comm::GatherPart> parts;
   if (unit.post_forward.live()) {
     for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
-      pieces.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
-    unit.gather = unit.groups.post_forward->all_gather(pieces, unit.label("all-gather after forward"));
+      parts.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
+    unit.gather = unit.communicators.post_forward->all_gather(parts, unit.label("all-gather after forward"));
   } else {
     unit.wire.acquire(pool_, memory::Kind::kCommunication);
     if (unit.options.outer_sharded_optimizer) finish_shards(unit);
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) pieces.push_back(piece_to_gather(unit, k));
-    if (!unit.replicated_optimizer()) unit.gather = unit.groups.gather->all_gather(pieces, unit.label("all-gather"));
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) parts.push_back(part_to_gather(unit, k));
+    if (!unit.replicated_optimizer()) unit.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
   }
   unit.state = ParameterState::kGathering;
 }
 
 /// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.
-comm::GatherPiece Gatherer::piece_to_gather(Unit& unit, std::size_t k) {
+comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k) {
   const auto& format = unit.formats[k];
   const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
   if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.parts[k]};
@@ -78,14 +78,14 @@ bool Gatherer::leave_forward(Unit& unit) {
     kept_bytes_ += unit.full.bytes;
     return true;
   }
-  if (unit.groups.post_forward && unit.state == ParameterState::kPresent) keep_part(unit);
+  if (unit.communicators.post_forward && unit.state == ParameterState::kPresent) keep_part(unit);
   free(unit);
   return false;
 }
 
 /// This rank's part of the copy that neighbours keep between them after forward.
 void Gatherer::keep_part(Unit& unit) {
-  const auto& neighbours = unit.groups.post_forward;
+  const auto& neighbours = unit.communicators.post_forward;
   write_back(unit);
   unit.post_forward.acquire(pool_, memory::Kind::kGatheredParameters);
   const at::NoGradGuard no_grad;
@@ -151,13 +151,13 @@ at::Tensor Gatherer::as_gathered(Unit& unit, std::size_t k) {
 void Gatherer::start_shards(Unit& unit) {
   if (!std::exchange(unit.shards_outdated, false)) return;
   unit.shards_gather.reset();
-  std::vector<comm::GatherPiece> pieces;
+  std::vector<comm::GatherPart> parts;
   for (std::size_t k = 0; k < unit.main.size(); ++k) {
     const auto own = Unit::region(unit.shards.parts[k], unit.inner_pieces(), unit.main_pieces());
     if (!unit.main_is_shared(k)) convert_main(unit, k, own);
-    pieces.push_back({.full = unit.shards.parts[k], .shard = own});
+    parts.push_back({.full = unit.shards.parts[k], .shard = own});
   }
-  unit.shards_gather = unit.groups.outer->all_gather(pieces, unit.label("outer all-gather"));
+  unit.shards_gather = unit.communicators.outer->all_gather(parts, unit.label("outer all-gather"));
 }
 
 void Gatherer::finish_shards(Unit& unit) {
@@ -179,19 +179,19 @@ void Gatherer::outdate_copies(Unit& unit) {
 }
 
 void Gatherer::exchange_main(Unit& unit) {
-  std::vector<comm::GatherPiece> pieces;
+  std::vector<comm::GatherPart> parts;
   for (const auto& main : unit.main) {
     const auto whole = main.to(device_);  // itself, unless it is offloaded
-    pieces.push_back({.full = whole, .shard = unit.main_region(whole, unit.inner_pieces())});
+    parts.push_back({.full = whole, .shard = unit.main_region(whole, unit.inner_pieces())});
   }
-  unit.groups.gather->all_gather(pieces, unit.label("all-gather of shards"))->wait();
-  for (std::size_t k = 0; k < pieces.size(); ++k) unit.main[k].copy_(pieces[k].full);
+  unit.communicators.gather->all_gather(parts, unit.label("all-gather of shards"))->wait();
+  for (std::size_t k = 0; k < parts.size(); ++k) unit.main[k].copy_(parts[k].full);
 }
 
 std::vector<at::Tensor> Gatherer::gather_main(Unit& unit, std::span<const at::Tensor> main) {
   std::vector<at::Tensor> whole;
-  std::vector<comm::GatherPiece> outer;
-  std::vector<comm::GatherPiece> inner;
+  std::vector<comm::GatherPart> outer;
+  std::vector<comm::GatherPart> inner;
   for (const auto& part : main) {
     const auto numel = part.numel() / unit.main_pieces().count * unit.all_pieces().count;
     const auto& full = whole.emplace_back(at::empty({numel}, part.options().device(device_)));
@@ -202,8 +202,8 @@ std::vector<at::Tensor> Gatherer::gather_main(Unit& unit, std::span<const at::Te
     inner.push_back({.full = full, .shard = shard});
   }
   const auto label = unit.label("all-gather of main parameters or gradients");
-  if (unit.options.outer_sharded_optimizer) unit.groups.outer->all_gather(outer, label)->wait();
-  if (!unit.replicated_optimizer()) unit.groups.gather->all_gather(inner, label)->wait();
+  if (unit.options.outer_sharded_optimizer) unit.communicators.outer->all_gather(outer, label)->wait();
+  if (!unit.replicated_optimizer()) unit.communicators.gather->all_gather(inner, label)->wait();
   return whole;
 }
 

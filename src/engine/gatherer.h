@@ -48,7 +48,7 @@ class Gatherer {
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
 
  private:
-  comm::GatherPiece piece_to_gather(Unit& unit, std::size_t sub_buffer);
+  comm::GatherPart part_to_gather(Unit& unit, std::size_t sub_buffer);
   void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
   at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
   void finish_shards(Unit& unit);

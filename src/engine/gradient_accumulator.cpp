@@ -4,7 +4,7 @@
 #include <functional>
 #include <utility>
 
-#include "comm/pieces.h"
+#include "comm/parts.h"
 #include "memory/slot_storage.h"
 
 namespace fsdp::engine {
@@ -64,13 +64,13 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
   const auto staged = [&](std::size_t k, const comm::Communicator& communicator, std::int64_t pieces) {
     return Part{formats[k].wire_gradient, communicator.staging_numel(numel(k, pieces), formats[k].wire_gradient)};
   };
-  lay_out(staging, empty(), trainable, [&](std::size_t k) { return staged(k, *unit.groups.reduce, inner); });
-  if (unit.groups.outer) {
+  lay_out(staging, empty(), trainable, [&](std::size_t k) { return staged(k, *unit.communicators.reduce, inner); });
+  if (unit.communicators.outer) {
     lay_out(partial, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, inner)}; });
     lay_out(partial_wire, empty(), trainable, [&](std::size_t k) {
       return differs(formats[k]) ? Part{formats[k].wire_gradient, numel(k, inner)} : Part{};
     });
-    lay_out(outer_staging, empty(), trainable, [&](std::size_t k) { return staged(k, *unit.groups.outer, 1); });
+    lay_out(outer_staging, empty(), trainable, [&](std::size_t k) { return staged(k, *unit.communicators.outer, 1); });
   }
 }
 

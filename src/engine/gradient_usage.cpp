@@ -54,7 +54,7 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
   }
   auto bits = mine.take();
   const Unit& first = gradients.front()->unit;
-  comm::Ranks({first.groups.outer, first.groups.reduce}).unite(bits, first.label("gradient usage"));
+  comm::Ranks({first.communicators.outer, first.communicators.reduce}).unite(bits, first.label("gradient usage"));
 
   std::vector<GradientAccumulator*> unreduced;
   BitReader all(bits);
@@ -64,7 +64,7 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
     int last_gradient = 1;
     for (int n = 1; n < kLastDeparture; ++n) last_gradient += all.next() ? 1 : 0;
     bool contributed = false;
-    const bool fully = !unit.groups.outer || unit.options.requires_all_reduce;
+    const bool fully = !unit.communicators.outer || unit.options.requires_all_reduce;
     for (std::size_t i = 0; i < of_unit->parameters.size(); ++i) {
       auto& parameter = of_unit->parameters[i];
       const bool now = all.next();
@@ -92,7 +92,7 @@ void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients,
     }
   }
   const Unit& first = gradients.front()->unit;
-  const auto all = comm::Ranks({first.groups.outer, first.groups.reduce})
+  const auto all = comm::Ranks({first.communicators.outer, first.communicators.reduce})
                        .exchange(at::tensor(found, at::kInt), {.operation = "report of NaN", .unit = "(all)", .model = first.model});
   if (!all.narrow(1, 1, all.size(1) - 1).any().item<bool>()) return;
   std::string text = "NaN in gradients of this backward:";

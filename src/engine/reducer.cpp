@@ -123,8 +123,8 @@ void Reducer::finish() {
     const Unit& unit = gradients->unit;
     if (!unit.options.requires_gradient_sync) continue;
     const auto same = std::find_if(neighbours.begin(), neighbours.end(), [&](const auto& others) {
-      const auto& groups = others.front()->unit.groups;
-      return groups.reduce == unit.groups.reduce && groups.outer == unit.groups.outer;
+      const auto& communicators = others.front()->unit.communicators;
+      return communicators.reduce == unit.communicators.reduce && communicators.outer == unit.communicators.outer;
     });
     (same == neighbours.end() ? neighbours.emplace_back() : *same).push_back(gradients.get());
   }
@@ -177,7 +177,7 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     buffer.release();
   }
   // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
-  const bool in_place = gradients.state == GradientState::kAddingUp && !unit.groups.outer && !unit.main_gradient_memory &&
+  const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient_memory &&
                         !gradients.own_local && !unit.offloaded();
   gradients.state = GradientState::kReducing;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
@@ -198,15 +198,15 @@ void Reducer::begin(Reduction reduction) {
 void Reducer::start(Reduction& reduction) {
   auto& gradients = *reduction.gradients;
   Unit& unit = gradients.unit;
-  std::vector<comm::ReducePiece> reduced;
-  std::vector<comm::GatherPiece> gathered;
+  std::vector<comm::ReducePart> reduced;
+  std::vector<comm::GatherPart> gathered;
   const auto own_piece = [&](std::size_t k) { return unit.main_region(gradients.reduced[k], unit.own_pieces()); };
   const auto inner_region = [&](std::size_t k) { return unit.main_region(gradients.reduced[k], unit.inner_pieces()); };
   const auto sub_buffers = gradients.reduced.size();
   const bool accumulate = unit.main_gradient_valid;
   switch (reduction.hop) {
     case Hop::kInnerReduce:
-      if (unit.groups.outer) {
+      if (unit.communicators.outer) {
         gradients.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
       } else if (!reduction.in_place) {
         allocate_reduced(gradients);
@@ -216,12 +216,12 @@ void Reducer::start(Reduction& reduction) {
         const auto& unreduced = gradients.wire.parts[k];
         reduced.push_back({.unreduced = unreduced,
                            .staging = gradients.staging.parts[k],
-                           .out = unit.groups.outer    ? gradients.partial.parts[k]
-                                  : reduction.in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
-                                                       : inner_region(k),
-                           .accumulate = unit.groups.outer ? gradients.holds_partial : accumulate});
+                           .out = unit.communicators.outer ? gradients.partial.parts[k]
+                                  : reduction.in_place     ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
+                                                           : inner_region(k),
+                           .accumulate = unit.communicators.outer ? gradients.holds_partial : accumulate});
       }
-      reduction.pending = unit.groups.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
+      reduction.pending = unit.communicators.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
       break;
     case Hop::kOuterReduce:
       allocate_reduced(gradients);
@@ -236,15 +236,15 @@ void Reducer::start(Reduction& reduction) {
                            .out = own_piece(k),
                            .accumulate = accumulate});
       }
-      reduction.pending = unit.groups.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
+      reduction.pending = unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
       break;
     case Hop::kOuterGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
-      reduction.pending = unit.groups.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
+      reduction.pending = unit.communicators.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
       break;
     case Hop::kInnerGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = gradients.reduced[k], .shard = inner_region(k)});
-      reduction.pending = unit.groups.reduce->all_gather(gathered, unit.label("all-gather of gradients"));
+      reduction.pending = unit.communicators.reduce->all_gather(gathered, unit.label("all-gather of gradients"));
       break;
   }
 }
@@ -254,7 +254,7 @@ void Reducer::complete(Reduction& reduction) {
   reduction.pending->wait();
   reduction.pending.reset();
   auto& gradients = *reduction.gradients;
-  const bool has_outer = gradients.unit.groups.outer != nullptr;
+  const bool has_outer = gradients.unit.communicators.outer != nullptr;
   if (reduction.hop == Hop::kInnerReduce) {
     if (reduction.in_place) take_result(gradients);
     release_unreduced(gradients);
@@ -283,7 +283,7 @@ std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
   const Unit& unit = reduction.gradients->unit;
   switch (reduction.hop) {
     case Hop::kInnerReduce:
-      if (unit.groups.outer) return reduction.over_outer ? std::optional(Hop::kOuterReduce) : std::nullopt;
+      if (unit.communicators.outer) return reduction.over_outer ? std::optional(Hop::kOuterReduce) : std::nullopt;
       break;
     case Hop::kOuterReduce:
       if (unit.options.outer_sharded_optimizer) return std::nullopt;

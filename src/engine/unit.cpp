@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "comm/pieces.h"
+#include "comm/parts.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 
@@ -21,13 +21,13 @@ constexpr const char* kSharded =
 }  // namespace
 
 Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::UnitLayout layout_, std::vector<SubBufferFormat> formats_,
-           UnitOptions options_, UnitGroups groups_, c10::Storage storage)
+           UnitOptions options_, UnitCommunicators communicators_, c10::Storage storage)
     : name(std::move(name_)),
       parameters(std::move(parameters_)),
       layout(std::move(layout_)),
       formats(std::move(formats_)),
       options(options_),
-      groups(std::move(groups_)) {
+      communicators(std::move(communicators_)) {
   const at::NoGradGuard no_grad;
   const auto device = storage.device();
   const auto all = layout.sub_buffers().size();
@@ -40,8 +40,8 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   lay_out(full, std::move(storage), all, [&](std::size_t k) { return Part{formats[k].compute, numel(k, world)}; });
   free_whole();
   lay_out(wire, empty(), all, [&](std::size_t k) { return formats[k].gather ? Part{at::kByte, travelling_numel(k) * world} : Part{}; });
-  if (groups.post_forward) {
-    const auto kept = world / groups.post_forward->size();
+  if (communicators.post_forward) {
+    const auto kept = world / communicators.post_forward->size();
     lay_out(post_forward, empty(), all, [&](std::size_t k) { return Part{formats[k].compute, numel(k, kept)}; });
   }
   if (options.outer_sharded_optimizer) {

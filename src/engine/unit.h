@@ -95,7 +95,7 @@ struct UnitOptions {
 };
 
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.
-struct UnitGroups {
+struct UnitCommunicators {
   std::shared_ptr<comm::Communicator> gather;        ///< All-gathers of parameters along the sharding dimension.
   std::shared_ptr<comm::Communicator> reduce;        ///< Its reductions: the same ranks, perhaps another process group.
   std::shared_ptr<comm::Communicator> outer;         ///< The outer dimension; null on a 1-D mesh.
@@ -113,7 +113,7 @@ struct UnitGroups {
 struct Unit {
   /// `formats`: one per sub-buffer of the layout.
   Unit(std::string name, std::vector<UnitParameter> parameters, layout::UnitLayout layout, std::vector<SubBufferFormat> formats,
-       UnitOptions options, UnitGroups groups, c10::Storage storage);
+       UnitOptions options, UnitCommunicators communicators, c10::Storage storage);
 
   std::string name;
   std::uint64_t model = 0;  ///< EngineOptions::model.
@@ -121,7 +121,7 @@ struct Unit {
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
   UnitOptions options;
-  UnitGroups groups;
+  UnitCommunicators communicators;
   Unit* parent = nullptr;                            ///< The closest enclosing unit; null for the root.
   std::size_t index = 0;                             ///< Position in Engine::units().
   std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
@@ -170,8 +170,8 @@ struct Unit {
   bool offloaded() const { return options.offload == Offload::kAll; }
   /// The main gradients of a device are whole: a shard of one rank is, too. The host has those that the optimizer needs.
   bool replicated_gradients() const {
-    return !offloaded() &&
-           (options.placements.gradients == Placement::kReplicated || (groups.gather->size() == 1 && !options.outer_sharded_optimizer));
+    return !offloaded() && (options.placements.gradients == Placement::kReplicated ||
+                            (communicators.gather->size() == 1 && !options.outer_sharded_optimizer));
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
   /// Main parameters of sub-buffer k are a region of `full` (or of `shards`): the bytes exist once.
@@ -190,9 +190,11 @@ struct Unit {
   };
   Pieces all_pieces() const { return {0, layout.world_size()}; }
   /// Of this inner rank: what an inner all-gather takes and an inner reduce-scatter gives.
-  Pieces inner_pieces() const { return {groups.gather->rank() * std::int64_t{groups.outer_size()}, groups.outer_size()}; }
+  Pieces inner_pieces() const {
+    return {communicators.gather->rank() * std::int64_t{communicators.outer_size()}, communicators.outer_size()};
+  }
   /// Of this rank alone: no piece belongs to two ranks.
-  Pieces own_pieces() const { return {inner_pieces().first + groups.outer_rank(), 1}; }
+  Pieces own_pieces() const { return {inner_pieces().first + communicators.outer_rank(), 1}; }
   /// What the optimizer of this rank updates, that is, what `main` holds.
   Pieces main_pieces() const;
   /// What this rank shows as its shard: of replicated main parameters, the inner rank's part.

@@ -14,10 +14,11 @@
 namespace fsdp {
 
 at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation) {
-  const auto& groups = engine.units().front()->groups;
+  const auto& communicators = engine.units().front()->communicators;
   const auto& pieces = engine.tensor_parallel();
   // Of a piece's owner, the inner rank comes before the outer one.
-  const comm::Ranks ranks({pieces.defined() ? pieces.communicator(pieces.dims().front().name) : nullptr, groups.gather, groups.outer});
+  const comm::Ranks ranks(
+      {pieces.defined() ? pieces.communicator(pieces.dims().front().name) : nullptr, communicators.gather, communicators.outer});
   return ranks.exchange(values, {.operation = operation, .unit = "(all)"});
 }
 

@@ -43,7 +43,7 @@ void warn_of_unused(engine::Engine& engine) {
   std::vector<std::string> unused;
   bool any = false;
   for (const auto& unit : engine.units()) {
-    if (!unit->options.requires_gradient_sync || (unit->groups.outer && !unit->options.requires_all_reduce)) return;
+    if (!unit->options.requires_gradient_sync || (unit->communicators.outer && !unit->options.requires_all_reduce)) return;
     for (const auto& parameter : unit->parameters) {
       any = any || parameter.has_gradient;
       if (is_trained(parameter) && !parameter.has_gradient) unused.push_back(parameter.name);

@@ -25,17 +25,17 @@ using engine::Engine;
 using engine::Unit;
 
 std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& plan, const FullyShardOptions& options,
-                                const engine::UnitGroups& groups) {
+                                const engine::UnitCommunicators& communicators) {
   engine::UnitOptions unit_options;
   unit_options.placements = options.placements;
-  unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && groups.outer != nullptr;
+  unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && communicators.outer != nullptr;
   unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
   unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
   unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
   unit_options.offload = options.offload;
   auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
   auto unit = std::make_unique<Unit>(shard::shown(plan.name), std::move(draft.parameters), std::move(draft.layout),
-                                     std::move(draft.formats), unit_options, groups, c10::Storage(storage));
+                                     std::move(draft.formats), unit_options, communicators, c10::Storage(storage));
   storage->unit = unit.get();
   // The storage may outlive the unit in a graph or a view: it then knows that nobody can fill it any more.
   unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {
@@ -46,31 +46,31 @@ std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& p
   return unit;
 }
 
-/// Makes the process groups of each mesh once.
-class GroupsOf {
+/// Makes the communicators of each mesh once.
+class CommunicatorsOf {
  public:
-  explicit GroupsOf(const FullyShardOptions& options) : options_(options) {}
+  explicit CommunicatorsOf(const FullyShardOptions& options) : options_(options) {}
 
-  const engine::UnitGroups& operator()(const DeviceMesh& mesh) {
+  const engine::UnitCommunicators& operator()(const DeviceMesh& mesh) {
     const auto& inner = mesh.dims().back().name;
     const auto gather = mesh.communicator(inner);
     const auto outer = mesh.dims().size() == 2 && mesh.dims().front().size > 1 ? mesh.communicator(mesh.dims().front().name) : nullptr;
     for (const auto& made : made_) {
       if (made->gather == gather && made->outer == outer) return *made;
     }
-    auto& groups = made_.emplace_back(std::make_unique<engine::UnitGroups>());
-    groups->gather = gather;
-    groups->outer = outer;
-    groups->reduce = options_.separate_reduce_group ? mesh.new_communicator(inner) : gather;
+    auto& communicators = made_.emplace_back(std::make_unique<engine::UnitCommunicators>());
+    communicators->gather = gather;
+    communicators->outer = outer;
+    communicators->reduce = options_.separate_reduce_group ? mesh.new_communicator(inner) : gather;
     if (options_.reshard_after_forward_size != 0) {
-      groups->post_forward = mesh.new_communicator(inner, options_.reshard_after_forward_size);
+      communicators->post_forward = mesh.new_communicator(inner, options_.reshard_after_forward_size);
     }
-    return *groups;
+    return *communicators;
   }
 
  private:
   const FullyShardOptions& options_;
-  std::vector<std::unique_ptr<engine::UnitGroups>> made_;
+  std::vector<std::unique_ptr<engine::UnitCommunicators>> made_;
 };
 
 /// Does all steps, whichever of them fail, for the sake of ranks that take part in them; but a failed collective ends it.
@@ -134,11 +134,11 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});
   const auto model = std::make_shared<paging::PagedModel>();
-  GroupsOf groups_of(options);
+  CommunicatorsOf communicators_of(options);
   Steps filling;
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
     auto& plan = draft.plans[k];
-    auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, groups_of(plan.settings.mesh)));
+    auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators_of(plan.settings.mesh)));
     if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
     auto* storage = static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl());
     storage->engine = engine.get();

@@ -23,7 +23,7 @@ namespace {
 
 using engine::Unit;
 
-bool is_first_rank(const Unit& unit) { return unit.groups.gather->rank() == 0 && unit.groups.outer_rank() == 0; }
+bool is_first_rank(const Unit& unit) { return unit.communicators.gather->rank() == 0 && unit.communicators.outer_rank() == 0; }
 
 at::Tensor main_of(const Unit& unit, const Unit::MainSlice& slice) {
   return unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
@@ -75,7 +75,7 @@ template <typename PiecesOf>
 Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Held& held, comm::Communicator& row,
              const PiecesOf& pieces_of) {
   Held received{.pieces = pieces_of(row.rank()), .values = {}};
-  std::vector<comm::ScatterPiece> messages;
+  std::vector<comm::ScatterPart> messages;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto& [parts, into] = messages.emplace_back();
     const auto slice_in = [&](Unit::Pieces pieces) { return unit.layout.local_slice(i, pieces.first, pieces.count); };
@@ -113,15 +113,15 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
       }
     }
   }
-  const std::int64_t outer_size = unit.groups.outer_size();
-  if (unit.groups.outer_rank() == 0) {
-    held = scatter(unit, parameters, held, *unit.groups.gather, [&](std::int64_t inner) {
+  const std::int64_t outer_size = unit.communicators.outer_size();
+  if (unit.communicators.outer_rank() == 0) {
+    held = scatter(unit, parameters, held, *unit.communicators.gather, [&](std::int64_t inner) {
       return unit.replicated_optimizer() ? unit.all_pieces() : Unit::Pieces{inner * outer_size, outer_size};
     });
   }
-  if (unit.groups.outer) {
+  if (unit.communicators.outer) {
     const auto inner = unit.replicated_optimizer() ? unit.all_pieces() : unit.inner_pieces();
-    held = scatter(unit, parameters, held, *unit.groups.outer, [&](std::int64_t outer) {
+    held = scatter(unit, parameters, held, *unit.communicators.outer, [&](std::int64_t outer) {
       return unit.options.outer_sharded_optimizer ? Unit::Pieces{inner.first + outer, 1} : inner;
     });
   }
@@ -151,7 +151,7 @@ std::vector<std::vector<at::Tensor>> buffers_by_unit(const std::vector<UnitPlan>
 }
 
 void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm::Communicator& row) {
-  std::vector<comm::ScatterPiece> messages;
+  std::vector<comm::ScatterPart> messages;
   for (const auto& buffer : buffers) {
     auto& [parts, into] = messages.emplace_back();
     const auto options = buffer.options().device(unit.full.storage.device());
@@ -179,8 +179,8 @@ void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& c
   std::vector<std::int64_t> line = {mesh.rank()};
   line.insert(line.end(), checksums.begin(), checksums.end());
   const auto columns = static_cast<std::int64_t>(line.size());
-  const auto all = comm::Ranks(mesh).exchange(at::tensor(line, at::kLong),
-                                              {.operation = "comparison of first values", .unit = shown(plan.name)});
+  const auto all =
+      comm::Ranks(mesh).exchange(at::tensor(line, at::kLong), {.operation = "comparison of first values", .unit = shown(plan.name)});
   const auto* values = all.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 1; i < columns; ++i) {
     for (std::int64_t row = 1; row < all.size(0); ++row) {
@@ -211,8 +211,8 @@ void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::uni
     }
     deferred::give_zeros(buffers[k], device);
     if (from != InitialValues::kFromRank0) continue;
-    if (unit.groups.outer_rank() == 0) send_buffers(buffers[k], unit, *unit.groups.gather);
-    if (unit.groups.outer) send_buffers(buffers[k], unit, *unit.groups.outer);
+    if (unit.communicators.outer_rank() == 0) send_buffers(buffers[k], unit, *unit.communicators.gather);
+    if (unit.communicators.outer) send_buffers(buffers[k], unit, *unit.communicators.outer);
   }
   if (failure) std::rethrow_exception(failure);
 }

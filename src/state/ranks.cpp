@@ -47,22 +47,22 @@ std::string at_first_of_row(comm::Communicator& row, const std::string& mine, c1
   std::vector<at::Tensor> received;
   std::vector<std::unique_ptr<comm::Pending>> pending;
   for (int from = 1; from < row.size(); ++from) {
-    comm::ScatterPiece piece;
+    comm::ScatterPart part;
     if (row.rank() == from) {
-      piece.parts.assign(static_cast<std::size_t>(row.size()), nothing);
+      part.shards.assign(static_cast<std::size_t>(row.size()), nothing);
       const auto bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
       std::copy(mine.begin(), mine.end(), static_cast<char*>(bytes.mutable_data_ptr()));  // perhaps nothing, to nowhere
-      piece.parts[0] = bytes.to(device);
+      part.shards[0] = bytes.to(device);
     }
-    piece.into = is_first ? at::empty({lengths[from].item<std::int64_t>()}, options) : nothing;
-    if (is_first) received.push_back(piece.into);
-    pending.push_back(row.scatter({&piece, 1}, from, label));
+    part.into = is_first ? at::empty({lengths[from].item<std::int64_t>()}, options) : nothing;
+    if (is_first) received.push_back(part.into);
+    pending.push_back(row.scatter({&part, 1}, from, label));
   }
   for (const auto& one : pending) one->wait();
   if (!is_first) return {};
   auto all = mine;
-  for (const auto& part : received) {
-    const auto bytes = part.cpu();
+  for (const auto& text : received) {
+    const auto bytes = text.cpu();
     all.append(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
   }
   return all;

@@ -79,7 +79,7 @@ TEST(GroupCommunicator, ARankThatDiesFailsTheOthersAtOnce) {
                      const int rank = communicator->rank();
                      if (rank == 1) raise(SIGKILL);
                      Gather gather(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 1, false);
-                     const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather)->wait(); });
+                     const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.parts, kGather)->wait(); });
                      const std::string start = "all-gather of unit 'layers.0' on rank " + std::to_string(rank) + " of 3 failed: ";
                      if (!message.starts_with(start) || !has(message, " rank ") || !has(message, "A peer has failed or left"))
                        throw Error("message: " + message);
@@ -126,7 +126,7 @@ TEST(GroupCommunicator, ARootThatDiesFailsThoseWhoWaitForItsParts) {
                                     if (communicator->rank() == 0) raise(SIGKILL);
                                     Scatter scatter(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 1, /*root=*/0, false);
                                     const std::string message =
-                                        message_of<CommError>([&] { communicator->scatter(scatter.pieces, 0, kScatter)->wait(); });
+                                        message_of<CommError>([&] { communicator->scatter(scatter.parts, 0, kScatter)->wait(); });
                                     if (!has(message, "scatter of unit 'layers.0' on rank") || !has(message, "A peer has failed or left"))
                                       throw Error("message: " + message);
                                     return 0;
@@ -144,11 +144,11 @@ TEST(GroupCommunicator, ARankThatDiesMidwayFailsPendingCollectives) {
                      alarm(30);
                      const auto communicator = world();
                      Reduce reduce(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 1, 1);
-                     auto pending = communicator->reduce_scatter(reduce.pieces, 1, kReduce);
+                     auto pending = communicator->reduce_scatter(reduce.parts, 1, kReduce);
                      communicator->barrier();
                      Gather gather(*communicator, {{.numel = 1'000'000, .dtype = at::kFloat}}, 1, false);
                      if (communicator->rank() == 2) raise(SIGKILL);
-                     auto dropped = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather); });  // Never waited for.
+                     auto dropped = message_of<CommError>([&] { communicator->all_gather(gather.parts, kGather); });  // Never waited for.
                      pending->wait();  // Its messages came before.
                      reduce.check();
                      return 0;
@@ -196,7 +196,7 @@ TEST_F(DebugMode, AgreeingCallsPass) {
     const auto communicator = world();
     for (int i = 0; i < 5; ++i) {
       Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, i, false);
-      communicator->all_gather(gather.pieces, kGather)->wait();
+      communicator->all_gather(gather.parts, kGather)->wait();
       gather.check();
     }
     communicator->barrier();
@@ -209,10 +209,10 @@ TEST_F(DebugMode, DifferentCallsPrintBothSides) {
     const std::string message = message_of<CommError>([&] {
       if (rank == 0) {
         Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, false);
-        communicator->all_gather(gather.pieces, {.operation = "all-gather", .unit = "layers.3"})->wait();
+        communicator->all_gather(gather.parts, {.operation = "all-gather", .unit = "layers.3"})->wait();
       } else {
         Reduce reduce(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, 1);
-        communicator->reduce_scatter(reduce.pieces, 1, {.operation = "reduce-scatter", .unit = "layers.2"})->wait();
+        communicator->reduce_scatter(reduce.parts, 1, {.operation = "reduce-scatter", .unit = "layers.2"})->wait();
       }
     });
     // #1 was the mesh's own barrier.
@@ -225,7 +225,7 @@ TEST_F(DebugMode, DifferentSizesPrintBothSides) {
   run_ranks(3, [](int rank) {
     const auto communicator = world();
     Gather gather(*communicator, {{.numel = rank == 2 ? 11 : 10, .dtype = at::kFloat}}, 0, false);
-    const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather)->wait(); });
+    const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.parts, kGather)->wait(); });
     EXPECT_TRUE(has(message, "rank 0: #2 all-gather of unit 'layers.0' (40 bytes); rank 2: #2 all-gather of unit 'layers.0' (44 bytes)"))
         << message;
   });
@@ -237,7 +237,7 @@ TEST_F(DebugMode, ARankThatEndsEarlyShowsOnBothSides) {
     Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, false);
     const std::string both = "rank 0: #2 end of training; rank 1: #2 all-gather of unit 'layers.0'";
     if (rank == 1) {
-      const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.pieces, kGather)->wait(); });
+      const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.parts, kGather)->wait(); });
       EXPECT_TRUE(has(message, both)) << message;
     } else {
       ::testing::internal::CaptureStderr();

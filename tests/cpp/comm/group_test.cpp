@@ -34,12 +34,12 @@ constexpr auto kLimit = std::chrono::seconds(60);  // Whoever waits for the mesh
 
 void gather(Communicator& communicator, const char* unit, std::int64_t numel = 10, std::uint64_t model = 0) {
   Gather gather(communicator, {{.numel = numel, .dtype = at::kFloat}}, 1, false);
-  communicator.all_gather(gather.pieces, {.operation = "all-gather", .unit = unit, .model = model})->wait();
+  communicator.all_gather(gather.parts, {.operation = "all-gather", .unit = unit, .model = model})->wait();
 }
 
 void reduce(Communicator& communicator, const char* unit, std::int64_t numel = 10) {
   Reduce reduce(communicator, {{.numel = numel, .dtype = at::kFloat}}, 1, 1);
-  communicator.reduce_scatter(reduce.pieces, 1, {.operation = "reduce-scatter", .unit = unit})->wait();
+  communicator.reduce_scatter(reduce.parts, 1, {.operation = "reduce-scatter", .unit = unit})->wait();
 }
 
 // Runs `one` on the ranks that `odd` names and `other` on the rest: all must throw a CommError that prints both sides.
@@ -112,13 +112,13 @@ TEST_P(GroupOfSize, SizesThatDifferAreNamed) {
 TEST_P(GroupOfSize, PiecesThatDifferAreNamed) {
   const auto gather_two = [](Communicator& c, std::int64_t first, std::int64_t second) {
     Gather gather(c, {{.numel = first, .dtype = at::kFloat}, {.numel = second, .dtype = at::kFloat}}, 1, false);
-    c.all_gather(gather.pieces, kGather)->wait();
+    c.all_gather(gather.parts, kGather)->wait();
   };
   expect_divergence(GetParam(), {.odd = is_one,
                                  .one = [&](Communicator& c) { gather_two(c, 10, 20); },
                                  .other = [&](Communicator& c) { gather_two(c, 20, 10); },
-                                 .one_text = "all-gather of unit 'layers.0' (pieces of other sizes)",
-                                 .other_text = "all-gather of unit 'layers.0' (pieces of other sizes)"});
+                                 .one_text = "all-gather of unit 'layers.0' (parts of other sizes)",
+                                 .other_text = "all-gather of unit 'layers.0' (parts of other sizes)"});
 }
 
 TEST_P(GroupOfSize, ModelsWithTheSameUnitsAreToldApart) {
@@ -140,7 +140,7 @@ TEST_P(GroupOfSize, HostExchangesAreCollectivesToo) {
                                  .other =
                                      [](Communicator& c) {
                                        Scatter scatter(c, {{.numel = 10, .dtype = at::kFloat}}, 1, 0, false);
-                                       c.scatter(scatter.pieces, 0, testing::kScatter)->wait();
+                                       c.scatter(scatter.parts, 0, testing::kScatter)->wait();
                                        c.barrier();  // A scatter from rank 0 needs nothing of rank 1.
                                      },
                                  .one_text = "check",
@@ -151,7 +151,7 @@ TEST_P(GroupOfSize, HostExchangesAreCollectivesToo) {
 TEST_P(GroupOfSize, WhoWaitsLateIsTold) {
   const auto late_gather = [](Communicator& c, const char* unit) {
     Gather gather(c, {{.numel = 10, .dtype = at::kFloat}}, 1, false);
-    const auto pending = c.all_gather(gather.pieces, {.operation = "all-gather", .unit = unit});
+    const auto pending = c.all_gather(gather.parts, {.operation = "all-gather", .unit = unit});
     if (c.rank() == c.size() - 1) usleep(500'000);
     pending->wait();
   };
@@ -193,13 +193,13 @@ TEST_P(GroupOfSize, CollectivesInFlightAreComparedInTheirOrder) {
         const auto communicator = world();
         const std::vector<testing::PieceShape> shapes = {{.numel = 1000, .dtype = at::kFloat}};
         Gather first(*communicator, shapes, 1, false), second(*communicator, shapes, 2, false), third(*communicator, shapes, 3, false);
-        auto agreed = communicator->all_gather(first.pieces, kGather);
+        auto agreed = communicator->all_gather(first.parts, kGather);
         const bool odd = rank == 1;
-        auto other = communicator->all_gather(second.pieces, {.operation = "all-gather", .unit = odd ? "b" : "a"});
+        auto other = communicator->all_gather(second.parts, {.operation = "all-gather", .unit = odd ? "b" : "a"});
         std::unique_ptr<Pending> last;
         // All ranks agree on the last one: whether it comes through depends on who has noticed what by then.
         std::string messages = message_of<CommError>([&] {
-          last = communicator->all_gather(third.pieces, kGather);
+          last = communicator->all_gather(third.parts, kGather);
           last->wait();
           third.check();
         });
@@ -209,7 +209,7 @@ TEST_P(GroupOfSize, CollectivesInFlightAreComparedInTheirOrder) {
         EXPECT_TRUE(has(messages, "#3 all-gather of unit 'a'") && has(messages, "#3 all-gather of unit 'b'")) << messages;
         // Nothing reaches the buffers any more, nor did the others' data.
         for (const Gather* each : {&second, &third}) {
-          const at::Tensor& full = each->pieces[0].full;
+          const at::Tensor& full = each->parts[0].full;
           const auto theirs = full.narrow(0, (1 - std::min(rank, 1)) * 1000, 1000);
           if (each == &second && (odd || communicator->size() == 2)) {
             EXPECT_TRUE((theirs == -1).all().item<bool>()) << "took other data for its own";
@@ -217,8 +217,8 @@ TEST_P(GroupOfSize, CollectivesInFlightAreComparedInTheirOrder) {
           full.fill_(5);
         }
         usleep(100'000);
-        EXPECT_TRUE((second.pieces[0].full == 5).all().item<bool>());
-        EXPECT_TRUE((third.pieces[0].full == 5).all().item<bool>());
+        EXPECT_TRUE((second.parts[0].full == 5).all().item<bool>());
+        EXPECT_TRUE((third.parts[0].full == 5).all().item<bool>());
         message_of<CommError>([&] { agreed->wait(); });  // Whether its messages came before is a matter of moments.
       },
       kLimit);

@@ -54,11 +54,11 @@ TEST_P(NativeCommunicatorOfSize, AllGathers) {
     for (const auto& shapes : {kSummedByBackend, kSummedHere}) {
       for (const bool alias : {false, true}) {
         Gather gather(*communicator, shapes, 7, alias);
-        communicator->all_gather(gather.pieces, kGather)->wait();
+        communicator->all_gather(gather.parts, kGather)->wait();
         gather.check();
       }
       Gather single(*communicator, {shapes[0]}, 8, false);
-      communicator->all_gather(single.pieces, kGather)->wait();
+      communicator->all_gather(single.parts, kGather)->wait();
       single.check();
     }
   });
@@ -69,7 +69,7 @@ TEST_P(NativeCommunicatorOfSize, ScattersFromAnyRank) {
     const auto communicator = native_world();
     for (int root = 0; root < communicator->size(); ++root) {
       Scatter scatter(*communicator, kSummedHere, 30, root, false);
-      communicator->scatter(scatter.pieces, root, kScatter)->wait();
+      communicator->scatter(scatter.parts, root, kScatter)->wait();
       scatter.check();
     }
   });
@@ -79,7 +79,7 @@ TEST_P(NativeCommunicatorOfSize, SumsNarrowDtypesInRankOrder) {
   run_ranks(GetParam(), [] {
     const auto communicator = native_world();
     Reduce reduce(*communicator, kSummedHere, 9, 1.0 / 3);
-    communicator->reduce_scatter(reduce.pieces, 1.0 / 3, kReduce)->wait();
+    communicator->reduce_scatter(reduce.parts, 1.0 / 3, kReduce)->wait();
     reduce.check();
   });
 }
@@ -90,10 +90,10 @@ TEST(NativeCommunicator, LetsTheBackendSumWideDtypes) {
   run_ranks(2, [] {
     const auto communicator = native_world();
     Reduce reduce(*communicator, kSummedByBackend, 10, 0.25);
-    communicator->reduce_scatter(reduce.pieces, 0.25, kReduce)->wait();
+    communicator->reduce_scatter(reduce.parts, 0.25, kReduce)->wait();
     reduce.check();
     Reduce single(*communicator, {kSummedByBackend[0]}, 11, 0.25);
-    communicator->reduce_scatter(single.pieces, 0.25, kReduce)->wait();
+    communicator->reduce_scatter(single.parts, 0.25, kReduce)->wait();
     single.check();
   });
 }
@@ -112,7 +112,7 @@ TEST(NativeCommunicator, CountsLikeThePairwiseOne) {
     const auto communicator = native_world();
     communicator->reset_stats();
     Gather gather(*communicator, kSummedHere, 7, false);
-    communicator->all_gather(gather.pieces, kGather)->wait();
+    communicator->all_gather(gather.parts, kGather)->wait();
     EXPECT_EQ(communicator->stats().all_gather_bytes, 2 * 2 * (33 + 64 + 1000));
     EXPECT_EQ(communicator->stats().all_gathers, 1);
   });
@@ -168,7 +168,7 @@ TEST(NativeCommunicator, AnOperationThatThrowsEndsItsCoalescedGroup) {
       Reduce reduce(communicator, shapes, 1, 1);
       const std::string message = testing::message_of<CommError>([&] {
         const auto pending =
-            gathers ? communicator.all_gather(gather.pieces, kGather) : communicator.reduce_scatter(reduce.pieces, 1, kReduce);
+            gathers ? communicator.all_gather(gather.parts, kGather) : communicator.reduce_scatter(reduce.parts, 1, kReduce);
       });
       EXPECT_EQ(testing::has(message, "out of memory"), refused < 3) << message;
       EXPECT_FALSE(backend->coalescing()) << "operation " << refused;
@@ -184,7 +184,7 @@ TEST(NativeCommunicator, RanksThatDivergeNameEachOther) {
         // Sizes and dtypes are the same, so the backend sees nothing. Who is no neighbour of rank 1 learns of it at one of the next.
         for (int i = 0; i < 3; ++i) {
           Gather gather(*communicator, kSummedByBackend, 7, false);
-          communicator->all_gather(gather.pieces, {.operation = "all-gather", .unit = rank == 1 ? "layers.1" : "layers.0"})->wait();
+          communicator->all_gather(gather.parts, {.operation = "all-gather", .unit = rank == 1 ? "layers.1" : "layers.0"})->wait();
           EXPECT_TRUE(rank == 0 || rank == 3) << "took another unit for its own";
         }
       });

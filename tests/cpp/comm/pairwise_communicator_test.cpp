@@ -40,7 +40,7 @@ TEST_P(PairwiseCommunicatorOfSize, AllGathersPiecesOfAllDtypes) {
     const auto communicator = world();
     for (const bool alias : {false, true}) {
       Gather gather(*communicator, kMixed, 1, alias);
-      const auto pending = communicator->all_gather(gather.pieces, kGather);
+      const auto pending = communicator->all_gather(gather.parts, kGather);
       pending->wait();
       pending->wait();  // Idempotent.
       gather.check();
@@ -52,7 +52,7 @@ TEST_P(PairwiseCommunicatorOfSize, ReduceScattersPiecesOfAllDtypes) {
   run_ranks(GetParam(), [] {
     const auto communicator = world();
     Reduce reduce(*communicator, kMixed, 1, 1.0 / 3);
-    const auto pending = communicator->reduce_scatter(reduce.pieces, 1.0 / 3, kReduce);
+    const auto pending = communicator->reduce_scatter(reduce.parts, 1.0 / 3, kReduce);
     pending->wait();
     pending->wait();  // Accumulates once.
     reduce.check();
@@ -67,8 +67,8 @@ TEST_P(PairwiseCommunicatorOfSize, SendsEachByteOnceToEachPeer) {
     for (const PieceShape& shape : kMixed) shard_bytes += shape.numel * static_cast<std::int64_t>(c10::elementSize(shape.dtype));
     Gather gather(*communicator, kMixed, 1, false);
     Reduce reduce(*communicator, kMixed, 1, 1);
-    communicator->all_gather(gather.pieces, kGather)->wait();
-    communicator->reduce_scatter(reduce.pieces, 1, kReduce)->wait();
+    communicator->all_gather(gather.parts, kGather)->wait();
+    communicator->reduce_scatter(reduce.parts, 1, kReduce)->wait();
     // (n - 1) / n of the full buffer, which has n shards.
     EXPECT_EQ(communicator->stats().all_gather_bytes, (communicator->size() - 1) * shard_bytes);
     EXPECT_EQ(communicator->stats().reduce_scatter_bytes, (communicator->size() - 1) * shard_bytes);
@@ -87,17 +87,17 @@ TEST_P(PairwiseCommunicatorOfSize, ScattersFromAnyRank) {
       for (const bool alias : {false, true}) {
         communicator->reset_stats();
         Scatter scatter(*communicator, kMixed, 20 + root, root, alias);
-        const auto pending = communicator->scatter(scatter.pieces, root, kScatter);
+        const auto pending = communicator->scatter(scatter.parts, root, kScatter);
         pending->wait();
         pending->wait();  // Idempotent.
         scatter.check();
         std::int64_t bytes = 0;
-        for (const auto& piece : scatter.pieces) {
-          for (std::size_t r = 0; r < piece.parts.size(); ++r) {
-            if (static_cast<int>(r) != rank) bytes += static_cast<std::int64_t>(piece.parts[r].nbytes());
+        for (const auto& part : scatter.parts) {
+          for (std::size_t r = 0; r < part.shards.size(); ++r) {
+            if (static_cast<int>(r) != rank) bytes += static_cast<std::int64_t>(part.shards[r].nbytes());
           }
         }
-        EXPECT_EQ(communicator->stats().scatter_bytes, bytes);  // Only the root has parts.
+        EXPECT_EQ(communicator->stats().scatter_bytes, bytes);  // Only the root has shards.
         EXPECT_EQ(communicator->stats().scatters, 1);
       }
     }
@@ -117,8 +117,8 @@ TEST_P(PairwiseCommunicatorOfSize, ManyCollectivesMayBeInFlight) {
     }
     std::vector<std::unique_ptr<Pending>> pending;
     for (std::size_t i = 0; i < gathers.size(); ++i) {
-      pending.push_back(communicator->all_gather(gathers[i].pieces, kGather));
-      pending.push_back(communicator->reduce_scatter(reduces[i].pieces, 0.5, kReduce));
+      pending.push_back(communicator->all_gather(gathers[i].parts, kGather));
+      pending.push_back(communicator->reduce_scatter(reduces[i].parts, 0.5, kReduce));
     }
     // Waited for in another order than started, and not the same on all ranks.
     if (rank % 2 == 0) std::reverse(pending.begin(), pending.end());
@@ -132,7 +132,7 @@ TEST_P(PairwiseCommunicatorOfSize, APendingThatIsDroppedStillServesThePeers) {
   run_ranks(GetParam(), [](int rank) {
     const auto communicator = world();
     Gather gather(*communicator, {{.numel = 100000, .dtype = at::kFloat}}, 3, false);
-    auto pending = communicator->all_gather(gather.pieces, kGather);
+    auto pending = communicator->all_gather(gather.parts, kGather);
     if (rank == 0) {
       pending.reset();
     } else {
@@ -149,8 +149,8 @@ TEST(PairwiseCommunicator, OutMayBeItsOwnRegionOfUnreduced) {
   run_ranks(3, [](int rank) {
     const auto communicator = world();
     Reduce reduce(*communicator, {{.numel = 1000, .dtype = at::kFloat}}, 4, 0.25);
-    reduce.pieces[0].out = reduce.pieces[0].unreduced.narrow(0, rank * 1000, 1000);
-    communicator->reduce_scatter(reduce.pieces, 0.25, kReduce)->wait();
+    reduce.parts[0].out = reduce.parts[0].unreduced.narrow(0, rank * 1000, 1000);
+    communicator->reduce_scatter(reduce.parts, 0.25, kReduce)->wait();
     reduce.check();
   });
 }
@@ -160,22 +160,22 @@ TEST(PairwiseCommunicator, PiecesThatDoNotFitAreRefused) {
     const auto communicator = world();
     const at::Tensor four = torch::zeros({4});
     const auto gather = [&](const at::Tensor& full, const at::Tensor& shard) {
-      const GatherPiece piece{.full = full, .shard = shard};
-      communicator->all_gather({&piece, 1}, kGather);
+      const GatherPart part{.full = full, .shard = shard};
+      communicator->all_gather({&part, 1}, kGather);
     };
     EXPECT_THROW(gather(four, torch::zeros({3})), Error);
     EXPECT_THROW(gather(four, torch::zeros({2}, at::kHalf)), Error);
     EXPECT_THROW(gather(torch::zeros({8}).slice(0, 0, 8, 2), torch::zeros({2})), Error);
     const auto reduce = [&](const at::Tensor& unreduced, const at::Tensor& staging, const at::Tensor& out) {
-      const ReducePiece piece{.unreduced = unreduced, .staging = staging, .out = out};
-      communicator->reduce_scatter({&piece, 1}, 1, kReduce);
+      const ReducePart part{.unreduced = unreduced, .staging = staging, .out = out};
+      communicator->reduce_scatter({&part, 1}, 1, kReduce);
     };
     EXPECT_THROW(reduce(four, torch::zeros({1}), torch::zeros({2})), Error);
     EXPECT_THROW(reduce(four, torch::zeros({2}, at::kHalf), torch::zeros({2})), Error);
     EXPECT_THROW(reduce(four.to(at::kLong), torch::zeros({2}, at::kLong), torch::zeros({2})), Error);
-    const auto scatter = [&](const std::vector<at::Tensor>& parts, const at::Tensor& into) {
-      const ScatterPiece piece{.parts = parts, .into = into};
-      communicator->scatter({&piece, 1}, communicator->rank(), kScatter);
+    const auto scatter = [&](const std::vector<at::Tensor>& shards, const at::Tensor& into) {
+      const ScatterPart part{.shards = shards, .into = into};
+      communicator->scatter({&part, 1}, communicator->rank(), kScatter);
     };
     EXPECT_THROW(scatter({four, four}, torch::zeros({3})), Error);
     EXPECT_THROW(scatter({four}, torch::zeros({4})), Error);

@@ -29,7 +29,7 @@ TEST(Ranks, OfAMeshCountTheLastDimensionFastest) {
     EXPECT_EQ(ranks.size(), 4);
     EXPECT_EQ(ranks.index(), rank);
     const auto all = ranks.exchange(at::tensor({rank, 10 * rank}), kLabel);
-    EXPECT_TRUE(at::equal(all, at::tensor({{0, 0}, {1, 10}, {2, 20}, {3, 30}}))) << all;
+    EXPECT_TRUE(at::equal(all, at::tensor({0, 0, 1, 10, 2, 20, 3, 30}).view({4, 2}))) << all;
   });
 }
 

@@ -31,8 +31,8 @@ TEST_P(StallWatchOfSize, EndsWaitsForMessagesThatWereHalfThere) {
                        const auto communicator = testing::line().communicator("dp_shard");
                        const std::int64_t numel = 16'000'000;
                        const at::Tensor full = at::empty({communicator->size() * numel});
-                       const GatherPiece piece{.full = full, .shard = full.narrow(0, communicator->rank() * numel, numel)};
-                       piece.shard.fill_(1);
+                       const GatherPart part{.full = full, .shard = full.narrow(0, communicator->rank() * numel, numel)};
+                       part.shard.fill_(1);
                        communicator->barrier();
                        std::thread death;
                        if (communicator->rank() == 1) {
@@ -42,7 +42,7 @@ TEST_P(StallWatchOfSize, EndsWaitsForMessagesThatWereHalfThere) {
                          });
                        }
                        const std::string message = message_of<CommError>([&] {
-                         for (;;) communicator->all_gather({&piece, 1}, testing::kGather)->wait();
+                         for (;;) communicator->all_gather({&part, 1}, testing::kGather)->wait();
                        });
                        if (!has(message, "all-gather of unit 'layers.0' on rank") || !has(message, "A peer has failed or left"))
                          throw Error("message: " + message);
@@ -63,9 +63,9 @@ TEST(StallWatch, EndsWaitsOfWhoOnlySends) {
                                   [] {
                                     alarm(60);
                                     const auto communicator = testing::line().communicator("dp_shard");
-                                    const at::Tensor part = at::ones({64'000'000});
-                                    ScatterPiece piece{.parts = {}, .into = communicator->rank() == 0 ? part : at::empty_like(part)};
-                                    if (communicator->rank() == 0) piece.parts = {part, part};
+                                    const at::Tensor shard = at::ones({64'000'000});
+                                    ScatterPart part{.shards = {}, .into = communicator->rank() == 0 ? shard : at::empty_like(shard)};
+                                    if (communicator->rank() == 0) part.shards = {shard, shard};
                                     communicator->barrier();
                                     std::thread death;
                                     if (communicator->rank() == 1) {
@@ -75,7 +75,7 @@ TEST(StallWatch, EndsWaitsOfWhoOnlySends) {
                                       });
                                     }
                                     const std::string message = message_of<CommError>([&] {
-                                      for (;;) communicator->scatter({&piece, 1}, 0, testing::kScatter)->wait();
+                                      for (;;) communicator->scatter({&part, 1}, 0, testing::kScatter)->wait();
                                     });
                                     if (!has(message, "scatter of unit 'layers.0' on rank 0 of 2 failed"))
                                       throw Error("message: " + message);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "memory/slot_pool.h"
+#include "support/exact_arithmetic.h"
 #include "support/multi_rank.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
@@ -28,6 +29,7 @@ using fsdp::testing::same_bits;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_input;
 using fsdp::testing::stack_units;
+using fsdp::testing::sum_in_pairs;
 
 constexpr int kSteps = 2;
 constexpr std::int64_t kFloat8Block = 32;
@@ -88,31 +90,6 @@ std::int64_t outer_size(const Strategy& strategy, int ranks) { return strategy.t
 
 // The reference. It shares no code with the library.
 
-/// Eight-bit blocks, element by element, with c10's conversion.
-at::Tensor through_float8(const at::Tensor& main) {
-  auto values = main.flatten().clone();
-  auto* data = values.data_ptr<float>();
-  for (std::int64_t begin = 0; begin < values.numel(); begin += kFloat8Block) {
-    const auto end = std::min(begin + kFloat8Block, values.numel());
-    float largest = 0;
-    for (auto i = begin; i < end; ++i) largest = std::max(largest, std::abs(data[i]));
-    float scale = std::ldexp(1.0F, -127);
-    while (largest / scale > 448) scale *= 2;
-    for (auto i = begin; i < end; ++i) data[i] = static_cast<float>(c10::Float8_e4m3fn(data[i] / scale)) * scale;
-  }
-  return values.view(main.sizes());
-}
-
-/// Neighbours in pairs, again and again.
-at::Tensor sum_in_pairs(std::vector<at::Tensor> terms) {
-  while (terms.size() > 1) {
-    std::vector<at::Tensor> pairs;
-    for (std::size_t r = 0; r < terms.size(); r += 2) pairs.push_back(r + 1 < terms.size() ? terms[r] + terms[r + 1] : terms[r]);
-    terms = std::move(pairs);
-  }
-  return terms[0];
-}
-
 at::Tensor loss_of(Stack& model, at::ScalarType dtype, int step, int backward, int rank) {
   return model->forward(stack_input(10 * step + backward, rank).to(dtype)).square().mean();
 }
@@ -141,7 +118,8 @@ Outcome train_reference(const Precision& precision, const Accumulation& accumula
     {
       const torch::NoGradGuard no_grad;
       const auto parameters = model->parameters();
-      for (std::size_t i = 0; i < main.size(); ++i) parameters[i].copy_(precision.float8_gather ? through_float8(main[i]) : main[i]);
+      for (std::size_t i = 0; i < main.size(); ++i)
+        parameters[i].copy_(precision.float8_gather ? fsdp::testing::through_float8(main[i], kFloat8Block) : main[i]);
     }
     std::vector<at::Tensor> reduced(main.size());
     std::vector<std::vector<at::Tensor>> local(static_cast<std::size_t>(ranks));

@@ -86,6 +86,26 @@ TEST_P(UseState, KeptAfterBackwardIsNotGatheredByTheNextForward) {
   });
 }
 
+// [Bounded memory] Where units are still present after backward, a step ends at the update, and a plan is made like elsewhere.
+TEST_P(UseState, KeptAfterBackwardTheStepEndsAtTheUpdate) {
+  run_ranks(GetParam(), [](int rank) {
+    auto model = make_stack({.hidden = {64, 32, 16, 8}});
+    auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units()});
+    sharded.set_reshard_after_backward(false);
+    fsdp::AdamW optimizer(*model);
+    const auto slots_after = [&](int steps) {
+      for (int step = 0; step < steps; ++step) {
+        stack_loss(model, step, rank).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      return sharded.memory_stats().slots.live;
+    };
+    const auto unplanned = slots_after(2);
+    EXPECT_LT(slots_after(4), unplanned);
+  });
+}
+
 TEST_P(UseState, PinnedUnitsStayUntilTheyAreUsed) {
   run_ranks(GetParam(), [](int rank) {
     for (const bool waits : {true, false}) {

@@ -137,7 +137,7 @@ double common_multiple_ratio(const std::vector<ParameterSpec>& parameters, std::
 }
 
 // Too large for the reference: every parameter is owned piece by piece, in order, without gaps.
-void check_pieces(const UnitLayout& layout) {
+void check_parts(const UnitLayout& layout) {
   for (std::size_t p = 0; p < layout.parameters().size(); ++p) {
     SCOPED_TRACE(layout.parameters()[p].name);
     const auto& placement = layout.placements()[p];
@@ -161,7 +161,7 @@ TEST(UnitLayout, CutsRowsOfAGptBlockWithoutPadding) {
   ASSERT_EQ(layout.sub_buffers().size(), 3U);  // rows of 1, 512 and 2,048 elements
   EXPECT_EQ(layout.padding_bytes(), 0);
   EXPECT_LT(1.32 * padding_ratio(layout), common_multiple_ratio(parameters, 512));
-  check_pieces(layout);
+  check_parts(layout);
 }
 
 TEST(UnitLayout, PadsAGptBlockOnlyWhereRanksOutnumberRows) {
@@ -186,7 +186,7 @@ TEST(UnitLayout, CutsRowsOfALlamaLayerOver1024RanksWithOnePercentOfPadding) {
   EXPECT_EQ(layout.padding_bytes(), 1024 / 2 * 4096 * 2);
   EXPECT_LT(padding_ratio(layout), 1.011);
   EXPECT_LT(1.75 * padding_ratio(layout), common_multiple_ratio(parameters, 1024));
-  check_pieces(layout);
+  check_parts(layout);
 }
 
 TEST(UnitLayout, NeverPadsToACommonMultipleOfOddRows) {
@@ -214,7 +214,7 @@ TEST(UnitLayout, AlignsWholeAndUncutParametersAsToldTo) {
         EXPECT_EQ(layout.sub_buffers()[0].quantum, alignment);
         EXPECT_EQ(layout.sub_buffers()[0].shard_numel % alignment, 0);
         for (const auto& placement : layout.placements()) EXPECT_EQ(placement.offset % alignment, 0);
-        check_pieces(layout);
+        check_parts(layout);
         // No more than that: of cut ones, each parameter's and each shard's end is rounded up once.
         if (granularity.kind == Granularity::Kind::kElement) {
           EXPECT_LT(layout.padding_bytes(), (3 + world_size) * alignment * 4 + kAlignment);
@@ -337,7 +337,7 @@ TEST(UnitLayout, LaysGradientsOutAsTheTrainablePrefix) {
 TEST(UnitLayout, Takes16384Ranks) {
   for (const auto granularity : {Granularity::element(), Granularity::rows(), Granularity::blocks(128), Granularity::whole()}) {
     const UnitLayout layout(llama_2_7b_layer(granularity), 16384);
-    check_pieces(layout);
+    check_parts(layout);
     EXPECT_EQ(layout.padding_bytes(), layout.full_bytes() - payload_bytes(layout.parameters()));
   }
 }
@@ -346,7 +346,7 @@ TEST(UnitLayout, TakesParametersBeyond32BitsOfElements) {
   const Shape experts = {256, 7168, 8192};  // 1.5e10 elements
   for (const auto granularity : {Granularity::element(), Granularity::rows(), Granularity::blocks(32), Granularity::whole()}) {
     const UnitLayout layout({spec("up", experts, granularity), spec("gate", experts, granularity), spec("bias", {256}, granularity)}, 1000);
-    check_pieces(layout);
+    check_parts(layout);
   }
 }
 

@@ -26,9 +26,9 @@ TEST(UnitOptions, ReductionsMayHaveAGroupOfTheirOwn) {
       auto model = make_stack();
       const auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units(), .separate_reduce_group = separate});
       for (const auto& unit : sharded.engine()->units()) {
-        EXPECT_EQ(unit->groups.reduce != unit->groups.gather, separate) << unit->name;
-        EXPECT_EQ(unit->groups.reduce->size(), 2);
-        EXPECT_EQ(unit->groups.reduce->rank(), rank);
+        EXPECT_EQ(unit->communicators.reduce != unit->communicators.gather, separate) << unit->name;
+        EXPECT_EQ(unit->communicators.reduce->size(), 2);
+        EXPECT_EQ(unit->communicators.reduce->rank(), rank);
       }
     }
   });

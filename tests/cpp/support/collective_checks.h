@@ -73,46 +73,46 @@ struct Gather {
       const at::Tensor full = at::full({size * numel}, -1, dtype);
       at::Tensor shard = shards[own];
       if (alias) shard = full.narrow(0, communicator.rank() * numel, numel).copy_(shard);
-      pieces.push_back({.full = full, .shard = shard});
+      parts.push_back({.full = full, .shard = shard});
     }
   }
 
   void check() const {
-    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].full, expected[i])) << "piece " << i;
+    for (std::size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(same_bits(parts[i].full, expected[i])) << "part " << i;
   }
 
-  std::vector<comm::GatherPiece> pieces;
+  std::vector<comm::GatherPart> parts;
   std::vector<at::Tensor> expected;
 };
 
-/// Buffers of a scatter: rank r gets r elements more than rank 0 does, and of every other piece all get the same. `alias`: the root's part
+/// Buffers of a scatter: rank r gets r elements more than rank 0 does, and of every other part all get the same. `alias`: the root's shard
 /// stays where it is.
 struct Scatter {
   Scatter(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, int root, bool alias) {
     const int size = communicator.size();
     const auto own = static_cast<std::size_t>(communicator.rank());
     for (std::size_t i = 0; i < shapes.size(); ++i) {
-      std::vector<at::Tensor> parts;
+      std::vector<at::Tensor> shards;
       for (int r = 0; r < size; ++r) {
         const bool same = i % 2 == 1;
-        parts.push_back(
+        shards.push_back(
             numbers(shapes[i].numel + (same ? 0 : r), seed + 1000 * static_cast<std::int64_t>(i) + (same ? 0 : r), shapes[i].dtype));
       }
-      expected.push_back(parts[own].clone());
-      comm::ScatterPiece piece{.parts = {}, .into = at::full_like(parts[own], -1)};
+      expected.push_back(shards[own].clone());
+      comm::ScatterPart part{.shards = {}, .into = at::full_like(shards[own], -1)};
       if (communicator.rank() == root) {
-        if (alias) piece.into = parts[own];
-        piece.parts = std::move(parts);
+        if (alias) part.into = shards[own];
+        part.shards = std::move(shards);
       }
-      pieces.push_back(std::move(piece));
+      parts.push_back(std::move(part));
     }
   }
 
   void check() const {
-    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].into, expected[i])) << "piece " << i;
+    for (std::size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(same_bits(parts[i].into, expected[i])) << "part " << i;
   }
 
-  std::vector<comm::ScatterPiece> pieces;
+  std::vector<comm::ScatterPart> parts;
   std::vector<at::Tensor> expected;
 };
 
@@ -132,18 +132,18 @@ struct Reduce {
       }
       const at::Tensor out = numbers(numel, seed - 1, out_dtype);
       expected.push_back(numel == 0 ? out.clone() : expected_sum(sources, out, scale, accumulate));
-      pieces.push_back({.unreduced = unreduced,
-                        .staging = at::empty({communicator.staging_numel(numel, dtype)}, dtype),
-                        .out = out,
-                        .accumulate = accumulate});
+      parts.push_back({.unreduced = unreduced,
+                       .staging = at::empty({communicator.staging_numel(numel, dtype)}, dtype),
+                       .out = out,
+                       .accumulate = accumulate});
     }
   }
 
   void check() const {
-    for (std::size_t i = 0; i < pieces.size(); ++i) EXPECT_TRUE(same_bits(pieces[i].out, expected[i])) << "piece " << i;
+    for (std::size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(same_bits(parts[i].out, expected[i])) << "part " << i;
   }
 
-  std::vector<comm::ReducePiece> pieces;
+  std::vector<comm::ReducePart> parts;
   std::vector<at::Tensor> expected;
 };
 

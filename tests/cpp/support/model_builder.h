@@ -332,8 +332,8 @@ class ModelBuilder {
           return at::linear(at::linear(x, parts[1]).tanh(), parts[1].t());
         },
         [packed, dim](const at::Tensor& x, const Batch&) {
-          // Where the parameter begins in its storage, a model may not assume.
-          return at::linear(x, packed.as_strided({dim, dim}, {1, dim}, packed.storage_offset() + dim)).tanh();
+          // Without an offset of its own, which may mean the parameter's element or the unit's.
+          return at::linear(x, packed.narrow(0, 1, dim).as_strided({dim, dim}, {1, dim})).tanh();
         },
         [packed, row](const at::Tensor& x, const Batch&) {
           return x + packed.select(0, row).view({1, 1, -1}).expand_as(x);

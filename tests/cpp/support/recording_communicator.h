@@ -25,23 +25,22 @@ class RecordingCommunicator final : public comm::Communicator {
   int size() const override { return inner_->size(); }
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return inner_->staging_numel(shard_numel); }
 
-  std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPiece> pieces, const comm::Label& label) override {
+  std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override {
     const std::string what = (label.operation == std::string("all-gather") ? "gather " : "gather gradients ") + std::string(label.unit);
     log_->push_back(what);
-    return std::make_unique<Recorded>(inner_->all_gather(pieces, label), "wait " + what, log_);
+    return std::make_unique<Recorded>(inner_->all_gather(parts, label), "wait " + what, log_);
   }
 
-  std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePiece> pieces, double scale,
-                                                const comm::Label& label) override {
+  std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override {
     const std::string what = "reduce " + std::string(label.unit);
     log_->push_back(what);
-    return std::make_unique<Recorded>(inner_->reduce_scatter(pieces, scale, label), "wait " + what, log_);
+    return std::make_unique<Recorded>(inner_->reduce_scatter(parts, scale, label), "wait " + what, log_);
   }
 
-  std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPiece> pieces, int root, const comm::Label& label) override {
+  std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override {
     const std::string what = "scatter " + std::string(label.unit);
     log_->push_back(what);
-    return std::make_unique<Recorded>(inner_->scatter(pieces, root, label), "wait " + what, log_);
+    return std::make_unique<Recorded>(inner_->scatter(parts, root, label), "wait " + what, log_);
   }
 
   at::Tensor exchange(const at::Tensor& value, const comm::Label& label) override {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "fsdp/fsdp.h"
+#include "support/exact_arithmetic.h"
 #include "support/model_builder.h"
 #include "support/random_training.h"
 
@@ -36,31 +37,6 @@ inline SumOrder sum_order(const Case& c, const Settings& settings) {
   const bool rounds = c.has_policy && (c.precision.wire != at::kFloat || c.precision.main_gradient != at::kFloat);
   const bool flat = std::has_single_bit(static_cast<unsigned>(c.ranks)) && !rounds && !c.delays_outer_sums();
   return flat ? SumOrder{.row = c.ranks, .rows = false} : SumOrder{.row = row, .rows = true};
-}
-
-/// Eight-bit blocks, element by element, with c10's conversion.
-inline at::Tensor through_float8(const at::Tensor& main) {
-  auto values = main.detach().flatten().clone();
-  auto* data = values.data_ptr<float>();
-  for (std::int64_t begin = 0; begin < values.numel(); begin += kFloat8Block) {
-    const auto end = std::min(begin + kFloat8Block, values.numel());
-    float largest = 0;
-    for (auto i = begin; i < end; ++i) largest = std::max(largest, std::abs(data[i]));
-    float scale = std::ldexp(1.0F, -127);
-    while (largest / scale > 448) scale *= 2;
-    for (auto i = begin; i < end; ++i) data[i] = static_cast<float>(c10::Float8_e4m3fn(data[i] / scale)) * scale;
-  }
-  return values.view(main.sizes());
-}
-
-/// Neighbours in pairs, again and again.
-inline at::Tensor sum_in_pairs(std::vector<at::Tensor> terms) {
-  while (terms.size() > 1) {
-    std::vector<at::Tensor> pairs;
-    for (std::size_t r = 0; r < terms.size(); r += 2) pairs.push_back(r + 1 < terms.size() ? terms[r] + terms[r + 1] : terms[r]);
-    terms = std::move(pairs);
-  }
-  return terms[0];
 }
 
 /// A parameter of the replicas, and what ranks hold of its gradient.
@@ -413,7 +389,7 @@ class Replicas final : public Trainee {
     if (!case_.has_policy) return;
     const torch::NoGradGuard no_grad;
     for (auto& replica : replicas_) {
-      replica.whole.copy_(is_gathered_in_float8(case_, replica.name) ? through_float8(replica.main) : replica.main);
+      replica.whole.copy_(is_gathered_in_float8(case_, replica.name) ? through_float8(replica.main, kFloat8Block) : replica.main);
     }
   }
 

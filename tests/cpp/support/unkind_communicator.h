@@ -30,7 +30,7 @@ struct UnkindOptions {
 
 /// Passes collectives on to another communicator, in buffers of its own. The caller's destinations (`full`, `staging`, `out`, `into`) hold
 /// poison (bits that are NaN in every floating-point dtype) from the start of a collective until wait() has returned, and for good if the
-/// collective is destroyed without wait(). Reported as misuse: a source (`shard`, `unreduced`, `parts`, the old value of an accumulating
+/// collective is destroyed without wait(). Reported as misuse: a source (`shard`, `unreduced`, `shards`, the old value of an accumulating
 /// `out`) that has changed before wait(), a destination that was written to, memory that was freed, a label that has died. Contiguous CPU
 /// tensors only.
 class UnkindCommunicator final : public comm::Communicator {
@@ -45,55 +45,54 @@ class UnkindCommunicator final : public comm::Communicator {
     return inner_->staging_numel(shard_numel, wire_dtype);
   }
 
-  std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPiece> pieces, const comm::Label& label) override {
+  std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override {
     auto watch = std::make_unique<Watched>(state_, label);
-    std::vector<comm::GatherPiece> hidden;
-    for (const comm::GatherPiece& piece : pieces) {
-      const std::int64_t numel = piece.shard.numel();
-      hidden.push_back({.full = at::empty_like(piece.full), .shard = watch->source("shard", piece.shard)});
+    std::vector<comm::GatherPart> hidden;
+    for (const comm::GatherPart& part : parts) {
+      const std::int64_t numel = part.shard.numel();
+      hidden.push_back({.full = at::empty_like(part.full), .shard = watch->source("shard", part.shard)});
       for (int r = 0; r < size(); ++r) {
-        const at::Tensor region = piece.full.narrow(0, r * numel, numel);
-        const bool own_source = r == rank() && region.const_data_ptr() == piece.shard.const_data_ptr();
+        const at::Tensor region = part.full.narrow(0, r * numel, numel);
+        const bool own_source = r == rank() && region.const_data_ptr() == part.shard.const_data_ptr();
         if (!own_source) watch->destination("full", region, hidden.back().full.narrow(0, r * numel, numel));
       }
     }
     return start(std::move(watch), [&] { return inner_->all_gather(hidden, label); });
   }
 
-  std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePiece> pieces, double scale,
-                                                const comm::Label& label) override {
+  std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override {
     auto watch = std::make_unique<Watched>(state_, label);
-    std::vector<comm::ReducePiece> hidden;
-    for (const comm::ReducePiece& piece : pieces) {
-      const at::Tensor old = piece.out.clone();
-      const bool in_place = overlap(piece.out, piece.unreduced);
-      hidden.push_back({.unreduced = watch->source("unreduced", piece.unreduced),
-                        .staging = piece.staging.defined() ? at::empty_like(piece.staging) : at::Tensor(),
+    std::vector<comm::ReducePart> hidden;
+    for (const comm::ReducePart& part : parts) {
+      const at::Tensor old = part.out.clone();
+      const bool in_place = overlap(part.out, part.unreduced);
+      hidden.push_back({.unreduced = watch->source("unreduced", part.unreduced),
+                        .staging = part.staging.defined() ? at::empty_like(part.staging) : at::Tensor(),
                         .out = old,
-                        .accumulate = piece.accumulate});
-      if (piece.staging.defined()) watch->destination("staging", piece.staging, {});
+                        .accumulate = part.accumulate});
+      if (part.staging.defined()) watch->destination("staging", part.staging, {});
       if (in_place) {
-        watch->delivery(piece.out, old);  // Until then it is a part of the source.
+        watch->delivery(part.out, old);  // Until then it is a part of the source.
       } else {
-        watch->destination("out", piece.out, old);
+        watch->destination("out", part.out, old);
       }
     }
     return start(std::move(watch), [&] { return inner_->reduce_scatter(hidden, scale, label); });
   }
 
-  std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPiece> pieces, int root, const comm::Label& label) override {
+  std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override {
     auto watch = std::make_unique<Watched>(state_, label);
-    std::vector<comm::ScatterPiece> hidden;
-    for (const comm::ScatterPiece& piece : pieces) {
-      comm::ScatterPiece copy{.parts = {}, .into = at::empty_like(piece.into)};
+    std::vector<comm::ScatterPart> hidden;
+    for (const comm::ScatterPart& part : parts) {
+      comm::ScatterPart copy{.shards = {}, .into = at::empty_like(part.into)};
       bool own_source = false;
       if (rank() == root) {
-        for (const at::Tensor& part : piece.parts) {
-          copy.parts.push_back(watch->source("part", part));
-          own_source = own_source || overlap(part, piece.into);
+        for (const at::Tensor& shard : part.shards) {
+          copy.shards.push_back(watch->source("shard", shard));
+          own_source = own_source || overlap(shard, part.into);
         }
       }
-      if (!own_source) watch->destination("into", piece.into, copy.into);
+      if (!own_source) watch->destination("into", part.into, copy.into);
       hidden.push_back(std::move(copy));
     }
     return start(std::move(watch), [&] { return inner_->scatter(hidden, root, label); });

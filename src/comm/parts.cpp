@@ -1,0 +1,137 @@
+#include "comm/parts.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/TensorOptions.h>
+
+#include <cstring>
+#include <string>
+
+#include "comm/call.h"
+#include "comm/rank_order_sum.h"
+#include "fsdp/error.h"
+
+namespace fsdp::comm {
+namespace {
+
+[[noreturn]] void throw_misfit(const char* operation, const std::string& what) {
+  throw Error(std::string(operation) + ": the tensors of a part do not fit together: " + what);
+}
+
+void check_flat(const char* operation, const char* name, const at::Tensor& tensor) {
+  if (tensor.dim() == 1 && tensor.is_contiguous()) return;
+  throw_misfit(operation, std::string(name) + " is not 1-D and contiguous");
+}
+
+std::uint64_t add_size(std::uint64_t hash, std::int64_t numel, at::ScalarType dtype) {
+  return mix(mix(hash, static_cast<std::uint64_t>(numel)), static_cast<std::uint64_t>(dtype));
+}
+
+}  // namespace
+
+std::int64_t check_parts(std::span<const GatherPart> parts, int size) {
+  constexpr const char* kOperation = "all-gather";
+  std::int64_t bytes = 0;
+  for (const GatherPart& part : parts) {
+    check_flat(kOperation, "full", part.full);
+    check_flat(kOperation, "shard", part.shard);
+    if (part.full.dtype() != part.shard.dtype()) throw_misfit(kOperation, "full and shard have different dtypes");
+    if (part.full.numel() != size * part.shard.numel()) {
+      throw_misfit(kOperation, "full has " + std::to_string(part.full.numel()) + " elements, but " + std::to_string(size) +
+                                   " shards have " + std::to_string(size * part.shard.numel()));
+    }
+    bytes += static_cast<std::int64_t>(part.shard.nbytes());
+  }
+  return bytes;
+}
+
+std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& communicator) {
+  constexpr const char* kOperation = "reduce-scatter";
+  std::int64_t bytes = 0;
+  for (const ReducePart& part : parts) {
+    const std::int64_t numel = part.out.numel();
+    check_flat(kOperation, "unreduced", part.unreduced);
+    check_flat(kOperation, "out", part.out);
+    check_summable(part.unreduced.scalar_type());
+    check_summable(part.out.scalar_type());
+    if (part.unreduced.numel() != communicator.size() * numel) {
+      throw_misfit(kOperation, "unreduced has " + std::to_string(part.unreduced.numel()) + " elements, but " +
+                                   std::to_string(communicator.size()) + " shards have " + std::to_string(communicator.size() * numel));
+    }
+    const std::int64_t staging = communicator.staging_numel(numel, part.unreduced.scalar_type());
+    if (staging > 0) {
+      check_flat(kOperation, "staging", part.staging);
+      if (part.staging.numel() < staging || part.staging.dtype() != part.unreduced.dtype()) {
+        throw_misfit(kOperation, "staging must have " + std::to_string(staging) + " elements of unreduced's dtype");
+      }
+    }
+    bytes += numel * static_cast<std::int64_t>(part.unreduced.itemsize());
+  }
+  return bytes;
+}
+
+std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator) {
+  constexpr const char* kOperation = "scatter";
+  std::int64_t bytes = 0;
+  for (const ScatterPart& part : parts) {
+    check_flat(kOperation, "into", part.into);
+    if (communicator.rank() != root) continue;
+    if (part.shards.size() != static_cast<std::size_t>(communicator.size())) {
+      throw_misfit(kOperation, std::to_string(part.shards.size()) + " shards for " + std::to_string(communicator.size()) + " ranks");
+    }
+    for (int rank = 0; rank < communicator.size(); ++rank) {
+      const at::Tensor& shard = part.shards[static_cast<std::size_t>(rank)];
+      check_flat(kOperation, "a shard", shard);
+      if (shard.dtype() != part.into.dtype()) throw_misfit(kOperation, "a shard and into have different dtypes");
+      if (rank != root) {
+        bytes += static_cast<std::int64_t>(shard.nbytes());
+      } else if (shard.numel() != part.into.numel()) {
+        throw_misfit(kOperation,
+                     "the root's shard has " + std::to_string(shard.numel()) + " elements, into has " + std::to_string(part.into.numel()));
+      }
+    }
+  }
+  return bytes;
+}
+
+std::uint64_t sizes_of(std::span<const GatherPart> parts) {
+  std::uint64_t hash = parts.size();
+  for (const GatherPart& part : parts) hash = add_size(hash, part.shard.numel(), part.shard.scalar_type());
+  return hash;
+}
+
+std::uint64_t sizes_of(std::span<const ReducePart> parts) {
+  std::uint64_t hash = parts.size();
+  for (const ReducePart& part : parts) hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
+  return hash;
+}
+
+void copy_root_shard(const ScatterPart& part, int root) {
+  const at::Tensor& shard = part.shards[static_cast<std::size_t>(root)];
+  if (shard.numel() == 0 || shard.const_data_ptr() == part.into.const_data_ptr()) return;
+  const at::NoGradGuard no_grad;
+  flat_view(part.into, 0, part.into.numel()).copy_(flat_view(shard, 0, shard.numel()));
+}
+
+at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t numel) {
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(tensor.scalar_type(), at::kStrided, tensor.device()));
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), keys, tensor.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() + offset);
+  view.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  return view;
+}
+
+void copy_own_shard(const GatherPart& part, int rank) {
+  const std::size_t bytes = part.shard.nbytes();
+  if (bytes == 0) return;
+  char* region = static_cast<char*>(part.full.mutable_data_ptr()) + static_cast<std::size_t>(rank) * bytes;
+  if (region == part.shard.const_data_ptr()) return;
+  if (part.full.is_cpu()) {
+    std::memcpy(region, part.shard.const_data_ptr(), bytes);
+  } else {
+    const at::NoGradGuard no_grad;
+    const std::int64_t numel = part.shard.numel();
+    flat_view(part.full, rank * numel, numel).copy_(flat_view(part.shard, 0, numel));
+  }
+}
+
+}  // namespace fsdp::comm

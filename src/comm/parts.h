@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "comm/communicator.h"
+
+// What all communicators do with the parts of a collective.
+namespace fsdp::comm {
+
+/// Throw Error where the tensors of a part do not fit together (their contract is in communicator.h). Return the bytes of all shards,
+/// of the dtype that travels.
+std::int64_t check_parts(std::span<const GatherPart> parts, int size);
+std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& communicator);
+/// Returns the bytes that this rank sends: 0 but on the root.
+std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator);
+
+/// A hash of the parts' sizes and dtypes, which must be the same on all ranks.
+std::uint64_t sizes_of(std::span<const GatherPart> parts);
+std::uint64_t sizes_of(std::span<const ReducePart> parts);
+
+/// Fills the root's own `into`, unless it is its shard.
+void copy_root_shard(const ScatterPart& part, int root);
+
+/// Elements [offset, offset + numel) of a 1-D contiguous tensor. Not narrow(): this costs no dispatch, and drops dispatch keys, such as the
+/// one that pages parameters in.
+at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t numel);
+
+/// Fills this rank's own region of the gathered buffer from its shard, unless the shard is that region.
+void copy_own_shard(const GatherPart& part, int rank);
+
+}  // namespace fsdp::comm
