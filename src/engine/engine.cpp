@@ -57,7 +57,9 @@ void Engine::guarded(const Body& body) {
 }
 
 void Engine::rethrow_with_history(const std::exception& error) const {
-  std::string text = std::string(error.what()) + "; last units that this rank touched, newest first:";
+  std::string text = error.what();
+  if (text.ends_with('.')) text.pop_back();
+  text += "; last units that this rank touched, newest first:";
   for (std::size_t i = 0; i < std::min(moves_, history_.size()); ++i) {
     text += (i == 0 ? " '" : ", '") + history_[(moves_ - 1 - i) % history_.size()]->name + "'";
   }

@@ -256,7 +256,8 @@ TEST(HangingRank, TimesOutWithANamedError) {
     EXPECT_TRUE(has(message, "all-gather of unit '(root)' on rank 0 of 2 failed: ")) << message;
     EXPECT_TRUE(has(message, "receiving from rank 1")) << message;
     EXPECT_TRUE(has(message, "MeshOptions::timeout")) << message;
-    EXPECT_TRUE(has(message, "last units that this rank touched, newest first: '(root)'")) << message;
+    EXPECT_TRUE(has(message, "; last units that this rank touched, newest first: '(root)'")) << message;
+    EXPECT_FALSE(has(message, ".;")) << message;
   });
 }
 

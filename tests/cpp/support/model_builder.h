@@ -151,7 +151,9 @@ class ModelBuilder {
         &ModelBuilder::some_by_rank,
     };
     const bool narrow = compute != at::kFloat && compute != at::kDouble;
-    const auto body = (this->*random_.pick(narrow ? narrow_makers : makers))(*made);
+    auto maker = random_.pick(narrow ? narrow_makers : makers);
+    if (!plan_.by_rank && (maker == &ModelBuilder::chosen_by_rank || maker == &ModelBuilder::some_by_rank)) maker = &ModelBuilder::linear;
+    const auto body = (this->*maker)(*made);
     made->body = [body, dtype = compute](const at::Tensor& x, const Batch& batch) { return body(x.to(dtype), batch).to(x.scalar_type()); };
     return made;
   }

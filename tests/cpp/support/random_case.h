@@ -25,11 +25,13 @@ struct PassPlan {
   bool is_last = true;     ///< Its end waits for its reductions.
 };
 
-/// A pass that is to fail after so many computations of blocks, forward or backward. If it has fewer, it is one like others.
+/// A pass that is to fail after so many computations of blocks, forward or backward, and then so many operators, which may be the
+/// library's. If it has fewer, it is one like others.
 struct FailingPass {
   bool planned = false;
   std::size_t before = 0;  ///< Before which backward of the step.
   std::int64_t fuse = 0;
+  std::int64_t operators = -1;  ///< Negative: the block itself throws.
   bool sync = true;
   bool reset = false;  ///< The user calls reset() after it.
 };
@@ -212,6 +214,8 @@ inline Case make_case(std::uint64_t seed) {
       random.pick(std::vector{Recompute::kNone, Recompute::kNone, Recompute::kLibrary, Recompute::kLibrary, Recompute::kNested});
   // In narrow dtypes rounding is no small thing: such cases are compared to the last bit, so their sums must have one order.
   const bool one_order = c.has_policy && c.model.recompute != Recompute::kNone && c.ranks > 1;
+  // Where an operator fails, all ranks must have come to the same one.
+  c.model.by_rank = random.chance(70);
   c.model.looping = !one_order && random.chance(50);
   c.model.sharing = c.model.sharing && !one_order;
   if (c.model.recompute == Recompute::kNested) c.model.dropout = false;  // It does not draw the same numbers again.
@@ -246,6 +250,7 @@ inline Case make_case(std::uint64_t seed) {
           .planned = true,
           .before = step.graphs_at_once ? 0 : static_cast<std::size_t>(random.below(static_cast<std::int64_t>(step.passes.size()))),
           .fuse = random.below(50),
+          .operators = c.model.by_rank ? -1 : random.below(20),
           .sync = !may_delay || random.chance(70),
           .reset = random.chance(50)};
     }
@@ -326,7 +331,9 @@ inline std::string described(const Case& c) {
          << (step.evaluate_after ? ", evaluation after" : "") << (step.write ? ", write" : "");
     if (step.failure.planned) {
       text << ", a pass " << (step.failure.sync ? "" : "without sync ") << "before backward " << step.failure.before << " fails after "
-           << step.failure.fuse << " blocks" << (step.failure.reset ? ", reset()" : "");
+           << step.failure.fuse << " blocks";
+      if (step.failure.operators >= 0) text << " and " << step.failure.operators << " operators";
+      text << (step.failure.reset ? ", reset()" : "");
     }
     if (step.reload) text << ", saved and loaded as " << described(reloaded_settings(c, c.first)) << " (of the first)";
   }

@@ -90,7 +90,7 @@ inline void check(const Case& c, Meshes& meshes, const std::string& folder) {
   if (meshes.in_rows(c.first.outer, c.unkind).rank() != rank) return;
   const auto expect_replicas = [&](const RandomTrace& trace, const Settings& settings, const SumOrder& order, const char* name) {
     const double tolerance = c.sums_in_order() && c.same_ends(settings) ? 0 : rounding(c);
-    const auto replicas = Replicas(c, order, rank, trace.norms, tolerance).train();
+    const auto replicas = Replicas(c, order, rank, trace, tolerance).train();
     expect_near(trace, replicas, tolerance, std::string(name) + " against replicas");
   };
   expect_replicas(first, c.first, first_order, "first");

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/failing_operator.h"
 #include "support/random.h"
 
 // Random models of torch's own modules and bare parameters: nested, shared, tied, with branches and loops that depend on the data. The same
@@ -20,16 +21,20 @@
 // (a bias in front of a normalization over it alone).
 namespace fsdp::testing {
 
-/// Burns a step each time a block computes, forward (also when it is repeated in backward) or backward; throws at its end.
+/// Burns a step each time a block computes, forward (also when it is repeated in backward) or backward. At its end it throws; or, where
+/// `operators` is not negative, so many operators later one does.
 class Fuse {
  public:
-  explicit Fuse(std::int64_t steps) : left_(steps) {}
+  Fuse(std::int64_t steps, std::int64_t operators) : left_(steps), operators_(operators) {}
   void burn() {
-    if (left_-- == 0) throw std::runtime_error("planned failure");
+    if (left_-- != 0) return;
+    if (operators_ < 0) throw std::runtime_error("planned failure");
+    FailingOperator::arm(operators_);
   }
 
  private:
   std::int64_t left_;
+  std::int64_t operators_;
 };
 
 /// One rank's part of a batch.
@@ -96,6 +101,7 @@ struct ModelPlan {
   bool mixed_dtypes = false;            ///< Some blocks hold parameters of, and compute in, the other dtype.
   bool freezing = false;                ///< Some parameters do not require gradients.
   bool sharing = true;                  ///< Some modules are used in several places, some weights are tied or borrowed.
+  bool by_rank = true;                  ///< Some blocks compute something else on each rank.
   bool looping = true;                  ///< Some blocks are run several times in a row, or not at all.
   bool dropout = false;
   Recompute recompute = Recompute::kNone;

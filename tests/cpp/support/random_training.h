@@ -137,10 +137,10 @@ class Trainee {
   /// Parameters that operators write between steps, as weight clipping or an average of weights would.
   bool is_written(const std::string& name) const { return mixed(case_.seed + 1, name) % 3 == 0; }
   /// One rank's loss. What dropout draws depends on batch and rank alone.
-  at::Tensor loss(RandomModel& model, std::uint64_t batch, std::int64_t rank, bool penalty, std::int64_t fuse = -1) const {
+  at::Tensor loss(RandomModel& model, std::uint64_t batch, std::int64_t rank, bool penalty, std::shared_ptr<Fuse> fuse = {}) const {
     torch::manual_seed(mixed(mixed(case_.seed, batch), static_cast<std::uint64_t>(rank)) >> 1);
     auto part = make_batch(case_, batch, rank);
-    if (fuse >= 0) part.fuse = std::make_shared<Fuse>(fuse);
+    part.fuse = std::move(fuse);
     return model.loss(part, penalty);
   }
 

@@ -191,13 +191,14 @@ class OneRankOptimizer {
 
 class Replicas final : public Trainee {
  public:
-  /// `rank`: whose losses the trace shows. `norms`: what the sharded training found, which sums squares in an order of its own: gradients
-  /// are clipped by them, and they are compared to rounding, or to `tolerance` if that is more.
-  Replicas(const Case& c, SumOrder order, std::int64_t rank, std::vector<double> norms, double tolerance)
+  /// `rank`: whose losses the trace shows. `sharded`: what the sharded training found. It sums the squares of norms in an order of its own:
+  /// gradients are clipped by its norms, which are compared to rounding, or to `tolerance` if that is more.
+  Replicas(const Case& c, SumOrder order, std::int64_t rank, const RandomTrace& sharded, double tolerance)
       : Trainee(c),
         order_(order),
         rank_(rank),
-        norms_(std::move(norms)),
+        norms_(sharded.norms),
+        failures_(sharded.failures),
         norm_tolerance_(std::max(tolerance, 1e-12)),
         model_(ModelBuilder(c.model).build()) {
     const torch::NoGradGuard no_grad;
@@ -247,12 +248,19 @@ class Replicas final : public Trainee {
   }
   void drop_graphs() override { losses_.clear(); }
 
+  /// Where an operator is to fail, which one depends on the operators of the library: what came of it is given.
   Outcome failing_pass(std::uint64_t batch, const FailingPass& plan) override {
     std::vector<Outcome> outcomes;
+    const auto given = next_failure_ < failures_.size() ? failures_[next_failure_++] : Outcome::kCompleted;
+    if (plan.operators >= 0 && given != Outcome::kCompleted) {
+      if (given == Outcome::kFailedBackward) zero_grad();
+      return given;
+    }
     for (std::int64_t rank = 0; rank < case_.ranks; ++rank) {
       auto outcome = Outcome::kFailedForward;
       try {
-        const auto value = loss(*model_, batch, rank, /*penalty=*/false, plan.fuse);
+        const auto value =
+            loss(*model_, batch, rank, /*penalty=*/false, plan.operators < 0 ? std::make_shared<Fuse>(plan.fuse, -1) : nullptr);
         outcome = Outcome::kFailedBackward;
         run_backward(value, static_cast<std::size_t>(rank), plan.sync);
         outcome = Outcome::kCompleted;
@@ -399,6 +407,8 @@ class Replicas final : public Trainee {
   bool collecting_sync_ = true;      ///< and whether its gradients are reduced at its end.
   std::vector<double> norms_;
   std::size_t next_norm_ = 0;
+  std::vector<Outcome> failures_;
+  std::size_t next_failure_ = 0;
   double norm_tolerance_;
   std::shared_ptr<RandomModel> model_;
   std::vector<Replica> replicas_;

@@ -81,7 +81,8 @@ class ShardedTrainee final : public Trainee {
     handle_->set_is_last_backward(true);
     auto outcome = Outcome::kFailedForward;
     try {
-      const auto value = loss(*model_, batch, mesh_.rank(), /*penalty=*/false, plan.fuse);
+      const FailingOperator operators;
+      const auto value = loss(*model_, batch, mesh_.rank(), /*penalty=*/false, std::make_shared<Fuse>(plan.fuse, plan.operators));
       outcome = Outcome::kFailedBackward;
       value.backward();
       outcome = Outcome::kCompleted;
