@@ -80,6 +80,21 @@ class Loading {
     throw Error(path_ + ": '" + stored + "' is no number");
   }
 
+  /// How often a parameter was updated, whose optimizer keeps state of these `kinds`. Nothing if the checkpoint does not say: then that is
+  /// noted as missing.
+  std::optional<std::int64_t> updates(const std::string& parameter, const std::vector<optim::StateKind>& kinds) {
+    const auto prefix = std::string(state::kOptimizer) + ".state." + parameter + ".";
+    if (const auto count = number(prefix + "step")) return static_cast<std::int64_t>(*count);
+    const bool has_state = std::any_of(kinds.begin(), kinds.end(), [&](const auto& kind) { return has(prefix + kind.name); });
+    // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
+    const bool counts = kinds.size() > 1 || (kinds.size() == 1 && kinds.front().name != "momentum_buffer");
+    if (has_state && !counts) return 1;
+    // This library writes a count of 0. Python writes nothing, but names all parameters that the optimizer had.
+    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(prefix))) return 0;
+    missing_.push_back(prefix + "step");
+    return std::nullopt;
+  }
+
   /// What was asked for and not found, or found below these prefixes and not asked for: an Error if strict.
   void check_names(const std::vector<std::string>& prefixes) {
     for (const auto& name : source_->names()) {
@@ -145,6 +160,32 @@ class Loading {
   }
 
  private:
+  /// Whether the optimizer that was saved had the parameter whose state has this prefix. Groups are a list, each with its parameters'
+  /// names, or flattened, with names of their own for each parameter's settings.
+  bool had_optimizer(const std::string& prefix) {
+    const auto groups = std::string(state::kOptimizer) + ".param_groups.";
+    const auto stored = stored_key(prefix + "step");
+    const auto begin = stored.find(".state.");
+    if (begin == std::string::npos || !stored.ends_with(".step")) return false;
+    const auto parameter = stored.substr(begin + 7, stored.size() - begin - 12);
+    if (!in_groups_) {
+      in_groups_.emplace();
+      for (const auto& name : source_->names()) {
+        if (!name.starts_with(groups)) continue;
+        const auto last = name.rfind('.');
+        in_groups_->insert(name.substr(groups.size(), std::max(last, groups.size()) - groups.size()));
+        if (!name.ends_with(".params") || source_->find(name)) continue;
+        const auto listed = source_->read_object(name);
+        const auto* list = std::get_if<ckpt::PythonValue::List>(&listed.value);
+        if (list == nullptr) continue;
+        for (const auto& item : list->items) {
+          if (const auto* text = std::get_if<std::string>(&item.value)) in_groups_->insert(*text);
+        }
+      }
+    }
+    return in_groups_->contains(parameter);
+  }
+
   std::unique_ptr<state::Source> source_;
   state::Transfer transfer_;
   std::string path_;
@@ -153,6 +194,7 @@ class Loading {
   std::set<std::string> used_;
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
+  std::optional<std::set<std::string>> in_groups_;  // the parameters of the optimizer that was saved
 };
 
 /// How often each of an optimizer's parameters was updated, as the checkpoint says; before and after, so that a failure can undo it.
@@ -162,31 +204,34 @@ class Steps {
     for (const auto& part : optimizer.state().parts) {
       for (const auto& unit : optimizer.engine()->units()) {
         for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = part->steps(*unit, i);
+          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = {part->steps(*unit, i), part->kinds()};
         }
       }
     }
   }
 
+  /// Counts that the checkpoint has not stay as they are.
   void read(Loading& loading) {
     std::map<std::string, std::int64_t> steps;
     for (const auto& [parameter, before] : before_) {
-      const std::string prefix = std::string(state::kOptimizer) + ".state." + parameter;
-      const auto count = loading.number(prefix + ".step");
-      // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
-      steps[parameter] = count ? static_cast<std::int64_t>(*count) : (loading.has(prefix + ".momentum_buffer") ? 1 : 0);
+      steps[parameter] = loading.updates(parameter, before.kinds).value_or(before.steps);
     }
-    set(steps);
+    set([&](const std::string& parameter) { return steps.at(parameter); });
   }
-  void undo() { set(before_); }
+  void undo() {
+    set([this](const std::string& parameter) { return before_.at(parameter).steps; });
+  }
 
  private:
-  void set(const std::map<std::string, std::int64_t>& steps) {
-    state::set_optimizer_steps(optimizer_, [&](const std::string& parameter) { return steps.at(parameter); });
-  }
+  struct Before {
+    std::int64_t steps = 0;
+    std::vector<optim::StateKind> kinds;
+  };
+
+  void set(const std::function<std::int64_t(const std::string& parameter)>& steps) { state::set_optimizer_steps(optimizer_, steps); }
 
   Optimizer& optimizer_;
-  std::map<std::string, std::int64_t> before_;
+  std::map<std::string, Before> before_;
 };
 
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
