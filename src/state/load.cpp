@@ -1,7 +1,7 @@
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -15,6 +15,7 @@
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
 #include "optim/shard_optimizer.h"
+#include "state/phases.h"
 #include "state/snapshot.h"
 #include "state/source.h"
 #include "state/state_items.h"
@@ -29,6 +30,7 @@ using state::StateItem;
 constexpr std::string_view kModelPrefix = "model.";
 constexpr std::string_view kOptimizerPrefix = "optim.";
 constexpr std::string_view kExtraPrefix = "extra.";
+constexpr std::string_view kRankExtraPrefix = "rank_extra.";
 constexpr std::string_view kOwnPrefix = "fsdp.";
 
 std::string text_of(const std::vector<std::int64_t>& shape) {
@@ -41,6 +43,53 @@ std::string lines(const std::vector<std::string>& names) {
   std::string text;
   for (const auto& name : names) text += "\n    " + name;
   return text;
+}
+
+std::string rank_prefix(std::int64_t rank) { return std::string(kRankExtraPrefix) + std::to_string(rank) + "."; }
+
+/// Nothing for what has no place in an ExtraState.
+std::optional<ExtraValue> extra_value(const ckpt::PythonValue& value) {
+  return std::visit(
+      [](const auto& typed) -> std::optional<ExtraValue> {
+        using T = std::decay_t<decltype(typed)>;
+        if constexpr (std::is_same_v<T, std::monostate> || std::is_same_v<T, ckpt::PythonValue::Dict>) {
+          return std::nullopt;
+        } else if constexpr (std::is_same_v<T, ckpt::PythonValue::Bytes>) {
+          return ExtraBytes{typed.data};
+        } else if constexpr (std::is_same_v<T, ckpt::PythonValue::List> || std::is_same_v<T, ckpt::PythonValue::Tuple>) {
+          ExtraList list;
+          for (const auto& item : typed.items) {
+            auto converted = extra_value(item);
+            if (!converted) return std::nullopt;
+            list.items.push_back(*std::move(converted));
+          }
+          return list;
+        } else {
+          return typed;
+        }
+      },
+      value.value);
+}
+
+/// All values whose names begin with `prefix`, by the rest of their names.
+ExtraState extra_below(state::Source& source, const std::string& prefix,
+                       const std::function<bool(const std::string& name)>& is_ignored = {}) {
+  ExtraState extra;
+  for (const auto& name : source.names()) {
+    if (!name.starts_with(prefix) || (is_ignored && is_ignored(name))) continue;
+    auto& value = extra[name.substr(prefix.size())];
+    if (source.find(name)) {
+      value = source.read_whole(name).clone();
+      continue;
+    }
+    auto converted = extra_value(source.read_object(name));
+    if (!converted) {
+      throw Error(source.path() + ": '" + name +
+                  "' is not a bool, int, float, str, bytes, tensor or list of these; LoadOptions::ignore leaves it out");
+    }
+    value = *std::move(converted);
+  }
+  return extra;
 }
 
 /// What a load takes from a checkpoint.
@@ -131,42 +180,47 @@ class Loading {
   void check_values() { transfer_.check(); }
   void assign() { transfer_.read(); }
 
-  ExtraState extra() {
-    ExtraState extra;
-    for (const auto& name : source_->names()) {
-      if (!name.starts_with(kExtraPrefix) || is_ignored(name)) continue;
-      auto& value = extra[name.substr(kExtraPrefix.size())];
-      if (source_->find(name)) {
-        value = source_->read_whole(name).clone();
-        continue;
-      }
-      const auto object = source_->read_object(name);
-      if (const auto* boolean = std::get_if<bool>(&object.value)) {
-        value = *boolean;
-      } else if (const auto* whole = std::get_if<std::int64_t>(&object.value)) {
-        value = *whole;
-      } else if (const auto* real = std::get_if<double>(&object.value)) {
-        value = *real;
-      } else if (const auto* text = std::get_if<std::string>(&object.value)) {
-        value = *text;
-      } else {
-        throw Error(path_ + ": '" + name + "' is not a bool, int, float, str or tensor; keep such values out of '" + state::kExtra + "'");
-      }
-    }
-    return extra;
+  ExtraState extra() { return extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
+
+  /// This rank's, if as many ranks saved theirs.
+  ExtraState rank_extra() {
+    const auto saved = source_->has(state::kRanks) ? number(state::kRanks) : std::nullopt;
+    return saved && *saved == static_cast<double>(ranks_.size()) ? extra_below(*source_, rank_prefix(ranks_.index()), options_.ignore)
+                                                                 : ExtraState();
   }
 
-  /// This rank's generator, if as many ranks saved theirs.
-  std::optional<at::Tensor> rng() {
-    if (!options_.rng) return std::nullopt;
-    std::int64_t saved = 0;
-    while (source_->has(state::rng_key(saved))) ++saved;
-    if (saved != ranks_.size()) return std::nullopt;
-    const auto key = state::rng_key(ranks_.index());
-    const auto tensor = source_->find(key);
-    if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
-    return source_->read_whole(key);
+  /// This rank's generators, with what they get, if as many ranks saved theirs.
+  std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators(c10::Device device) {
+    std::vector<std::pair<state::SavedGenerator, at::Tensor>> found;
+    if (!options_.rng) return found;
+    for (auto& generator : state::generators_of(device)) {
+      std::int64_t saved = 0;
+      while (source_->has(generator.key(saved))) ++saved;
+      if (saved != ranks_.size()) continue;
+      const auto key = generator.key(ranks_.index());
+      const auto tensor = source_->find(key);
+      if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
+      found.emplace_back(generator, source_->read_whole(key));
+    }
+    return found;
   }
+
+  /// What the program's GradScaler gets. One that is missing is noted.
+  std::optional<GradScalerState> grad_scaler() {
+    const auto prefix = std::string(state::kScaler) + ".";
+    if (options_.grad_scaler == nullptr) return std::nullopt;
+    if (!has(prefix + "scale")) {
+      missing_.push_back(prefix + "scale");
+      return std::nullopt;
+    }
+    return state::grad_scaler_state([&](const std::string& name) {
+      const auto key = prefix + name;
+      if (!has(key)) throw Error(path_ + " has no '" + key + "'");
+      return source_->read_object(stored_key(key));
+    });
+  }
+
+  std::int64_t bytes() const { return transfer_.bytes(); }
 
   std::vector<std::string> take_missing() { return std::move(missing_); }
   std::vector<std::string> take_unexpected() { return std::move(unexpected_); }
@@ -180,8 +234,10 @@ class Loading {
   /// Where the model's names have no prefix, all tensors are the model's that nobody else has a prefix for.
   bool is_of_model(const std::string& name) const {
     if (!options_.model_prefix.empty()) return name.starts_with(options_.model_prefix);
-    const bool is_elses = name.starts_with(options_.optimizer_prefix) || name.starts_with(kExtraPrefix) || name.starts_with(kOwnPrefix);
-    return !is_elses && source_->find(name).has_value();
+    for (const std::string_view elses : {std::string_view(options_.optimizer_prefix), kExtraPrefix, kRankExtraPrefix, kOwnPrefix}) {
+      if (name.starts_with(elses)) return false;
+    }
+    return source_->find(name).has_value();
   }
 
   /// Whether the optimizer that was saved had the parameter whose state has this prefix. Groups are a list, each with its parameters'
@@ -266,7 +322,9 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   std::optional<Loading> loading;
   std::optional<Steps> steps;
   std::optional<double> lr_factor;
-  std::optional<at::Tensor> rng;
+  std::optional<GradScalerState> grad_scaler;
+  std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
+  state::Phases phases(options.on_phase);
   Loaded loaded;
   std::exception_ptr failure;
   try {
@@ -284,10 +342,14 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
       if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
     }
+    grad_scaler = loading->grad_scaler();
     loading->check_names(optimizer != nullptr);
     loaded.extra = loading->extra();
-    rng = loading->rng();
+    loaded.rank_extra = loading->rank_extra();
+    generators = loading->generators(engine->device());
+    phases.end(Phase::kOpen, 0);
     loading->check_values();
+    phases.end(Phase::kCheck, loading->bytes());
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
@@ -300,6 +362,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   engine->set_torn(true);
   try {
     loading->assign();
+    phases.end(Phase::kAssign, loading->bytes());
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
@@ -307,13 +370,10 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   ranks.agree(failure, "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again");
   engine->set_torn(false);
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
-  if (rng) {
-    auto generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(*rng);
-  }
+  for (auto& [generator, values] : generators) generator.set_state(values);
+  if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);
   loaded.path = path;
-  loaded.rng = rng.has_value();
+  loaded.rng = !generators.empty();
   loaded.missing = loading->take_missing();
   loaded.unexpected = loading->take_unexpected();
   return loaded;
@@ -349,6 +409,18 @@ std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& 
 
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
   return load_newest(folder, module, &optimizer, options);
+}
+
+std::vector<ExtraState> read_rank_extra(const std::string& path) {
+  const torch::NoGradGuard no_grad;
+  const auto source = state::open_source(path);
+  std::vector<ExtraState> all;
+  if (!source->has(state::kRanks)) return all;
+  const auto saved = source->read_object(state::kRanks);
+  const auto* ranks = std::get_if<std::int64_t>(&saved.value);
+  if (ranks == nullptr || *ranks < 0) throw Error(path + ": '" + state::kRanks + "' is no number of ranks");
+  for (std::int64_t rank = 0; rank < *ranks; ++rank) all.push_back(extra_below(*source, rank_prefix(rank)));
+  return all;
 }
 
 std::optional<std::string> latest(const std::string& folder) {

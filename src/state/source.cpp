@@ -239,6 +239,12 @@ void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t o
   wanted_.push_back({name, source_.find(name)->dtype, std::move(to), {}, {}});
 }
 
+std::int64_t Transfer::bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& wanted : wanted_) bytes += static_cast<std::int64_t>(wanted.to.nbytes());
+  return bytes;
+}
+
 void Transfer::check() {
   std::sort(parts_.begin(), parts_.end(), [](const WantedPart& a, const WantedPart& b) {
     return std::tie(a.part.place.file, a.part.place.offset) < std::tie(b.part.place.file, b.part.place.offset);

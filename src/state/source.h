@@ -74,6 +74,8 @@ class Transfer {
   void add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to);
   /// Reads all blocks of files that hold what was added, in the files' order. Throws Error.
   void check();
+  /// Of the places that were added.
+  std::int64_t bytes() const;
   /// After check(). Throws Error if what could be read then cannot be read now, or is something else.
   void read();
 

@@ -103,7 +103,7 @@ void remove_quietly(const fs::path& folder) {
 
 }  // namespace
 
-void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks) {
+void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases) {
   // "run/1/" is run/1, and lies in run.
   const fs::path target = fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();
   const std::string what = "the checkpoint " + path + " could not be written:";
@@ -131,6 +131,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   attempt([&] {
     const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
     part = packed(metadata, file);
+    phases.end(Phase::kWrite, file.size);
   });
   try {
     ranks.agree(failure, what);
@@ -156,10 +157,12 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     if (leads) remove_quietly(folder);
     throw;
   }
+  phases.end(Phase::kCommit, 0);
   attempt([&] {
     if (!replaced.empty()) ckpt::remove_tree(replaced);
     if (leads && options.keep_last > 0) ckpt::prune_steps(target.has_parent_path() ? target.parent_path() : ".", options.keep_last);
   });
+  phases.end(Phase::kPrune, 0);
   ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");
 }
 
