@@ -24,8 +24,8 @@ using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Ten
 using ExtraState = std::map<std::string, ExtraValue>;
 
 struct SaveOptions {
-  /// After the checkpoint is complete, older complete ones beside it (of the same folder) are removed, but for so many with this one. 0:
-  /// none is.
+  /// After the checkpoint is complete, older complete ones of its series are removed (beside it, with the same name before the number at
+  /// its end: "step-" of "step-1000"), but for the last saved, so many with this one. 0: none is. Nor where its name has no number.
   int keep_last = 0;
   /// The state of torch's default generator of the CPU, each rank's own.
   bool rng = true;
@@ -79,7 +79,8 @@ struct ExportOptions {
 /// any.
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
-/// The newest complete checkpoint of this library in a folder, by the number that ends its name; nothing if there is none. Not collective.
+/// The complete checkpoint of this library in a folder that was saved last, of those whose names end in a number; nothing if there is none.
+/// Not collective.
 std::optional<std::string> latest(const std::string& folder);
 
 /// Saves beside training (DCP's async_save): a thread copies this rank's shards to host memory, which is kept and used again, and writes

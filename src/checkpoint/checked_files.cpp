@@ -47,7 +47,7 @@ ReadAt CheckedFile::reader() {
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
     : folder_(std::move(folder)), files_(files), has_sidecar_(std::filesystem::exists(folder_ / kSidecar)), scratch_(kReadAtOnce) {
   if (!has_sidecar_) return;
-  for (ListedFile& listed : read_sidecar(folder_, files_)) {
+  for (ListedFile& listed : read_sidecar(folder_, files_).files) {
     const std::string name = listed.name;
     listed_.emplace(name, std::move(listed));
   }

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -73,22 +72,17 @@ void seal_step(const std::filesystem::path& temporary, std::span<const ListedFil
 std::filesystem::path commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target,
                                   FileSystem& files = FileSystem::current());
 
-/// What a step's sidecar lists. Throws Error if it is missing or damaged.
-std::vector<ListedFile> read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
+/// What a step's sidecar says.
+struct Sidecar {
+  std::int64_t saved =
+      0;  ///< Of two steps in a folder, the one that was saved later has the greater number (as a rule, nanoseconds of UTC).
+  std::vector<ListedFile> files;
+};
+/// Throws Error if it is missing or damaged.
+Sidecar read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
 /// Whether the sidecar is there and whole, and all that it lists is there with these sizes. Contents are not read: see verify_step().
 bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
-
-/// The complete steps in a folder, oldest first. The order is that of the numbers at the ends of their names, as in "1000" or "step-1000";
-/// a name without one is no step. A folder that is not there has no steps.
-std::vector<std::filesystem::path> complete_steps(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
-
-/// The newest complete step, if there is any.
-std::optional<std::filesystem::path> latest_step(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
-
-/// Removes all complete steps but the newest `keep_last`, and what processes that ended have left behind. Incomplete steps without a
-/// temporary name are somebody else's, and stay. To be called by one rank, after a commit, while no save into the folder is under way.
-void prune_steps(const std::filesystem::path& folder, int keep_last, FileSystem& files = FileSystem::current());
 
 /// So much of a file is best read and summed at once: it then is in the second-level cache.
 inline constexpr std::size_t kReadAtOnce = std::size_t{256} << 10;

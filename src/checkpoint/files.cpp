@@ -190,6 +190,15 @@ std::vector<std::string> list_folder(const std::filesystem::path& path) {
   return names;
 }
 
+bool is_there(const std::filesystem::path& path) {
+  std::error_code ignored;
+  return std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
+}
+
+void rename_to(const std::filesystem::path& from, const std::filesystem::path& to, unsigned flags, FileSystem& files) {
+  if (files.rename(from.c_str(), to.c_str(), flags) != 0) throw_errno("rename " + from.string() + " to", to);
+}
+
 void remove_tree(const std::filesystem::path& path, FileSystem& files) {
   std::error_code error;
   const std::filesystem::file_type type = std::filesystem::symlink_status(path, error).type();

@@ -111,6 +111,13 @@ std::vector<std::string> list_folder(const std::filesystem::path& path);
 /// A folder with all that is in it, or a file. Nothing there is no error. Links are removed, not followed.
 void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
+/// A file, a folder, or a link, wherever that leads.
+bool is_there(const std::filesystem::path& path);
+
+/// FileSystem::rename(). Throws Error.
+void rename_to(const std::filesystem::path& from, const std::filesystem::path& to, unsigned flags,
+               FileSystem& files = FileSystem::current());
+
 /// "cannot <doing> <path>: <errno's text>", for errno as it is now.
 [[noreturn]] void throw_errno(const std::string& doing, const std::filesystem::path& path);
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "checkpoint/commit.h"
+#include "checkpoint/steps.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"

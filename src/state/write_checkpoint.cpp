@@ -9,6 +9,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/records.h"
+#include "checkpoint/steps.h"
 #include "fsdp/error.h"
 #include "state/snapshot.h"
 
@@ -195,7 +196,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   }
   attempt([&] {
     if (!replaced.empty()) ckpt::remove_tree(replaced);
-    if (leads && options.keep_last > 0) ckpt::prune_steps(target.has_parent_path() ? target.parent_path() : ".", options.keep_last);
+    if (leads && options.keep_last > 0) ckpt::prune_steps(target, options.keep_last);
   });
   ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");
 }

@@ -1,0 +1,97 @@
+#include "checkpoint/steps.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "checkpoint/commit.h"
+#include "checkpoint/step_names.h"
+#include "fsdp/error.h"
+
+namespace fsdp::ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Step {
+  fs::path path;
+  StepName name;
+  std::int64_t saved = 0;
+};
+
+/// Complete ones, oldest first.
+std::vector<Step> steps_in(const fs::path& folder, FileSystem& files) {
+  if (!is_there(folder)) return {};
+  std::vector<Step> steps;
+  for (const std::string& entry : list_folder(folder)) {
+    std::string name = entry;
+    if (const std::string_view replaced = name_in(entry, kReplacedPrefix); !replaced.empty()) {
+      name = replaced;
+      if (is_there(folder / name)) continue;
+    } else if (entry.starts_with('.')) {
+      continue;
+    }
+    std::optional<StepName> parts = step_name(name);
+    if (!parts || !is_complete(folder / entry, files)) continue;
+    steps.push_back({folder / entry, *std::move(parts), read_sidecar(folder / entry, files).saved});
+  }
+  std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) {
+    return std::tie(a.saved, a.name.number, a.name.stem) < std::tie(b.saved, b.name.number, b.name.stem);
+  });
+  return steps;
+}
+
+/// Gives what is at `path` a temporary name, so that it is no step any more, before it goes file by file.
+void remove_step(const fs::path& path, FileSystem& files) {
+  const fs::path doomed = hidden_name(path, kTemporaryPrefix);
+  rename_to(path, doomed, 0, files);
+  remove_tree(doomed, files);
+}
+
+void remove_leftovers(const fs::path& folder, FileSystem& files) {
+  for (const std::string& entry : list_folder(folder)) {
+    if (!name_in(entry, kTemporaryPrefix).empty()) {
+      remove_tree(folder / entry, files);
+    } else if (const std::string_view name = name_in(entry, kReplacedPrefix); !name.empty()) {
+      if (!is_there(folder / name) && is_complete(folder / entry, files)) {
+        rename_to(folder / entry, folder / name, 0, files);
+      } else {
+        remove_step(folder / entry, files);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<fs::path> complete_steps(const fs::path& folder, FileSystem& files) {
+  std::vector<fs::path> paths;
+  for (Step& step : steps_in(folder, files)) paths.push_back(std::move(step.path));
+  return paths;
+}
+
+std::optional<fs::path> latest_step(const fs::path& folder, FileSystem& files) {
+  const std::vector<fs::path> steps = complete_steps(folder, files);
+  if (steps.empty()) return std::nullopt;
+  return steps.back();
+}
+
+void prune_steps(const fs::path& saved, int keep_last, FileSystem& files) {
+  if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
+  const fs::path kept = without_slash(saved);
+  const fs::path folder = parent_of(kept);
+  remove_leftovers(folder, files);
+  if (const std::optional<StepName> series = step_name(kept.filename().string())) {
+    std::vector<Step> steps = steps_in(folder, files);
+    std::erase_if(steps, [&](const Step& step) { return step.name.stem != series->stem || step.path.filename() == kept.filename(); });
+    const std::size_t others = std::min(steps.size(), static_cast<std::size_t>(keep_last) - 1);
+    steps.resize(steps.size() - others);
+    for (const Step& step : steps) remove_step(step.path, files);
+  }
+  sync_folder(folder, files);
+}
+
+}  // namespace fsdp::ckpt

@@ -1,0 +1,100 @@
+#include "checkpoint/steps.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "checkpoint/checksum.h"
+#include "checkpoint/commit.h"
+#include "fsdp/error.h"
+#include "support/messages.h"
+#include "support/python_peer.h"
+#include "support/small_step.h"
+
+namespace fsdp::ckpt {
+namespace steps_test {
+
+namespace fs = std::filesystem;
+using fsdp::testing::content_of_step;
+using fsdp::testing::message_of;
+using fsdp::testing::save_step;
+using fsdp::testing::TemporaryFolder;
+
+using Names = std::vector<std::string>;
+
+Names names(const std::vector<fs::path>& paths) {
+  Names result;
+  for (const fs::path& path : paths) result.push_back(path.filename());
+  return result;
+}
+
+TEST(Steps, TheNewestIsWhatWasSavedLast) {
+  const TemporaryFolder folder;
+  for (const char* name : {"step-10", "final", "99999999999999999999999", "step-9", "best-2"}) save_step(folder.path() / name, name);
+  fs::create_directory(folder.path() / "step-11");
+  folder.write("step-12", "a file");
+  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-10", "step-9", "best-2"}));
+  EXPECT_EQ(latest_step(folder.path()), folder.path() / "best-2");
+  save_step(folder.path() / "step-10", "again");
+  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-9", "best-2", "step-10"}));
+}
+
+// As by a machine whose clock is a century ahead.
+TEST(Steps, ClocksNeedNotAgree) {
+  const TemporaryFolder folder;
+  const fs::path ahead = folder.path() / "step-5";
+  save_step(ahead, "ahead");
+  std::string text = fsdp::testing::read_file(ahead / kSidecar);
+  const auto saved = std::to_string(read_sidecar(ahead).saved);
+  text.replace(text.find(saved), saved.size(), "4102444800000000000");
+  text.resize(text.rfind("end "));
+  char end[16];
+  std::snprintf(end, sizeof(end), "end %08x\n", crc32c(0, text));
+  folder.write("step-5/" + std::string(kSidecar), text + end);
+  ASSERT_EQ(read_sidecar(ahead).saved, 4102444800000000000);
+  save_step(folder.path() / "step-3", "now");
+  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-5", "step-3"}));
+}
+
+TEST(Steps, PruneKeepsTheNewestAndWhatItDoesNotKnow) {
+  const TemporaryFolder folder;
+  for (const char* name : {"1", "2", "3", "10"}) save_step(folder.path() / name, name);
+  fs::create_directory(folder.path() / "5");
+  begin_step(folder.path() / "11");
+  folder.write("notes.txt", "x");
+  EXPECT_NE(message_of([&] { prune_steps(folder.path() / "10", 0); }).find("give 1 or more"), std::string::npos);
+  prune_steps(folder.path() / "10", 2);
+  EXPECT_EQ(list_folder(folder.path()), (Names{"10", "3", "5", "notes.txt"}));
+}
+
+TEST(Steps, PruneTakesOneSeries) {
+  const TemporaryFolder folder;
+  for (const char* name : {"best-1", "step-1", "step-2", "7", "final", "step-3"}) save_step(folder.path() / name, name);
+  prune_steps(folder.path() / "step-3/", 1);
+  EXPECT_EQ(list_folder(folder.path()), (Names{"7", "best-1", "final", "step-3"}));
+  prune_steps(folder.path() / "final", 1);
+  EXPECT_EQ(list_folder(folder.path()), (Names{"7", "best-1", "final", "step-3"}));
+}
+
+TEST(Steps, PruneNeverTakesWhatWasJustSaved) {
+  for (const int keep_last : {1, 2, 3}) {
+    const TemporaryFolder folder;
+    for (const char* name : {"step-3", "step-4", "step-5", "step-6"}) save_step(folder.path() / name, name);
+    save_step(folder.path() / "step-4", "after a rollback");
+    prune_steps(folder.path() / "step-4", keep_last);
+    EXPECT_EQ(latest_step(folder.path()), folder.path() / "step-4");
+    EXPECT_EQ(content_of_step(folder.path() / "step-4"), "after a rollback");
+    const std::vector<Names> expected = {{"step-4"}, {"step-6", "step-4"}, {"step-5", "step-6", "step-4"}};
+    EXPECT_EQ(names(complete_steps(folder.path())), expected[static_cast<std::size_t>(keep_last) - 1]);
+    // Even where another process has saved since.
+    save_step(folder.path() / "step-9", "later");
+    prune_steps(folder.path() / "step-4", 1);
+    EXPECT_EQ(names(complete_steps(folder.path())), Names{"step-4"});
+  }
+}
+
+}  // namespace steps_test
+}  // namespace fsdp::ckpt

@@ -1,0 +1,58 @@
+// Which checkpoints stay, and which one a run goes on from: by what was saved last, within one series of names.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/files.h"
+#include "fsdp/save_load.h"
+#include "support/multi_rank.h"
+#include "support/temporary_folder.h"
+#include "support/training.h"
+
+namespace retention_test {
+
+using fsdp::testing::run_ranks;
+using fsdp::testing::Training;
+
+class Retention : public ::testing::Test {
+ protected:
+  std::string path(const std::string& name) const { return (folder.path() / name).string(); }
+  std::vector<std::string> names() const { return fsdp::ckpt::list_folder(folder.path()); }
+  fsdp::testing::TemporaryFolder folder;
+};
+
+TEST_F(Retention, AfterARollbackWhatIsSavedLastIsTheNewest) {
+  run_ranks(1, [&] {
+    Training run;
+    for (std::int64_t step = 3; step <= 6; ++step) fsdp::save(path("step-" + std::to_string(step)), *run.model, {{"step", step}});
+    fsdp::load(path("step-3"), *run.model);
+    fsdp::save(path("step-4"), *run.model, {{"step", std::int64_t{4}}, {"again", true}}, {.keep_last = 2});
+    EXPECT_EQ(names(), (std::vector<std::string>{"step-4", "step-6"}));
+    const auto loaded = fsdp::load_latest(folder.path(), *run.model);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(loaded->path, path("step-4"));
+    EXPECT_TRUE(loaded->extra.contains("again"));
+    fsdp::save(path("step-1"), *run.model, {}, {.keep_last = 1});
+    EXPECT_EQ(names(), std::vector<std::string>{"step-1"});
+    EXPECT_EQ(fsdp::latest(folder.path()), path("step-1"));
+  });
+}
+
+TEST_F(Retention, OnlyTheSameSeriesIsPruned) {
+  run_ranks(1, [&] {
+    Training run;
+    for (const char* name : {"best-1", "step-1", "step-2", "7", "final"}) fsdp::save(path(name), *run.model);
+    fsdp::save(path("step-3/"), *run.model, {}, {.keep_last = 1});
+    EXPECT_EQ(names(), (std::vector<std::string>{"7", "best-1", "final", "step-3"}));
+    fsdp::save(path("last"), *run.model, {}, {.keep_last = 1});
+    EXPECT_EQ(names(), (std::vector<std::string>{"7", "best-1", "final", "last", "step-3"}));
+  });
+}
+
+}  // namespace retention_test
