@@ -137,14 +137,22 @@ ListedFile SummedFile::finish() {
   return listed_;
 }
 
-fs::path begin_step(const fs::path& target, FileSystem& files) {
+TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   check_replaceable(step);
   make_folders(parent_of(step), files);
   constexpr int kAttempts = 10;
   for (int attempt = 1;; ++attempt) {
-    const fs::path temporary = hidden_name(step, kTemporaryPrefix);
-    if (files.mkdir(temporary.c_str(), 0777) == 0) return temporary;
+    fs::path temporary = hidden_name(step, kTemporaryPrefix);
+    if (files.mkdir(temporary.c_str(), 0777) == 0) {
+      try {
+        Lease lease(temporary, files);
+        return {std::move(temporary), std::move(lease)};
+      } catch (const Error&) {
+        remove_quietly(temporary, files);
+        throw;
+      }
+    }
     if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
   }
 }

@@ -5,16 +5,18 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/files.h"
+#include "checkpoint/lease.h"
 
 namespace fsdp::ckpt {
 
 // How a step (a folder with a checkpoint) gets its name only when it is whole, and on the disk:
 //
-//   1. begin_step() makes a folder `.tmp-<name>-<random>` beside the target. All ranks write their files into it, each with SummedFile,
-//      which syncs it.
+//   1. begin_step() makes a folder `.tmp-<name>-<random>` beside the target, with an owner file (lease.h). All ranks write their files into
+//      it, each with SummedFile, which syncs it.
 //   2. seal_step() writes the sidecar, which lists the files with sizes and checksums, and syncs the folder.
 //   3. commit_step() gives the folder its name by one rename and syncs the parent. Where a step of that name is there, the two exchange
 //      names, and the caller removes the old one.
@@ -63,9 +65,21 @@ class SummedFile {
   std::int64_t started_ = 0;  // bytes that the disk was told to write
 };
 
+/// A folder that a step is written into. As long as this lives, nobody takes the folder for a leftover, nor the step after its commit, nor
+/// what waits to be replaced by it.
+class TemporaryStep {
+ public:
+  TemporaryStep(std::filesystem::path path, Lease lease) : path_(std::move(path)), lease_(std::move(lease)) {}
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  Lease lease_;
+};
+
 /// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this. Throws Error
 /// if something other than a checkpoint or an empty folder is at `target`; so does commit_step().
-std::filesystem::path begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
+TemporaryStep begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 /// One rank calls this, when all have finished their files: `listed` are all of them.
 void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::current());
 /// Where the step that was at `target` is now, for remove_tree(); empty if there was none. If it throws, what was at `target` still is.

@@ -204,10 +204,21 @@ void remove_tree(const std::filesystem::path& path, FileSystem& files) {
   const std::filesystem::file_type type = std::filesystem::symlink_status(path, error).type();
   if (type == std::filesystem::file_type::not_found) return;
   if (type == std::filesystem::file_type::directory) {
-    for (const std::string& name : list_folder(path)) remove_tree(path / name, files);
+    std::vector<std::string> names = list_folder(path);
+    const auto goes_first = [](const std::string& name) { return name != kOwnerFile; };
+    std::stable_partition(names.begin(), names.end(), goes_first);
+    for (const std::string& name : names) remove_tree(path / name, files);
     if (files.rmdir(path.c_str()) != 0 && errno != ENOENT) throw_errno("remove the folder", path);
   } else if (files.unlink(path.c_str()) != 0 && errno != ENOENT) {
     throw_errno("remove", path);
+  }
+}
+
+void remove_quietly(const std::filesystem::path& path, FileSystem& files) noexcept {
+  try {
+    remove_tree(path, files);
+  } catch (const std::exception&) {
+    // What is left has a temporary name.
   }
 }
 

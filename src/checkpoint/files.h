@@ -108,8 +108,13 @@ void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSyst
 /// Names in a folder, in order. Throws if it cannot be read, e.g. is not there.
 std::vector<std::string> list_folder(const std::filesystem::path& path);
 
-/// A folder with all that is in it, or a file. Nothing there is no error. Links are removed, not followed.
+/// In a folder that a step is written into, and in the step: who wrote it (lease.h). What has it is this library's to remove.
+inline constexpr std::string_view kOwnerFile = ".fsdp-owner";
+
+/// A folder with all that is in it, the owner file last; or a file. Nothing there is no error. Links are removed, not followed.
 void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
+/// The same, as far as it goes: while another error is on its way.
+void remove_quietly(const std::filesystem::path& path, FileSystem& files = FileSystem::current()) noexcept;
 
 /// A file, a folder, or a link, wherever that leads.
 bool is_there(const std::filesystem::path& path);

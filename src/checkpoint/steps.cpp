@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/lease.h"
 #include "checkpoint/step_names.h"
 #include "fsdp/error.h"
 
@@ -51,16 +53,31 @@ void remove_step(const fs::path& path, FileSystem& files) {
   remove_tree(doomed, files);
 }
 
+/// The step's name of a folder, hidden or not.
+std::string own_name(const std::string& entry) {
+  for (const std::string_view prefix : {kTemporaryPrefix, kReplacedPrefix}) {
+    if (const std::string_view name = name_in(entry, prefix); !name.empty()) return std::string(name);
+  }
+  return entry;
+}
+
+/// Removes the hidden folders of writers that are gone, and gives a step that waited to be replaced its name back.
 void remove_leftovers(const fs::path& folder, FileSystem& files) {
-  for (const std::string& entry : list_folder(folder)) {
+  const std::vector<std::string> entries = list_folder(folder);
+  // Who writes a step may need all of its hidden folders, to go back: they stay until it is done.
+  std::set<std::string> being_written;
+  for (const std::string& entry : entries) {
+    if (owner_of(folder / entry, files) == Owner::kWriting) being_written.insert(own_name(entry));
+  }
+  for (const std::string& entry : entries) {
+    const std::string name = own_name(entry);
+    if (name == entry || being_written.contains(name) || owner_of(folder / entry, files) != Owner::kGone) continue;
     if (!name_in(entry, kTemporaryPrefix).empty()) {
       remove_tree(folder / entry, files);
-    } else if (const std::string_view name = name_in(entry, kReplacedPrefix); !name.empty()) {
-      if (!is_there(folder / name) && is_complete(folder / entry, files)) {
-        rename_to(folder / entry, folder / name, 0, files);
-      } else {
-        remove_step(folder / entry, files);
-      }
+    } else if (!is_there(folder / name) && is_complete(folder / entry, files)) {
+      rename_to(folder / entry, folder / name, 0, files);
+    } else {
+      remove_step(folder / entry, files);
     }
   }
 }

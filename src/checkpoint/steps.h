@@ -19,8 +19,9 @@ std::vector<std::filesystem::path> complete_steps(const std::filesystem::path& f
 std::optional<std::filesystem::path> latest_step(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
 
 /// Removes the complete steps of the series of `saved` but for `saved` itself and the newest of the others, so that `keep_last` stay, and
-/// what processes that ended have left behind. Other series, incomplete steps and whatever else is there stay; so do all steps if the name
-/// of `saved` has no number. To be called by one rank, after the commit of `saved`, while no save into the folder is under way.
+/// what processes that ended have left behind: hidden folders with an owner file whose lease nobody holds. Other series, incomplete steps
+/// and whatever else is there stay; so do all steps if the name of `saved` has no number. To be called by one rank, after the commit of
+/// `saved`. Other saves into the folder may be under way.
 void prune_steps(const std::filesystem::path& saved, int keep_last, FileSystem& files = FileSystem::current());
 
 }  // namespace fsdp::ckpt

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/commit.h"
@@ -85,6 +86,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
   };
   std::vector<state::StateItem> items;
   ckpt::SafetensorsPlan plan;
+  std::optional<ckpt::TemporaryStep> step;
   fs::path folder;
   try {
     together([&] {
@@ -93,7 +95,8 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
       items = state::model_items(module, "");
       plan = plan_of(items, options);
       if (!leads) return;
-      folder = ckpt::begin_step(path);
+      step = ckpt::begin_step(path);
+      folder = step->path();
       for (const auto& planned : plan.files) {
         auto file = ckpt::File::create(folder / planned.file.name);
         file.write_at(0, planned.head);

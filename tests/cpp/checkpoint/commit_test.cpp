@@ -33,7 +33,7 @@ TEST(Commit, AStepIsThereAndNothingElse) {
   EXPECT_EQ(latest_step(steps), std::nullopt);
   save_step(steps / "100", "abc");
   EXPECT_EQ(list_folder(steps), std::vector<std::string>{"100"});
-  EXPECT_EQ(list_folder(steps / "100"), (std::vector<std::string>{".fsdp-checksums", ".metadata", "__0_0.distcp"}));
+  EXPECT_EQ(list_folder(steps / "100"), (std::vector<std::string>{".fsdp-checksums", ".fsdp-owner", ".metadata", "__0_0.distcp"}));
   EXPECT_EQ(latest_step(steps), steps / "100");
   EXPECT_EQ(content_of_step(steps / "100"), "abc");
   save_step(steps / "100/", "other");
@@ -57,7 +57,8 @@ TEST(Commit, OnlyCheckpointsAreOverwritten) {
     EXPECT_EQ(content_of_step(folder.path() / name), "new");
   }
   // Where something came while the step was written.
-  const fs::path temporary = begin_step(folder.path() / "late");
+  const TemporaryStep lease = begin_step(folder.path() / "late");
+  const fs::path& temporary = lease.path();
   folder.write("late/thesis.tex", "x");
   EXPECT_THROW(commit_step(temporary, folder.path() / "late"), Error);
   EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
@@ -94,7 +95,8 @@ TEST(Commit, WhatIsDamagedIsNotTakenForWhole) {
 TEST(Commit, VerifyListsAllThatIsWrong) {
   const TemporaryFolder folder;
   const fs::path step = folder.path() / "1";
-  const fs::path temporary = begin_step(step);
+  const TemporaryStep lease = begin_step(step);
+  const fs::path& temporary = lease.path();
   std::vector<ListedFile> listed;
   for (const char* name : {"missing", "short", "flipped", "good"}) {
     SummedFile file(temporary, name);
@@ -151,7 +153,14 @@ TEST(Commit, KilledAnywhere) {
         files.before = nullptr;
         save_step(folder.path() / target, "newer", files);
         prune_steps(folder.path() / target, 1, files);
-        ASSERT_EQ(list_folder(folder.path()), std::vector<std::string>{target});
+        // What is left of a folder whose owner file had not come yet, or had gone already, is empty.
+        for (const std::string& name : list_folder(folder.path())) {
+          if (name == target) continue;
+          ASSERT_TRUE(name.starts_with(".tmp-")) << name;
+          for (const std::string& inside : list_folder(folder.path() / name))
+            ASSERT_EQ(fs::file_size(folder.path() / name / inside), 0) << inside;
+        }
+        ASSERT_TRUE(is_complete(folder.path() / target));
         ASSERT_EQ(content_of_step(folder.path() / target), "newer");
       }
     }

@@ -4,12 +4,15 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/commit.h"
+#include "checkpoint/lease.h"
 #include "fsdp/error.h"
+#include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/python_peer.h"
 #include "support/small_step.h"
@@ -93,6 +96,53 @@ TEST(Steps, PruneNeverTakesWhatWasJustSaved) {
     save_step(folder.path() / "step-9", "later");
     prune_steps(folder.path() / "step-4", 1);
     EXPECT_EQ(names(complete_steps(folder.path())), Names{"step-4"});
+  }
+}
+
+/// Says that `writer` runs on another machine, which cannot be asked.
+void move_elsewhere(const fs::path& writer) {
+  std::string text = fsdp::testing::read_file(writer / kOwnerFile);
+  text.replace(text.find("machine "), 8, "machine elsewhere-");
+  std::ofstream(writer / kOwnerFile) << text;
+}
+
+TEST(Steps, PruneTakesHiddenFoldersOfWritersThatAreGone) {
+  const TemporaryFolder folder;
+  // Of a user; nobody's; one that is being written here; one that is being written elsewhere; a leftover.
+  folder.write(".tmp-my-own-notes/chapter-1", "x");
+  folder.write(".tmp-step-7-0123abcd/__0_0.distcp", "x");
+  folder.write(".old-step-7-0123abcd/__0_0.distcp", "x");
+  const TemporaryStep here = begin_step(folder.path() / "export");
+  const fs::path elsewhere = begin_step(folder.path() / "step-8").path();
+  move_elsewhere(elsewhere);
+  const fs::path leftover = begin_step(folder.path() / "step-9").path();
+  save_step(folder.path() / "step-1", "x");
+  prune_steps(folder.path() / "step-1", 1);
+  EXPECT_EQ(list_folder(folder.path()), (Names{".old-step-7-0123abcd", here.path().filename(), ".tmp-my-own-notes", ".tmp-step-7-0123abcd",
+                                               elsewhere.filename(), "step-1"}));
+  EXPECT_EQ(fsdp::testing::read_file(folder.path() / ".tmp-my-own-notes/chapter-1"), "x");
+}
+
+// At every call that one save makes, the other one prunes.
+TEST(Steps, TwoSaversDoNotDisturbEachOther) {
+  for (const bool can_exchange : {true, false}) {
+    for (const bool is_fault : {false, true}) {  // The first save's last sync fails: it goes back to the step before.
+      const TemporaryFolder folder;
+      save_step(folder.path() / "best-1", "old");
+      save_step(folder.path() / "step-1", "x");
+      fsdp::testing::FaultyFiles files;
+      files.can_exchange = can_exchange;
+      files.fsync_fails_after_rename = is_fault;
+      int calls = 0;
+      files.before = [&](const std::string&, const std::string&) {
+        ++calls;
+        prune_steps(folder.path() / "step-1", 1);
+      };
+      const std::string message = message_of([&] { save_step(folder.path() / "best-1", "new", files); });
+      EXPECT_EQ(message == "no error", !is_fault) << message;
+      EXPECT_GT(calls, 8);
+      EXPECT_EQ(content_of_step(folder.path() / "best-1"), is_fault ? "old" : "new");
+    }
   }
 }
 

@@ -3,14 +3,18 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
+#include <future>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "checkpoint/commit.h"
 #include "checkpoint/files.h"
 #include "fsdp/save_load.h"
+#include "support/faulty_files.h"
 #include "support/multi_rank.h"
 #include "support/temporary_folder.h"
 #include "support/training.h"
@@ -52,6 +56,31 @@ TEST_F(Retention, OnlyTheSameSeriesIsPruned) {
     EXPECT_EQ(names(), (std::vector<std::string>{"7", "best-1", "final", "step-3"}));
     fsdp::save(path("last"), *run.model, {}, {.keep_last = 1});
     EXPECT_EQ(names(), (std::vector<std::string>{"7", "best-1", "final", "last", "step-3"}));
+  });
+}
+
+// As a save upon SIGTERM does beside an AsyncSaver that is in the middle of writing.
+TEST_F(Retention, ASaveLeavesAloneWhatAnotherOneIsWriting) {
+  run_ranks(1, [&] {
+    Training run;
+    std::promise<void> is_writing;
+    std::promise<void> may_go_on;
+    std::atomic<int> metadata_files = 0;
+    fsdp::testing::FaultyFiles files;
+    files.before = [&](const std::string& call, const std::string& file) {
+      if (call != "create" || !file.ends_with("/.metadata") || metadata_files++ > 0) return;
+      is_writing.set_value();
+      may_go_on.get_future().wait();
+    };
+    const fsdp::ckpt::ReplacedFileSystem replaced(files);
+    fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
+    saver.save(path("step-1"), {}, {.keep_last = 2});
+    is_writing.get_future().wait();
+    fsdp::save(path("step-2"), *run.model, *run.optimizer, {}, {.keep_last = 2});
+    may_go_on.set_value();
+    saver.wait();
+    EXPECT_EQ(names(), (std::vector<std::string>{"step-1", "step-2"}));
+    for (const auto& name : names()) fsdp::ckpt::verify_step(path(name));
   });
 }
 

@@ -11,7 +11,8 @@ namespace fsdp::testing {
 
 /// Saves a step of two files that hold `content`.
 inline void save_step(const std::filesystem::path& target, const std::string& content, ckpt::FileSystem& files = ckpt::FileSystem::real()) {
-  const std::filesystem::path temporary = ckpt::begin_step(target, files);
+  const ckpt::TemporaryStep lease = ckpt::begin_step(target, files);
+  const std::filesystem::path& temporary = lease.path();
   std::vector<ckpt::ListedFile> listed;
   for (const char* name : {"__0_0.distcp", ".metadata"}) {
     ckpt::SummedFile file(temporary, name, files);
