@@ -74,9 +74,9 @@ struct ExportOptions {
   std::int64_t most_bytes_per_file = std::int64_t{5} << 30;
 };
 
-/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all. Every rank
-/// writes its own ranges: none holds more than one tensor's share beside its shards. Collective. Throws Error on every rank if it failed on
-/// any.
+/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all; what is
+/// there already is an Error. Every rank writes its own ranges: none holds more than one tensor's share beside its shards. Collective. Throws
+/// Error on every rank if it failed on any.
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
 /// The complete checkpoint of this library in a folder that was saved last, of those whose names end in a number; nothing if there is none.

@@ -51,6 +51,30 @@ void check_replaceable(const fs::path& step) {
   throw Error(step.string() + " is there and is no checkpoint: it is not overwritten; give another name, or remove it");
 }
 
+/// Throws Error unless nothing is at `path`, or an empty folder.
+void check_free(const fs::path& path) {
+  if (!is_there(path) || (fs::is_directory(path) && fs::is_empty(path))) return;
+  throw Error(path.string() + " is there already, and what is written here replaces nothing; give another name, or remove it");
+}
+
+TemporaryStep make_temporary(const fs::path& step, FileSystem& files) {
+  make_folders(parent_of(step), files);
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    fs::path temporary = hidden_name(step, kTemporaryPrefix);
+    if (files.mkdir(temporary.c_str(), 0777) == 0) {
+      try {
+        Lease lease(temporary, files);
+        return {std::move(temporary), std::move(lease)};
+      } catch (const Error&) {
+        remove_quietly(temporary, files);
+        throw;
+      }
+    }
+    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  }
+}
+
 /// Later than what any step of the folder says, whatever the clocks of the machines that wrote them.
 std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
   std::int64_t latest = 0;
@@ -140,21 +164,26 @@ ListedFile SummedFile::finish() {
 TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   check_replaceable(step);
-  make_folders(parent_of(step), files);
-  constexpr int kAttempts = 10;
-  for (int attempt = 1;; ++attempt) {
-    fs::path temporary = hidden_name(step, kTemporaryPrefix);
-    if (files.mkdir(temporary.c_str(), 0777) == 0) {
-      try {
-        Lease lease(temporary, files);
-        return {std::move(temporary), std::move(lease)};
-      } catch (const Error&) {
-        remove_quietly(temporary, files);
-        throw;
-      }
-    }
-    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  return make_temporary(step, files);
+}
+
+TemporaryStep begin_new(const fs::path& target, FileSystem& files) {
+  const fs::path folder = without_slash(target);
+  check_free(folder);
+  return make_temporary(folder, files);
+}
+
+void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& files) {
+  const fs::path folder = without_slash(target);
+  check_free(folder);
+  rename_to(temporary, folder, 0, files);
+  try {
+    sync_folder(parent_of(folder), files);
+  } catch (const Error&) {
+    files.rename(folder.c_str(), temporary.c_str(), 0);
+    throw;
   }
+  files.unlink((folder / kOwnerFile).c_str());
 }
 
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {

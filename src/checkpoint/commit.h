@@ -86,6 +86,11 @@ void seal_step(const std::filesystem::path& temporary, std::span<const ListedFil
 std::filesystem::path commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target,
                                   FileSystem& files = FileSystem::current());
 
+/// The same for what replaces nothing: an export, a conversion. Throw Error if anything but an empty folder is at `target`. The owner file
+/// goes with the commit, as nothing removes such a folder.
+TemporaryStep begin_new(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
+void commit_new(const std::filesystem::path& temporary, const std::filesystem::path& target, FileSystem& files = FileSystem::current());
+
 /// What a step's sidecar says.
 struct Sidecar {
   std::int64_t saved =

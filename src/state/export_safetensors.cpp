@@ -95,7 +95,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
       items = state::model_items(module, "");
       plan = plan_of(items, options);
       if (!leads) return;
-      step = ckpt::begin_step(path);
+      step = ckpt::begin_new(path);
       folder = step->path();
       for (const auto& planned : plan.files) {
         auto file = ckpt::File::create(folder / planned.file.name);
@@ -109,10 +109,10 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
     together([&] {
       if (!leads) return;
       ckpt::sync_folder(folder);
-      ckpt::remove_tree(ckpt::commit_step(folder, path));
+      ckpt::commit_new(folder, path);
     });
   } catch (...) {
-    if (leads && !folder.empty()) ckpt::remove_tree(folder);
+    if (leads && !folder.empty()) ckpt::remove_quietly(folder);
     throw;
   }
 }

@@ -15,6 +15,7 @@
 #include "checkpoint/files.h"
 #include "fsdp/save_load.h"
 #include "support/faulty_files.h"
+#include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/temporary_folder.h"
 #include "support/training.h"
@@ -81,6 +82,18 @@ TEST_F(Retention, ASaveLeavesAloneWhatAnotherOneIsWriting) {
     saver.wait();
     EXPECT_EQ(names(), (std::vector<std::string>{"step-1", "step-2"}));
     for (const auto& name : names()) fsdp::ckpt::verify_step(path(name));
+  });
+}
+
+TEST_F(Retention, AnExportReplacesNothing) {
+  run_ranks(2, [&] {
+    Training run;
+    fsdp::save(path("step-1"), *run.model, *run.optimizer);
+    const auto message = fsdp::testing::message_of([&] { fsdp::export_safetensors(path("step-1"), *run.model); });
+    EXPECT_TRUE(fsdp::testing::has(message, path("step-1") + " is there already, and what is written here replaces nothing")) << message;
+    run.mesh.barrier();
+    EXPECT_EQ(names(), std::vector<std::string>{"step-1"});
+    fsdp::ckpt::verify_step(path("step-1"));
   });
 }
 

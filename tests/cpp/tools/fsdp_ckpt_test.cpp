@@ -122,6 +122,20 @@ TEST_F(FsdpCkpt, Verifies) {
   expect_error("verify nowhere", "there is no checkpoint nowhere");
 }
 
+TEST_F(FsdpCkpt, ConvertReplacesNothing) {
+  fs::copy(folder->path() / "dcp", folder->path() / "precious");
+  ASSERT_EQ(run("convert python.safetensors precious_too").exit_code, 0);
+  for (const char* arguments : {"precious precious", "precious precious/", "python.safetensors precious", "precious precious_too",
+                                "python.safetensors python.safetensors"}) {
+    expect_error(std::string("convert ") + arguments, "is there already, and what is written here replaces nothing");
+  }
+  expect_output("diff precious dcp", "0 differences, 9 equal\n");
+  expect_output("diff precious_too python.safetensors", "0 differences, 6 equal\n");
+  // A finished conversion has nothing but the checkpoint's files.
+  ASSERT_EQ(run("convert precious published").exit_code, 0);
+  for (const auto& entry : fs::directory_iterator(folder->path() / "published")) EXPECT_EQ(entry.path().filename(), "model.safetensors");
+}
+
 TEST_F(FsdpCkpt, ConvertsBothWays) {
   expect_output("convert dcp one", "one: 6 tensors, 4,400,096 bytes; left out: 3 items that are no tensors below 'model.'\n");
   expect_output("convert python.safetensors back", "back: 6 tensors, 4,400,096 bytes\n");
@@ -136,7 +150,7 @@ TEST_F(FsdpCkpt, ConvertsBothWays) {
   expect_output("diff back one", "0 differences, 6 equal\n");
 
   expect_error("convert dcp none --prefix net.", "dcp has no tensor whose name begins with 'net.'");
-  expect_error("convert dcp one", "one is there and is no checkpoint");
+  expect_error("convert dcp one", "one is there already");
   expect_error("convert dcp none --max-file-size 0", "must be positive");
   expect_error("convert dcp none --dtype int8", "--dtype");
   expect_error("convert nowhere none", "there is no checkpoint nowhere");
