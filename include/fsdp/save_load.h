@@ -52,6 +52,7 @@ struct Loaded {
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
   std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
   bool rng = false;                     ///< The generators were restored.
+  std::vector<std::string> skipped;     ///< By load_latest: what is newer and was not taken, and why.
 };
 
 /// Reads a checkpoint into a sharded model, and its optimizer: DCP's, or, for the model alone, Hugging Face's safetensors (a file, or a
@@ -63,7 +64,9 @@ struct Loaded {
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
-/// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none.
+/// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none. If it turns
+/// out to be damaged, the one before it is taken, and every rank is warned of it. Newer ones that Python wrote are told of. Throws Error if
+/// all are damaged, and if a disk does not let it be told whether one is complete.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
@@ -75,8 +78,8 @@ struct ExportOptions {
 };
 
 /// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all; what is
-/// there already is an Error. Every rank writes its own ranges: none holds more than one tensor's share beside its shards. Collective. Throws
-/// Error on every rank if it failed on any.
+/// there already is an Error. Every rank writes its own ranges: none holds more than one tensor's share beside its shards. Collective.
+/// Throws Error on every rank if it failed on any.
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
 /// The complete checkpoint of this library in a folder that was saved last, of those whose names end in a number; nothing if there is none.

@@ -16,7 +16,7 @@ CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* li
 }
 
 void CheckedFile::fail(const std::string& fault) const {
-  throw Error("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
+  throw DamageError("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
 }
 
 void CheckedFile::check(std::int64_t offset, std::int64_t length) {
@@ -45,7 +45,7 @@ ReadAt CheckedFile::reader() {
 }
 
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
-    : folder_(std::move(folder)), files_(files), has_sidecar_(std::filesystem::exists(folder_ / kSidecar)), scratch_(kReadAtOnce) {
+    : folder_(std::move(folder)), files_(files), has_sidecar_(is_there(folder_ / kSidecar, files_)), scratch_(kReadAtOnce) {
   if (!has_sidecar_) return;
   for (ListedFile& listed : read_sidecar(folder_, files_).files) {
     const std::string name = listed.name;

@@ -13,7 +13,6 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/step_names.h"
-#include "checkpoint/steps.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -37,23 +36,25 @@ std::string hexadecimal(std::uint32_t value) {
 }
 
 void make_folders(const fs::path& path, FileSystem& files) {
-  if (is_there(path)) return;
+  if (is_there(path, files)) return;
   make_folders(parent_of(path), files);
   // Another process may have been faster.
   if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
   sync_folder(parent_of(path), files);
 }
 
+bool is_empty_folder(const fs::path& path, FileSystem& files) { return is_folder(path, files) && list_folder(path, files).empty(); }
+
 /// Throws Error unless what is at `step` may go: a checkpoint, an empty folder, or nothing.
-void check_replaceable(const fs::path& step) {
-  if (!is_there(step) || is_there(step / kSidecar) || is_there(step / kMetadataFile)) return;
-  if (fs::is_directory(step) && fs::is_empty(step)) return;
+void check_replaceable(const fs::path& step, FileSystem& files) {
+  if (!is_there(step, files) || is_there(step / kSidecar, files) || is_there(step / kMetadataFile, files)) return;
+  if (is_empty_folder(step, files)) return;
   throw Error(step.string() + " is there and is no checkpoint: it is not overwritten; give another name, or remove it");
 }
 
 /// Throws Error unless nothing is at `path`, or an empty folder.
-void check_free(const fs::path& path) {
-  if (!is_there(path) || (fs::is_directory(path) && fs::is_empty(path))) return;
+void check_free(const fs::path& path, FileSystem& files) {
+  if (!is_there(path, files) || is_empty_folder(path, files)) return;
   throw Error(path.string() + " is there already, and what is written here replaces nothing; give another name, or remove it");
 }
 
@@ -78,9 +79,20 @@ TemporaryStep make_temporary(const fs::path& step, FileSystem& files) {
 /// Later than what any step of the folder says, whatever the clocks of the machines that wrote them.
 std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
   std::int64_t latest = 0;
-  for (const fs::path& step : complete_steps(folder, files)) latest = std::max(latest, read_sidecar(step, files).saved);
+  for (const std::string& name : list_folder(folder, files)) {
+    if (!step_name(name)) continue;
+    try {
+      latest = std::max(latest, read_sidecar(folder / name, files).saved);
+    } catch (const Error&) {
+      // No step, or one that cannot be read: the clock has to do.
+    }
+  }
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::max<std::int64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), latest + 1);
+}
+
+std::string other_size(const ListedFile& listed, std::int64_t size) {
+  return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
 }
 
 /// What is wrong with a listed file; empty if nothing is, as far as can be seen without reading it.
@@ -88,7 +100,7 @@ std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem&
   try {
     const std::int64_t size = File::open(step / listed.name, files).size();
     if (size == listed.size) return "";
-    return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
+    return other_size(listed, size);
   } catch (const Error& error) {
     return error.what();
   }
@@ -163,19 +175,19 @@ ListedFile SummedFile::finish() {
 
 TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
-  check_replaceable(step);
+  check_replaceable(step, files);
   return make_temporary(step, files);
 }
 
 TemporaryStep begin_new(const fs::path& target, FileSystem& files) {
   const fs::path folder = without_slash(target);
-  check_free(folder);
+  check_free(folder, files);
   return make_temporary(folder, files);
 }
 
 void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& files) {
   const fs::path folder = without_slash(target);
-  check_free(folder);
+  check_free(folder, files);
   rename_to(temporary, folder, 0, files);
   try {
     sync_folder(parent_of(folder), files);
@@ -197,7 +209,7 @@ void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, Fi
 fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   const fs::path parent = parent_of(step);
-  check_replaceable(step);
+  check_replaceable(step, files);
   /// Syncs what was renamed, or undoes it: on a disk that fails, the names as they were are the safer ones.
   const auto sync_or = [&](auto undo) {
     try {
@@ -207,7 +219,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
       throw;
     }
   };
-  if (!is_there(step)) {
+  if (!is_there(step, files)) {
     rename_to(temporary, step, 0, files);
     sync_or([&] { files.rename(step.c_str(), temporary.c_str(), 0); });
     return {};
@@ -237,7 +249,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
 Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
   const fs::path path = step / kSidecar;
   const std::string text = read_whole(path, kMostSidecar, files);
-  const auto fail = [&path](const std::string& why) { throw Error(path.string() + " is damaged: " + why); };
+  const auto fail = [&path](const std::string& why) { throw DamageError(path.string() + " is damaged: " + why); };
   // The last line sums the ones before.
   constexpr std::size_t kLastLine = 4 + kDigits + 1;
   if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
@@ -263,12 +275,19 @@ Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
   return sidecar;
 }
 
-bool is_complete(const fs::path& step, FileSystem& files) {
+std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
   try {
-    const std::vector<ListedFile> listed = read_sidecar(step, files).files;
-    return std::all_of(listed.begin(), listed.end(), [&](const ListedFile& file) { return fault_of(step, file, files).empty(); });
-  } catch (const Error&) {
-    return false;
+    for (const ListedFile& listed : read_sidecar(step, files).files) {
+      struct stat status {};
+      if (files.stat((step / listed.name).c_str(), &status) != 0) throw_errno("look at", step / listed.name);
+      if (status.st_size != listed.size) return other_size(listed, status.st_size);
+    }
+    return "";
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return error.what();
+  } catch (const DamageError& error) {
+    return error.what();
   }
 }
 
@@ -317,7 +336,7 @@ void verify_step(const fs::path& step, FileSystem& files) {
     const std::string fault = fault_in(step, listed, files);
     if (!fault.empty()) faults += "\n  " + fault;
   }
-  if (!faults.empty()) throw Error("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
+  if (!faults.empty()) throw DamageError("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
 }
 
 }  // namespace fsdp::ckpt

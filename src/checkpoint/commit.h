@@ -33,6 +33,12 @@ inline constexpr std::string_view kSidecar = ".fsdp-checksums";
 /// sum.
 inline constexpr std::int64_t kSummedBlock = std::int64_t{1} << 20;
 
+/// A checkpoint's bytes are not those that were written, or not all of them.
+class DamageError : public Error {
+ public:
+  using Error::Error;
+};
+
 struct ListedFile {
   std::string name;  ///< In the step's folder.
   std::int64_t size = 0;
@@ -97,11 +103,15 @@ struct Sidecar {
       0;  ///< Of two steps in a folder, the one that was saved later has the greater number (as a rule, nanoseconds of UTC).
   std::vector<ListedFile> files;
 };
-/// Throws Error if it is missing or damaged.
+/// Throws DamageError if it is damaged.
 Sidecar read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
-/// Whether the sidecar is there and whole, and all that it lists is there with these sizes. Contents are not read: see verify_step().
-bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
+/// What is wrong with a step: its sidecar is missing or damaged, or something that it lists is missing or has another size. Empty if
+/// nothing is. Contents are not read: see verify_step(). Throws SystemError if the system does not let it be told.
+std::string fault_in_sizes(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
+inline bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::current()) {
+  return fault_in_sizes(step, files).empty();
+}
 
 /// So much of a file is best read and summed at once: it then is in the second-level cache.
 inline constexpr std::size_t kReadAtOnce = std::size_t{256} << 10;
@@ -117,7 +127,7 @@ std::string fault_in_block(const File& file, const ListedFile& listed, std::size
 /// What is wrong with a listed file, which is read: missing, too short or long, the first damaged block. Empty if nothing is.
 std::string fault_in(const std::filesystem::path& step, const ListedFile& listed, FileSystem& files = FileSystem::current());
 
-/// Reads all files of a step. Throws one Error that lists all that is missing, too short or long, or damaged.
+/// Reads all files of a step. Throws one DamageError that lists all that is missing, too short or long, or damaged.
 void verify_step(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
 }  // namespace fsdp::ckpt

@@ -1,8 +1,8 @@
 #include "checkpoint/files.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/fs.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -69,9 +69,29 @@ int FileSystem::rename(const char* from, const char* to, unsigned flags) {
 }
 int FileSystem::unlink(const char* path) { return ::unlink(path); }
 int FileSystem::rmdir(const char* path) { return ::rmdir(path); }
+int FileSystem::stat(const char* path, struct stat* status) { return ::stat(path, status); }
+int FileSystem::lstat(const char* path, struct stat* status) { return ::lstat(path, status); }
+int FileSystem::fstat(int file, struct stat* status) { return ::fstat(file, status); }
+int FileSystem::list(const char* path, std::vector<std::string>& names) {
+  DIR* folder = ::opendir(path);
+  if (folder == nullptr) return -1;
+  errno = 0;
+  while (const dirent* entry = ::readdir(folder)) {
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace_back(name);
+    errno = 0;
+  }
+  const int error = errno;
+  ::closedir(folder);
+  errno = error;
+  return error == 0 ? 0 : -1;
+}
+
+bool SystemError::is_missing() const { return code_ == ENOENT || code_ == ENOTDIR; }
 
 void throw_errno(const std::string& doing, const std::filesystem::path& path) {
-  throw Error("cannot " + doing + " " + path.string() + ": " + std::generic_category().message(errno));
+  const int code = errno;
+  throw SystemError("cannot " + doing + " " + path.string() + ": " + std::generic_category().message(code), code);
 }
 
 File::File(std::filesystem::path path, int flags, FileSystem& files)
@@ -95,7 +115,7 @@ void File::fail(const std::string& doing) const { throw_errno(doing, path_); }
 
 std::int64_t File::size() const {
   struct stat status {};
-  if (::fstat(file_, &status) != 0) fail("look at");
+  if (files_->fstat(file_, &status) != 0) fail("look at");
   return status.st_size;
 }
 
@@ -179,20 +199,25 @@ void sync_folder(const std::filesystem::path& path, FileSystem& files) {
   }
 }
 
-std::vector<std::string> list_folder(const std::filesystem::path& path) {
-  std::error_code error;
+std::vector<std::string> list_folder(const std::filesystem::path& path, FileSystem& files) {
   std::vector<std::string> names;
-  for (std::filesystem::directory_iterator entry(path, error), end; !error && entry != end; entry.increment(error)) {
-    names.push_back(entry->path().filename().string());
-  }
-  if (error) throw Error("cannot list " + path.string() + ": " + error.message());
+  if (files.list(path.c_str(), names) != 0) throw_errno("list", path);
   std::sort(names.begin(), names.end());
   return names;
 }
 
-bool is_there(const std::filesystem::path& path) {
-  std::error_code ignored;
-  return std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
+bool is_there(const std::filesystem::path& path, FileSystem& files) {
+  struct stat status {};
+  if (files.lstat(path.c_str(), &status) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) throw_errno("look at", path);
+  return false;
+}
+
+bool is_folder(const std::filesystem::path& path, FileSystem& files) {
+  struct stat status {};
+  if (files.stat(path.c_str(), &status) == 0) return S_ISDIR(status.st_mode);
+  if (errno != ENOENT && errno != ENOTDIR) throw_errno("look at", path);
+  return false;
 }
 
 void rename_to(const std::filesystem::path& from, const std::filesystem::path& to, unsigned flags, FileSystem& files) {
@@ -200,11 +225,13 @@ void rename_to(const std::filesystem::path& from, const std::filesystem::path& t
 }
 
 void remove_tree(const std::filesystem::path& path, FileSystem& files) {
-  std::error_code error;
-  const std::filesystem::file_type type = std::filesystem::symlink_status(path, error).type();
-  if (type == std::filesystem::file_type::not_found) return;
-  if (type == std::filesystem::file_type::directory) {
-    std::vector<std::string> names = list_folder(path);
+  struct stat status {};
+  if (files.lstat(path.c_str(), &status) != 0) {
+    if (errno == ENOENT) return;
+    throw_errno("look at", path);
+  }
+  if (S_ISDIR(status.st_mode)) {
+    std::vector<std::string> names = list_folder(path, files);
     const auto goes_first = [](const std::string& name) { return name != kOwnerFile; };
     std::stable_partition(names.begin(), names.end(), goes_first);
     for (const std::string& name : names) remove_tree(path / name, files);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/dcp_metadata.h"
 #include "checkpoint/lease.h"
 #include "checkpoint/step_names.h"
 #include "fsdp/error.h"
@@ -18,32 +19,24 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Step {
-  fs::path path;
-  StepName name;
-  std::int64_t saved = 0;
-};
-
-/// Complete ones, oldest first.
-std::vector<Step> steps_in(const fs::path& folder, FileSystem& files) {
-  if (!is_there(folder)) return {};
-  std::vector<Step> steps;
-  for (const std::string& entry : list_folder(folder)) {
-    std::string name = entry;
-    if (const std::string_view replaced = name_in(entry, kReplacedPrefix); !replaced.empty()) {
-      name = replaced;
-      if (is_there(folder / name)) continue;
-    } else if (entry.starts_with('.')) {
-      continue;
-    }
-    std::optional<StepName> parts = step_name(name);
-    if (!parts || !is_complete(folder / entry, files)) continue;
-    steps.push_back({folder / entry, *std::move(parts), read_sidecar(folder / entry, files).saved});
+/// What is at `path`, if it is a step.
+std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSystem& files) {
+  Step step{.path = path, .name = name, .fault = {}};
+  if (!is_there(path / kSidecar, files)) {
+    step.state = Step::State::kForeign;
+    return is_there(path / kMetadataFile, files) ? std::optional(step) : std::nullopt;
   }
-  std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) {
-    return std::tie(a.saved, a.name.number, a.name.stem) < std::tie(b.saved, b.name.number, b.name.stem);
-  });
-  return steps;
+  step.fault = fault_in_sizes(path, files);
+  if (!step.fault.empty()) step.state = Step::State::kDamaged;
+  try {
+    step.saved = read_sidecar(path, files).saved;
+  } catch (const DamageError&) {
+    // Unknown.
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return std::nullopt;  // Another process has removed it just now.
+  }
+  return step;
 }
 
 /// Gives what is at `path` a temporary name, so that it is no step any more, before it goes file by file.
@@ -63,7 +56,7 @@ std::string own_name(const std::string& entry) {
 
 /// Removes the hidden folders of writers that are gone, and gives a step that waited to be replaced its name back.
 void remove_leftovers(const fs::path& folder, FileSystem& files) {
-  const std::vector<std::string> entries = list_folder(folder);
+  const std::vector<std::string> entries = list_folder(folder, files);
   // Who writes a step may need all of its hidden folders, to go back: they stay until it is done.
   std::set<std::string> being_written;
   for (const std::string& entry : entries) {
@@ -74,7 +67,7 @@ void remove_leftovers(const fs::path& folder, FileSystem& files) {
     if (name == entry || being_written.contains(name) || owner_of(folder / entry, files) != Owner::kGone) continue;
     if (!name_in(entry, kTemporaryPrefix).empty()) {
       remove_tree(folder / entry, files);
-    } else if (!is_there(folder / name) && is_complete(folder / entry, files)) {
+    } else if (!is_there(folder / name, files) && is_complete(folder / entry, files)) {
       rename_to(folder / entry, folder / name, 0, files);
     } else {
       remove_step(folder / entry, files);
@@ -84,9 +77,32 @@ void remove_leftovers(const fs::path& folder, FileSystem& files) {
 
 }  // namespace
 
+std::vector<Step> find_steps(const fs::path& folder, const std::optional<std::string>& stem, FileSystem& files) {
+  if (!is_there(folder, files)) return {};
+  std::vector<Step> steps;
+  for (const std::string& entry : list_folder(folder, files)) {
+    std::string name = entry;
+    if (const std::string_view replaced = name_in(entry, kReplacedPrefix); !replaced.empty()) {
+      name = replaced;
+      if (is_there(folder / name, files)) continue;
+    } else if (entry.starts_with('.')) {
+      continue;
+    }
+    const std::optional<StepName> parts = step_name(name);
+    if (!parts || (stem && parts->stem != *stem)) continue;
+    if (std::optional<Step> step = step_at(folder / entry, *parts, files)) steps.push_back(*std::move(step));
+  }
+  std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) {
+    return std::tie(a.saved, a.name.number, a.name.stem) < std::tie(b.saved, b.name.number, b.name.stem);
+  });
+  return steps;
+}
+
 std::vector<fs::path> complete_steps(const fs::path& folder, FileSystem& files) {
   std::vector<fs::path> paths;
-  for (Step& step : steps_in(folder, files)) paths.push_back(std::move(step.path));
+  for (Step& step : find_steps(folder, {}, files)) {
+    if (step.state == Step::State::kComplete) paths.push_back(std::move(step.path));
+  }
   return paths;
 }
 
@@ -102,8 +118,8 @@ void prune_steps(const fs::path& saved, int keep_last, FileSystem& files) {
   const fs::path folder = parent_of(kept);
   remove_leftovers(folder, files);
   if (const std::optional<StepName> series = step_name(kept.filename().string())) {
-    std::vector<Step> steps = steps_in(folder, files);
-    std::erase_if(steps, [&](const Step& step) { return step.name.stem != series->stem || step.path.filename() == kept.filename(); });
+    std::vector<Step> steps = find_steps(folder, series->stem, files);
+    std::erase_if(steps, [&](const Step& step) { return step.state != Step::State::kComplete || step.path.filename() == kept.filename(); });
     const std::size_t others = std::min(steps.size(), static_cast<std::size_t>(keep_last) - 1);
     steps.resize(steps.size() - others);
     for (const Step& step : steps) remove_step(step.path, files);

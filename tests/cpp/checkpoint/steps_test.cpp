@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/checksum.h"
@@ -60,6 +63,51 @@ TEST(Steps, ClocksNeedNotAgree) {
   ASSERT_EQ(read_sidecar(ahead).saved, 4102444800000000000);
   save_step(folder.path() / "step-3", "now");
   EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-5", "step-3"}));
+}
+
+TEST(Steps, AnOlderOneIsNotTheNewestBecauseADiskDoesNotAnswer) {
+  const TemporaryFolder folder;
+  save_step(folder.path() / "step-1", "x");
+  save_step(folder.path() / "step-2", "x");
+  for (const auto& [code, text] : std::map<int, std::string>{
+           {EIO, "Input/output error"}, {ESTALE, "Stale file handle"}, {EMFILE, "Too many open files"}, {EACCES, "Permission denied"}}) {
+    // The folder, the step, its sidecar, and each file.
+    for (const std::string unseen : {"", "step-2", "step-2/.fsdp-checksums", "step-2/__0_0.distcp"}) {
+      fsdp::testing::FaultyFiles files;
+      files.look_error = code;
+      files.unseen = folder.path().filename().string() + (unseen.empty() ? "" : "/" + unseen);
+      const std::string message = message_of([&] { latest_step(folder.path(), files); });
+      EXPECT_NE(message.find(text), std::string::npos) << message;
+      if (unseen.empty()) continue;
+      EXPECT_NE(message_of([&] { prune_steps(folder.path() / "step-1", 1, files); }).find(text), std::string::npos);
+      // What belongs to others is no reason to fail.
+      save_step(folder.path() / "best-1", "x", files);
+      prune_steps(folder.path() / "best-1", 1, files);
+    }
+  }
+  EXPECT_EQ(list_folder(folder.path()), (Names{"best-1", "step-1", "step-2"}));
+}
+
+TEST(Steps, TellsWhatIsNotComplete) {
+  const TemporaryFolder folder;
+  for (const char* name : {"1", "2", "3", "4", "5"}) save_step(folder.path() / name, name);
+  fs::resize_file(folder.path() / "2/__0_0.distcp", 0);
+  fs::remove(folder.path() / "3/.metadata");
+  fs::resize_file(folder.path() / "4" / kSidecar, 30);
+  fs::remove(folder.path() / "5" / kSidecar);
+  fs::create_directory(folder.path() / "6");
+  std::map<std::string, std::pair<Step::State, std::string>> found;
+  for (const Step& step : find_steps(folder.path())) found[step.path.filename()] = {step.state, step.fault};
+  ASSERT_EQ(found.size(), 5U);
+  const auto expect = [&](const char* name, Step::State state, const std::string& fault) {
+    EXPECT_EQ(found[name].first, state) << name;
+    EXPECT_NE(found[name].second.find(fault), std::string::npos) << found[name].second;
+  };
+  expect("1", Step::State::kComplete, "");
+  expect("2", Step::State::kDamaged, "__0_0.distcp has 0 bytes instead of 1");
+  expect("3", Step::State::kDamaged, "/3/.metadata: No such file or directory");
+  expect("4", Step::State::kDamaged, ".fsdp-checksums is damaged");
+  expect("5", Step::State::kForeign, "");
 }
 
 TEST(Steps, PruneKeepsTheNewestAndWhatItDoesNotKnow) {

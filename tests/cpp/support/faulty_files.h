@@ -13,6 +13,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "checkpoint/files.h"
 
@@ -36,6 +37,9 @@ class FaultyFiles : public ckpt::FileSystem {
   int close_error = 0;
   int rename_error = 0;
   int unlink_error = 0;
+  /// Looking at what has `unseen` in its path fails with this errno.
+  int look_error = 0;
+  std::string unseen;
   /// After a rename every fsync fails.
   bool fsync_fails_after_rename = false;
   /// As where renameat2 cannot exchange.
@@ -48,6 +52,7 @@ class FaultyFiles : public ckpt::FileSystem {
   int open(const char* path, int flags, mode_t mode) override {
     if (interrupted()) return -1;
     if ((flags & O_CREAT) != 0) announce("create", path);
+    if (is_unseen(path)) return fail(look_error);
     return FileSystem::open(path, flags, mode);
   }
   ssize_t pwrite(int file, const void* data, std::size_t length, off_t offset) override {
@@ -91,6 +96,11 @@ class FaultyFiles : public ckpt::FileSystem {
     if (unlink_error != 0) return fail(unlink_error);
     return FileSystem::unlink(path);
   }
+  int stat(const char* path, struct stat* status) override { return is_unseen(path) ? fail(look_error) : FileSystem::stat(path, status); }
+  int lstat(const char* path, struct stat* status) override { return is_unseen(path) ? fail(look_error) : FileSystem::lstat(path, status); }
+  int list(const char* path, std::vector<std::string>& names) override {
+    return is_unseen(path) ? fail(look_error) : FileSystem::list(path, names);
+  }
   int rmdir(const char* path) override {
     announce("rmdir", path);
     return FileSystem::rmdir(path);
@@ -101,6 +111,7 @@ class FaultyFiles : public ckpt::FileSystem {
     errno = error;
     return -1;
   }
+  bool is_unseen(const std::string& path) const { return look_error != 0 && path.find(unseen) != std::string::npos; }
   bool interrupted() {
     if (!interrupts || (calls_++ % 2) != 0) return false;
     errno = EINTR;
