@@ -198,6 +198,11 @@ void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& f
   files.unlink((folder / kOwnerFile).c_str());
 }
 
+void TemporaryStep::discard() noexcept {
+  lease_.reset();  // It has a file open there, which some file systems do not remove.
+  remove_quietly(path_);
+}
+
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
   std::string text = std::string(kFirstLine) + "\n" + std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
   for (const ListedFile& file : listed) text += line_of(file) + "\n";

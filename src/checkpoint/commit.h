@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -77,10 +78,12 @@ class TemporaryStep {
  public:
   TemporaryStep(std::filesystem::path path, Lease lease) : path_(std::move(path)), lease_(std::move(lease)) {}
   const std::filesystem::path& path() const { return path_; }
+  /// Gives the lease up and removes the folder, as far as it goes: the error that made this necessary is on its way.
+  void discard() noexcept;
 
  private:
   std::filesystem::path path_;
-  Lease lease_;
+  std::optional<Lease> lease_;
 };
 
 /// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this. Throws Error

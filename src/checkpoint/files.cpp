@@ -23,6 +23,9 @@ constexpr mode_t kFolderMode = 0777;
 /// Some systems refuse transfers of 2 GiB and more at once.
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;
 
+/// What an NFS client calls a file that was removed while a process has it open, until that closes it.
+constexpr std::string_view kKeptByNfs = ".nfs";
+
 /// Null: the operating system's. Atomic, as threads of saves beside training read it.
 std::atomic<FileSystem*> replacement = nullptr;
 
@@ -93,6 +96,16 @@ void throw_errno(const std::string& doing, const std::filesystem::path& path) {
   const int code = errno;
   throw SystemError("cannot " + doing + " " + path.string() + ": " + std::generic_category().message(code), code);
 }
+
+namespace {
+
+bool keeps_open_files(const std::filesystem::path& folder, FileSystem& files) {
+  std::vector<std::string> names;
+  files.list(folder.c_str(), names);  // a folder that is gone has none
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) { return name.starts_with(kKeptByNfs); });
+}
+
+}  // namespace
 
 File::File(std::filesystem::path path, int flags, FileSystem& files)
     : path_(std::move(path)),
@@ -230,15 +243,23 @@ void remove_tree(const std::filesystem::path& path, FileSystem& files) {
     if (errno == ENOENT) return;
     throw_errno("look at", path);
   }
-  if (S_ISDIR(status.st_mode)) {
-    std::vector<std::string> names = list_folder(path, files);
-    const auto goes_first = [](const std::string& name) { return name != kOwnerFile; };
-    std::stable_partition(names.begin(), names.end(), goes_first);
-    for (const std::string& name : names) remove_tree(path / name, files);
-    if (files.rmdir(path.c_str()) != 0 && errno != ENOENT) throw_errno("remove the folder", path);
-  } else if (files.unlink(path.c_str()) != 0 && errno != ENOENT) {
-    throw_errno("remove", path);
+  if (!S_ISDIR(status.st_mode)) {
+    const bool is_kept = path.filename().string().starts_with(kKeptByNfs);
+    if (files.unlink(path.c_str()) != 0 && errno != ENOENT && !(is_kept && errno == EBUSY)) throw_errno("remove", path);
+    return;
   }
+  std::vector<std::string> names = list_folder(path, files);
+  const auto owner = std::find(names.begin(), names.end(), kOwnerFile);
+  const bool has_owner = owner != names.end();
+  if (has_owner) names.erase(owner);
+  for (const std::string& name : names) remove_tree(path / name, files);
+  if (keeps_open_files(path, files)) return;
+  if (has_owner) remove_tree(path / kOwnerFile, files);
+  if (files.rmdir(path.c_str()) == 0 || errno == ENOENT) return;
+  const int error = errno;
+  if (keeps_open_files(path, files)) return;
+  errno = error;
+  throw_errno("remove the folder", path);
 }
 
 void remove_quietly(const std::filesystem::path& path, FileSystem& files) noexcept {

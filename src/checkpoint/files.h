@@ -132,7 +132,8 @@ std::vector<std::string> list_folder(const std::filesystem::path& path, FileSyst
 /// In a folder that a step is written into, and in the step: who wrote it (lease.h). What has it is this library's to remove.
 inline constexpr std::string_view kOwnerFile = ".fsdp-owner";
 
-/// A folder with all that is in it, the owner file last; or a file. Nothing there is no error. Links are removed, not followed.
+/// A folder with all that is in it, the owner file last; or a file. Nothing there is no error. Links are removed, not followed. Where NFS
+/// keeps what a process has open, under names `.nfs...`, these, the owner file and the folder stay, for the next time; no error either.
 void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 /// The same, as far as it goes: while another error is on its way.
 void remove_quietly(const std::filesystem::path& path, FileSystem& files = FileSystem::current()) noexcept;

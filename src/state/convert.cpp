@@ -137,13 +137,13 @@ Converted convert(const std::string& from, const std::string& to, const ConvertO
   if (tensors.empty()) {
     throw Error(from + " has no tensor whose name begins with '" + options.prefix + "'; give the prefix that its names have");
   }
-  const auto step = ckpt::begin_new(to);
+  auto step = ckpt::begin_new(to);
   const auto& folder = step.path();
   try {
     from_dcp ? write_safetensors(*source, tensors, folder, options) : write_dcp(*source, tensors, folder, options);
     ckpt::commit_new(folder, to);
   } catch (...) {
-    ckpt::remove_quietly(folder);
+    step.discard();
     throw;
   }
   return result;

@@ -112,7 +112,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
       ckpt::commit_new(folder, path);
     });
   } catch (...) {
-    if (leads && !folder.empty()) ckpt::remove_quietly(folder);
+    if (step) step->discard();
     throw;
   }
 }

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/printable.h"
 #include "checkpoint/steps.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
@@ -317,7 +318,7 @@ void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<s
     if (!is_newer) continue;
     skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
                                                 ? ": it was written by Python, or has lost its checksums; load() takes it by its path"
-                                                : ": it is damaged: " + step.fault));
+                                                : ": it is damaged: " + ckpt::printable(step.fault)));
   }
 }
 

@@ -183,7 +183,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     }
     ranks.agree(failure, what);
   } catch (...) {
-    if (leads) ckpt::remove_quietly(folder);
+    if (step) step->discard();
     throw;
   }
   attempt([&] {

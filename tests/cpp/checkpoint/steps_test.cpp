@@ -171,6 +171,34 @@ TEST(Steps, PruneTakesHiddenFoldersOfWritersThatAreGone) {
   EXPECT_EQ(fsdp::testing::read_file(folder.path() / ".tmp-my-own-notes/chapter-1"), "x");
 }
 
+// A program has a file of a step open that is replaced, and of one that is pruned.
+TEST(Steps, WhatNfsKeepsDoesNotFailASave) {
+  for (const char* held : {"__0_0.distcp", ".fsdp-owner"}) {
+    const TemporaryFolder folder;
+    save_step(folder.path() / "1", "x");
+    save_step(folder.path() / "2", "x");
+    fsdp::testing::FaultyFiles files;
+    files.held_open = held;
+    save_step(folder.path() / "2", "new", files);
+    prune_steps(folder.path() / "2", 1, files);
+    EXPECT_EQ(names(complete_steps(folder.path())), Names{"2"});
+    EXPECT_EQ(content_of_step(folder.path() / "2"), "new");
+    prune_steps(folder.path() / "2", 1, files);
+    EXPECT_EQ(list_folder(folder.path()).size(), 3U) << "still open";
+    files.held_open = "";
+    for (const std::string& name : list_folder(folder.path())) {
+      if (name.starts_with('.')) fs::remove(folder.path() / name / ".nfs0123");  // as the client does when the program ends
+    }
+    prune_steps(folder.path() / "2", 1, files);
+    // A folder that has lost its owner file is nobody's; it is empty.
+    const Names left = list_folder(folder.path());
+    EXPECT_EQ(left.size(), std::string(held) == ".fsdp-owner" ? 3U : 1U);
+    for (const std::string& name : left) {
+      if (name.starts_with('.')) EXPECT_TRUE(fs::is_empty(folder.path() / name));
+    }
+  }
+}
+
 // At every call that one save makes, the other one prunes.
 TEST(Steps, TwoSaversDoNotDisturbEachOther) {
   for (const bool can_exchange : {true, false}) {

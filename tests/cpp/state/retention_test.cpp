@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <filesystem>
 #include <future>
@@ -94,6 +95,21 @@ TEST_F(Retention, AnExportReplacesNothing) {
     run.mesh.barrier();
     EXPECT_EQ(names(), std::vector<std::string>{"step-1"});
     fsdp::ckpt::verify_step(path("step-1"));
+  });
+}
+
+TEST_F(Retention, AFaultWhileCleaningUpHidesNothing) {
+  run_ranks(1, [&] {
+    Training run;
+    fsdp::testing::FaultyFiles files;
+    files.fsync_error = EIO;
+    files.unlink_error = EACCES;
+    const fsdp::ckpt::ReplacedFileSystem replaced(files);
+    for (const auto& message : {fsdp::testing::message_of([&] { fsdp::save(path("1"), *run.model); }),
+                                fsdp::testing::message_of([&] { fsdp::export_safetensors(path("2"), *run.model); })}) {
+      EXPECT_TRUE(fsdp::testing::has(message, "Input/output error")) << message;
+      EXPECT_FALSE(fsdp::testing::has(message, "Permission denied")) << message;
+    }
   });
 }
 

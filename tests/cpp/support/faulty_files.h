@@ -40,6 +40,8 @@ class FaultyFiles : public ckpt::FileSystem {
   /// Looking at what has `unseen` in its path fails with this errno.
   int look_error = 0;
   std::string unseen;
+  /// As NFS does with a file that a process has open: what has this in its path gets a name `.nfs...` when it is removed, and keeps that.
+  std::string held_open;
   /// After a rename every fsync fails.
   bool fsync_fails_after_rename = false;
   /// As where renameat2 cannot exchange.
@@ -94,6 +96,13 @@ class FaultyFiles : public ckpt::FileSystem {
   int unlink(const char* path) override {
     announce("unlink", path);
     if (unlink_error != 0) return fail(unlink_error);
+    if (!held_open.empty()) {
+      const std::filesystem::path file = path;
+      if (file.filename().string().starts_with(".nfs")) return fail(EBUSY);
+      if (file.string().find(held_open) != std::string::npos) {
+        return FileSystem::rename(path, (file.parent_path() / ".nfs0123").c_str(), 0);
+      }
+    }
     return FileSystem::unlink(path);
   }
   int stat(const char* path, struct stat* status) override { return is_unseen(path) ? fail(look_error) : FileSystem::stat(path, status); }

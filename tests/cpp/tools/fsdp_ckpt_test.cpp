@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -120,6 +121,25 @@ TEST_F(FsdpCkpt, Verifies) {
   fs::remove(step / ".metadata");
   expect_part("verify ours", ".metadata: No such file", 1);
   expect_error("verify nowhere", "there is no checkpoint nowhere");
+}
+
+// A name that would make a terminal red, and one that would forge a line.
+TEST_F(FsdpCkpt, NamesAreNoCommandsForATerminal) {
+  const std::string head =
+      R"({"red\u001b[31m":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"two\nlines":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})";
+  const auto length = static_cast<std::uint64_t>(head.size());
+  folder->write("names.safetensors", std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + head + "xy");
+  ASSERT_EQ(run("convert names.safetensors names").exit_code, 0);
+  for (const std::string arguments : {"inspect names.safetensors", "inspect names", "diff names dcp", "diff names python.safetensors"}) {
+    expect_part(arguments, "red\\x1b[31m", arguments.starts_with("diff") ? 1 : 0);
+    expect_part(arguments, "two\\x0alines", arguments.starts_with("diff") ? 1 : 0);
+  }
+  fs::remove(folder->path() / "names/.fsdp-checksums");
+  fs::resize_file(folder->path() / "names/__0_0.distcp", 900);
+  for (const std::string arguments : {"inspect names", "verify names", "diff names names.safetensors", "convert names none"}) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ((outcome.output + outcome.errors).find('\x1b'), std::string::npos) << arguments;
+  }
 }
 
 TEST_F(FsdpCkpt, ConvertReplacesNothing) {
