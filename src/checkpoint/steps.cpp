@@ -39,11 +39,11 @@ std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSyst
   return step;
 }
 
-/// Gives what is at `path` a temporary name, so that it is no step any more, before it goes file by file.
-void remove_step(const fs::path& path, FileSystem& files) {
-  const fs::path doomed = hidden_name(path, kTemporaryPrefix);
-  rename_to(path, doomed, 0, files);
-  remove_tree(doomed, files);
+/// Gives what is at `path` a temporary name: it is no step any more.
+fs::path hide(const fs::path& path, FileSystem& files) {
+  fs::path hidden = hidden_name(path, kTemporaryPrefix);
+  rename_to(path, hidden, 0, files);
+  return hidden;
 }
 
 /// The step's name of a folder, hidden or not.
@@ -54,8 +54,9 @@ std::string own_name(const std::string& entry) {
   return entry;
 }
 
-/// Removes the hidden folders of writers that are gone, and gives a step that waited to be replaced its name back.
-void remove_leftovers(const fs::path& folder, FileSystem& files) {
+/// The hidden folders of writers that are gone, all with temporary names. Gives a step that waited to be replaced its name back.
+std::vector<fs::path> find_leftovers(const fs::path& folder, FileSystem& files) {
+  std::vector<fs::path> leftovers;
   const std::vector<std::string> entries = list_folder(folder, files);
   // Who writes a step may need all of its hidden folders, to go back: they stay until it is done.
   std::set<std::string> being_written;
@@ -66,13 +67,14 @@ void remove_leftovers(const fs::path& folder, FileSystem& files) {
     const std::string name = own_name(entry);
     if (name == entry || being_written.contains(name) || owner_of(folder / entry, files) != Owner::kGone) continue;
     if (!name_in(entry, kTemporaryPrefix).empty()) {
-      remove_tree(folder / entry, files);
+      leftovers.push_back(folder / entry);
     } else if (!is_there(folder / name, files) && is_complete(folder / entry, files)) {
       rename_to(folder / entry, folder / name, 0, files);
     } else {
-      remove_step(folder / entry, files);
+      leftovers.push_back(hide(folder / entry, files));
     }
   }
+  return leftovers;
 }
 
 }  // namespace
@@ -116,15 +118,17 @@ void prune_steps(const fs::path& saved, int keep_last, FileSystem& files) {
   if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
   const fs::path kept = without_slash(saved);
   const fs::path folder = parent_of(kept);
-  remove_leftovers(folder, files);
+  std::vector<fs::path> doomed = find_leftovers(folder, files);
   if (const std::optional<StepName> series = step_name(kept.filename().string())) {
     std::vector<Step> steps = find_steps(folder, series->stem, files);
     std::erase_if(steps, [&](const Step& step) { return step.state != Step::State::kComplete || step.path.filename() == kept.filename(); });
     const std::size_t others = std::min(steps.size(), static_cast<std::size_t>(keep_last) - 1);
     steps.resize(steps.size() - others);
-    for (const Step& step : steps) remove_step(step.path, files);
+    for (const Step& step : steps) doomed.push_back(hide(step.path, files));
   }
-  sync_folder(folder, files);
+  if (doomed.empty()) return;
+  sync_folder(folder, files);  // Else a loss of power might leave steps of which files are missing.
+  for (const fs::path& path : doomed) remove_tree(path, files);
 }
 
 }  // namespace fsdp::ckpt
