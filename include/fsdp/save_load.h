@@ -55,8 +55,8 @@ struct PhaseReport {
 using OnPhase = std::function<void(const PhaseReport& report)>;
 
 struct SaveOptions {
-  /// After the checkpoint is complete, older complete ones beside it (of the same folder) are removed, but for so many with this one. 0:
-  /// none is.
+  /// After the checkpoint is complete, older complete ones of its series are removed (beside it, with the same name before the number at
+  /// its end: "step-" of "step-1000"), but for the last saved, so many with this one. 0: none is. Nor where its name has no number.
   int keep_last = 0;
   /// The state of torch's default generator of the CPU, and of the model's device where that is another one, each rank's own.
   bool rng = true;
@@ -98,6 +98,7 @@ struct Loaded {
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
   std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
   bool rng = false;                     ///< The generators were restored.
+  std::vector<std::string> skipped;     ///< By load_latest: what is newer and was not taken, and why.
 };
 
 /// Reads a checkpoint into a sharded model, and its optimizer: DCP's, or, for the model alone, Hugging Face's safetensors (a file, or a
@@ -109,7 +110,9 @@ struct Loaded {
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
-/// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none.
+/// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none. If it turns
+/// out to be damaged, the one before it is taken, and every rank is warned of it. Newer ones that Python wrote are told of. Throws Error if
+/// all are damaged, and if a disk does not let it be told whether one is complete.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
@@ -124,12 +127,13 @@ struct ExportOptions {
   std::int64_t most_bytes_per_file = std::int64_t{5} << 30;
 };
 
-/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all. Every rank
-/// writes its own ranges: none holds more than one tensor's share beside its shards. Collective. Throws Error on every rank if it failed on
-/// any.
+/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all; what is
+/// there already is an Error. Every rank writes its own ranges: none holds more than one tensor's share beside its shards. Collective.
+/// Throws Error on every rank if it failed on any.
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
-/// The newest complete checkpoint of this library in a folder, by the number that ends its name; nothing if there is none. Not collective.
+/// The complete checkpoint of this library in a folder that was saved last, of those whose names end in a number; nothing if there is none.
+/// Not collective.
 std::optional<std::string> latest(const std::string& folder);
 
 /// Saves beside training (DCP's async_save): a thread copies this rank's shards to host memory, which is kept and used again, and writes

@@ -30,7 +30,7 @@ void note(Findings& findings, Look look) {
 }
 
 void check_files(const fs::path& folder, FileSystem& files, Findings& findings) {
-  for (const ListedFile& listed : read_sidecar(folder, files)) {
+  for (const ListedFile& listed : read_sidecar(folder, files).files) {
     ++findings.files;
     std::string fault = fault_in(folder, listed, files);
     if (!fault.empty()) findings.faults.push_back(std::move(fault));
@@ -139,8 +139,7 @@ std::string fault_in_boxes(const DcpTensor& tensor) {
 
 Findings check_dcp(const fs::path& folder, FileSystem& files) {
   Findings findings;
-  std::error_code ignored;
-  findings.has_checksums = fs::exists(folder / kSidecar, ignored);
+  note(findings, [&] { findings.has_checksums = is_there(folder / kSidecar, files); });
   if (findings.has_checksums) note(findings, [&] { check_files(folder, files, findings); });
   DcpMetadata metadata;
   const std::size_t faults_before = findings.faults.size();

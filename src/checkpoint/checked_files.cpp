@@ -17,7 +17,7 @@ CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* li
 }
 
 void CheckedFile::fail(const std::string& fault) const {
-  throw Error("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
+  throw DamageError("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
 }
 
 std::span<const char> CheckedFile::load(std::size_t block) {
@@ -76,9 +76,9 @@ ReadAt CheckedFile::reader() {
 }
 
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
-    : folder_(std::move(folder)), files_(files), has_sidecar_(std::filesystem::exists(folder_ / kSidecar)) {
+    : folder_(std::move(folder)), files_(files), has_sidecar_(is_there(folder_ / kSidecar, files_)) {
   if (!has_sidecar_) return;
-  for (ListedFile& listed : read_sidecar(folder_, files_)) {
+  for (ListedFile& listed : read_sidecar(folder_, files_).files) {
     const std::string name = listed.name;
     listed_.emplace(name, std::move(listed));
   }

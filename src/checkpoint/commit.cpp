@@ -5,24 +5,20 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstdio>
-#include <random>
 #include <system_error>
-#include <tuple>
 #include <utility>
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
+#include "checkpoint/step_names.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr std::string_view kTemporary = ".tmp-";
-constexpr std::string_view kReplaced = ".old-";
-constexpr std::size_t kRandomDigits = 8;
 
 // So much is given to the disk at once. Linux alone would begin when a tenth of the memory waits, or at fsync.
 constexpr std::int64_t kStarted = std::int64_t{8} << 20;
@@ -32,6 +28,7 @@ constexpr std::size_t kJoined = std::size_t{1} << 20;
 // A line per file, 8 digits per block: enough for 32 TB.
 constexpr std::int64_t kMostSidecar = std::int64_t{256} << 20;
 constexpr std::string_view kFirstLine = "fsdp-checksums 3";
+constexpr std::string_view kSaved = "saved ";
 constexpr std::size_t kDigits = 8;  // of a checksum
 
 std::string hexadecimal(std::uint32_t value) {
@@ -40,64 +37,64 @@ std::string hexadecimal(std::uint32_t value) {
   return text;
 }
 
-/// A name beside `target` that nobody has: prefix, target's name, random digits.
-fs::path hidden_name(const fs::path& target, std::string_view prefix) {
-  static thread_local std::random_device random;
-  return target.parent_path() / (std::string(prefix) + target.filename().string() + "-" + hexadecimal(random()));
-}
-
-/// The target's name in a hidden one; empty for other names.
-std::string_view name_in(std::string_view hidden, std::string_view prefix) {
-  if (!hidden.starts_with(prefix) || hidden.size() <= prefix.size() + kRandomDigits + 1) return {};
-  hidden.remove_prefix(prefix.size());
-  hidden.remove_suffix(kRandomDigits + 1);
-  return hidden;
-}
-
-fs::path parent_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : fs::path("."); }
-
-/// "ckpt/" is "ckpt".
-fs::path without_slash(const fs::path& path) { return path.has_filename() ? path : path.parent_path(); }
-
-bool is_there(const fs::path& path) {
-  std::error_code ignored;
-  return fs::exists(fs::symlink_status(path, ignored));
-}
-
 void make_folders(const fs::path& path, FileSystem& files) {
-  if (is_there(path)) return;
+  if (is_there(path, files)) return;
   make_folders(parent_of(path), files);
   // Another process may have been faster.
   if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
   sync_folder(parent_of(path), files);
 }
 
+bool is_empty_folder(const fs::path& path, FileSystem& files) { return is_folder(path, files) && list_folder(path, files).empty(); }
+
 /// Throws Error unless what is at `step` may go: a checkpoint, an empty folder, or nothing.
-void check_replaceable(const fs::path& step) {
-  if (!is_there(step) || is_there(step / kSidecar) || is_there(step / kMetadataFile)) return;
-  if (fs::is_directory(step) && fs::is_empty(step)) return;
+void check_replaceable(const fs::path& step, FileSystem& files) {
+  if (!is_there(step, files) || is_there(step / kSidecar, files) || is_there(step / kMetadataFile, files)) return;
+  if (is_empty_folder(step, files)) return;
   throw Error(step.string() + " is there and is no checkpoint: it is not overwritten; give another name, or remove it");
 }
 
-void rename_to(const fs::path& from, const fs::path& to, unsigned flags, FileSystem& files) {
-  if (files.rename(from.c_str(), to.c_str(), flags) != 0) throw_errno("rename " + from.string() + " to", to);
+/// Throws Error unless nothing is at `path`, or an empty folder.
+void check_free(const fs::path& path, FileSystem& files) {
+  if (!is_there(path, files) || is_empty_folder(path, files)) return;
+  throw Error(path.string() + " is there already, and what is written here replaces nothing; give another name, or remove it");
 }
 
-/// Gives what is at `path` a temporary name, so that it is no step any more, before it goes file by file.
-void remove_step(const fs::path& path, FileSystem& files) {
-  const fs::path doomed = hidden_name(path, kTemporary);
-  rename_to(path, doomed, 0, files);
-  remove_tree(doomed, files);
+TemporaryStep make_temporary(const fs::path& step, FileSystem& files) {
+  make_folders(parent_of(step), files);
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    fs::path temporary = hidden_name(step, kTemporaryPrefix);
+    if (files.mkdir(temporary.c_str(), 0777) == 0) {
+      try {
+        Lease lease(temporary, files);
+        return {std::move(temporary), std::move(lease)};
+      } catch (const Error&) {
+        remove_quietly(temporary, files);
+        throw;
+      }
+    }
+    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  }
 }
 
-/// The number at the end of a name.
-std::optional<std::uint64_t> step_number(std::string_view name) {
-  std::size_t begin = name.size();
-  while (begin > 0 && name[begin - 1] >= '0' && name[begin - 1] <= '9') --begin;
-  std::uint64_t number = 0;
-  const auto result = std::from_chars(name.data() + begin, name.data() + name.size(), number);
-  if (begin == name.size() || result.ec != std::errc()) return std::nullopt;
-  return number;
+/// Later than what any step of the folder says, whatever the clocks of the machines that wrote them.
+std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
+  std::int64_t latest = 0;
+  for (const std::string& name : list_folder(folder, files)) {
+    if (!step_name(name)) continue;
+    try {
+      latest = std::max(latest, read_sidecar(folder / name, files).saved);
+    } catch (const Error&) {
+      // No step, or one that cannot be read: the clock has to do.
+    }
+  }
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::max<std::int64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), latest + 1);
+}
+
+std::string other_size(const ListedFile& listed, std::int64_t size) {
+  return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
 }
 
 /// What is wrong with a listed file; empty if nothing is, as far as can be seen without reading it.
@@ -105,7 +102,7 @@ std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem&
   try {
     const std::int64_t size = File::open(step / listed.name, files).size();
     if (size == listed.size) return "";
-    return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
+    return other_size(listed, size);
   } catch (const Error& error) {
     return error.what();
   }
@@ -192,20 +189,38 @@ ListedFile SummedFile::finish() {
   return listed_;
 }
 
-fs::path begin_step(const fs::path& target, FileSystem& files) {
+TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
-  check_replaceable(step);
-  make_folders(parent_of(step), files);
-  constexpr int kAttempts = 10;
-  for (int attempt = 1;; ++attempt) {
-    const fs::path temporary = hidden_name(step, kTemporary);
-    if (files.mkdir(temporary.c_str(), 0777) == 0) return temporary;
-    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  check_replaceable(step, files);
+  return make_temporary(step, files);
+}
+
+TemporaryStep begin_new(const fs::path& target, FileSystem& files) {
+  const fs::path folder = without_slash(target);
+  check_free(folder, files);
+  return make_temporary(folder, files);
+}
+
+void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& files) {
+  const fs::path folder = without_slash(target);
+  check_free(folder, files);
+  rename_to(temporary, folder, 0, files);
+  try {
+    sync_folder(parent_of(folder), files);
+  } catch (const Error&) {
+    files.rename(folder.c_str(), temporary.c_str(), 0);
+    throw;
   }
+  files.unlink((folder / kOwnerFile).c_str());
+}
+
+void TemporaryStep::discard() noexcept {
+  lease_.reset();  // It has a file open there, which some file systems do not remove.
+  remove_quietly(path_);
 }
 
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
-  std::string text = std::string(kFirstLine) + "\n";
+  std::string text = std::string(kFirstLine) + "\n" + std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
   for (const ListedFile& file : listed) text += line_of(file) + "\n";
   text += "end " + hexadecimal(crc32(0, text)) + "\n";
   write_whole(temporary / kSidecar, text, files);
@@ -215,7 +230,7 @@ void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, Fi
 fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   const fs::path parent = parent_of(step);
-  check_replaceable(step);
+  check_replaceable(step, files);
   /// Syncs what was renamed, or undoes it: on a disk that fails, the names as they were are the safer ones.
   const auto sync_or = [&](auto undo) {
     try {
@@ -225,7 +240,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
       throw;
     }
   };
-  if (!is_there(step)) {
+  if (!is_there(step, files)) {
     rename_to(temporary, step, 0, files);
     sync_or([&] { files.rename(step.c_str(), temporary.c_str(), 0); });
     return {};
@@ -235,7 +250,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
     return temporary;
   }
   if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP) throw_errno("exchange " + temporary.string() + " with", step);
-  const fs::path replaced = hidden_name(step, kReplaced);
+  const fs::path replaced = hidden_name(step, kReplacedPrefix);
   rename_to(step, replaced, 0, files);
   const auto restore = [&] { files.rename(replaced.c_str(), step.c_str(), 0); };
   try {
@@ -248,14 +263,14 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
     if (files.rename(step.c_str(), temporary.c_str(), 0) == 0) restore();
   });
   // No step any more, before it goes file by file.
-  const fs::path doomed = hidden_name(step, kTemporary);
+  const fs::path doomed = hidden_name(step, kTemporaryPrefix);
   return files.rename(replaced.c_str(), doomed.c_str(), 0) == 0 ? doomed : replaced;
 }
 
-std::vector<ListedFile> read_sidecar(const fs::path& step, FileSystem& files) {
+Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
   const fs::path path = step / kSidecar;
   const std::string text = read_whole(path, kMostSidecar, files);
-  const auto fail = [&path](const std::string& why) { throw Error(path.string() + " is damaged: " + why); };
+  const auto fail = [&path](const std::string& why) { throw DamageError(path.string() + " is damaged: " + why); };
   // The last line sums the ones before.
   constexpr std::size_t kLastLine = 4 + kDigits + 1;
   if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
@@ -263,75 +278,38 @@ std::vector<ListedFile> read_sidecar(const fs::path& step, FileSystem& files) {
   const std::string lines = text.substr(0, text.size() - kLastLine);
   if (text.substr(lines.size()) != "end " + hexadecimal(crc32(0, lines)) + "\n") fail("its last line does not fit the others");
 
-  std::vector<ListedFile> listed;
+  Sidecar sidecar;
   std::string_view rest = lines;
   rest.remove_prefix(kFirstLine.size() + 1);
+  const auto saved = std::from_chars(rest.data() + std::min(kSaved.size(), rest.size()), rest.data() + rest.size(), sidecar.saved);
+  if (!rest.starts_with(kSaved) || saved.ec != std::errc() || *saved.ptr != '\n') fail("it does not say when it was saved");
+  rest.remove_prefix(static_cast<std::size_t>(saved.ptr - rest.data()) + 1);
   while (!rest.empty()) {
     const std::size_t end = rest.find('\n');
     try {
-      listed.push_back(listed_in(rest.substr(0, end)));
+      sidecar.files.push_back(listed_in(rest.substr(0, end)));
     } catch (const Error& error) {
       fail(error.what());
     }
     rest.remove_prefix(end + 1);
   }
-  return listed;
+  return sidecar;
 }
 
-bool is_complete(const fs::path& step, FileSystem& files) {
+std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
   try {
-    const std::vector<ListedFile> listed = read_sidecar(step, files);
-    return std::all_of(listed.begin(), listed.end(), [&](const ListedFile& file) { return fault_of(step, file, files).empty(); });
-  } catch (const Error&) {
-    return false;
-  }
-}
-
-std::vector<fs::path> complete_steps(const fs::path& folder, FileSystem& files) {
-  if (!is_there(folder)) return {};
-  std::vector<std::tuple<std::uint64_t, std::string, fs::path>> found;
-  for (const std::string& entry : list_folder(folder)) {
-    std::string name = entry;
-    if (const std::string_view replaced = name_in(entry, kReplaced); !replaced.empty()) {
-      name = replaced;
-      if (is_there(folder / name)) continue;
-    } else if (entry.starts_with('.')) {
-      continue;
+    for (const ListedFile& listed : read_sidecar(step, files).files) {
+      struct stat status {};
+      if (files.stat((step / listed.name).c_str(), &status) != 0) throw_errno("look at", step / listed.name);
+      if (status.st_size != listed.size) return other_size(listed, status.st_size);
     }
-    const std::optional<std::uint64_t> number = step_number(name);
-    if (number && is_complete(folder / entry, files)) found.emplace_back(*number, name, folder / entry);
+    return "";
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return error.what();
+  } catch (const DamageError& error) {
+    return error.what();
   }
-  std::sort(found.begin(), found.end());
-  std::vector<fs::path> steps;
-  steps.reserve(found.size());
-  for (auto& [number, name, path] : found) steps.push_back(std::move(path));
-  return steps;
-}
-
-std::optional<fs::path> latest_step(const fs::path& folder, FileSystem& files) {
-  const std::vector<fs::path> steps = complete_steps(folder, files);
-  if (steps.empty()) return std::nullopt;
-  return steps.back();
-}
-
-void prune_steps(const fs::path& folder, int keep_last, FileSystem& files) {
-  if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
-  for (const std::string& entry : list_folder(folder)) {
-    if (!name_in(entry, kTemporary).empty()) {
-      remove_tree(folder / entry, files);
-    } else if (const std::string_view name = name_in(entry, kReplaced); !name.empty()) {
-      if (!is_there(folder / name) && is_complete(folder / entry, files)) {
-        rename_to(folder / entry, folder / name, 0, files);
-      } else {
-        remove_step(folder / entry, files);
-      }
-    }
-  }
-  std::vector<fs::path> steps = complete_steps(folder, files);
-  const std::size_t kept = std::min(steps.size(), static_cast<std::size_t>(keep_last));
-  steps.resize(steps.size() - kept);
-  for (const fs::path& step : steps) remove_step(step, files);
-  sync_folder(folder, files);
 }
 
 std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size % kSummedBlock != 0 ? 1 : 0); }
@@ -377,11 +355,11 @@ std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem&
 
 void verify_step(const fs::path& step, FileSystem& files) {
   std::string faults;
-  for (const ListedFile& listed : read_sidecar(step, files)) {
+  for (const ListedFile& listed : read_sidecar(step, files).files) {
     const std::string fault = fault_in(step, listed, files);
     if (!fault.empty()) faults += "\n  " + fault;
   }
-  if (!faults.empty()) throw Error("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
+  if (!faults.empty()) throw DamageError("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
 }
 
 }  // namespace fsdp::ckpt

@@ -136,12 +136,13 @@ Converted convert(const std::string& from, const std::string& to, const ConvertO
   if (tensors.empty()) {
     throw Error(from + " has no tensor whose name begins with '" + options.prefix + "'; give the prefix that its names have");
   }
-  const auto folder = ckpt::begin_step(to);
+  auto step = ckpt::begin_new(to);
+  const auto& folder = step.path();
   try {
     from_dcp ? write_safetensors(*source, tensors, folder, options) : write_dcp(*source, tensors, folder, options);
-    ckpt::remove_tree(ckpt::commit_step(folder, to));
+    ckpt::commit_new(folder, to);
   } catch (...) {
-    ckpt::remove_tree(folder);
+    step.discard();
     throw;
   }
   return result;

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/commit.h"
@@ -85,6 +86,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
   };
   std::vector<state::StateItem> items;
   ckpt::SafetensorsPlan plan;
+  std::optional<ckpt::TemporaryStep> step;
   fs::path folder;
   try {
     together([&] {
@@ -93,7 +95,8 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
       items = state::model_items(module, "");
       plan = plan_of(items, options);
       if (!leads) return;
-      folder = ckpt::begin_step(path);
+      step = ckpt::begin_new(path);
+      folder = step->path();
       for (const auto& planned : plan.files) {
         auto file = ckpt::File::create(folder / planned.file.name);
         file.write_at(0, planned.head);
@@ -106,10 +109,10 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
     together([&] {
       if (!leads) return;
       ckpt::sync_folder(folder);
-      ckpt::remove_tree(ckpt::commit_step(folder, path));
+      ckpt::commit_new(folder, path);
     });
   } catch (...) {
-    if (leads && !folder.empty()) ckpt::remove_tree(folder);
+    if (step) step->discard();
     throw;
   }
 }

@@ -11,6 +11,8 @@
 #include <utility>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/printable.h"
+#include "checkpoint/steps.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
@@ -315,6 +317,19 @@ class Steps {
   std::map<std::string, Before> before_;
 };
 
+/// After a load has failed: whether damage is all that ranks have found. Collective.
+bool ranks_found_damage(const Ranks& ranks, const std::exception_ptr& failure) {
+  std::string other;
+  try {
+    if (failure) std::rethrow_exception(failure);
+  } catch (const ckpt::DamageError&) {
+  } catch (const std::exception&) {
+    other = "another fault";
+  }
+  const auto found = ranks.gather(other, "checkpoint: is it damaged");
+  return std::all_of(found.begin(), found.end(), [](const std::string& text) { return text.empty(); });
+}
+
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
@@ -355,8 +370,12 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   }
   try {
     ranks.agree(failure, "nothing was loaded:");
-  } catch (...) {
+  } catch (const CommError&) {
     if (steps) steps->undo();
+    throw;
+  } catch (const Error& error) {
+    if (steps) steps->undo();
+    if (ranks_found_damage(ranks, failure)) throw ckpt::DamageError(error.what());
     throw;
   }
   engine->set_torn(true);
@@ -379,20 +398,82 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   return loaded;
 }
 
-std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
-  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
-  std::string path;
+/// What rank 0 sees in a folder: ranks that look for themselves may see different things.
+struct FoundSteps {
+  std::vector<ckpt::Step> complete;  ///< Newest first.
+  std::vector<ckpt::Step> others;
+};
+
+FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
+  std::string text;
   std::exception_ptr failure;
   try {
-    if (ranks.index() == 0) path = latest(folder).value_or("");
+    if (ranks.index() == 0) {
+      for (const auto& step : ckpt::find_steps(folder)) {
+        const auto state = std::to_string(static_cast<int>(step.state));
+        for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
+          text += field + '\0';
+        }
+      }
+    }
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
   ranks.agree(failure, "nothing was loaded:");
-  // Ranks that look for themselves may see different folders.
-  path = ranks.gather(path, "the newest checkpoint")[0];
-  if (path.empty()) return std::nullopt;
-  return load_all(path, module, optimizer, options);
+  text = ranks.gather(text, "the checkpoints of a folder")[0];
+  FoundSteps found;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const auto field = [&] {
+      const auto end = text.find('\0', begin);
+      return text.substr(std::exchange(begin, end + 1), end - begin);
+    };
+    ckpt::Step step;
+    step.state = static_cast<ckpt::Step::State>(std::stoi(field()));
+    step.saved = std::stoll(field());
+    step.name.number = std::stoull(field());
+    step.path = field();
+    step.fault = field();
+    auto& kind = step.state == ckpt::Step::State::kComplete ? found.complete : found.others;
+    kind.insert(kind.begin(), std::move(step));
+  }
+  return found;
+}
+
+/// Tells of the steps that are newer than the one that is taken (null: none is) and are not complete.
+void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<std::string>& skipped) {
+  for (const auto& step : found.others) {
+    const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);
+    if (!is_newer) continue;
+    skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
+                                                ? ": it was written by Python, or has lost its checksums; load() takes it by its path"
+                                                : ": it is damaged: " + ckpt::printable(step.fault)));
+  }
+}
+
+std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
+  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
+  const auto found = find_together(folder, ranks);
+  std::vector<std::string> skipped;
+  for (const auto& step : found.complete) {
+    std::optional<Loaded> loaded;
+    try {
+      loaded = load_all(step.path.string(), module, optimizer, options);
+    } catch (const ckpt::DamageError& error) {
+      skipped.push_back(step.path.string() + ": " + error.what());
+      continue;
+    }
+    note_others(found, &step, skipped);
+    if (!skipped.empty()) TORCH_WARN("fsdp: load_latest took ", loaded->path, " and not what is newer:", lines(skipped));
+    loaded->skipped = std::move(skipped);
+    return loaded;
+  }
+  note_others(found, nullptr, skipped);
+  const auto is_damaged = [](const ckpt::Step& step) { return step.state == ckpt::Step::State::kDamaged; };
+  if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
+    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(skipped));
+  }
+  if (!skipped.empty()) TORCH_WARN("fsdp: load_latest found nothing of this library's in ", folder, ":", lines(skipped));
+  return std::nullopt;
 }
 
 }  // namespace

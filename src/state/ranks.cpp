@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "checkpoint/printable.h"
 #include "fsdp/error.h"
 
 namespace fsdp::state {
@@ -124,7 +125,7 @@ void Ranks::agree(const std::exception_ptr& failure, const std::string& what) co
         failures.begin() + static_cast<std::ptrdiff_t>(rank)) {
       continue;
     }
-    text += "\n  rank " + std::to_string(rank) + ": " + failures[rank];
+    text += "\n  rank " + std::to_string(rank) + ": " + ckpt::printable(failures[rank]);  // with names from files, perhaps
   }
   if (!text.empty()) throw Error(what + text);
 }

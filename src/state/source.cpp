@@ -233,8 +233,8 @@ void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t o
     end = std::max(end, next);
   }
   if (overlap || leave_out || end < to.numel()) {
-    throw Error(source_.path() + ": the stored parts of '" + name + "' " + (overlap ? "overlap" : "leave out elements that are needed") +
-                "; the checkpoint is damaged");
+    throw ckpt::DamageError(source_.path() + ": the stored parts of '" + name + "' " +
+                            (overlap ? "overlap" : "leave out elements that are needed") + "; the checkpoint is damaged");
   }
   wanted_.push_back({name, source_.find(name)->dtype, std::move(to), {}, {}});
 }
@@ -312,7 +312,7 @@ void Transfer::check(const WantedPart& part, const std::function<void(std::int64
   }
   if (data.stored.crc32 && (reads_all || all_is_needed)) {
     if (reads_all) all = ckpt::combine_crc32(all, sum_of(reached, stored_end), static_cast<std::uint64_t>(stored_end - reached));
-    if (all != *data.stored.crc32) throw Error(ckpt::fault_in_record(file.file(), data, wanted.name));
+    if (all != *data.stored.crc32) throw ckpt::DamageError(ckpt::fault_in_record(file.file(), data, wanted.name));
   }
   if (!data.is_plain()) {
     wanted.rearranged.push_back({&file, data, sums[0], part.runs});

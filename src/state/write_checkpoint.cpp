@@ -9,6 +9,7 @@
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/records.h"
+#include "checkpoint/steps.h"
 #include "fsdp/error.h"
 #include "state/snapshot.h"
 
@@ -93,14 +94,6 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
   return all;
 }
 
-void remove_quietly(const fs::path& folder) {
-  try {
-    ckpt::remove_tree(folder);
-  } catch (const Error&) {
-    // The error that made this necessary is on its way; what is left has a temporary name.
-  }
-}
-
 }  // namespace
 
 void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases) {
@@ -118,13 +111,13 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     }
   };
 
-  fs::path folder;
+  std::optional<ckpt::TemporaryStep> step;
   attempt([&] {
     if (options.keep_last < 0) throw Error("keep_last is " + std::to_string(options.keep_last) + "; give 0 (all are kept) or more");
-    if (leads) folder = ckpt::begin_step(target);
+    if (leads) step = ckpt::begin_step(target);
   });
   ranks.agree(failure, what);
-  folder = ranks.gather(folder.string(), "checkpoint: its folder")[0];
+  const fs::path folder = ranks.gather(step ? step->path().string() : "", "checkpoint: its folder")[0];
 
   std::string part;
   fs::path replaced;
@@ -154,13 +147,14 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     }
     ranks.agree(failure, what);
   } catch (...) {
-    if (leads) remove_quietly(folder);
+    if (step) step->discard();
     throw;
   }
   phases.end(Phase::kCommit, 0);
   attempt([&] {
+    step.reset();
     if (!replaced.empty()) ckpt::remove_tree(replaced);
-    if (leads && options.keep_last > 0) ckpt::prune_steps(target.has_parent_path() ? target.parent_path() : ".", options.keep_last);
+    if (leads && options.keep_last > 0) ckpt::prune_steps(target, options.keep_last);
   });
   phases.end(Phase::kPrune, 0);
   ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");
