@@ -274,4 +274,23 @@ SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, 
   return plan;
 }
 
+void create_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan, FileSystem& files) {
+  for (const PlannedSafetensors& planned : plan.files) {
+    File file = File::create(folder / planned.file.name, files);
+    file.write_at(0, planned.head);
+    file.close();
+  }
+  if (!plan.index.empty()) write_whole(folder / kSafetensorsIndex, plan.index, files);
+}
+
+void fill_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan,
+                      const std::function<void(const SafetensorsTensor& tensor, File& file)>& write, FileSystem& files) {
+  for (const PlannedSafetensors& planned : plan.files) {
+    File file = File::open_to_write(folder / planned.file.name, files);
+    for (const SafetensorsTensor& tensor : planned.file.tensors) write(tensor, file);
+    file.sync();
+    file.close();
+  }
+}
+
 }  // namespace fsdp::ckpt

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -78,5 +79,13 @@ struct SafetensorsOptions {
 /// Divides tensors (offsets and lengths are ignored) among files, in their order, and says where their data go. Within a file, those with
 /// larger elements come first, so that all are aligned.
 SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, const SafetensorsOptions& options = {});
+
+/// Makes the files of a plan, without their data, and its index. One process calls this, before fill_safetensors().
+void create_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan, FileSystem& files = FileSystem::current());
+
+/// Opens one file of a plan after the other, and syncs it. `write` puts a tensor's data, or what this process has of them, into its file.
+void fill_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan,
+                      const std::function<void(const SafetensorsTensor& tensor, File& file)>& write,
+                      FileSystem& files = FileSystem::current());
 
 }  // namespace fsdp::ckpt

@@ -1,3 +1,5 @@
+#include <c10/util/ScopeExit.h>
+
 #include <exception>
 #include <future>
 #include <thread>
@@ -22,14 +24,10 @@ constexpr const char* kNothingSaved = "nothing was saved:";
 Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                      const Ranks& ranks, state::HostBuffer* buffer, state::Phases& phases) {
   Snapshot snapshot;
-  std::exception_ptr failure;
-  try {
+  ranks.together(kNothingSaved, [&] {
     snapshot = state::take_snapshot(module, optimizer, extra, options, ranks);
     if (buffer != nullptr) buffer->begin(snapshot);
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  ranks.agree(failure, kNothingSaved);
+  });
   phases.end(Phase::kCollect, state::bytes_of(snapshot));
   return snapshot;
 }
@@ -70,15 +68,11 @@ struct AsyncSaver::Impl {
   /// Finishes the copy of `snapshot`, says so, and writes it.
   void finish(const Snapshot& snapshot, std::promise<void> copied, const std::string& path, const SaveOptions& options,
               state::Phases phases) {
-    std::exception_ptr not_copied;
     try {
-      buffer.finish();
-    } catch (const std::exception&) {
-      not_copied = std::current_exception();
-    }
-    copied.set_value();
-    try {
-      ranks.agree(not_copied, kNothingSaved);
+      ranks.together(kNothingSaved, [&] {
+        const auto tell = c10::make_scope_exit([&] { copied.set_value(); });
+        buffer.finish();
+      });
       state::write_checkpoint(path, snapshot, options, ranks, phases);
     } catch (const std::exception&) {
       failure = std::current_exception();

@@ -98,13 +98,13 @@ class Dcp final : public Source {
     return tensor == nullptr ? std::nullopt : std::optional(Tensor{tensor->dtype, tensor->shape});
   }
 
-  std::vector<Part> parts(const std::string& name) const override {
-    std::vector<Part> parts;
+  std::vector<StoredBox> boxes(const std::string& name) const override {
+    std::vector<StoredBox> parts;
     for (const auto& chunk : std::get<DcpTensor>(by_name_.at(name)->content).chunks) parts.push_back({chunk.box, chunk.record});
     return parts;
   }
 
-  ckpt::TensorData locate(const std::string& name, const Part& part) override {
+  ckpt::TensorData locate(const std::string& name, const StoredBox& part) override {
     const auto dtype = std::get<DcpTensor>(by_name_.at(name)->content).dtype;
     return ckpt::locate_tensor(file(part.place.file).reader(), part.place, name, dtype, part.box.sizes);
   }
@@ -162,12 +162,12 @@ class Safetensors final : public Source {
     return Tensor{found->second.second->dtype, found->second.second->shape};
   }
 
-  std::vector<Part> parts(const std::string& name) const override {
+  std::vector<StoredBox> boxes(const std::string& name) const override {
     const auto& [file, tensor] = by_name_.at(name);
     return {{ckpt::whole(tensor->shape), {*file, tensor->offset, tensor->length}}};
   }
 
-  ckpt::TensorData locate(const std::string& name, const Part& part) override {
+  ckpt::TensorData locate(const std::string& name, const StoredBox& part) override {
     const auto* tensor = by_name_.at(name).second;
     return {.dtype = tensor->dtype,
             .sizes = tensor->shape,
@@ -217,11 +217,11 @@ std::unique_ptr<Source> open_source(const std::string& path) {
 
 void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to) {
   std::vector<std::pair<std::int64_t, std::int64_t>> covered;  // [begin, end) of `to`
-  for (auto& part : source_.parts(name)) {
+  for (auto& part : source_.boxes(name)) {
     auto runs = runs_to(part.box, box, offset, to.numel());
     if (runs.empty()) continue;
     for (const auto& run : runs) covered.emplace_back(run.destination, run.destination + run.length);
-    parts_.push_back({wanted_.size(), std::move(part), std::move(runs)});
+    wanted_boxes_.push_back({wanted_.size(), std::move(part), std::move(runs)});
   }
   std::sort(covered.begin(), covered.end());
   std::int64_t end = 0;
@@ -246,12 +246,12 @@ std::int64_t Transfer::bytes() const {
 }
 
 void Transfer::check() {
-  std::sort(parts_.begin(), parts_.end(), [](const WantedPart& a, const WantedPart& b) {
+  std::sort(wanted_boxes_.begin(), wanted_boxes_.end(), [](const WantedBox& a, const WantedBox& b) {
     return std::tie(a.part.place.file, a.part.place.offset) < std::tie(b.part.place.file, b.part.place.offset);
   });
   ReadAhead ahead;
   std::vector<std::int64_t> lengths;
-  for (const auto& [wanted, part, runs] : parts_) {
+  for (const auto& [wanted, part, runs] : wanted_boxes_) {
     const auto itemsize = ckpt::itemsize(wanted_[wanted].dtype);
     const auto before = runs.front().source * itemsize;
     const auto after = (ckpt::numel(part.box.sizes) - runs.back().source - runs.back().length) * itemsize;
@@ -260,10 +260,10 @@ void Transfer::check() {
     ahead.add(source_.file(part.place.file), begin, end);
     lengths.push_back(end - begin);
   }
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
+  for (std::size_t i = 0; i < wanted_boxes_.size(); ++i) {
     ahead.advance(0);
     auto unread = lengths[i];
-    check(parts_[i], [&](std::int64_t bytes) {
+    check(wanted_boxes_[i], [&](std::int64_t bytes) {
       ahead.advance(std::min(bytes, unread));
       unread -= std::min(bytes, unread);
     });
@@ -271,7 +271,7 @@ void Transfer::check() {
   }
 }
 
-void Transfer::check(const WantedPart& part, const std::function<void(std::int64_t bytes)>& has_read) {
+void Transfer::check(const WantedBox& part, const std::function<void(std::int64_t bytes)>& has_read) {
   auto& wanted = wanted_[part.wanted];
   auto& file = source_.file(part.part.place.file);
   const auto data = source_.locate(wanted.name, part.part);
@@ -319,7 +319,7 @@ void Transfer::check(const WantedPart& part, const std::function<void(std::int64
     return;
   }
   for (std::size_t i = 0; i < ranges.size(); ++i) {
-    wanted.stretches.push_back({&file, ranges[i].first, part.runs[i].destination, part.runs[i].length, sums[i]});
+    wanted.file_runs.push_back({&file, ranges[i].first, part.runs[i].destination, part.runs[i].length, sums[i]});
   }
 }
 
@@ -338,8 +338,8 @@ std::uint32_t read_again(const ckpt::CheckedFile& file, std::int64_t byte, std::
 }
 
 void compare(const ckpt::CheckedFile& file, const std::string& name, std::uint32_t sum, std::uint32_t expected) {
-  if (sum != expected)
-    file.fail("the values of '" + name + "' in " + file.file().path().filename().string() + " changed while they were loaded");
+  if (sum == expected) return;
+  throw Error("the values of '" + name + "' in " + file.file().path().string() + " changed while they were loaded");
 }
 
 }  // namespace
@@ -347,7 +347,7 @@ void compare(const ckpt::CheckedFile& file, const std::string& name, std::uint32
 void Transfer::read() {
   for (auto& wanted : wanted_) {
     const bool as_it_is = wanted.to.is_cpu() && wanted.to.scalar_type() == scalar_type_of(wanted.dtype, wanted.name);
-    std::sort(wanted.stretches.begin(), wanted.stretches.end(), [](const Stretch& a, const Stretch& b) { return a.to < b.to; });
+    std::sort(wanted.file_runs.begin(), wanted.file_runs.end(), [](const FileRun& a, const FileRun& b) { return a.to < b.to; });
     as_it_is ? read_directly(wanted) : read_and_convert(wanted);
     for (const auto& part : wanted.rearranged) read_rearranged(wanted, part);
   }
@@ -356,9 +356,9 @@ void Transfer::read() {
 void Transfer::read_directly(const Wanted& wanted) {
   const auto itemsize = ckpt::itemsize(wanted.dtype);
   auto* to = static_cast<char*>(wanted.to.mutable_data_ptr());
-  for (const auto& stretch : wanted.stretches) {
-    const std::span place(to + stretch.to * itemsize, static_cast<std::size_t>(stretch.numel * itemsize));
-    compare(*stretch.file, wanted.name, read_again(*stretch.file, stretch.byte, place, 0), stretch.crc32);
+  for (const auto& file_run : wanted.file_runs) {
+    const std::span place(to + file_run.to * itemsize, static_cast<std::size_t>(file_run.numel * itemsize));
+    compare(*file_run.file, wanted.name, read_again(*file_run.file, file_run.byte, place, 0), file_run.crc32);
   }
   // As copy_() would: a graph that saved the tensor must not be used any more.
   wanted.to.unsafeGetTensorImpl()->bump_version();
@@ -370,16 +370,16 @@ void Transfer::read_and_convert(const Wanted& wanted) {
   const auto values = memory::host_zeros(wanted.to.device(), std::min(kElements, wanted.to.numel()) * itemsize);
   auto* buffer = static_cast<char*>(values.mutable_data_ptr());
   const auto typed = values.view(scalar_type_of(wanted.dtype, wanted.name));
-  auto next = wanted.stretches.begin();
+  auto next = wanted.file_runs.begin();
   std::uint32_t sum = 0;  // of what was read of `next`
   for (std::int64_t begin = 0; begin < wanted.to.numel(); begin += kElements) {
     const auto end = std::min(begin + kElements, wanted.to.numel());
-    for (; next != wanted.stretches.end() && next->to < end; ++next) {
+    for (; next != wanted.file_runs.end() && next->to < end; ++next) {
       const auto from = std::max(next->to, begin);
       const auto to = std::min(next->to + next->numel, end);
       const std::span place(buffer + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize));
       sum = read_again(*next->file, next->byte + (from - next->to) * itemsize, place, sum);
-      // The rest is in the next stretch of the buffer.
+      // The rest is in the next file_run of the buffer.
       if (to < next->to + next->numel) break;
       compare(*next->file, wanted.name, std::exchange(sum, 0), next->crc32);
     }

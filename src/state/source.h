@@ -30,7 +30,7 @@ class Source {
     ckpt::Shape shape;
   };
   /// A box of a tensor, and the bytes that its data are among.
-  struct Part {
+  struct StoredBox {
     ckpt::Box box;
     ckpt::RecordLocation place;
   };
@@ -44,9 +44,9 @@ class Source {
   /// Nothing if there is no tensor of this name.
   virtual std::optional<Tensor> find(const std::string& name) const = 0;
   /// What a tensor is stored as.
-  virtual std::vector<Part> parts(const std::string& name) const = 0;
+  virtual std::vector<StoredBox> boxes(const std::string& name) const = 0;
   /// Where in its file a part's data are. Throws Error.
-  virtual ckpt::TensorData locate(const std::string& name, const Part& part) = 0;
+  virtual ckpt::TensorData locate(const std::string& name, const StoredBox& part) = 0;
   virtual ckpt::CheckedFile& file(const std::string& name) = 0;
   /// Elements [offset, offset + numel) of a box of the tensor, row-major: 1-D, on the CPU, of its stored dtype. Throws Error.
   at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel);
@@ -81,7 +81,7 @@ class Transfer {
 
  private:
   /// Elements that lie side by side, in a file and where they go.
-  struct Stretch {
+  struct FileRun {
     const ckpt::CheckedFile* file;
     std::int64_t byte;  ///< In the file.
     std::int64_t to;
@@ -99,24 +99,24 @@ class Transfer {
     std::string name;
     ckpt::Dtype dtype;
     at::Tensor to;
-    std::vector<Stretch> stretches;
+    std::vector<FileRun> file_runs;
     std::vector<Rearranged> rearranged;
   };
-  struct WantedPart {
+  struct WantedBox {
     std::size_t wanted;
-    Source::Part part;
+    Source::StoredBox part;
     std::vector<ckpt::Run> runs;
   };
 
   /// `has_read` is told of bytes as they pass.
-  void check(const WantedPart& part, const std::function<void(std::int64_t bytes)>& has_read);
+  void check(const WantedBox& part, const std::function<void(std::int64_t bytes)>& has_read);
   static void read_directly(const Wanted& wanted);
   static void read_and_convert(const Wanted& wanted);
   static void read_rearranged(const Wanted& wanted, const Rearranged& part);
 
   Source& source_;
   std::vector<Wanted> wanted_;
-  std::vector<WantedPart> parts_;
+  std::vector<WantedBox> wanted_boxes_;
 };
 
 /// Opens a folder of torch.distributed.checkpoint, or Hugging Face's safetensors (a file, or a folder of them), whose names get "model." in

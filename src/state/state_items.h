@@ -18,8 +18,8 @@ namespace fsdp::state {
 struct StateItem {
   std::vector<std::string> path;    ///< {"model", "layers.0.weight"}: where it is in nested dicts; the key is the path joined by dots.
   std::vector<std::int64_t> shape;  ///< Of the whole tensor.
-  ckpt::Box piece;                  ///< Of that, what this rank and those it shards with hold together: all, if it is not tensor-parallel.
-  at::Tensor values;                ///< 1-D, contiguous, a view into the state: elements [offset, offset + numel) of the flattened piece.
+  ckpt::Box box;                    ///< Of that, what this rank and those it shards with hold together: all, if it is not tensor-parallel.
+  at::Tensor values;                ///< 1-D, contiguous, a view into the state: elements [offset, offset + numel) of the flattened box.
   std::int64_t offset = 0;
   /// What this rank writes, elements [own_begin, own_begin + own_numel) of `values`: no element is two ranks' own.
   std::int64_t own_begin = 0;
