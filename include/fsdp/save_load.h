@@ -58,6 +58,13 @@ struct SaveOptions {
   /// After the checkpoint is complete, older complete ones of its series are removed (beside it, with the same name before the number at
   /// its end: "step-" of "step-1000"), but for the last saved, so many with this one. 0: none is. Nor where its name has no number.
   int keep_last = 0;
+  /// With keep_last: those stay as well whose number is a multiple of this. 0: none for that reason.
+  std::int64_t keep_every = 0;
+  /// With keep_last: so many of those with the least `metric` stay as well, this one among them. 0: none for that reason.
+  int keep_best = 0;
+  /// What this checkpoint is worth, for keep_best: a loss, or the negative of an accuracy. Saved, rank 0's. One without it, or with NaN, is
+  /// never of the best.
+  std::optional<double> metric = {};
   /// The state of torch's default generator of the CPU, and of the model's device where that is another one, each rank's own.
   bool rng = true;
   /// Each rank's own: where its data loader stands. Names may differ among ranks.
@@ -97,6 +104,7 @@ struct Loaded {
   ExtraState rank_extra;                ///< This rank's own, if as many ranks saved theirs. Otherwise see read_rank_extra().
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
   std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
+  std::optional<double> metric;         ///< SaveOptions::metric.
   bool rng = false;                     ///< The generators were restored.
   std::vector<std::string> skipped;     ///< By load_latest: what is newer and was not taken, and why.
 };

@@ -114,17 +114,21 @@ std::optional<fs::path> latest_step(const fs::path& folder, FileSystem& files) {
   return steps.back();
 }
 
-void prune_steps(const fs::path& saved, int keep_last, FileSystem& files) {
+void prune_steps(const fs::path& saved, int keep_last, FileSystem& files, const KeptSteps& keeps) {
   if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
   const fs::path kept = without_slash(saved);
   const fs::path folder = parent_of(kept);
   std::vector<fs::path> doomed = find_leftovers(folder, files);
   if (const std::optional<StepName> series = step_name(kept.filename().string())) {
     std::vector<Step> steps = find_steps(folder, series->stem, files);
-    std::erase_if(steps, [&](const Step& step) { return step.state != Step::State::kComplete || step.path.filename() == kept.filename(); });
+    std::erase_if(steps, [](const Step& step) { return step.state != Step::State::kComplete; });
+    const std::vector<fs::path> others_kept = keeps ? keeps(steps) : std::vector<fs::path>();
+    std::erase_if(steps, [&](const Step& step) { return step.path.filename() == kept.filename(); });
     const std::size_t others = std::min(steps.size(), static_cast<std::size_t>(keep_last) - 1);
     steps.resize(steps.size() - others);
-    for (const Step& step : steps) doomed.push_back(hide(step.path, files));
+    for (const Step& step : steps) {
+      if (std::find(others_kept.begin(), others_kept.end(), step.path) == others_kept.end()) doomed.push_back(hide(step.path, files));
+    }
   }
   if (doomed.empty()) return;
   sync_folder(folder, files);  // Else a loss of power might leave steps of which files are missing.

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -43,7 +44,9 @@ std::optional<std::filesystem::path> latest_step(const std::filesystem::path& fo
 /// Removes the complete steps of the series of `saved` but for `saved` itself and the newest of the others, so that `keep_last` stay, and
 /// what processes that ended have left behind: hidden folders with an owner file whose lease nobody holds. Other series, incomplete steps
 /// and whatever else is there stay; so do all steps if the name of `saved` has no number. To be called by one rank, after the commit of
-/// `saved`. Other saves into the folder may be under way.
-void prune_steps(const std::filesystem::path& saved, int keep_last, FileSystem& files = FileSystem::current());
+/// `saved`. Other saves into the folder may be under way. What `keeps` gives stays as well: it is called with the complete steps of the
+/// series, oldest first, `saved` among them.
+using KeptSteps = std::function<std::vector<std::filesystem::path>(const std::vector<Step>& steps)>;
+void prune_steps(const std::filesystem::path& saved, int keep_last, FileSystem& files = FileSystem::current(), const KeptSteps& keeps = {});
 
 }  // namespace fsdp::ckpt

@@ -128,7 +128,7 @@ class Loading {
     if (tensor->shape != item.shape) {
       throw Error(path_ + ": '" + stored + "' has shape " + text_of(tensor->shape) + ", the model's has " + text_of(item.shape));
     }
-    if (item.values.numel() > 0) transfer_.add(stored, item.piece, item.offset, item.values);
+    if (item.values.numel() > 0) transfer_.add(stored, item.box, item.offset, item.values);
   }
 
   /// A name that other ranks may read.
@@ -317,19 +317,6 @@ class Steps {
   std::map<std::string, Before> before_;
 };
 
-/// After a load has failed: whether damage is all that ranks have found. Collective.
-bool ranks_found_damage(const Ranks& ranks, const std::exception_ptr& failure) {
-  std::string other;
-  try {
-    if (failure) std::rethrow_exception(failure);
-  } catch (const ckpt::DamageError&) {
-  } catch (const std::exception&) {
-    other = "another fault";
-  }
-  const auto found = ranks.gather(other, "checkpoint: is it damaged");
-  return std::all_of(found.begin(), found.end(), [](const std::string& text) { return text.empty(); });
-}
-
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
@@ -341,52 +328,47 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
   state::Phases phases(options.on_phase);
   Loaded loaded;
-  std::exception_ptr failure;
   try {
-    if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
-    engine->prepare_load();
-    loading.emplace(path, options, ranks);
-    for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
-    if (optimizer != nullptr) {
-      if (options.strict && !loading->has_optimizer()) {
-        throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
+    ranks.together("nothing was loaded:", [&] {
+      if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
+      engine->prepare_load();
+      loading.emplace(path, options, ranks);
+      for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
+      if (optimizer != nullptr) {
+        if (options.strict && !loading->has_optimizer()) {
+          throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
+        }
+        steps.emplace(*optimizer);
+        steps->read(*loading);
+        for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
+        for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
+        if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
       }
-      steps.emplace(*optimizer);
-      steps->read(*loading);
-      for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
-      for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
-      if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
-    }
-    grad_scaler = loading->grad_scaler();
-    loading->check_names(optimizer != nullptr);
-    loaded.extra = loading->extra();
-    loaded.rank_extra = loading->rank_extra();
-    generators = loading->generators(engine->device());
-    phases.end(Phase::kOpen, 0);
-    loading->check_values();
-    phases.end(Phase::kCheck, loading->bytes());
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  try {
-    ranks.agree(failure, "nothing was loaded:");
-  } catch (const CommError&) {
+      grad_scaler = loading->grad_scaler();
+      loading->check_names(optimizer != nullptr);
+      loaded.extra = loading->extra();
+      loaded.rank_extra = loading->rank_extra();
+      if (loading->has(state::kMetric)) loaded.metric = loading->number(state::kMetric);
+      generators = loading->generators(engine->device());
+      phases.end(Phase::kOpen, 0);
+      loading->check_values();
+      phases.end(Phase::kCheck, loading->bytes());
+    });
+  } catch (...) {
     if (steps) steps->undo();
-    throw;
-  } catch (const Error& error) {
-    if (steps) steps->undo();
-    if (ranks_found_damage(ranks, failure)) throw ckpt::DamageError(error.what());
     throw;
   }
   engine->set_torn(true);
-  try {
-    loading->assign();
+  ranks.together("the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again", [&] {
+    try {
+      loading->assign();
+    } catch (...) {
+      engine->main_parameters_changed();
+      throw;
+    }
+    engine->main_parameters_changed();
     phases.end(Phase::kAssign, loading->bytes());
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  engine->main_parameters_changed();
-  ranks.agree(failure, "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again");
+  });
   engine->set_torn(false);
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
   for (auto& [generator, values] : generators) generator.set_state(values);
@@ -406,20 +388,15 @@ struct FoundSteps {
 
 FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
   std::string text;
-  std::exception_ptr failure;
-  try {
-    if (ranks.index() == 0) {
-      for (const auto& step : ckpt::find_steps(folder)) {
-        const auto state = std::to_string(static_cast<int>(step.state));
-        for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
-          text += field + '\0';
-        }
+  ranks.together("nothing was loaded:", [&] {
+    if (ranks.index() != 0) return;
+    for (const auto& step : ckpt::find_steps(folder)) {
+      const auto state = std::to_string(static_cast<int>(step.state));
+      for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
+        text += field + '\0';
       }
     }
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  ranks.agree(failure, "nothing was loaded:");
+  });
   text = ranks.gather(text, "the checkpoints of a folder")[0];
   FoundSteps found;
   for (std::size_t begin = 0; begin < text.size();) {

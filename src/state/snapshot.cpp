@@ -35,8 +35,8 @@ void add(Snapshot& snapshot, const StateItem& item) {
   }
   if (item.own_numel == 0) return;
   std::int64_t begin = item.own_begin;
-  for (auto& box : ckpt::boxes_of_slice(item.piece.sizes, item.offset + item.own_begin, item.own_numel)) {
-    for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.piece.offsets[d];
+  for (auto& box : ckpt::boxes_of_slice(item.box.sizes, item.offset + item.own_begin, item.own_numel)) {
+    for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.box.offsets[d];
     const auto numel = ckpt::numel(box.sizes);
     tensor.chunks.push_back({.box = std::move(box), .bytes = item.values.narrow(0, begin, numel).view(at::kByte), .guarded = item.guarded});
     begin += numel;
@@ -110,7 +110,7 @@ void add_whole(Snapshot& snapshot, std::vector<std::string> path, const at::Tens
   const auto values = tensor.detach().contiguous().view({-1});
   add(snapshot, {.path = std::move(path),
                  .shape = tensor.sizes().vec(),
-                 .piece = ckpt::whole(tensor.sizes().vec()),
+                 .box = ckpt::whole(tensor.sizes().vec()),
                  .values = values,
                  .offset = 0,
                  .own_begin = 0,
@@ -253,6 +253,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
       add(snapshot, DcpPath{kOwn, "lr_factor"}, {optimizer->state().lr_factor});
     }
     add(snapshot, DcpPath{kOwn, "ranks"}, {ranks.size()});
+    if (options.metric) add(snapshot, DcpPath{kOwn, "metric"}, {*options.metric});
     if (options.grad_scaler != nullptr) {
       for (auto& [name, value] : values_of(options.grad_scaler->state_dict())) add(snapshot, DcpPath{kScaler, name}, std::move(value));
     }

@@ -52,6 +52,7 @@ inline constexpr const char* kRankExtra = "rank_extra";  ///< Below it, each ran
 inline constexpr const char* kScaler = "scaler";
 inline constexpr const char* kOwn = "fsdp";  ///< What this library adds of its own: see kLrFactor, rng_key.
 inline constexpr const char* kLrFactor = "fsdp.lr_factor";
+inline constexpr const char* kMetric = "fsdp.metric";
 inline constexpr const char* kRanks = "fsdp.ranks";  ///< How many saved.
 
 /// A random generator of this process that a checkpoint keeps.

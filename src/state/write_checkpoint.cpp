@@ -8,9 +8,10 @@
 
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
-#include "checkpoint/records.h"
+#include "checkpoint/dcp_file.h"
 #include "checkpoint/steps.h"
 #include "fsdp/error.h"
+#include "state/retention.h"
 #include "state/snapshot.h"
 
 namespace fsdp::state {
@@ -23,29 +24,18 @@ using ckpt::DcpTensor;
 
 /// Writes a rank's records; says where they are.
 std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, const Snapshot& snapshot, std::int64_t rank) {
-  const auto name = "__" + std::to_string(rank) + "_0.distcp";
-  ckpt::SummedFile out(folder, name);
-  DcpMetadata metadata;
+  ckpt::DcpFile file(folder, "__" + std::to_string(rank) + "_0.distcp");
   for (const auto& tensor : snapshot.tensors) {
-    DcpTensor stored{.dtype = tensor.dtype, .shape = tensor.shape, .chunks = {}};
+    file.add_tensor(tensor.key, tensor.path, tensor.dtype, tensor.shape);
     for (const auto& chunk : tensor.chunks) {
-      const ckpt::TensorRecord record(tensor.dtype, chunk.box.sizes);
-      stored.chunks.push_back({chunk.box, {name, out.size(), record.length()}});
-      out.append(record.head());
-      const auto bytes = chunk.bytes.cpu();
-      const auto crc = out.append({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
-      out.append(record.tail(crc));
+      file.add_box(chunk.box, [&](const ckpt::DcpFile::Append& append) {
+        const auto bytes = chunk.bytes.cpu();
+        append({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
+      });
     }
-    metadata.items.push_back({tensor.key, std::move(stored)});
-    metadata.paths.emplace_back(tensor.key, tensor.path);
   }
-  for (const auto& object : snapshot.objects) {
-    const auto record = ckpt::object_record(object.value);
-    metadata.items.push_back({object.key, ckpt::DcpObject{{name, out.size(), static_cast<std::int64_t>(record.size())}}});
-    out.append(record);
-    metadata.paths.emplace_back(object.key, object.path);
-  }
-  return {std::move(metadata), out.finish()};
+  for (const auto& object : snapshot.objects) file.add_value(object.key, object.path, object.value);
+  return {file.take_metadata(), file.finish()};
 }
 
 /// What ranks tell rank 0: the file's line in the sidecar, then the metadata.
@@ -97,67 +87,50 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
 }  // namespace
 
 void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases) {
-  // "run/1/" is run/1, and lies in run.
-  const fs::path target = fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();
+  const fs::path target = ckpt::without_slash(path);
   const std::string what = "the checkpoint " + path + " could not be written:";
   const bool leads = ranks.index() == 0;
-  std::exception_ptr failure;
-  const auto attempt = [&](const auto& body) {
-    if (failure) return;
-    try {
-      body();
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-  };
-
   std::optional<ckpt::TemporaryStep> step;
-  attempt([&] {
-    if (options.keep_last < 0) throw Error("keep_last is " + std::to_string(options.keep_last) + "; give 0 (all are kept) or more");
+  ranks.together(what, [&] {
+    check_retention(options);
     if (leads) step = ckpt::begin_step(target);
   });
-  ranks.agree(failure, what);
   const fs::path folder = ranks.gather(step ? step->path().string() : "", "checkpoint: its folder")[0];
 
   std::string part;
   fs::path replaced;
-  attempt([&] {
-    const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
-    part = packed(metadata, file);
-    phases.end(Phase::kWrite, file.size);
-  });
   try {
-    ranks.agree(failure, what);
+    ranks.together(what, [&] {
+      const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
+      part = packed(metadata, file);
+      phases.end(Phase::kWrite, file.size);
+    });
     const auto parts = ranks.gather_at_first(part, "checkpoint: what ranks wrote");
-    if (leads) {
-      attempt([&] {
-        std::vector<DcpMetadata> metadata;
-        std::vector<ckpt::ListedFile> listed;
-        for (const auto& text : parts) {
-          auto [some, file] = unpacked(text);
-          metadata.push_back(std::move(some));
-          listed.push_back(std::move(file));
-        }
-        ckpt::SummedFile file(folder, std::string(ckpt::kMetadataFile));
-        file.append(ckpt::write_dcp_metadata(joined(metadata)));
-        listed.push_back(file.finish());
-        ckpt::seal_step(folder, listed);
-        replaced = ckpt::commit_step(folder, target);
-      });
-    }
-    ranks.agree(failure, what);
+    ranks.together(what, [&] {
+      if (!leads) return;
+      std::vector<DcpMetadata> metadata;
+      std::vector<ckpt::ListedFile> listed;
+      for (const auto& text : parts) {
+        auto [some, file] = unpacked(text);
+        metadata.push_back(std::move(some));
+        listed.push_back(std::move(file));
+      }
+      ckpt::seal_dcp(folder, joined(metadata), std::move(listed));
+      replaced = ckpt::commit_step(folder, target);
+    });
   } catch (...) {
     if (step) step->discard();
     throw;
   }
   phases.end(Phase::kCommit, 0);
-  attempt([&] {
+  ranks.together("the checkpoint " + path + " is complete, but older ones could not be removed:", [&] {
     step.reset();
     if (!replaced.empty()) ckpt::remove_tree(replaced);
-    if (leads && options.keep_last > 0) ckpt::prune_steps(target, options.keep_last);
+    if (!leads || options.keep_last == 0) return;
+    const auto keeps = [&](const std::vector<ckpt::Step>& steps) { return steps_that_stay(options, steps); };
+    ckpt::prune_steps(target, options.keep_last, ckpt::FileSystem::current(), keeps);
   });
   phases.end(Phase::kPrune, 0);
-  ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");
 }
 
 }  // namespace fsdp::state

@@ -2,8 +2,9 @@
 
     corpus_peer.py FOLDER
 
-writes FOLDER/written, FOLDER/written_without_crc (the same tensors), and FOLDER/expected: the tensors' values, contiguous and resolved. Run
-with other versions of torch, its output is kept in tests/corpus.
+writes FOLDER/written, FOLDER/written_without_crc (the same tensors, by torch.serialization.set_crc32_options), and
+FOLDER/expected: the tensors' values, contiguous and resolved. What it wrote with each version of torch is kept in
+tests/corpus.
 """
 
 import datetime

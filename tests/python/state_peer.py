@@ -73,7 +73,7 @@ def plain(source: str, target: str) -> None:
 
 
 def types(source: str) -> None:
-    """Of a checkpoint of C++'s Muon (two kinds of groups: Muon's and AdamW's), of a GradScaler, and of lists and bytes."""
+    """Of a checkpoint of C++'s Muon (groups of Muon and of AdamW), of a GradScaler, and of lists and bytes."""
     metadata = FileSystemReader(source).read_metadata()
     items = metadata.state_dict_metadata
     state: dict[str, Any] = {name: None for name, item in items.items() if isinstance(item, BytesStorageMetadata)}

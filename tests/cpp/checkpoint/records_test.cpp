@@ -198,6 +198,11 @@ TEST(Records, DamageIsAnErrorWithNames) {
   EXPECT_EQ(error_of(object_record({std::int64_t{1}})), "F, record of 'w', byte 2: expected a tensor, found the integer 1");
   EXPECT_NE(message_of([&] { read_object(reader_of(good), all_of(good), "step"); }).find("the global 'torch._utils._rebuild_tensor_v2'"),
             std::string::npos);
+  // Values have checksums, too.
+  std::string value = object_record({std::string("a value")});
+  value[value.find("a value")] = 'b';
+  EXPECT_EQ(message_of([&] { read_object(reader_of(value), all_of(value), "v"); }),
+            "F, record of 'v' at byte 0: entry 'data.pkl' is damaged: it has another checksum");
   EXPECT_NE(error_of("").find("does not end as a zip archive does"), std::string::npos);
   for (std::size_t length = 0; length < good.size(); ++length) EXPECT_FALSE(error_of(good.substr(0, length)).empty());
 

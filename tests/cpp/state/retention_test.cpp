@@ -5,11 +5,13 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <future>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/commit.h"
@@ -58,6 +60,33 @@ TEST_F(Retention, OnlyTheSameSeriesIsPruned) {
     EXPECT_EQ(names(), (std::vector<std::string>{"7", "best-1", "final", "step-3"}));
     fsdp::save(path("last"), *run.model, {}, {.keep_last = 1});
     EXPECT_EQ(names(), (std::vector<std::string>{"7", "best-1", "final", "last", "step-3"}));
+  });
+}
+
+TEST_F(Retention, EveryNthAndTheBestStay) {
+  run_ranks(1, [&] {
+    Training run;
+    const auto save = [&](int step, std::optional<double> metric, fsdp::SaveOptions options) {
+      options.metric = metric;
+      fsdp::save(path("step-" + std::to_string(step)), *run.model, {}, options);
+    };
+    for (int step = 1; step <= 9; ++step) save(step, {}, {.keep_last = 2, .keep_every = 4});
+    EXPECT_EQ(names(), (std::vector<std::string>{"step-4", "step-8", "step-9"}));
+    // What is there has no metric, and is not among the best.
+    const std::vector<double> losses = {3, 1, 2, std::nan(""), 1, 5, 4};
+    for (std::size_t i = 0; i < losses.size(); ++i) save(static_cast<int>(10 + i), losses[i], {.keep_last = 1, .keep_best = 2});
+    EXPECT_EQ(names(), (std::vector<std::string>{"step-11", "step-14", "step-16"}));
+    EXPECT_EQ(fsdp::load(path("step-11"), *run.model).metric, 1);
+    // Both, and the best has just been saved.
+    save(20, -1, {.keep_last = 1, .keep_every = 7, .keep_best = 1});
+    EXPECT_EQ(names(), (std::vector<std::string>{"step-14", "step-20"}));
+    for (const auto& [options, text] :
+         {std::pair<fsdp::SaveOptions, const char*>{{.keep_every = 2}, "keep_every is 2; it says what stays beside the last ones"},
+          {{.keep_best = 1}, "keep_best is 1; it says what stays beside the last ones"},
+          {{.keep_last = 1, .keep_every = -1}, "keep_every is -1; give 0"}}) {
+      const auto message = fsdp::testing::message_of([&, &options = options] { fsdp::save(path("step-21"), *run.model, {}, options); });
+      EXPECT_NE(message.find(text), std::string::npos) << message;
+    }
   });
 }
 
