@@ -119,6 +119,10 @@ void inspect_dcp(const fs::path& folder) {
       tensors.push_back(tensor_row(item.name, tensor->dtype, tensor->shape, tensor->chunks.size(), bytes));
       continue;
     }
+    if (const auto* unreadable = std::get_if<ckpt::DcpUnreadable>(&item.content)) {
+      values.push_back({item.name, "cannot be read: " + unreadable->why});
+      continue;
+    }
     const auto& record = std::get<ckpt::DcpObject>(item.content).record;
     try {
       const auto file = ckpt::File::open(folder / record.file);
@@ -170,11 +174,12 @@ int verify(const Options& options) {
     findings = ckpt::check_dcp(path);
   }
   if (findings.faults.empty()) {
-    std::cout << ckpt::printable(options.path) << ": whole: " << counted(findings.tensors, "tensor") << ", "
-              << counted(findings.values, "value") << ", "
-              << (findings.has_checksums ? counted(findings.files, "checksum")
-                                         : "no checksums: places and sizes were checked, not contents")
+    std::cout << ckpt::printable(options.path) << ": whole: " << counted(findings.tensors, "tensor") << ", " << counted(findings.values, "value") << ", "
+              << (findings.has_checksums
+                      ? counted(findings.files, "checksum")
+                      : (is_safetensors ? "no checksums: places and sizes were checked, not contents" : "by the records' own checksums"))
               << "\n";
+    for (const auto& item : findings.only_for_python) std::cout << "  only Python can read " << ckpt::printable_line(item) << "\n";
     return 0;
   }
   std::cout << ckpt::printable(options.path) << ": " << counted(static_cast<std::int64_t>(findings.faults.size()), "fault") << "\n";

@@ -42,6 +42,11 @@ struct LoadOptions {
   bool strict = true;
   /// The name in the checkpoint of one in the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"). By default the same.
   std::function<std::string(const std::string& key)> rename = {};
+  /// What stands in the checkpoint where names here, after `rename`, begin with "model." and "optim.". torchtitan's are "" and "optimizer.".
+  std::string model_prefix = "model.";
+  std::string optimizer_prefix = "optim.";
+  /// Names of the model (as `rename` gets them) that stay as they are, and names in the checkpoint that are left out, even if strict.
+  std::function<bool(const std::string& name)> ignore = {};
   /// Restores each rank's generator, if as many ranks saved it.
   bool rng = true;
 };

@@ -22,6 +22,8 @@ namespace fs = std::filesystem;
 
 // So much is given to the disk at once. Linux alone would begin when a tenth of the memory waits, or at fsync.
 constexpr std::int64_t kStarted = std::int64_t{8} << 20;
+/// So much is written at once where pieces are smaller.
+constexpr std::size_t kJoined = std::size_t{1} << 20;
 
 // A line per file, 8 digits per block: enough for 32 TB.
 constexpr std::int64_t kMostSidecar = std::int64_t{256} << 20;
@@ -114,8 +116,8 @@ std::string line_of(const ListedFile& listed) {
     throw Error("'" + listed.name + "' is no name for a file of a checkpoint");
   }
   std::string line = std::to_string(listed.size) + " " + listed.name + " ";
-  line.reserve(line.size() + listed.crc32c.size() * kDigits);
-  for (const std::uint32_t sum : listed.crc32c) line += hexadecimal(sum);
+  line.reserve(line.size() + listed.crc32.size() * kDigits);
+  for (const std::uint32_t sum : listed.crc32) line += hexadecimal(sum);
   return line;
 }
 
@@ -131,7 +133,7 @@ ListedFile listed_in(std::string_view line) {
   const bool has_sums = sums.size() % kDigits == 0 && static_cast<std::int64_t>(sums.size() / kDigits) == blocks_of(listed.size);
   if (!has_size || listed.name.find('/') != std::string::npos || !has_sums) fail();
   for (; !sums.empty(); sums.remove_prefix(kDigits)) {
-    const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32c.emplace_back(), 16);
+    const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32.emplace_back(), 16);
     if (sum.ec != std::errc() || sum.ptr != sums.data() + kDigits) fail();
   }
   return listed;
@@ -140,34 +142,48 @@ ListedFile listed_in(std::string_view line) {
 SummedFile::SummedFile(const fs::path& folder, std::string name, FileSystem& files)
     : file_(File::create(folder / name, files)), listed_{std::move(name)} {}
 
-void SummedFile::append(std::span<const char> data) {
+std::uint32_t SummedFile::append(std::span<const char> data) {
+  const bool joins = data.size() < kJoined;
+  if (!joins) flush();
+  std::uint32_t all = 0;
   while (!data.empty()) {
     const std::int64_t in_block = listed_.size % kSummedBlock;
-    const std::span<const char> block = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock - in_block)));
-    if (in_block == 0) listed_.crc32c.push_back(0);
-    listed_.crc32c.back() = crc32c(listed_.crc32c.back(), block);
-    file_.write_at(listed_.size, block);
-    listed_.size += static_cast<std::int64_t>(block.size());
-    data = data.subspan(block.size());
-    if (listed_.size - started_ >= kStarted) {
-      file_.start_writing(started_, listed_.size - started_);
-      started_ = listed_.size;
+    const std::span<const char> piece = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock - in_block)));
+    const std::uint32_t sum = crc32(0, piece);
+    if (in_block == 0) {
+      listed_.crc32.push_back(sum);
+    } else {
+      listed_.crc32.back() = combine_crc32(listed_.crc32.back(), sum, piece.size());
     }
+    all = combine_crc32(all, sum, piece.size());
+    if (joins) {
+      waiting_.append(piece.data(), piece.size());
+    } else {
+      write(piece);
+    }
+    listed_.size += static_cast<std::int64_t>(piece.size());
+    data = data.subspan(piece.size());
+  }
+  if (waiting_.size() >= kJoined) flush();
+  return all;
+}
+
+void SummedFile::write(std::span<const char> data) {
+  file_.write_at(written_, data);
+  written_ += static_cast<std::int64_t>(data.size());
+  if (written_ - started_ >= kStarted) {
+    file_.start_writing(started_, written_ - started_);
+    started_ = written_;
   }
 }
 
-std::uint32_t SummedFile::append_with_crc32(std::span<const char> data) {
-  std::uint32_t crc = 0;
-  while (!data.empty()) {
-    const std::span<const char> block = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock)));
-    crc = crc32(crc, block);
-    append(block);
-    data = data.subspan(block.size());
-  }
-  return crc;
+void SummedFile::flush() {
+  write(waiting_);
+  waiting_.clear();
 }
 
 ListedFile SummedFile::finish() {
+  flush();
   file_.sync();
   file_.close();
   return listed_;
@@ -206,7 +222,7 @@ void TemporaryStep::discard() noexcept {
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
   std::string text = std::string(kFirstLine) + "\n" + std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
   for (const ListedFile& file : listed) text += line_of(file) + "\n";
-  text += "end " + hexadecimal(crc32c(0, text)) + "\n";
+  text += "end " + hexadecimal(crc32(0, text)) + "\n";
   write_whole(temporary / kSidecar, text, files);
   sync_folder(temporary, files);
 }
@@ -260,7 +276,7 @@ Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
   if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
   if (text.size() < kFirstLine.size() + 1 + kLastLine) fail("it is cut off");
   const std::string lines = text.substr(0, text.size() - kLastLine);
-  if (text.substr(lines.size()) != "end " + hexadecimal(crc32c(0, lines)) + "\n") fail("its last line does not fit the others");
+  if (text.substr(lines.size()) != "end " + hexadecimal(crc32(0, lines)) + "\n") fail("its last line does not fit the others");
 
   Sidecar sidecar;
   std::string_view rest = lines;
@@ -303,9 +319,11 @@ std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t bloc
   const std::int64_t end = std::min(begin + kSummedBlock, size);
   std::uint32_t sum = 0;
   for (std::int64_t at = begin; at < end;) {
-    const auto part = scratch.first(std::min(scratch.size(), static_cast<std::size_t>(end - at)));
+    const auto length = std::min({scratch.size(), kReadAtOnce, static_cast<std::size_t>(end - at)});
+    const bool fits = scratch.size() >= static_cast<std::size_t>(end - begin);
+    const auto part = scratch.subspan(fits ? static_cast<std::size_t>(at - begin) : 0, length);
     file.read_at(at, part);
-    sum = crc32c(sum, part);
+    sum = crc32(sum, part);
     at += static_cast<std::int64_t>(part.size());
   }
   return sum;
@@ -313,10 +331,10 @@ std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t bloc
 
 std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
   const std::uint32_t sum = sum_of_block(file, listed.size, block, scratch);
-  if (sum == listed.crc32c[block]) return "";
+  if (sum == listed.crc32[block]) return "";
   const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
   const std::int64_t end = std::min(begin + kSummedBlock, listed.size);
-  return listed.name + " has the checksum " + hexadecimal(sum) + " instead of " + hexadecimal(listed.crc32c[block]) + " in bytes " +
+  return listed.name + " has the checksum " + hexadecimal(sum) + " instead of " + hexadecimal(listed.crc32[block]) + " in bytes " +
          std::to_string(begin) + " to " + std::to_string(end - 1) + ": they changed";
 }
 
@@ -326,7 +344,7 @@ std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem&
   try {
     const File file = File::open(step / listed.name, files);
     std::vector<char> scratch(kReadAtOnce);
-    for (std::size_t block = 0; block < listed.crc32c.size() && fault.empty(); ++block) {
+    for (std::size_t block = 0; block < listed.crc32.size() && fault.empty(); ++block) {
       fault = fault_in_block(file, listed, block, scratch);
     }
     return fault;

@@ -43,7 +43,7 @@ class DamageError : public Error {
 struct ListedFile {
   std::string name;  ///< In the step's folder.
   std::int64_t size = 0;
-  std::vector<std::uint32_t> crc32c = {};  ///< Of each block.
+  std::vector<std::uint32_t> crc32 = {};  ///< Of each block.
 
   bool operator==(const ListedFile&) const = default;
 };
@@ -60,15 +60,20 @@ class SummedFile {
 
   /// Bytes so far.
   std::int64_t size() const { return listed_.size; }
-  void append(std::span<const char> data);
-  /// The same; returns also the data's CRC-32, for a record's tail.
-  std::uint32_t append_with_crc32(std::span<const char> data);
-  /// Syncs and closes it.
+  /// Returns the data's CRC-32, for a record's tail: it is computed once, for this and for the block. Small pieces are joined before they
+  /// are written.
+  std::uint32_t append(std::span<const char> data);
+  /// Writes what waits, syncs and closes it.
   ListedFile finish();
 
  private:
+  void write(std::span<const char> data);
+  void flush();
+
   File file_;
   ListedFile listed_;
+  std::string waiting_;
+  std::int64_t written_ = 0;
   std::int64_t started_ = 0;  // bytes that the disk was told to write
 };
 
@@ -121,7 +126,8 @@ inline constexpr std::size_t kReadAtOnce = std::size_t{256} << 10;
 
 /// How many blocks a file of `size` bytes has.
 std::int64_t blocks_of(std::int64_t size);
-/// Reads a block of a file of `size` bytes, through `scratch`, and returns its checksum. Throws Error if it cannot be read.
+/// Reads a block of a file of `size` bytes, through `scratch`, and returns its checksum. Where `scratch` is as large as a block, the block
+/// lies there afterwards. Throws Error if it cannot be read.
 std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch);
 /// Reads a block of a listed file, through `scratch`, and says what is wrong with it: empty, or that its checksum is another one than
 /// listed. Throws Error if it cannot be read.

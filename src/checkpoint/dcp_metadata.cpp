@@ -1,5 +1,7 @@
 #include "checkpoint/dcp_metadata.h"
 
+#include <array>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <unordered_set>
@@ -25,25 +27,25 @@ constexpr std::string_view kSize = "torch.Size";
 constexpr std::string_view kTorch = "torch.";
 
 std::span<const std::string_view> allowed_globals() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const DtypeNames& dtype : dtypes()) all.push_back(std::string(kTorch) + std::string(dtype.name));
-    return all;
-  }();
-  static const std::vector<std::string_view> globals = [] {
-    std::vector<std::string_view> all(names.begin(), names.end());
-    // The paths are of the folder that was first written to, which is not used; Python 3.13 has moved their classes.
-    for (const std::string_view global :
-         {kMetadata, kTensor, kProperties, kChunk, kBytes, kIndex, kStorageInfo, kSize,
-          std::string_view("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"),
-          std::string_view("torch.distributed.checkpoint.metadata.StorageMeta"), std::string_view("torch.serialization._get_layout"),
-          std::string_view("collections.OrderedDict"), std::string_view("pathlib.PosixPath"), std::string_view("pathlib._local.PosixPath"),
-          std::string_view("pathlib.WindowsPath"), std::string_view("pathlib._local.WindowsPath")}) {
-      all.push_back(global);
-    }
-    return all;
-  }();
-  return globals;
+  // All of torch, since a dtype that is not known spoils its own tensor only. The paths are of the folder that was first written to, which
+  // is not used; Python 3.13 has moved their classes.
+  static constexpr std::array<std::string_view, 16> kGlobals = {"torch.*",
+                                                                kMetadata,
+                                                                kTensor,
+                                                                kProperties,
+                                                                kChunk,
+                                                                kBytes,
+                                                                kIndex,
+                                                                kStorageInfo,
+                                                                "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+                                                                "torch.distributed.checkpoint.metadata.StorageMeta",
+                                                                "torch.serialization._get_layout",
+                                                                "collections.OrderedDict",
+                                                                "pathlib.PosixPath",
+                                                                "pathlib._local.PosixPath",
+                                                                "pathlib.WindowsPath",
+                                                                "pathlib._local.WindowsPath"};
+  return kGlobals;
 }
 
 /// The state of an instance of a class.
@@ -62,18 +64,22 @@ Shape read_size(const PickleValue& value) {
   return size;
 }
 
-Dtype read_dtype(const PickleValue& properties) {
+/// Nothing for one that is not known; `name` is then what it is called.
+std::optional<Dtype> read_dtype(const PickleValue& properties, std::string_view& name) {
   const std::span<const PickleValue* const> fields = state_of(properties, kProperties).items();
   if (fields.size() != 5) properties.throw_unexpected("tensor properties of five fields");
   const std::string_view global = fields[0]->global();
-  const std::optional<Dtype> dtype = global.starts_with(kTorch) ? dtype_of_name(global.substr(kTorch.size())) : std::nullopt;
-  if (!dtype) fields[0]->throw_unexpected("a dtype");
-  return *dtype;
+  if (!global.starts_with(kTorch)) fields[0]->throw_unexpected("a dtype");
+  name = global;
+  return dtype_of_name(global.substr(kTorch.size()));
 }
 
-DcpTensor read_tensor(const PickleValue& value) {
+std::variant<DcpTensor, DcpUnreadable> read_tensor(const PickleValue& value) {
   const PickleValue& state = state_of(value, kTensor);
-  DcpTensor tensor{.dtype = read_dtype(state.at("properties")), .shape = read_size(state.at("size")), .chunks = {}};
+  std::string_view name;
+  const std::optional<Dtype> dtype = read_dtype(state.at("properties"), name);
+  if (!dtype) return DcpUnreadable{"its dtype is " + std::string(name) + ", which this library does not know"};
+  DcpTensor tensor{.dtype = *dtype, .shape = read_size(state.at("size")), .chunks = {}};
   for (const PickleValue* item : state.at("chunks").items()) {
     const PickleValue& chunk = state_of(*item, kChunk);
     tensor.chunks.push_back({.box = {read_size(chunk.at("offsets")), read_size(chunk.at("sizes"))}, .record = {}});
@@ -165,6 +171,10 @@ DcpPath read_path(const PickleValue& value) {
 class MetadataWriter {
  public:
   std::string write(const DcpMetadata& metadata) {
+    for (const DcpItem& item : metadata.items) {
+      const auto* unreadable = std::get_if<DcpUnreadable>(&item.content);
+      if (unreadable != nullptr) throw Error("'" + item.name + "' cannot be written: " + unreadable->why);
+    }
     out_.instance(kModule, "Metadata");
     out_.begin_dict();
     out_.string("state_dict_metadata");
@@ -336,9 +346,13 @@ DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file) {
         throw Error(file + ": no record is listed for '" + item.name + "'; the checkpoint is damaged");
       item.content = DcpObject{record->second};
     } else {
-      DcpTensor tensor = read_tensor(*entries[i + 1]);
-      place_chunks(item.name, tensor, records.of_tensors, file);
-      item.content = std::move(tensor);
+      auto content = read_tensor(*entries[i + 1]);
+      if (auto* tensor = std::get_if<DcpTensor>(&content)) {
+        place_chunks(item.name, *tensor, records.of_tensors, file);
+        item.content = std::move(*tensor);
+      } else {
+        item.content = std::get<DcpUnreadable>(std::move(content));
+      }
     }
     metadata.items.push_back(std::move(item));
   }

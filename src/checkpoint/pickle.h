@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,7 +20,22 @@ class Pickle;
 /// The nodes of a malicious pickle may form cycles, or a graph of exponentially many paths: follow them to a fixed depth, or count.
 class PickleValue {
  public:
-  enum class Kind : std::uint8_t { none, boolean, integer, real, string, bytes, tuple, list, dict, set, global, object, persistent };
+  enum class Kind : std::uint8_t {
+    none,
+    boolean,
+    integer,
+    big_integer,
+    real,
+    string,
+    bytes,
+    tuple,
+    list,
+    dict,
+    set,
+    global,
+    object,
+    persistent
+  };
 
   Kind kind() const { return kind_; }
   bool is(Kind kind) const { return kind_ == kind; }
@@ -77,14 +94,16 @@ class PickleValue {
 /// recursion.
 class Pickle {
  public:
-  /// `data` must outlive this object. `file` is for messages only. `allowed` lists the globals ("module.name") that may occur. Throws Error
-  /// for any other one, and for whatever is malformed or of no use in checkpoints (extension codes, out-of-band buffers, integers of more
-  /// than 64 bits, protocols 0 and 1).
+  /// `data` must outlive this object. `file` is for messages only. `allowed` lists the globals ("module.name") that may occur; "module.*"
+  /// stands for all of a module, "*" for all. Throws Error for any other one, and for whatever is malformed or of no use in checkpoints
+  /// (extension codes, out-of-band buffers, protocols 0 and 1).
   Pickle(std::string_view data, std::string file, std::span<const std::string_view> allowed);
   Pickle(const Pickle&) = delete;
   Pickle& operator=(const Pickle&) = delete;
 
   const PickleValue& root() const { return *root_; }
+  /// The globals that occur, as they are first met.
+  const std::vector<std::string_view>& globals() const { return globals_; }
   const std::string& file() const { return file_; }
   /// Of the input, in bytes.
   std::size_t size() const { return size_; }
@@ -96,6 +115,8 @@ class Pickle {
   std::size_t size_;
   // A deque: nodes point to each other. They are destroyed one by one, cycles or not.
   std::deque<PickleValue> values_;
+  std::set<std::string, std::less<>> names_;  // of globals that `allowed` has by a pattern
+  std::vector<std::string_view> globals_;
   const PickleValue* root_ = nullptr;
 };
 

@@ -97,9 +97,8 @@ void write_dcp(Source& source, const std::vector<Planned>& tensors, const fs::pa
     metadata.paths.emplace_back(tensor.name, path_of(tensor.name, options.prefix));
     file->append(record.head());
     std::uint32_t crc = 0;
-    for_each_block(source, tensor, [&](std::int64_t, std::span<const char> data) {
-      crc = ckpt::combine_crc32(crc, file->append_with_crc32(data), data.size());
-    });
+    for_each_block(source, tensor,
+                   [&](std::int64_t, std::span<const char> data) { crc = ckpt::combine_crc32(crc, file->append(data), data.size()); });
     file->append(record.tail(crc));
   }
   if (file != nullptr) listed.push_back(file->finish());

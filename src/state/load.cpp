@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "checkpoint/commit.h"
@@ -26,6 +27,12 @@ namespace {
 using state::Ranks;
 using state::StateItem;
 
+// How names begin.
+constexpr std::string_view kModelPrefix = "model.";
+constexpr std::string_view kOptimizerPrefix = "optim.";
+constexpr std::string_view kExtraPrefix = "extra.";
+constexpr std::string_view kOwnPrefix = "fsdp.";
+
 std::string text_of(const std::vector<std::int64_t>& shape) {
   std::string text;
   for (const auto size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
@@ -44,20 +51,31 @@ class Loading {
   Loading(const std::string& path, const LoadOptions& options, const Ranks& ranks)
       : source_(state::open_source(path)), transfer_(*source_), path_(path), options_(options), ranks_(ranks) {}
 
-  std::string stored_key(const std::string& key) const { return options_.rename ? options_.rename(key) : key; }
+  std::string stored_key(const std::string& key) const {
+    auto name = options_.rename ? options_.rename(key) : key;
+    for (const auto& [prefix, stored] : {std::pair(kModelPrefix, &options_.model_prefix), {kOptimizerPrefix, &options_.optimizer_prefix}}) {
+      if (name.starts_with(prefix)) return *stored + name.substr(prefix.size());
+    }
+    return name;
+  }
+  bool is_ignored(const std::string& name) const { return options_.ignore && options_.ignore(name); }
   bool has(const std::string& key) const { return source_->has(stored_key(key)); }
 
   /// Notes that this rank's values of a tensor will be read, or that they are missing. Reads nothing.
   void add(const StateItem& item) {
     const auto key = item.key();
     const auto stored = stored_key(key);
+    if (is_ignored(key)) return;
     if (!source_->has(stored)) {
       missing_.push_back(key);
       return;
     }
     used_.insert(stored);
     const auto tensor = source_->find(stored);
-    if (!tensor) throw Error(path_ + ": '" + stored + "' is no tensor");
+    if (!tensor) {
+      source_->read_object(stored);  // says why it cannot be read, if that is so
+      throw Error(path_ + ": '" + stored + "' is no tensor");
+    }
     if (tensor->shape != item.shape) {
       throw Error(path_ + ": '" + stored + "' has shape " + text_of(tensor->shape) + ", the model's has " + text_of(item.shape));
     }
@@ -82,17 +100,33 @@ class Loading {
     throw Error(path_ + ": '" + stored + "' is no number");
   }
 
-  /// What was asked for and not found, or found below these prefixes and not asked for: an Error if strict.
-  void check_names(const std::vector<std::string>& prefixes) {
+  /// How often a parameter was updated, whose optimizer keeps state of these `kinds`. Nothing if the checkpoint does not say: then that is
+  /// noted as missing.
+  std::optional<std::int64_t> updates(const std::string& parameter, const std::vector<optim::StateKind>& kinds) {
+    const auto prefix = std::string(kOptimizerPrefix) + "state." + parameter + ".";
+    if (is_ignored(prefix + "step")) return std::nullopt;
+    if (const auto count = number(prefix + "step")) return static_cast<std::int64_t>(*count);
+    const bool has_state = std::any_of(kinds.begin(), kinds.end(), [&](const auto& kind) { return has(prefix + kind.name); });
+    // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
+    const bool counts = kinds.size() > 1 || (kinds.size() == 1 && kinds.front().name != "momentum_buffer");
+    if (has_state && !counts) return 1;
+    // This library writes a count of 0. Python writes nothing, but names all parameters that the optimizer had.
+    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(prefix))) return 0;
+    missing_.push_back(prefix + "step");
+    return std::nullopt;
+  }
+
+  /// What was asked for and not found, or is there of the model (and the optimizer's state) and was not asked for: an Error if strict.
+  void check_names(bool with_optimizer) {
     for (const auto& name : source_->names()) {
-      const auto below = [&](const std::string& prefix) { return name.starts_with(prefix + "."); };
-      if (!used_.contains(name) && std::any_of(prefixes.begin(), prefixes.end(), below)) unexpected_.push_back(name);
+      if (used_.contains(name) || is_ignored(name)) continue;
+      if (name.starts_with(options_.optimizer_prefix + "state.") ? with_optimizer : is_of_model(name)) unexpected_.push_back(name);
     }
     if (!options_.strict || (missing_.empty() && unexpected_.empty())) return;
     std::string text = path_ + " does not fit the model";
     if (!missing_.empty()) text += "\n  missing in the checkpoint:" + lines(missing_);
     if (!unexpected_.empty()) text += "\n  not in the model:" + lines(unexpected_);
-    throw Error(text + "\n  (LoadOptions::rename maps names, strict = false allows this)");
+    throw Error(text + "\n  (LoadOptions::rename and the prefixes map names, ignore leaves some out, strict = false allows this)");
   }
 
   /// Reads and checks all values that were added.
@@ -101,10 +135,9 @@ class Loading {
 
   ExtraState extra() {
     ExtraState extra;
-    const std::string prefix = std::string(state::kExtra) + ".";
     for (const auto& name : source_->names()) {
-      if (!name.starts_with(prefix)) continue;
-      auto& value = extra[name.substr(prefix.size())];
+      if (!name.starts_with(kExtraPrefix) || is_ignored(name)) continue;
+      auto& value = extra[name.substr(kExtraPrefix.size())];
       if (source_->find(name)) {
         value = source_->read_whole(name).clone();
         continue;
@@ -140,13 +173,46 @@ class Loading {
   std::vector<std::string> take_missing() { return std::move(missing_); }
   std::vector<std::string> take_unexpected() { return std::move(unexpected_); }
 
-  /// Any name below a prefix.
-  bool has_any(const std::string& prefix) const {
+  bool has_optimizer() const {
     const auto& names = source_->names();
-    return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(prefix + "."); });
+    return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(options_.optimizer_prefix); });
   }
 
  private:
+  /// Where the model's names have no prefix, all tensors are the model's that nobody else has a prefix for.
+  bool is_of_model(const std::string& name) const {
+    if (!options_.model_prefix.empty()) return name.starts_with(options_.model_prefix);
+    const bool is_elses = name.starts_with(options_.optimizer_prefix) || name.starts_with(kExtraPrefix) || name.starts_with(kOwnPrefix);
+    return !is_elses && source_->find(name).has_value();
+  }
+
+  /// Whether the optimizer that was saved had the parameter whose state has this prefix. Groups are a list, each with its parameters'
+  /// names, or flattened, with names of their own for each parameter's settings.
+  bool had_optimizer(const std::string& prefix) {
+    const auto groups = options_.optimizer_prefix + "param_groups.";
+    const auto states = options_.optimizer_prefix + "state.";
+    const std::string_view count = ".step";
+    const auto stored = stored_key(prefix.substr(0, prefix.size() - 1) + std::string(count));
+    if (!stored.starts_with(states) || !stored.ends_with(count)) return false;
+    const auto parameter = stored.substr(states.size(), stored.size() - states.size() - count.size());
+    if (!in_groups_) {
+      in_groups_.emplace();
+      for (const auto& name : source_->names()) {
+        if (!name.starts_with(groups)) continue;
+        const auto last = name.rfind('.');
+        in_groups_->insert(name.substr(groups.size(), std::max(last, groups.size()) - groups.size()));
+        if (!name.ends_with(".params") || source_->find(name)) continue;
+        const auto listed = source_->read_object(name);
+        const auto* list = std::get_if<ckpt::PythonValue::List>(&listed.value);
+        if (list == nullptr) continue;
+        for (const auto& item : list->items) {
+          if (const auto* text = std::get_if<std::string>(&item.value)) in_groups_->insert(*text);
+        }
+      }
+    }
+    return in_groups_->contains(parameter);
+  }
+
   std::unique_ptr<state::Source> source_;
   state::Transfer transfer_;
   std::string path_;
@@ -155,6 +221,7 @@ class Loading {
   std::set<std::string> used_;
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
+  std::optional<std::set<std::string>> in_groups_;  // the parameters of the optimizer that was saved
 };
 
 /// How often each of an optimizer's parameters was updated, as the checkpoint says; before and after, so that a failure can undo it.
@@ -164,31 +231,34 @@ class Steps {
     for (const auto& part : optimizer.state().parts) {
       for (const auto& unit : optimizer.engine()->units()) {
         for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = part->steps(*unit, i);
+          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = {part->steps(*unit, i), part->kinds()};
         }
       }
     }
   }
 
+  /// Counts that the checkpoint has not stay as they are.
   void read(Loading& loading) {
     std::map<std::string, std::int64_t> steps;
     for (const auto& [parameter, before] : before_) {
-      const std::string prefix = std::string(state::kOptimizer) + ".state." + parameter;
-      const auto count = loading.number(prefix + ".step");
-      // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
-      steps[parameter] = count ? static_cast<std::int64_t>(*count) : (loading.has(prefix + ".momentum_buffer") ? 1 : 0);
+      steps[parameter] = loading.updates(parameter, before.kinds).value_or(before.steps);
     }
-    set(steps);
+    set([&](const std::string& parameter) { return steps.at(parameter); });
   }
-  void undo() { set(before_); }
+  void undo() {
+    set([this](const std::string& parameter) { return before_.at(parameter).steps; });
+  }
 
  private:
-  void set(const std::map<std::string, std::int64_t>& steps) {
-    state::set_optimizer_steps(optimizer_, [&](const std::string& parameter) { return steps.at(parameter); });
-  }
+  struct Before {
+    std::int64_t steps = 0;
+    std::vector<optim::StateKind> kinds;
+  };
+
+  void set(const std::function<std::int64_t(const std::string& parameter)>& steps) { state::set_optimizer_steps(optimizer_, steps); }
 
   Optimizer& optimizer_;
-  std::map<std::string, std::int64_t> before_;
+  std::map<std::string, Before> before_;
 };
 
 /// After a load has failed: whether damage is all that ranks have found. Collective.
@@ -219,19 +289,17 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     engine->prepare_load();
     loading.emplace(path, options, ranks);
     for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
-    std::vector<std::string> prefixes = {state::kModel};
     if (optimizer != nullptr) {
-      if (options.strict && !loading->has_any(state::kOptimizer)) {
+      if (options.strict && !loading->has_optimizer()) {
         throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
       }
       steps.emplace(*optimizer);
       steps->read(*loading);
       for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
       for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
-      prefixes.push_back(std::string(state::kOptimizer) + ".state");
       if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
     }
-    loading->check_names(prefixes);
+    loading->check_names(optimizer != nullptr);
     loaded.extra = loading->extra();
     rng = loading->rng();
     loading->check_values();

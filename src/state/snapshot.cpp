@@ -156,7 +156,6 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
   if (optimizer != nullptr) {
     if (optimizer->engine() != engine) throw Error("save: the optimizer belongs to another model");
     for (const auto& item : optimizer_step_items(*optimizer, kOptimizer)) {
-      // Of what was never updated there is no state at all.
       if (item.own_numel > 0) add(snapshot, item);
     }
     for (const auto& item : optimizer_items(*optimizer, kOptimizer)) add(snapshot, item);

@@ -134,17 +134,19 @@ std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string&
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix) {
   std::vector<StateItem> items;
   for (const auto& part : optimizer.state().parts) {
+    const bool has_state = !part->kinds().empty();
     for (const auto& unit : optimizer.engine()->units()) {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         if (!part->updates(*unit, i)) continue;
         const auto steps = part->steps(*unit, i);
+        if (steps == 0 && !has_state) continue;  // nothing that could be lost
         items.push_back({.path = path_below(prefix, {"state", unit->parameters[i].name, "step"}),
                          .shape = {},
                          .piece = {},
                          .values = at::full({1}, static_cast<double>(steps), at::kFloat),
                          .offset = 0,
                          .own_begin = 0,
-                         .own_numel = steps > 0 && owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0,
+                         .own_numel = owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0,
                          .guarded = true});
       }
     }

@@ -42,7 +42,8 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
 std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string& prefix);
 
 /// How often each parameter that the optimizer updates has been updated: scalars of fp32, {prefix, "state", parameter, "step"}. Copies, and
-/// right on the rank that owns the parameter's first element only. No rank owns those of parameters that have not been updated.
+/// right on the rank that owns the parameter's first element only. Of a parameter that has not been updated there is this 0 and nothing
+/// else, so that whoever reads it need not guess whether its state was lost.
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix);
 
 /// Sets the counts (0: not updated); optimizer_items then gives tensors for those that have been updated.

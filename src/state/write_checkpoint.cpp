@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "checkpoint/checksum.h"
+#include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/records.h"
 #include "checkpoint/steps.h"
@@ -21,55 +21,19 @@ namespace fs = std::filesystem;
 using ckpt::DcpMetadata;
 using ckpt::DcpTensor;
 
-/// Joins small pieces before they are written.
-class Output {
- public:
-  Output(const fs::path& folder, std::string name) : file_(folder, std::move(name)) {}
-
-  std::int64_t position() const { return file_.size() + static_cast<std::int64_t>(waiting_.size()); }
-  void append(std::string_view text) {
-    waiting_ += text;
-    if (waiting_.size() >= kJoined) flush();
-  }
-  /// Returns the data's CRC-32.
-  std::uint32_t append_data(std::span<const char> data) {
-    if (data.size() >= kJoined) {
-      flush();
-      return file_.append_with_crc32(data);
-    }
-    append({data.data(), data.size()});
-    return ckpt::crc32(0, data);
-  }
-  ckpt::ListedFile finish() {
-    flush();
-    return file_.finish();
-  }
-
- private:
-  static constexpr std::size_t kJoined = std::size_t{1} << 20;
-
-  void flush() {
-    file_.append(waiting_);
-    waiting_.clear();
-  }
-
-  ckpt::SummedFile file_;
-  std::string waiting_;
-};
-
 /// Writes a rank's records; says where they are.
 std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, const Snapshot& snapshot, std::int64_t rank) {
   const auto name = "__" + std::to_string(rank) + "_0.distcp";
-  Output out(folder, name);
+  ckpt::SummedFile out(folder, name);
   DcpMetadata metadata;
   for (const auto& tensor : snapshot.tensors) {
     DcpTensor stored{.dtype = tensor.dtype, .shape = tensor.shape, .chunks = {}};
     for (const auto& chunk : tensor.chunks) {
       const ckpt::TensorRecord record(tensor.dtype, chunk.box.sizes);
-      stored.chunks.push_back({chunk.box, {name, out.position(), record.length()}});
+      stored.chunks.push_back({chunk.box, {name, out.size(), record.length()}});
       out.append(record.head());
       const auto bytes = chunk.bytes.cpu();
-      const auto crc = out.append_data({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
+      const auto crc = out.append({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
       out.append(record.tail(crc));
     }
     metadata.items.push_back({tensor.key, std::move(stored)});
@@ -77,7 +41,7 @@ std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, c
   }
   for (const auto& object : snapshot.objects) {
     const auto record = ckpt::object_record(object.value);
-    metadata.items.push_back({object.key, ckpt::DcpObject{{name, out.position(), static_cast<std::int64_t>(record.size())}}});
+    metadata.items.push_back({object.key, ckpt::DcpObject{{name, out.size(), static_cast<std::int64_t>(record.size())}}});
     out.append(record);
     metadata.paths.emplace_back(object.key, object.path);
   }
@@ -121,12 +85,10 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
   for (const auto& item : all.items) {
     const auto* tensor = std::get_if<DcpTensor>(&item.content);
     if (tensor == nullptr) continue;
-    std::int64_t covered = 0;
-    for (const auto& chunk : tensor->chunks) covered += ckpt::numel(chunk.box.sizes);
-    const auto numel = ckpt::numel(tensor->shape);
-    if (covered != numel) {
-      throw Error("the ranks' parts of '" + item.name + "' have " + std::to_string(covered) + " elements, the tensor has " +
-                  std::to_string(numel) + (covered > numel ? ": several ranks hold different parameters of this name" : ""));
+    const auto fault = ckpt::fault_in_boxes(*tensor);
+    if (!fault.empty()) {
+      throw Error("the ranks' parts of '" + item.name + "' do not make it up: " + fault +
+                  "; do several ranks hold different parameters of this name?");
     }
   }
   return all;
@@ -135,7 +97,8 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
 }  // namespace
 
 void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks) {
-  const fs::path target = path;
+  // "run/1/" is run/1, and lies in run.
+  const fs::path target = fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();
   const std::string what = "the checkpoint " + path + " could not be written:";
   const bool leads = ranks.index() == 0;
   std::exception_ptr failure;

@@ -2,6 +2,7 @@
 
     state_peer.py plain IN OUT     loads into plain tensors in one process, and saves these
     state_peer.py fsdp2 IN OUT     run by torchrun: loads into a model of FSDP2, saves to OUT/0, trains, saves to OUT/3
+    state_peer.py programs IN OUT  run by torchrun: loads, and saves to OUT/titan and OUT/trainer, as other programs do
 
 Exits with 0 if all went well.
 """
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 HIDDEN = (13, 7, 22, 16)
@@ -70,15 +71,41 @@ def plain(source: str, target: str) -> None:
     dcp.save(state, checkpoint_id=target, no_dist=True)
 
 
-def fsdp2(source: str, target: str) -> None:
-    """Trains the model on with FSDP2."""
+def sharded() -> tuple[Stack, torch.optim.AdamW]:
     dist.init_process_group("gloo")
     torch.manual_seed(5)
     model = Stack()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def programs(source: str, target: str) -> None:
+    """What is loaded, as torchtitan's Checkpointer saves it, and accelerate (for transformers' Trainer)."""
+    model, optimizer = sharded()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    _, flat_optimizer_state = get_state_dict(model, optimizer, options=flat)
+    titan = {
+        **model_state,
+        "optimizer": flat_optimizer_state,
+        "lr_scheduler": {"last_epoch": 2, "_last_lr": [1e-2]},
+        "dataloader": {f"dp_rank_{dist.get_rank()}": b"state of a loader"},
+        "train_state": {"step": torch.tensor(2, dtype=torch.int32), "ntokens_seen": torch.tensor(8)},
+    }
+    dcp.save(titan, checkpoint_id=Path(target) / "titan")
+    dcp.save({"model": model_state}, checkpoint_id=Path(target) / "trainer" / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": optimizer_state}, checkpoint_id=Path(target) / "trainer" / "optimizer_0")
+    dist.destroy_process_group()
+
+
+def fsdp2(source: str, target: str) -> None:
+    """Trains the model on with FSDP2."""
+    model, optimizer = sharded()
 
     def save(name: str) -> None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -98,4 +125,4 @@ def fsdp2(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    {"plain": plain, "fsdp2": fsdp2}[sys.argv[1]](*sys.argv[2:])
+    {"plain": plain, "fsdp2": fsdp2, "programs": programs}[sys.argv[1]](*sys.argv[2:])

@@ -30,6 +30,8 @@ class FaultyFiles : public ckpt::FileSystem {
   std::atomic<std::int64_t> space = INT64_MAX;
   /// So many preads succeed before pread_error strikes.
   std::atomic<std::int64_t> good_preads = 0;
+  /// After so many preads, each returns one byte that changed.
+  std::atomic<std::int64_t> true_preads = INT64_MAX;
   /// The errno with which these calls fail; 0 for none.
   int pwrite_error = 0;
   int pread_error = 0;
@@ -69,7 +71,9 @@ class FaultyFiles : public ckpt::FileSystem {
   ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
     if (interrupted()) return -1;
     if (pread_error != 0 && good_preads-- <= 0) return fail(pread_error);
-    return FileSystem::pread(file, data, std::min(length, most_at_once), offset);
+    const ssize_t count = FileSystem::pread(file, data, std::min(length, most_at_once), offset);
+    if (count > 0 && true_preads-- <= 0) static_cast<char*>(data)[count / 2] ^= 1;
+    return count;
   }
   int fsync(int file) override {
     if (interrupted()) return -1;

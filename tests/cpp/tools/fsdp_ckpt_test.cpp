@@ -96,7 +96,7 @@ TEST_F(FsdpCkpt, Inspects) {
 }
 
 TEST_F(FsdpCkpt, Verifies) {
-  expect_output("verify dcp", "dcp: whole: 7 tensors, 2 values, no checksums: places and sizes were checked, not contents\n");
+  expect_output("verify dcp", "dcp: whole: 7 tensors, 2 values, by the records' own checksums\n");
   expect_output("verify python.safetensors",
                 "python.safetensors: whole: 6 tensors, 0 values, no checksums: places and sizes were checked, not contents\n");
   ASSERT_EQ(run("convert python.safetensors ours --max-file-size 1MB").exit_code, 0);
