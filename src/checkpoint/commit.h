@@ -109,7 +109,7 @@ void commit_new(const std::filesystem::path& temporary, const std::filesystem::p
 struct SidecarEntry {
   std::string name;
   std::int64_t size = 0;
-  std::int64_t sums_begin = 0;    ///< In the sidecar: a little-endian number of 4 bytes per block.
+  std::int64_t sums_begin = 0;   ///< In the sidecar: a little-endian number of 4 bytes per block.
   std::uint32_t sums_crc32 = 0;  ///< Of these.
 
   bool operator==(const SidecarEntry&) const = default;
@@ -123,7 +123,8 @@ struct Sidecar {
 
   bool operator==(const Sidecar&) const = default;
 };
-/// Throw DamageError if it is damaged, or is not as long as it says. The former is for a sidecar of `size` bytes, which messages call `file`.
+/// Throw DamageError if it is damaged, or is not as long as it says. The former is for a sidecar of `size` bytes, which messages call
+/// `file`.
 Sidecar read_sidecar(const ReadAt& read, std::int64_t size, const std::string& file);
 Sidecar read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
 
