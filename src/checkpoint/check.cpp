@@ -30,7 +30,7 @@ void note(Findings& findings, Look look) {
 }
 
 void check_files(const fs::path& folder, FileSystem& files, Findings& findings) {
-  for (const ListedFile& listed : read_sidecar(folder, files).files) {
+  for (const SidecarEntry& listed : read_sidecar(folder, files).files) {
     ++findings.files;
     std::string fault = fault_in(folder, listed, files);
     if (!fault.empty()) findings.faults.push_back(std::move(fault));

@@ -78,7 +78,7 @@ ReadAt CheckedFile::reader() {
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
     : folder_(std::move(folder)), files_(files), has_sidecar_(is_there(folder_ / kSidecar, files_)) {
   if (!has_sidecar_) return;
-  for (ListedFile& listed : read_sidecar(folder_, files_).files) {
+  for (SidecarEntry& listed : read_sidecar(folder_, files_).files) {
     const std::string name = listed.name;
     listed_.emplace(name, std::move(listed));
   }
@@ -89,7 +89,8 @@ CheckedFile& CheckedFiles::operator[](const std::string& name) {
   const auto listed = listed_.find(name);
   const bool is_listed = listed != listed_.end();
   if (has_sidecar_ && !is_listed) throw Error((folder_ / kSidecar).string() + " does not list the file " + name);
-  return open_.try_emplace(name, folder_ / name, is_listed ? &listed->second : nullptr, last_, files_).first->second;
+  const ListedFile* sums = is_listed ? &(sums_[name] = read_sums(folder_, listed->second, files_)) : nullptr;
+  return open_.try_emplace(name, folder_ / name, sums, last_, files_).first->second;
 }
 
 std::string CheckedFiles::read_whole(const std::string& name, std::int64_t most) {

@@ -70,7 +70,8 @@ class CheckedFiles {
   std::filesystem::path folder_;
   FileSystem& files_;
   bool has_sidecar_;
-  std::map<std::string, ListedFile> listed_;
+  std::map<std::string, SidecarEntry> listed_;
+  std::map<std::string, ListedFile> sums_;  // of those that were opened
   std::map<std::string, CheckedFile> open_;
   LastBlock last_;
 };

@@ -7,6 +7,7 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -25,11 +26,17 @@ constexpr std::int64_t kStarted = std::int64_t{8} << 20;
 /// So much is written at once where pieces are smaller.
 constexpr std::size_t kJoined = std::size_t{1} << 20;
 
-// A line per file, 8 digits per block: enough for 32 TB.
-constexpr std::int64_t kMostSidecar = std::int64_t{256} << 20;
-constexpr std::string_view kFirstLine = "fsdp-checksums 3";
+// The sidecar: a head of text, "fsdp-checksums 3 <its length>", "saved <number>", a line per file, "end <CRC-32 of the lines before>"; then
+// all files' checksums, in the order of the lines. The length has a fixed width, so that it can be read first.
+constexpr std::string_view kFirstWords = "fsdp-checksums 3 ";
+constexpr std::size_t kLengthDigits = 12;
+constexpr std::size_t kFirstLine = kFirstWords.size() + kLengthDigits + 1;
 constexpr std::string_view kSaved = "saved ";
+// Some 30 bytes per file.
+constexpr std::int64_t kMostHead = std::int64_t{64} << 20;
 constexpr std::size_t kDigits = 8;  // of a checksum
+constexpr std::size_t kLastLine = 4 + kDigits + 1;
+constexpr std::size_t kSumBytes = 4;
 
 std::string hexadecimal(std::uint32_t value) {
   char text[kDigits + 1];
@@ -93,29 +100,53 @@ std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
   return std::max<std::int64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), latest + 1);
 }
 
-std::string other_size(const ListedFile& listed, std::int64_t size) {
-  return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
+std::string other_size(const std::string& name, std::int64_t size, std::int64_t listed) {
+  return name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed);
 }
 
-/// What is wrong with a listed file; empty if nothing is, as far as can be seen without reading it.
-std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem& files) {
-  try {
-    const std::int64_t size = File::open(step / listed.name, files).size();
-    if (size == listed.size) return "";
-    return other_size(listed, size);
-  } catch (const Error& error) {
-    return error.what();
-  }
+/// Such a name is a file's in the step's folder.
+const std::string& checked_name(const std::string& name) {
+  if (name.empty() || name.find_first_of("/\n") != std::string::npos) throw Error("'" + name + "' is no name for a file of a checkpoint");
+  return name;
+}
+
+template <typename Number>
+std::optional<Number> number_of(std::string_view text, int base = 10) {
+  Number number = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), number, base);
+  if (text.empty() || result.ec != std::errc() || result.ptr != text.data() + text.size() || number < 0) return std::nullopt;
+  return number;
+}
+
+/// "<size> <name> <CRC-32 of its checksums>": a name may have spaces, what stands around it has none.
+std::optional<SidecarEntry> entry_in(std::string_view line) {
+  const std::size_t before_name = line.find(' ');
+  const std::size_t after_name = line.rfind(' ');
+  if (before_name == std::string_view::npos || before_name + 1 >= after_name) return std::nullopt;
+  const auto size = number_of<std::int64_t>(line.substr(0, before_name));
+  const auto sums = number_of<std::uint32_t>(line.substr(after_name + 1), 16);
+  SidecarEntry entry{.name = std::string(line.substr(before_name + 1, after_name - before_name - 1))};
+  if (!size || !sums || line.size() - after_name - 1 != kDigits || entry.name.find('/') != std::string::npos) return std::nullopt;
+  entry.size = *size;
+  entry.sums_crc32 = *sums;
+  return entry;
+}
+
+void append_sum(std::string& bytes, std::uint32_t sum) {
+  for (std::size_t i = 0; i < kSumBytes; ++i) bytes += static_cast<char>(sum >> (8 * i));
+}
+
+std::uint32_t sum_at(std::string_view bytes, std::size_t at) {
+  std::uint32_t sum = 0;
+  for (std::size_t i = 0; i < kSumBytes; ++i) sum |= std::uint32_t{static_cast<unsigned char>(bytes[at + i])} << (8 * i);
+  return sum;
 }
 
 }  // namespace
 
 // "<size> <name> <checksums>": a name may have spaces, what stands around it has none.
 std::string line_of(const ListedFile& listed) {
-  if (listed.name.empty() || listed.name.find_first_of("/\n") != std::string::npos) {
-    throw Error("'" + listed.name + "' is no name for a file of a checkpoint");
-  }
-  std::string line = std::to_string(listed.size) + " " + listed.name + " ";
+  std::string line = std::to_string(listed.size) + " " + checked_name(listed.name) + " ";
   line.reserve(line.size() + listed.crc32.size() * kDigits);
   for (const std::uint32_t sum : listed.crc32) line += hexadecimal(sum);
   return line;
@@ -220,10 +251,27 @@ void TemporaryStep::discard() noexcept {
 }
 
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
-  std::string text = std::string(kFirstLine) + "\n" + std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
-  for (const ListedFile& file : listed) text += line_of(file) + "\n";
-  text += "end " + hexadecimal(crc32(0, text)) + "\n";
-  write_whole(temporary / kSidecar, text, files);
+  std::vector<std::string> sums;
+  std::string lines = std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
+  for (const ListedFile& file : listed) {
+    std::string& bytes = sums.emplace_back();
+    bytes.reserve(file.crc32.size() * kSumBytes);
+    for (const std::uint32_t sum : file.crc32) append_sum(bytes, sum);
+    lines += std::to_string(file.size) + " " + checked_name(file.name) + " " + hexadecimal(crc32(0, bytes)) + "\n";
+  }
+  char length[kLengthDigits + 1];
+  std::snprintf(length, sizeof(length), "%0*zu", static_cast<int>(kLengthDigits), kFirstLine + lines.size() + kLastLine);
+  std::string head = std::string(kFirstWords) + length + "\n" + lines;
+  head += "end " + hexadecimal(crc32(0, head)) + "\n";
+  File sidecar = File::create(temporary / kSidecar, files);
+  auto end = static_cast<std::int64_t>(head.size());
+  sidecar.write_at(0, head);
+  for (const std::string& bytes : sums) {
+    sidecar.write_at(end, bytes);
+    end += static_cast<std::int64_t>(bytes.size());
+  }
+  sidecar.sync();
+  sidecar.close();
   sync_folder(temporary, files);
 }
 
@@ -267,41 +315,67 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
   return files.rename(replaced.c_str(), doomed.c_str(), 0) == 0 ? doomed : replaced;
 }
 
-Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
-  const fs::path path = step / kSidecar;
-  const std::string text = read_whole(path, kMostSidecar, files);
-  const auto fail = [&path](const std::string& why) { throw DamageError(path.string() + " is damaged: " + why); };
-  // The last line sums the ones before.
-  constexpr std::size_t kLastLine = 4 + kDigits + 1;
-  if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
-  if (text.size() < kFirstLine.size() + 1 + kLastLine) fail("it is cut off");
-  const std::string lines = text.substr(0, text.size() - kLastLine);
-  if (text.substr(lines.size()) != "end " + hexadecimal(crc32(0, lines)) + "\n") fail("its last line does not fit the others");
+Sidecar read_sidecar(const ReadAt& read, std::int64_t size, const std::string& file) {
+  const auto fail = [&file](const std::string& why) { throw DamageError(file + " is damaged: " + why); };
+  std::string head(kFirstLine, '\0');
+  if (size < static_cast<std::int64_t>(kFirstLine + kLastLine)) fail("it is cut off");
+  read(0, head);
+  if (!head.starts_with(kFirstWords)) fail("it does not begin with '" + std::string(kFirstWords) + "'");
+  const auto length = number_of<std::int64_t>(std::string_view(head).substr(kFirstWords.size(), kLengthDigits));
+  if (!length || *length < static_cast<std::int64_t>(kFirstLine + kLastLine) || *length > std::min(size, kMostHead)) {
+    fail("it does not say how long its head is");
+  }
+  head.resize(static_cast<std::size_t>(*length));
+  read(0, head);
+  const std::string_view lines = std::string_view(head).substr(0, head.size() - kLastLine);
+  if (head.substr(lines.size()) != "end " + hexadecimal(crc32(0, lines)) + "\n") fail("its last line does not fit the others");
 
   Sidecar sidecar;
-  std::string_view rest = lines;
-  rest.remove_prefix(kFirstLine.size() + 1);
-  const auto saved = std::from_chars(rest.data() + std::min(kSaved.size(), rest.size()), rest.data() + rest.size(), sidecar.saved);
-  if (!rest.starts_with(kSaved) || saved.ec != std::errc() || *saved.ptr != '\n') fail("it does not say when it was saved");
-  rest.remove_prefix(static_cast<std::size_t>(saved.ptr - rest.data()) + 1);
+  std::int64_t sums_begin = *length;
+  std::string_view rest = lines.substr(kFirstLine);
+  const auto next_line = [&rest] {
+    const std::string_view line = rest.substr(0, rest.find('\n'));
+    rest.remove_prefix(std::min(line.size() + 1, rest.size()));
+    return line;
+  };
+  const std::string_view first = next_line();
+  const auto saved = first.starts_with(kSaved) ? number_of<std::int64_t>(first.substr(kSaved.size())) : std::nullopt;
+  if (!saved) fail("it does not say when it was saved");
+  sidecar.saved = *saved;
   while (!rest.empty()) {
-    const std::size_t end = rest.find('\n');
-    try {
-      sidecar.files.push_back(listed_in(rest.substr(0, end)));
-    } catch (const Error& error) {
-      fail(error.what());
-    }
-    rest.remove_prefix(end + 1);
+    std::optional<SidecarEntry> entry = entry_in(next_line());
+    if (!entry) fail("a line is no file's");
+    entry->sums_begin = sums_begin;
+    const std::int64_t sums = blocks_of(entry->size) * kSumBytes;
+    if (sums > size - sums_begin) fail("checksums are missing");
+    sums_begin += sums;
+    sidecar.files.push_back(*std::move(entry));
   }
+  if (sums_begin != size) fail("it has " + std::to_string(size) + " bytes instead of " + std::to_string(sums_begin));
   return sidecar;
+}
+
+Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
+  const File file = File::open(step / kSidecar, files);
+  return read_sidecar(file.reader(), file.size(), file.path().string());
+}
+
+ListedFile read_sums(const fs::path& step, const SidecarEntry& entry, FileSystem& files) {
+  const File sidecar = File::open(step / kSidecar, files);
+  std::string bytes(static_cast<std::size_t>(blocks_of(entry.size) * kSumBytes), '\0');
+  sidecar.read_at(entry.sums_begin, bytes);
+  if (crc32(0, bytes) != entry.sums_crc32) throw DamageError(sidecar.path().string() + " is damaged: the checksums of " + entry.name);
+  ListedFile listed{entry.name, entry.size};
+  for (std::size_t at = 0; at < bytes.size(); at += kSumBytes) listed.crc32.push_back(sum_at(bytes, at));
+  return listed;
 }
 
 std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
   try {
-    for (const ListedFile& listed : read_sidecar(step, files).files) {
+    for (const SidecarEntry& listed : read_sidecar(step, files).files) {
       struct stat status {};
       if (files.stat((step / listed.name).c_str(), &status) != 0) throw_errno("look at", step / listed.name);
-      if (status.st_size != listed.size) return other_size(listed, status.st_size);
+      if (status.st_size != listed.size) return other_size(listed.name, status.st_size, listed.size);
     }
     return "";
   } catch (const SystemError& error) {
@@ -338,12 +412,13 @@ std::string fault_in_block(const File& file, const ListedFile& listed, std::size
          std::to_string(begin) + " to " + std::to_string(end - 1) + ": they changed";
 }
 
-std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem& files) {
-  std::string fault = fault_of(step, listed, files);
-  if (!fault.empty()) return fault;
+std::string fault_in(const fs::path& step, const SidecarEntry& entry, FileSystem& files) {
   try {
-    const File file = File::open(step / listed.name, files);
+    const File file = File::open(step / entry.name, files);
+    if (file.size() != entry.size) return other_size(entry.name, file.size(), entry.size);
+    const ListedFile listed = read_sums(step, entry, files);
     std::vector<char> scratch(kReadAtOnce);
+    std::string fault;
     for (std::size_t block = 0; block < listed.crc32.size() && fault.empty(); ++block) {
       fault = fault_in_block(file, listed, block, scratch);
     }
@@ -355,7 +430,7 @@ std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem&
 
 void verify_step(const fs::path& step, FileSystem& files) {
   std::string faults;
-  for (const ListedFile& listed : read_sidecar(step, files).files) {
+  for (const SidecarEntry& listed : read_sidecar(step, files).files) {
     const std::string fault = fault_in(step, listed, files);
     if (!fault.empty()) faults += "\n  " + fault;
   }

@@ -48,8 +48,8 @@ struct ListedFile {
   bool operator==(const ListedFile&) const = default;
 };
 
-/// The sidecar's line of a file, and back (without the end of the line). Throw Error for a name that is none in a folder, and a line that
-/// is none.
+/// A line for a listed file, by which ranks tell each other, and back (without the end of the line). Throw Error for a name that is none in
+/// a folder, and a line that is none.
 std::string line_of(const ListedFile& listed);
 ListedFile listed_in(std::string_view line);
 
@@ -105,14 +105,31 @@ std::filesystem::path commit_step(const std::filesystem::path& temporary, const 
 TemporaryStep begin_new(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 void commit_new(const std::filesystem::path& temporary, const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 
-/// What a step's sidecar says.
+/// What the sidecar's head says of a file. Its checksums are elsewhere in the sidecar: who reads a file or two of thousands reads theirs.
+struct SidecarEntry {
+  std::string name;
+  std::int64_t size = 0;
+  std::int64_t sums_begin = 0;   ///< In the sidecar: a little-endian number of 4 bytes per block.
+  std::uint32_t sums_crc32 = 0;  ///< Of these.
+
+  bool operator==(const SidecarEntry&) const = default;
+};
+
+/// A sidecar's head.
 struct Sidecar {
   std::int64_t saved =
       0;  ///< Of two steps in a folder, the one that was saved later has the greater number (as a rule, nanoseconds of UTC).
-  std::vector<ListedFile> files;
+  std::vector<SidecarEntry> files;
+
+  bool operator==(const Sidecar&) const = default;
 };
-/// Throws DamageError if it is damaged.
+/// Throw DamageError if it is damaged, or is not as long as it says. The former is for a sidecar of `size` bytes, which messages call
+/// `file`.
+Sidecar read_sidecar(const ReadAt& read, std::int64_t size, const std::string& file);
 Sidecar read_sidecar(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
+
+/// A file's checksums. Throws DamageError if they are damaged.
+ListedFile read_sums(const std::filesystem::path& step, const SidecarEntry& entry, FileSystem& files = FileSystem::current());
 
 /// What is wrong with a step: its sidecar is missing or damaged, or something that it lists is missing or has another size. Empty if
 /// nothing is. Contents are not read: see verify_step(). Throws SystemError if the system does not let it be told.
@@ -134,7 +151,7 @@ std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t bloc
 std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch);
 
 /// What is wrong with a listed file, which is read: missing, too short or long, the first damaged block. Empty if nothing is.
-std::string fault_in(const std::filesystem::path& step, const ListedFile& listed, FileSystem& files = FileSystem::current());
+std::string fault_in(const std::filesystem::path& step, const SidecarEntry& entry, FileSystem& files = FileSystem::current());
 
 /// Reads all files of a step. Throws one DamageError that lists all that is missing, too short or long, or damaged.
 void verify_step(const std::filesystem::path& step, FileSystem& files = FileSystem::current());

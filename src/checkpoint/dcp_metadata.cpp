@@ -1,6 +1,8 @@
 #include "checkpoint/dcp_metadata.h"
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <optional>
 #include <span>
 #include <unordered_map>
@@ -105,19 +107,14 @@ RecordLocation read_location(const PickleValue& value) {
   return location;
 }
 
-/// A text that is equal for equal names and offsets only.
-std::string key_of(std::string_view name, const Shape& offsets) {
-  std::string key;
-  for (const std::int64_t offset : offsets) key += std::to_string(offset) + ",";
-  key += ":";
-  return key.append(name);
-}
-
-using Locations = std::unordered_map<std::string, RecordLocation>;
+struct PlacedRecord {
+  Shape offsets;
+  RecordLocation location;
+};
 
 struct Records {
-  Locations of_tensors;  // by key_of()
-  Locations of_objects;  // by name
+  std::unordered_map<std::string_view, std::vector<PlacedRecord>> of_tensors;
+  std::unordered_map<std::string_view, RecordLocation> of_objects;
 };
 
 Records read_records(const PickleValue& storage_data) {
@@ -129,15 +126,15 @@ Records read_records(const PickleValue& storage_data) {
     const PickleValue* offset = index.find("offset");
     RecordLocation location = read_location(*entries[i + 1]);
     if (offset == nullptr || offset->is(PickleValue::Kind::none)) {
-      records.of_objects[std::string(name)] = std::move(location);
+      records.of_objects[name] = std::move(location);
     } else {
-      records.of_tensors[key_of(name, read_size(*offset))] = std::move(location);
+      records.of_tensors[name].push_back({read_size(*offset), std::move(location)});
     }
   }
   return records;
 }
 
-void place_chunks(const std::string& name, DcpTensor& tensor, const Locations& records, const std::string& file) {
+void place_chunks(const std::string& name, DcpTensor& tensor, std::vector<PlacedRecord> records, const std::string& file) {
   const auto throw_for = [&](const std::string& what) { throw Error(file + ": tensor '" + name + "': " + what); };
   try {
     numel(tensor.shape);
@@ -145,10 +142,19 @@ void place_chunks(const std::string& name, DcpTensor& tensor, const Locations& r
   } catch (const Error& error) {
     throw_for(error.what());
   }
+  // As a rule they stand in the same order.
+  const auto fits = [](const DcpTensor::Chunk& chunk, const PlacedRecord& record) { return chunk.box.offsets == record.offsets; };
+  if (std::equal(tensor.chunks.begin(), tensor.chunks.end(), records.begin(), records.end(), fits)) {
+    for (std::size_t i = 0; i < records.size(); ++i) tensor.chunks[i].record = std::move(records[i].location);
+    return;
+  }
+  // Of several for one place, the last one counts, as in Python.
+  const auto before = [](const PlacedRecord& a, const PlacedRecord& b) { return a.offsets < b.offsets; };
+  std::stable_sort(records.begin(), records.end(), before);
   for (DcpTensor::Chunk& chunk : tensor.chunks) {
-    const auto record = records.find(key_of(name, chunk.box.offsets));
-    if (record != records.end()) {
-      chunk.record = record->second;
+    const auto after = std::upper_bound(records.begin(), records.end(), PlacedRecord{chunk.box.offsets, {}}, before);
+    if (after != records.begin() && fits(chunk, *std::prev(after))) {
+      chunk.record = std::prev(after)->location;
     } else if (numel(chunk.box.sizes) != 0) {
       throw_for("no record is listed for one of its " + std::to_string(tensor.chunks.size()) + " boxes; the checkpoint is damaged");
     }
@@ -331,7 +337,7 @@ class MetadataWriter {
 DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file) {
   const Pickle pickle(data, file, allowed_globals());
   const PickleValue& state = state_of(pickle.root(), kMetadata);
-  const Records records = read_records(state.at("storage_data"));
+  Records records = read_records(state.at("storage_data"));
 
   DcpMetadata metadata;
   std::unordered_set<std::string_view> seen;
@@ -341,14 +347,14 @@ DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file) {
     if (!seen.insert(name).second) entries[i]->throw_unexpected("each name once");
     DcpItem item{.name = std::string(name), .content = DcpObject{}};
     if (entries[i + 1]->is_object_of(kBytes)) {
-      const auto record = records.of_objects.find(std::string(name));
+      const auto record = records.of_objects.find(name);
       if (record == records.of_objects.end())
         throw Error(file + ": no record is listed for '" + item.name + "'; the checkpoint is damaged");
       item.content = DcpObject{record->second};
     } else {
       auto content = read_tensor(*entries[i + 1]);
       if (auto* tensor = std::get_if<DcpTensor>(&content)) {
-        place_chunks(item.name, *tensor, records.of_tensors, file);
+        place_chunks(item.name, *tensor, std::move(records.of_tensors[name]), file);
         item.content = std::move(*tensor);
       } else {
         item.content = std::get<DcpUnreadable>(std::move(content));

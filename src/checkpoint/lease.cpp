@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 using std::chrono::system_clock;
 
 // "fsdp-owner 1", then a line each: key, space, value. The stamp is the first, of a fixed width, so that it is renewed in place.
-constexpr std::string_view kFirstLine = "fsdp-owner 1\n";
+constexpr std::string_view kOwnerWords = "fsdp-owner 1\n";
 constexpr std::string_view kRenewed = "renewed ";
 constexpr std::size_t kStampDigits = 20;
 constexpr std::int64_t kMostBytes = 4096;
@@ -137,7 +137,7 @@ struct Lease::Renewal {
     char host[256] = "";
     ::gethostname(host, sizeof(host) - 1);
     const pid_t process = ::getpid();
-    const std::string text = std::string(kFirstLine) + std::string(kRenewed) + stamp(system_clock::now()) + "\nhost " + host +
+    const std::string text = std::string(kOwnerWords) + std::string(kRenewed) + stamp(system_clock::now()) + "\nhost " + host +
                              "\nmachine " + this_machine() + "\nprocess " + std::to_string(process) + "\nstarted " +
                              start_of(process).value_or("") + "\ntoken " + token + "\n";
     held_leases().add(token);
@@ -166,7 +166,7 @@ struct Lease::Renewal {
     while (!changed.wait_for(lock, times.renewed, [this] { return ends; })) {
       try {
         // The file stays open, as the folder gets other names.
-        file.write_at(static_cast<std::int64_t>(kFirstLine.size() + kRenewed.size()), stamp(system_clock::now()));
+        file.write_at(static_cast<std::int64_t>(kOwnerWords.size() + kRenewed.size()), stamp(system_clock::now()));
       } catch (const Error&) {
         // The next one may succeed.
       }
@@ -194,7 +194,7 @@ Owner owner_of(const fs::path& folder, FileSystem& files, LeaseTimes times, syst
     return Owner::kUnknown;
   }
   const auto renewed = number_in<std::int64_t>(value_of(text, "renewed"));
-  if (!text.starts_with(kFirstLine) || !renewed || value_of(text, "token").empty()) return Owner::kUnknown;
+  if (!text.starts_with(kOwnerWords) || !renewed || value_of(text, "token").empty()) return Owner::kUnknown;
   if (const std::optional<bool> holds = holds_here(text)) return *holds ? Owner::kWriting : Owner::kGone;
   return nanoseconds(now - times.lasts) < *renewed ? Owner::kWriting : Owner::kGone;
 }

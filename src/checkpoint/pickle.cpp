@@ -183,7 +183,7 @@ class PickleReader {
   }
 
   PickleValue* add(Kind kind) {
-    pickle_.values_.push_back(PickleValue(pickle_, kind, at_));
+    pickle_.values_.push_back(PickleValue(pickle_, kind, at_, &pickle_.memory_));
     return &pickle_.values_.back();
   }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory_resource>
 #include <set>
 #include <span>
 #include <string>
@@ -74,14 +75,15 @@ class PickleValue {
   friend class Pickle;
   friend class PickleReader;
 
-  PickleValue(const Pickle& owner, Kind kind, std::size_t position) : owner_(&owner), position_(position), kind_(kind) {}
+  PickleValue(const Pickle& owner, Kind kind, std::size_t position, std::pmr::memory_resource* memory)
+      : owner_(&owner), position_(position), items_(memory), kind_(kind) {}
   void expect(Kind kind, const char* expected) const;
 
   const Pickle* owner_;
   std::size_t position_;
   std::string_view text_;
   // The elements of containers. An object's first three are callable, arguments and state (or null).
-  std::vector<const PickleValue*> items_;
+  std::pmr::vector<const PickleValue*> items_;
   union {
     bool boolean;
     std::int64_t integer;
@@ -113,8 +115,10 @@ class Pickle {
 
   std::string file_;
   std::size_t size_;
+  // All nodes go together, with millions of small arrays.
+  std::pmr::monotonic_buffer_resource memory_;
   // A deque: nodes point to each other. They are destroyed one by one, cycles or not.
-  std::deque<PickleValue> values_;
+  std::pmr::deque<PickleValue> values_{&memory_};
   std::set<std::string, std::less<>> names_;  // of globals that `allowed` has by a pattern
   std::vector<std::string_view> globals_;
   const PickleValue* root_ = nullptr;

@@ -106,7 +106,7 @@ TEST(Commit, VerifyListsAllThatIsWrong) {
   seal_step(temporary, listed);
   commit_step(temporary, step);
   verify_step(step);
-  EXPECT_EQ(read_sidecar(step).files, listed);
+  for (std::size_t i = 0; i < listed.size(); ++i) EXPECT_EQ(read_sums(step, read_sidecar(step).files.at(i)), listed[i]);
   fs::remove(step / "missing");
   fs::resize_file(step / "short", 3);
   folder.write("1/flipped", "contend");

@@ -56,10 +56,11 @@ TEST(Steps, ClocksNeedNotAgree) {
   std::string text = fsdp::testing::read_file(ahead / kSidecar);
   const auto saved = std::to_string(read_sidecar(ahead).saved);
   text.replace(text.find(saved), saved.size(), "4102444800000000000");
-  text.resize(text.rfind("end "));
-  char end[16];
-  std::snprintf(end, sizeof(end), "end %08x\n", crc32(0, text));
-  folder.write("step-5/" + std::string(kSidecar), text + end);
+  const auto end = text.find("end ");
+  char sum[9];
+  std::snprintf(sum, sizeof(sum), "%08x", crc32(0, std::string_view(text).substr(0, end)));
+  text.replace(end + 4, 8, sum);
+  folder.write("step-5/" + std::string(kSidecar), text);
   ASSERT_EQ(read_sidecar(ahead).saved, 4102444800000000000);
   save_step(folder.path() / "step-3", "now");
   EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-5", "step-3"}));
