@@ -176,7 +176,7 @@ TEST(Damage, ADiskThatFailsInTheMiddle) {
     bool ended = false;
     int unchanged = 0;
     int changed = 0;
-    for (std::int64_t good = 0; !ended; good += good / 4 + 1) {
+    for (std::int64_t good = 0; !ended; good += good / 16 + 1) {
       SCOPED_TRACE(good);
       const bool torn = changed > 0;
       if (torn) {

@@ -227,7 +227,7 @@ TEST_F(SourceTest, BytesThatChangeBeforeTheyAreAssignedAreFound) {
         int before = 0;
         int while_assigning = 0;
         bool ended = false;
-        for (std::int64_t good = 0; !ended; good += good / 4 + 1) {
+        for (std::int64_t good = 0; !ended; good += good / 16 + 1) {
           SCOPED_TRACE(good);
           FaultyFiles files;
           if (rank == 1) files.true_preads = good;
