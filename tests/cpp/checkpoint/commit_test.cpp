@@ -2,13 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "checkpoint/checksum.h"
 #include "checkpoint/steps.h"
 #include "fsdp/error.h"
 #include "support/faulty_files.h"
@@ -62,6 +67,71 @@ TEST(Commit, OnlyCheckpointsAreOverwritten) {
   folder.write("late/thesis.tex", "x");
   EXPECT_THROW(commit_step(temporary, folder.path() / "late"), Error);
   EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
+}
+
+TEST(Commit, WhatIsNewReplacesNothing) {
+  const TemporaryFolder folder;
+  save_step(folder.path() / "1", "precious");
+  fs::create_directory(folder.path() / "empty");
+  folder.write("file", "x");
+  const std::string refusal = " is there already, and what is written here replaces nothing";
+  for (const char* name : {"1", "1/", "file"}) {
+    EXPECT_NE(message_of([&] { begin_new(folder.path() / name); }).find(refusal), std::string::npos) << name;
+  }
+  EXPECT_EQ(content_of_step(folder.path() / "1"), "precious");
+  for (const char* name : {"empty", "new"}) {
+    const TemporaryStep step = begin_new(folder.path() / name);
+    write_whole(step.path() / "model", "x");
+    commit_new(step.path(), folder.path() / name);
+    EXPECT_EQ(list_folder(folder.path() / name), std::vector<std::string>{"model"});
+  }
+  // Where something came while it was written.
+  const TemporaryStep late = begin_new(folder.path() / "late");
+  folder.write("late/thesis.tex", "x");
+  EXPECT_NE(message_of([&] { commit_new(late.path(), folder.path() / "late"); }).find(refusal), std::string::npos);
+  EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
+}
+
+// Of 4,096 files with 25 GB each: 100 TB. Who reads one of them reads the head and this one's checksums.
+TEST(Commit, ASidecarListsAHundredTerabytes) {
+  constexpr int kFiles = 4096;
+  constexpr std::int64_t kSize = std::int64_t{25000} << 20;
+  const TemporaryFolder folder;
+  ListedFile one{.name = "one", .size = 3 * kSummedBlock, .crc32 = {1, 2, 3}};
+  std::vector<ListedFile> listed(kFiles, ListedFile{.name = "", .size = kSummedBlock, .crc32 = {7}});
+  for (int i = 0; i < kFiles; ++i) listed[static_cast<std::size_t>(i)].name = "__" + std::to_string(i) + "_0.distcp";
+  listed.push_back(one);
+  seal_step(folder.path(), listed);
+  const Sidecar sidecar = read_sidecar(folder.path());
+  ASSERT_EQ(sidecar.files.size(), listed.size());
+  EXPECT_EQ(read_sums(folder.path(), sidecar.files.back()), one);
+  // The same head with other sizes, and the sidecar as long as they make it, of which nobody reads more than the head.
+  std::string lines = "saved 1\n";
+  for (int i = 0; i < kFiles; ++i) lines += std::to_string(kSize) + " __" + std::to_string(i) + "_0.distcp 00000000\n";
+  char first[64];
+  std::snprintf(first, sizeof(first), "fsdp-checksums 3 %012zu\n", 30 + lines.size() + 13);
+  std::string head = first + lines;
+  std::snprintf(first, sizeof(first), "end %08x\n", crc32(0, head));
+  head += first;
+  std::int64_t reached = 0;
+  const ReadAt read = [&](std::int64_t offset, std::span<char> to) {
+    reached = std::max(reached, offset + static_cast<std::int64_t>(to.size()));
+    std::copy_n(head.begin() + offset, to.size(), to.begin());
+  };
+  const std::int64_t size = static_cast<std::int64_t>(head.size()) + std::int64_t{kFiles} * 25000 * 4;
+  EXPECT_EQ(read_sidecar(read, size, "sidecar").files.back().sums_begin, size - 100000);
+  EXPECT_EQ(reached, static_cast<std::int64_t>(head.size()));
+  EXPECT_THROW(read_sidecar(read, size - 1, "sidecar"), DamageError);
+  EXPECT_THROW(read_sidecar(read, size + 1, "sidecar"), DamageError);
+}
+
+TEST(Commit, ADamagedChecksumIsNotAFilesFault) {
+  const TemporaryFolder folder;
+  save_step(folder.path() / "1", "content");
+  const fs::path sidecar = folder.path() / "1" / kSidecar;
+  fsdp::testing::flip_bit(sidecar, static_cast<std::int64_t>(fs::file_size(sidecar)) - 1, 3);
+  const std::string message = message_of([&] { verify_step(folder.path() / "1"); });
+  EXPECT_NE(message.find(sidecar.string() + " is damaged: the checksums of .metadata"), std::string::npos) << message;
 }
 
 TEST(Commit, LargeFilesAreSummedInBlocks) {

@@ -122,6 +122,15 @@ TEST(Steps, PruneKeepsTheNewestAndWhatItDoesNotKnow) {
   EXPECT_EQ(list_folder(folder.path()), (Names{"10", "3", "5", "notes.txt"}));
 }
 
+// They may be all that is left to repair something from.
+TEST(Steps, PruneLeavesDamagedOnes) {
+  const TemporaryFolder folder;
+  for (const char* name : {"1", "2", "3"}) save_step(folder.path() / name, name);
+  fs::resize_file(folder.path() / "1/__0_0.distcp", 0);
+  prune_steps(folder.path() / "3", 1);
+  EXPECT_EQ(list_folder(folder.path()), (Names{"1", "3"}));
+}
+
 TEST(Steps, PruneTakesOneSeries) {
   const TemporaryFolder folder;
   for (const char* name : {"best-1", "step-1", "step-2", "7", "final", "step-3"}) save_step(folder.path() / name, name);
@@ -195,7 +204,7 @@ TEST(Steps, WhatNfsKeepsDoesNotFailASave) {
     const Names left = list_folder(folder.path());
     EXPECT_EQ(left.size(), std::string(held) == ".fsdp-owner" ? 3U : 1U);
     for (const std::string& name : left) {
-      if (name.starts_with('.')) EXPECT_TRUE(fs::is_empty(folder.path() / name));
+      EXPECT_TRUE(!name.starts_with('.') || fs::is_empty(folder.path() / name)) << name;
     }
   }
 }
