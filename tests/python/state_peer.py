@@ -9,6 +9,7 @@ Exits with 0 if all went well.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,4 +159,5 @@ def fsdp2(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    {"plain": plain, "fsdp2": fsdp2, "programs": programs, "types": types}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Callable[..., None]] = {"plain": plain, "fsdp2": fsdp2, "programs": programs, "types": types}
+    commands[sys.argv[1]](*sys.argv[2:])
