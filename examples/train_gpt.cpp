@@ -454,7 +454,8 @@ void add_options(CLI::App& app, Options& options) {
   option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}))->group("Sharding");
 
   option("--save", options.save, "A folder for checkpoints, each a folder; empty: none")->group("Checkpoints");
-  option("--save-name", options.save_name, "Checkpoints are called NAME-N: jobs that share a folder need different ones")->group("Checkpoints");
+  option("--save-name", options.save_name, "Checkpoints are called NAME-N: jobs that share a folder need different ones")
+      ->group("Checkpoints");
   app.add_flag("--save-async", options.save_async, "Write checkpoints beside training")->group("Checkpoints");
   option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too")->group("Checkpoints");
   option("--keep-last", options.keep_last, "How many of the newest are kept; 0: all")->group("Checkpoints");

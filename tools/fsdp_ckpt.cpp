@@ -174,7 +174,8 @@ int verify(const Options& options) {
     findings = ckpt::check_dcp(path);
   }
   if (findings.faults.empty()) {
-    std::cout << ckpt::printable(options.path) << ": whole: " << counted(findings.tensors, "tensor") << ", " << counted(findings.values, "value") << ", "
+    std::cout << ckpt::printable(options.path) << ": whole: " << counted(findings.tensors, "tensor") << ", "
+              << counted(findings.values, "value") << ", "
               << (findings.has_checksums
                       ? counted(findings.files, "checksum")
                       : (is_safetensors ? "no checksums: places and sizes were checked, not contents" : "by the records' own checksums"))

@@ -42,7 +42,8 @@ struct LoadOptions {
   bool strict = true;
   /// The name in the checkpoint of one in the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"). By default the same.
   std::function<std::string(const std::string& key)> rename = {};
-  /// What stands in the checkpoint where names here, after `rename`, begin with "model." and "optim.". torchtitan's are "" and "optimizer.".
+  /// What stands in the checkpoint where names here, after `rename`, begin with "model." and "optim.". torchtitan's are "" and
+  /// "optimizer.".
   std::string model_prefix = "model.";
   std::string optimizer_prefix = "optim.";
   /// Names of the model (as `rename` gets them) that stay as they are, and names in the checkpoint that are left out, even if strict.
