@@ -117,10 +117,12 @@ TEST_F(LoadLatest, TakesNoOlderOneForOtherFaults) {
     Training run;
     save(run, 2, [&] { flip_bit(path("step-2/__1_0.distcp"), 4000, 1); });
     for (const int code : {EIO, ESTALE, EMFILE, EACCES}) {
-      for (const bool while_reading : {false, true}) {
+      // While it looks for checkpoints, and while it reads one.
+      for (const int good_preads : {-1, 0, 4, 10, 20, 40}) {
+        const bool while_reading = good_preads >= 0;
         fsdp::testing::FaultyFiles files;
         if (while_reading && rank == 0) files.pread_error = code;  // rank 1 finds damage meanwhile
-        if (while_reading) files.good_preads = 4;
+        if (while_reading) files.good_preads = good_preads;
         if (!while_reading) files.look_error = code;
         files.unseen = "step-2/__0_0";
         const fsdp::ckpt::ReplacedFileSystem replaced(files);
