@@ -52,6 +52,8 @@ struct Options {
   std::int64_t eval_sequences = 64;
   std::string log;
   std::string save;
+  std::string save_name = "step";
+  bool save_async = false;
   std::int64_t save_every = 100;
   int keep_last = 2;
   std::string resume = "no";
@@ -273,7 +275,9 @@ fsdp::Optimizer optimizer_of(const Options& options, GPT& model) {
 /// Set by SIGTERM, which Slurm and torchrun send some time before they kill.
 volatile std::sig_atomic_t asked_to_end = 0;
 
-std::string checkpoint_of(const Options& options, std::int64_t step) { return options.save + "/step-" + std::to_string(step); }
+std::string checkpoint_of(const Options& options, std::int64_t step) {
+  return options.save + "/" + options.save_name + "-" + std::to_string(step);
+}
 
 /// Goes on from a checkpoint, if the options say so and there is one.
 std::optional<fsdp::Loaded> resume(const Options& options, GPT& model, fsdp::Optimizer& optimizer) {
@@ -319,9 +323,16 @@ int train(const Options& options, const Corpus& corpus) {
   }
   const auto begin = std::chrono::steady_clock::now();
   const auto seconds_so_far = [&] { return seconds_before + seconds_since(begin); };
+  std::optional<fsdp::AsyncSaver> saver;
+  if (options.save_async) saver.emplace(*model, &optimizer);
   const auto save = [&] {
-    fsdp::save(checkpoint_of(options, step), *model, optimizer, {{"step", step}, {"seconds", seconds_so_far()}},
-               {.keep_last = options.keep_last});
+    const fsdp::ExtraState extra = {{"step", step}, {"seconds", seconds_so_far()}};
+    const fsdp::SaveOptions how{.keep_last = options.keep_last};
+    if (saver) {
+      saver->save(checkpoint_of(options, step), extra, how);
+    } else {
+      fsdp::save(checkpoint_of(options, step), *model, optimizer, extra, how);
+    }
   };
   // Progress in [0, 1]: by steps, or by rank 0's clock, which every rank must agree on.
   const auto done = [&] {
@@ -360,6 +371,7 @@ int train(const Options& options, const Corpus& corpus) {
     const bool ends = mesh.sum(asked_to_end) > 0;  // One rank may have heard of it before the others.
     if (!options.save.empty() && (ends || progress >= 1 || step % options.save_every == 0)) save();
     if (ends) {
+      if (saver) saver->wait();
       report.line("ended by SIGTERM after step " + std::to_string(step) +
                       (options.save.empty() ? ", nothing saved: no --save" : ", saved to " + checkpoint_of(options, step)),
                   {{"step", step}, {"ended", "SIGTERM"}});
@@ -373,6 +385,7 @@ int train(const Options& options, const Corpus& corpus) {
       report.line(text, {{"step", step}, {"validation_bits_per_byte", bits}});
     }
   }
+  if (saver) saver->wait();
   const double seconds = seconds_so_far();
   const double bits = evaluate(model, corpus, options, mesh);
   const auto text = sample(model, options, mesh);
@@ -440,7 +453,10 @@ void add_options(CLI::App& app, Options& options) {
   option("--threads", options.threads, "Per rank")->group("Sharding");
   option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}))->group("Sharding");
 
-  option("--save", options.save, "A folder for checkpoints, each a folder step-N; empty: none")->group("Checkpoints");
+  option("--save", options.save, "A folder for checkpoints, each a folder; empty: none")->group("Checkpoints");
+  option("--save-name", options.save_name, "Checkpoints are called NAME-N: jobs that share a folder need different ones")
+      ->group("Checkpoints");
+  app.add_flag("--save-async", options.save_async, "Write checkpoints beside training")->group("Checkpoints");
   option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too")->group("Checkpoints");
   option("--keep-last", options.keep_last, "How many of the newest are kept; 0: all")->group("Checkpoints");
   option("--resume", options.resume, "no; auto: go on from the newest in --save, if there is one; or a checkpoint's path")

@@ -15,6 +15,7 @@
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"
+#include "checkpoint/printable.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
 #include "fsdp/error.h"
@@ -54,8 +55,11 @@ std::string shape_text(const ckpt::Shape& shape) {
   return text + "]";
 }
 
-/// Columns as wide as their widest entry; the last one is not padded.
-void print_table(const std::vector<std::vector<std::string>>& rows) {
+/// Columns as wide as their widest entry; the last one is not padded. Entries may come from files.
+void print_table(std::vector<std::vector<std::string>> rows) {
+  for (auto& row : rows) {
+    for (auto& entry : row) entry = ckpt::printable_line(entry);
+  }
   std::vector<std::size_t> widths;
   for (const auto& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
@@ -99,7 +103,7 @@ void inspect_dcp(const fs::path& folder) {
   const auto metadata =
       ckpt::read_dcp_metadata(ckpt::read_whole(folder / ckpt::kMetadataFile, ckpt::kMostMetadata), (folder / ckpt::kMetadataFile).string());
   const bool is_ours = fs::exists(folder / ckpt::kSidecar);
-  std::cout << folder.string() << ": torch.distributed.checkpoint, "
+  std::cout << ckpt::printable(folder.string()) << ": torch.distributed.checkpoint, "
             << (!is_ours                    ? "without checksums (written by Python)"
                 : ckpt::is_complete(folder) ? "complete"
                                             : "NOT COMPLETE")
@@ -113,6 +117,10 @@ void inspect_dcp(const fs::path& folder) {
       const auto bytes = ckpt::numel(tensor->shape) * ckpt::itemsize(tensor->dtype);
       total += bytes;
       tensors.push_back(tensor_row(item.name, tensor->dtype, tensor->shape, tensor->chunks.size(), bytes));
+      continue;
+    }
+    if (const auto* unreadable = std::get_if<ckpt::DcpUnreadable>(&item.content)) {
+      values.push_back({item.name, "cannot be read: " + unreadable->why});
       continue;
     }
     const auto& record = std::get<ckpt::DcpObject>(item.content).record;
@@ -139,7 +147,7 @@ void inspect_safetensors(const fs::path& path) {
       tensors.push_back(tensor_row(tensor.name, tensor.dtype, tensor.shape, 1, tensor.length));
     }
   }
-  std::cout << path.string() << ": safetensors\n";
+  std::cout << ckpt::printable(path.string()) << ": safetensors\n";
   print_files(fs::is_directory(path) ? path : path.parent_path(), names);
   print_tensors(tensors, total);
 }
@@ -166,14 +174,17 @@ int verify(const Options& options) {
     findings = ckpt::check_dcp(path);
   }
   if (findings.faults.empty()) {
-    std::cout << options.path << ": whole: " << counted(findings.tensors, "tensor") << ", " << counted(findings.values, "value") << ", "
-              << (findings.has_checksums ? counted(findings.files, "checksum")
-                                         : "no checksums: places and sizes were checked, not contents")
+    std::cout << ckpt::printable(options.path) << ": whole: " << counted(findings.tensors, "tensor") << ", "
+              << counted(findings.values, "value") << ", "
+              << (findings.has_checksums
+                      ? counted(findings.files, "checksum")
+                      : (is_safetensors ? "no checksums: places and sizes were checked, not contents" : "by the records' own checksums"))
               << "\n";
+    for (const auto& item : findings.only_for_python) std::cout << "  only Python can read " << ckpt::printable_line(item) << "\n";
     return 0;
   }
-  std::cout << options.path << ": " << counted(static_cast<std::int64_t>(findings.faults.size()), "fault") << "\n";
-  for (const auto& fault : findings.faults) std::cout << "  " << fault << "\n";
+  std::cout << ckpt::printable(options.path) << ": " << counted(static_cast<std::int64_t>(findings.faults.size()), "fault") << "\n";
+  for (const auto& fault : findings.faults) std::cout << "  " << ckpt::printable_line(fault) << "\n";
   return kFound;
 }
 
@@ -181,7 +192,7 @@ int convert(Options options) {
   const std::map<std::string, at::ScalarType> dtypes = {{"fp32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}};
   if (const auto found = dtypes.find(options.dtype); found != dtypes.end()) options.convert.dtype = found->second;
   const auto done = fsdp::state::convert(options.path, options.other, options.convert);
-  std::cout << options.other << ": " << counted(done.tensors, "tensor") << ", " << bytes_text(done.bytes);
+  std::cout << ckpt::printable(options.other) << ": " << counted(done.tensors, "tensor") << ", " << bytes_text(done.bytes);
   if (done.left_out > 0) {
     std::cout << "; left out: " << counted(done.left_out, "item") << " that " << (done.left_out == 1 ? "is no tensor" : "are no tensors")
               << " below '" << options.convert.prefix << "'";
@@ -192,7 +203,7 @@ int convert(Options options) {
 
 int diff(const Options& options) {
   const auto found = fsdp::state::diff(options.path, options.other, options.diff);
-  for (const auto& line : found.lines) std::cout << line << "\n";
+  for (const auto& line : found.lines) std::cout << ckpt::printable_line(line) << "\n";
   std::cout << counted(static_cast<std::int64_t>(found.lines.size()), "difference") << ", " << found.same << " equal";
   if (found.ignored > 0) std::cout << ", " << found.ignored << " ignored";
   std::cout << "\n";
@@ -235,7 +246,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const std::exception& error) {
-    std::cerr << "fsdp-ckpt: " << error.what() << "\n";
+    std::cerr << "fsdp-ckpt: " << ckpt::printable(error.what()) << "\n";
     return kUsageExitCode;
   }
 }

@@ -1,11 +1,15 @@
 #include "checkpoint/check.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <memory>
+#include <set>
+#include <span>
 #include <utility>
 #include <variant>
 
+#include "checkpoint/checksum.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/records.h"
 #include "fsdp/error.h"
@@ -26,7 +30,7 @@ void note(Findings& findings, Look look) {
 }
 
 void check_files(const fs::path& folder, FileSystem& files, Findings& findings) {
-  for (const ListedFile& listed : read_sidecar(folder, files)) {
+  for (const SidecarEntry& listed : read_sidecar(folder, files).files) {
     ++findings.files;
     std::string fault = fault_in(folder, listed, files);
     if (!fault.empty()) findings.faults.push_back(std::move(fault));
@@ -54,11 +58,33 @@ class Records {
   std::map<std::string, std::unique_ptr<File>> open_;
 };
 
+/// What Python wrote has no other checksums than its records' own.
+void check_data(const File& file, const TensorData& data, const std::string& name) {
+  if (!data.stored.crc32) return;
+  std::vector<char> scratch(kReadAtOnce);
+  std::uint32_t sum = 0;
+  for (std::int64_t done = 0; done < data.stored.length;) {
+    const auto part = std::span(scratch).first(std::min(scratch.size(), static_cast<std::size_t>(data.stored.length - done)));
+    file.read_at(data.stored.offset + done, part);
+    sum = crc32(sum, part);
+    done += static_cast<std::int64_t>(part.size());
+  }
+  if (sum != *data.stored.crc32) throw Error(fault_in_record(file, data, name));
+}
+
 void check_item(const DcpItem& item, Records& records, Findings& findings) {
+  if (const auto* unreadable = std::get_if<DcpUnreadable>(&item.content)) {
+    ++findings.tensors;
+    findings.only_for_python.push_back("'" + item.name + "': " + unreadable->why);
+    return;
+  }
   if (const auto* object = std::get_if<DcpObject>(&item.content)) {
     ++findings.values;
     if (const File* file = records[object->record.file]) {
-      note(findings, [&] { read_object(file->reader(), object->record, item.name); });
+      note(findings, [&] {
+        const std::string type = type_of_object(file->reader(), object->record, item.name);
+        if (!type.empty()) findings.only_for_python.push_back("'" + item.name + "': " + type);
+      });
     }
     return;
   }
@@ -67,7 +93,10 @@ void check_item(const DcpItem& item, Records& records, Findings& findings) {
   for (const DcpTensor::Chunk& chunk : tensor.chunks) {
     if (chunk.record.file.empty()) continue;  // without elements
     if (const File* file = records[chunk.record.file]) {
-      note(findings, [&] { locate_tensor(file->reader(), chunk.record, item.name, tensor.dtype, chunk.box.sizes); });
+      note(findings, [&] {
+        const TensorData data = locate_tensor(file->reader(), chunk.record, item.name, tensor.dtype, chunk.box.sizes);
+        if (!findings.has_checksums) check_data(*file, data, item.name);
+      });
     }
   }
   const std::string fault = fault_in_boxes(tensor);
@@ -85,9 +114,18 @@ std::string fault_in_boxes(const DcpTensor& tensor) {
     if (__builtin_add_overflow(covered, count, &covered)) return "its parts have more than 2^63 - 1 elements";
     boxes.push_back(&chunk.box);
   }
-  // In the order of their first rows, a box can overlap only those that begin before its last row.
-  const auto begin = [](const Box& box) { return box.offsets.empty() ? 0 : box.offsets[0]; };
-  const auto end = [&](const Box& box) { return box.offsets.empty() ? 1 : box.offsets[0] + box.sizes[0]; };
+  // In the order of their beginnings along a dimension, a box can overlap only those that begin before its end. The dimension along which
+  // most of them begin elsewhere leaves the fewest to compare.
+  std::size_t along = 0;
+  std::size_t most = 0;
+  for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
+    std::set<std::int64_t> begins;
+    for (const Box* box : boxes) begins.insert(box->offsets[d]);
+    if (begins.size() > most) along = d;
+    most = std::max(most, begins.size());
+  }
+  const auto begin = [&](const Box& box) { return box.offsets.empty() ? 0 : box.offsets[along]; };
+  const auto end = [&](const Box& box) { return box.offsets.empty() ? 1 : box.offsets[along] + box.sizes[along]; };
   std::sort(boxes.begin(), boxes.end(), [&](const Box* a, const Box* b) { return begin(*a) < begin(*b); });
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     for (std::size_t j = i + 1; j < boxes.size() && begin(*boxes[j]) < end(*boxes[i]); ++j) {
@@ -101,8 +139,7 @@ std::string fault_in_boxes(const DcpTensor& tensor) {
 
 Findings check_dcp(const fs::path& folder, FileSystem& files) {
   Findings findings;
-  std::error_code ignored;
-  findings.has_checksums = fs::exists(folder / kSidecar, ignored);
+  note(findings, [&] { findings.has_checksums = is_there(folder / kSidecar, files); });
   if (findings.has_checksums) note(findings, [&] { check_files(folder, files, findings); });
   DcpMetadata metadata;
   const std::size_t faults_before = findings.faults.size();

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "checkpoint/checksum.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
 
-CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* listed, std::span<char> scratch, FileSystem& files)
-    : file_(File::open(path, files)), size_(file_.size()), listed_(listed), scratch_(scratch) {
+CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* listed, LastBlock& last, FileSystem& files)
+    : file_(File::open(path, files)), size_(file_.size()), listed_(listed), last_(last) {
   if (listed_ != nullptr && listed_->size != size_) {
     fail(listed_->name + " has " + std::to_string(size_) + " bytes instead of " + std::to_string(listed_->size));
   }
@@ -16,38 +17,68 @@ CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* li
 }
 
 void CheckedFile::fail(const std::string& fault) const {
-  throw Error("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
+  throw DamageError("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
 }
 
-void CheckedFile::check(std::int64_t offset, std::int64_t length) {
-  if (length <= 0) return;
+std::span<const char> CheckedFile::load(std::size_t block) {
+  const auto begin = static_cast<std::int64_t>(block) * kSummedBlock;
+  const auto bytes = std::span(last_.bytes).first(static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin)));
+  if (last_.file == this && last_.index == block) return bytes;
+  last_.file = nullptr;
+  const std::string fault = fault_in_block(file_, *listed_, block, last_.bytes);
+  if (!fault.empty()) fail(fault);
+  last_.file = this;
+  last_.index = block;
+  is_checked_[block] = true;
+  return bytes;
+}
+
+std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
+  if (length <= 0) return 0;
   // Beyond the end there is nothing to check; who reads there gets an error.
   const std::int64_t begin = std::clamp<std::int64_t>(offset, 0, size_);
   const std::int64_t end = length > size_ - begin ? size_ : begin + length;
-  for (std::int64_t block = begin / kSummedBlock; block * kSummedBlock < end; ++block) {
-    const auto index = static_cast<std::size_t>(block);
-    if (is_checked_[index]) continue;
-    if (listed_ != nullptr) {
-      const std::string fault = fault_in_block(file_, *listed_, index, scratch_);
-      if (!fault.empty()) fail(fault);
-    } else {
-      sum_of_block(file_, size_, index, scratch_);  // Nothing to compare it with: that it can be read is all.
+  std::uint32_t sum = 0;
+  for (std::int64_t at = begin; at < end;) {
+    const auto block = static_cast<std::size_t>(at / kSummedBlock);
+    const auto block_begin = at / kSummedBlock * kSummedBlock;
+    const auto next = std::min(end, block_begin + kSummedBlock);
+    const auto count = static_cast<std::size_t>(next - at);
+    if (listed_ == nullptr) {
+      // Nothing to compare it with here.
+      last_.file = nullptr;
+      const auto bytes = std::span(last_.bytes).first(std::min(count, kReadAtOnce));
+      file_.read_at(at, bytes);
+      sum = crc32(sum, bytes);
+      at += static_cast<std::int64_t>(bytes.size());
+      continue;
     }
-    is_checked_[index] = true;
+    const bool is_whole = at == block_begin && next == std::min(size_, block_begin + kSummedBlock);
+    std::uint32_t part = 0;
+    if (is_whole) {
+      if (!is_checked_[block]) load(block);
+      part = listed_->crc32[block];
+    } else {
+      part = crc32(0, load(block).subspan(static_cast<std::size_t>(at - block_begin), count));
+    }
+    sum = combine_crc32(sum, part, count);
+    at = next;
   }
+  return sum;
 }
 
 ReadAt CheckedFile::reader() {
   return [this](std::int64_t offset, std::span<char> to) {
-    check(offset, static_cast<std::int64_t>(to.size()));
+    const std::uint32_t sum = check(offset, static_cast<std::int64_t>(to.size()));
     read_at(offset, to);
+    if (crc32(0, to) != sum) fail(file_.path().filename().string() + " changed while it was read");
   };
 }
 
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
-    : folder_(std::move(folder)), files_(files), has_sidecar_(std::filesystem::exists(folder_ / kSidecar)), scratch_(kReadAtOnce) {
+    : folder_(std::move(folder)), files_(files), has_sidecar_(is_there(folder_ / kSidecar, files_)) {
   if (!has_sidecar_) return;
-  for (ListedFile& listed : read_sidecar(folder_, files_)) {
+  for (SidecarEntry& listed : read_sidecar(folder_, files_).files) {
     const std::string name = listed.name;
     listed_.emplace(name, std::move(listed));
   }
@@ -58,12 +89,16 @@ CheckedFile& CheckedFiles::operator[](const std::string& name) {
   const auto listed = listed_.find(name);
   const bool is_listed = listed != listed_.end();
   if (has_sidecar_ && !is_listed) throw Error((folder_ / kSidecar).string() + " does not list the file " + name);
-  return open_.try_emplace(name, folder_ / name, is_listed ? &listed->second : nullptr, scratch_, files_).first->second;
+  const ListedFile* sums = is_listed ? &(sums_[name] = read_sums(folder_, listed->second, files_)) : nullptr;
+  return open_.try_emplace(name, folder_ / name, sums, last_, files_).first->second;
 }
 
 std::string CheckedFiles::read_whole(const std::string& name, std::int64_t most) {
-  (*this)[name].check(0, most);
-  return ckpt::read_whole(folder_ / name, most, files_);
+  CheckedFile& file = (*this)[name];
+  const std::uint32_t sum = file.check(0, most);
+  std::string content = ckpt::read_whole(folder_ / name, most, files_);
+  if (crc32(0, content) != sum) file.fail(name + " changed while it was read");
+  return content;
 }
 
 }  // namespace fsdp::ckpt

@@ -5,14 +5,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstdio>
-#include <random>
+#include <optional>
 #include <system_error>
-#include <tuple>
 #include <utility>
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
+#include "checkpoint/step_names.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -20,17 +21,22 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kTemporary = ".tmp-";
-constexpr std::string_view kReplaced = ".old-";
-constexpr std::size_t kRandomDigits = 8;
-
 // So much is given to the disk at once. Linux alone would begin when a tenth of the memory waits, or at fsync.
 constexpr std::int64_t kStarted = std::int64_t{8} << 20;
+/// So much is written at once where pieces are smaller.
+constexpr std::size_t kJoined = std::size_t{1} << 20;
 
-// A line per file, 8 digits per block: enough for 32 TB.
-constexpr std::int64_t kMostSidecar = std::int64_t{256} << 20;
-constexpr std::string_view kFirstLine = "fsdp-checksums 2";
+// The sidecar: a head of text, "fsdp-checksums 3 <its length>", "saved <number>", a line per file, "end <CRC-32 of the lines before>"; then
+// all files' checksums, in the order of the lines. The length has a fixed width, so that it can be read first.
+constexpr std::string_view kFirstWords = "fsdp-checksums 3 ";
+constexpr std::size_t kLengthDigits = 12;
+constexpr std::size_t kFirstLine = kFirstWords.size() + kLengthDigits + 1;
+constexpr std::string_view kSaved = "saved ";
+// Some 30 bytes per file.
+constexpr std::int64_t kMostHead = std::int64_t{64} << 20;
 constexpr std::size_t kDigits = 8;  // of a checksum
+constexpr std::size_t kLastLine = 4 + kDigits + 1;
+constexpr std::size_t kSumBytes = 4;
 
 std::string hexadecimal(std::uint32_t value) {
   char text[kDigits + 1];
@@ -38,87 +44,111 @@ std::string hexadecimal(std::uint32_t value) {
   return text;
 }
 
-/// A name beside `target` that nobody has: prefix, target's name, random digits.
-fs::path hidden_name(const fs::path& target, std::string_view prefix) {
-  static thread_local std::random_device random;
-  return target.parent_path() / (std::string(prefix) + target.filename().string() + "-" + hexadecimal(random()));
-}
-
-/// The target's name in a hidden one; empty for other names.
-std::string_view name_in(std::string_view hidden, std::string_view prefix) {
-  if (!hidden.starts_with(prefix) || hidden.size() <= prefix.size() + kRandomDigits + 1) return {};
-  hidden.remove_prefix(prefix.size());
-  hidden.remove_suffix(kRandomDigits + 1);
-  return hidden;
-}
-
-fs::path parent_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : fs::path("."); }
-
-/// "ckpt/" is "ckpt".
-fs::path without_slash(const fs::path& path) { return path.has_filename() ? path : path.parent_path(); }
-
-bool is_there(const fs::path& path) {
-  std::error_code ignored;
-  return fs::exists(fs::symlink_status(path, ignored));
-}
-
 void make_folders(const fs::path& path, FileSystem& files) {
-  if (is_there(path)) return;
+  if (is_there(path, files)) return;
   make_folders(parent_of(path), files);
   // Another process may have been faster.
   if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
   sync_folder(parent_of(path), files);
 }
 
+bool is_empty_folder(const fs::path& path, FileSystem& files) { return is_folder(path, files) && list_folder(path, files).empty(); }
+
 /// Throws Error unless what is at `step` may go: a checkpoint, an empty folder, or nothing.
-void check_replaceable(const fs::path& step) {
-  if (!is_there(step) || is_there(step / kSidecar) || is_there(step / kMetadataFile)) return;
-  if (fs::is_directory(step) && fs::is_empty(step)) return;
+void check_replaceable(const fs::path& step, FileSystem& files) {
+  if (!is_there(step, files) || is_there(step / kSidecar, files) || is_there(step / kMetadataFile, files)) return;
+  if (is_empty_folder(step, files)) return;
   throw Error(step.string() + " is there and is no checkpoint: it is not overwritten; give another name, or remove it");
 }
 
-void rename_to(const fs::path& from, const fs::path& to, unsigned flags, FileSystem& files) {
-  if (files.rename(from.c_str(), to.c_str(), flags) != 0) throw_errno("rename " + from.string() + " to", to);
+/// Throws Error unless nothing is at `path`, or an empty folder.
+void check_free(const fs::path& path, FileSystem& files) {
+  if (!is_there(path, files) || is_empty_folder(path, files)) return;
+  throw Error(path.string() + " is there already, and what is written here replaces nothing; give another name, or remove it");
 }
 
-/// Gives what is at `path` a temporary name, so that it is no step any more, before it goes file by file.
-void remove_step(const fs::path& path, FileSystem& files) {
-  const fs::path doomed = hidden_name(path, kTemporary);
-  rename_to(path, doomed, 0, files);
-  remove_tree(doomed, files);
+TemporaryStep make_temporary(const fs::path& step, FileSystem& files) {
+  make_folders(parent_of(step), files);
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    fs::path temporary = hidden_name(step, kTemporaryPrefix);
+    if (files.mkdir(temporary.c_str(), 0777) == 0) {
+      try {
+        Lease lease(temporary, files);
+        return {std::move(temporary), std::move(lease)};
+      } catch (const Error&) {
+        remove_quietly(temporary, files);
+        throw;
+      }
+    }
+    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  }
 }
 
-/// The number at the end of a name.
-std::optional<std::uint64_t> step_number(std::string_view name) {
-  std::size_t begin = name.size();
-  while (begin > 0 && name[begin - 1] >= '0' && name[begin - 1] <= '9') --begin;
-  std::uint64_t number = 0;
-  const auto result = std::from_chars(name.data() + begin, name.data() + name.size(), number);
-  if (begin == name.size() || result.ec != std::errc()) return std::nullopt;
+/// Later than what any step of the folder says, whatever the clocks of the machines that wrote them.
+std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
+  std::int64_t latest = 0;
+  for (const std::string& name : list_folder(folder, files)) {
+    if (!step_name(name)) continue;
+    try {
+      latest = std::max(latest, read_sidecar(folder / name, files).saved);
+    } catch (const Error&) {
+      // No step, or one that cannot be read: the clock has to do.
+    }
+  }
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::max<std::int64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), latest + 1);
+}
+
+std::string other_size(const std::string& name, std::int64_t size, std::int64_t listed) {
+  return name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed);
+}
+
+/// Such a name is a file's in the step's folder.
+const std::string& checked_name(const std::string& name) {
+  if (name.empty() || name.find_first_of("/\n") != std::string::npos) throw Error("'" + name + "' is no name for a file of a checkpoint");
+  return name;
+}
+
+template <typename Number>
+std::optional<Number> number_of(std::string_view text, int base = 10) {
+  Number number = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), number, base);
+  if (text.empty() || result.ec != std::errc() || result.ptr != text.data() + text.size() || number < 0) return std::nullopt;
   return number;
 }
 
-/// What is wrong with a listed file; empty if nothing is, as far as can be seen without reading it.
-std::string fault_of(const fs::path& step, const ListedFile& listed, FileSystem& files) {
-  try {
-    const std::int64_t size = File::open(step / listed.name, files).size();
-    if (size == listed.size) return "";
-    return listed.name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed.size);
-  } catch (const Error& error) {
-    return error.what();
-  }
+/// "<size> <name> <CRC-32 of its checksums>": a name may have spaces, what stands around it has none.
+std::optional<SidecarEntry> entry_in(std::string_view line) {
+  const std::size_t before_name = line.find(' ');
+  const std::size_t after_name = line.rfind(' ');
+  if (before_name == std::string_view::npos || before_name + 1 >= after_name) return std::nullopt;
+  const auto size = number_of<std::int64_t>(line.substr(0, before_name));
+  const auto sums = number_of<std::uint32_t>(line.substr(after_name + 1), 16);
+  SidecarEntry entry{.name = std::string(line.substr(before_name + 1, after_name - before_name - 1))};
+  if (!size || !sums || line.size() - after_name - 1 != kDigits || entry.name.find('/') != std::string::npos) return std::nullopt;
+  entry.size = *size;
+  entry.sums_crc32 = *sums;
+  return entry;
+}
+
+void append_sum(std::string& bytes, std::uint32_t sum) {
+  for (std::size_t i = 0; i < kSumBytes; ++i) bytes += static_cast<char>(sum >> (8 * i));
+}
+
+std::uint32_t sum_at(std::string_view bytes, std::size_t at) {
+  std::uint32_t sum = 0;
+  for (std::size_t i = 0; i < kSumBytes; ++i) sum |= std::uint32_t{static_cast<unsigned char>(bytes[at + i])} << (8 * i);
+  return sum;
 }
 
 }  // namespace
 
 // "<size> <name> <checksums>": a name may have spaces, what stands around it has none.
 std::string line_of(const ListedFile& listed) {
-  if (listed.name.empty() || listed.name.find_first_of("/\n") != std::string::npos) {
-    throw Error("'" + listed.name + "' is no name for a file of a checkpoint");
-  }
-  std::string line = std::to_string(listed.size) + " " + listed.name + " ";
-  line.reserve(line.size() + listed.crc32c.size() * kDigits);
-  for (const std::uint32_t sum : listed.crc32c) line += hexadecimal(sum);
+  std::string line = std::to_string(listed.size) + " " + checked_name(listed.name) + " ";
+  line.reserve(line.size() + listed.crc32.size() * kDigits);
+  for (const std::uint32_t sum : listed.crc32) line += hexadecimal(sum);
   return line;
 }
 
@@ -134,7 +164,7 @@ ListedFile listed_in(std::string_view line) {
   const bool has_sums = sums.size() % kDigits == 0 && static_cast<std::int64_t>(sums.size() / kDigits) == blocks_of(listed.size);
   if (!has_size || listed.name.find('/') != std::string::npos || !has_sums) fail();
   for (; !sums.empty(); sums.remove_prefix(kDigits)) {
-    const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32c.emplace_back(), 16);
+    const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32.emplace_back(), 16);
     if (sum.ec != std::errc() || sum.ptr != sums.data() + kDigits) fail();
   }
   return listed;
@@ -143,63 +173,112 @@ ListedFile listed_in(std::string_view line) {
 SummedFile::SummedFile(const fs::path& folder, std::string name, FileSystem& files)
     : file_(File::create(folder / name, files)), listed_{std::move(name)} {}
 
-void SummedFile::append(std::span<const char> data) {
+std::uint32_t SummedFile::append(std::span<const char> data) {
+  const bool joins = data.size() < kJoined;
+  if (!joins) flush();
+  std::uint32_t all = 0;
   while (!data.empty()) {
     const std::int64_t in_block = listed_.size % kSummedBlock;
-    const std::span<const char> block = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock - in_block)));
-    if (in_block == 0) listed_.crc32c.push_back(0);
-    listed_.crc32c.back() = crc32c(listed_.crc32c.back(), block);
-    file_.write_at(listed_.size, block);
-    listed_.size += static_cast<std::int64_t>(block.size());
-    data = data.subspan(block.size());
-    if (listed_.size - started_ >= kStarted) {
-      file_.start_writing(started_, listed_.size - started_);
-      started_ = listed_.size;
+    const std::span<const char> piece = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock - in_block)));
+    const std::uint32_t sum = crc32(0, piece);
+    if (in_block == 0) {
+      listed_.crc32.push_back(sum);
+    } else {
+      listed_.crc32.back() = combine_crc32(listed_.crc32.back(), sum, piece.size());
     }
+    all = combine_crc32(all, sum, piece.size());
+    if (joins) {
+      waiting_.append(piece.data(), piece.size());
+    } else {
+      write(piece);
+    }
+    listed_.size += static_cast<std::int64_t>(piece.size());
+    data = data.subspan(piece.size());
+  }
+  if (waiting_.size() >= kJoined) flush();
+  return all;
+}
+
+void SummedFile::write(std::span<const char> data) {
+  file_.write_at(written_, data);
+  written_ += static_cast<std::int64_t>(data.size());
+  if (written_ - started_ >= kStarted) {
+    file_.start_writing(started_, written_ - started_);
+    started_ = written_;
   }
 }
 
-std::uint32_t SummedFile::append_with_crc32(std::span<const char> data) {
-  std::uint32_t crc = 0;
-  while (!data.empty()) {
-    const std::span<const char> block = data.first(std::min(data.size(), static_cast<std::size_t>(kSummedBlock)));
-    crc = crc32(crc, block);
-    append(block);
-    data = data.subspan(block.size());
-  }
-  return crc;
+void SummedFile::flush() {
+  write(waiting_);
+  waiting_.clear();
 }
 
 ListedFile SummedFile::finish() {
+  flush();
   file_.sync();
   file_.close();
   return listed_;
 }
 
-fs::path begin_step(const fs::path& target, FileSystem& files) {
+TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
-  check_replaceable(step);
-  make_folders(parent_of(step), files);
-  constexpr int kAttempts = 10;
-  for (int attempt = 1;; ++attempt) {
-    const fs::path temporary = hidden_name(step, kTemporary);
-    if (files.mkdir(temporary.c_str(), 0777) == 0) return temporary;
-    if (errno != EEXIST || attempt == kAttempts) throw_errno("create the folder", temporary);
+  check_replaceable(step, files);
+  return make_temporary(step, files);
+}
+
+TemporaryStep begin_new(const fs::path& target, FileSystem& files) {
+  const fs::path folder = without_slash(target);
+  check_free(folder, files);
+  return make_temporary(folder, files);
+}
+
+void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& files) {
+  const fs::path folder = without_slash(target);
+  check_free(folder, files);
+  rename_to(temporary, folder, 0, files);
+  try {
+    sync_folder(parent_of(folder), files);
+  } catch (const Error&) {
+    files.rename(folder.c_str(), temporary.c_str(), 0);
+    throw;
   }
+  files.unlink((folder / kOwnerFile).c_str());
+}
+
+void TemporaryStep::discard() noexcept {
+  lease_.reset();  // It has a file open there, which some file systems do not remove.
+  remove_quietly(path_);
 }
 
 void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
-  std::string text = std::string(kFirstLine) + "\n";
-  for (const ListedFile& file : listed) text += line_of(file) + "\n";
-  text += "end " + hexadecimal(crc32c(0, text)) + "\n";
-  write_whole(temporary / kSidecar, text, files);
+  std::vector<std::string> sums;
+  std::string lines = std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
+  for (const ListedFile& file : listed) {
+    std::string& bytes = sums.emplace_back();
+    bytes.reserve(file.crc32.size() * kSumBytes);
+    for (const std::uint32_t sum : file.crc32) append_sum(bytes, sum);
+    lines += std::to_string(file.size) + " " + checked_name(file.name) + " " + hexadecimal(crc32(0, bytes)) + "\n";
+  }
+  char length[kLengthDigits + 1];
+  std::snprintf(length, sizeof(length), "%0*zu", static_cast<int>(kLengthDigits), kFirstLine + lines.size() + kLastLine);
+  std::string head = std::string(kFirstWords) + length + "\n" + lines;
+  head += "end " + hexadecimal(crc32(0, head)) + "\n";
+  File sidecar = File::create(temporary / kSidecar, files);
+  auto end = static_cast<std::int64_t>(head.size());
+  sidecar.write_at(0, head);
+  for (const std::string& bytes : sums) {
+    sidecar.write_at(end, bytes);
+    end += static_cast<std::int64_t>(bytes.size());
+  }
+  sidecar.sync();
+  sidecar.close();
   sync_folder(temporary, files);
 }
 
 fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
   const fs::path step = without_slash(target);
   const fs::path parent = parent_of(step);
-  check_replaceable(step);
+  check_replaceable(step, files);
   /// Syncs what was renamed, or undoes it: on a disk that fails, the names as they were are the safer ones.
   const auto sync_or = [&](auto undo) {
     try {
@@ -209,7 +288,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
       throw;
     }
   };
-  if (!is_there(step)) {
+  if (!is_there(step, files)) {
     rename_to(temporary, step, 0, files);
     sync_or([&] { files.rename(step.c_str(), temporary.c_str(), 0); });
     return {};
@@ -219,7 +298,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
     return temporary;
   }
   if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP) throw_errno("exchange " + temporary.string() + " with", step);
-  const fs::path replaced = hidden_name(step, kReplaced);
+  const fs::path replaced = hidden_name(step, kReplacedPrefix);
   rename_to(step, replaced, 0, files);
   const auto restore = [&] { files.rename(replaced.c_str(), step.c_str(), 0); };
   try {
@@ -232,90 +311,79 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
     if (files.rename(step.c_str(), temporary.c_str(), 0) == 0) restore();
   });
   // No step any more, before it goes file by file.
-  const fs::path doomed = hidden_name(step, kTemporary);
+  const fs::path doomed = hidden_name(step, kTemporaryPrefix);
   return files.rename(replaced.c_str(), doomed.c_str(), 0) == 0 ? doomed : replaced;
 }
 
-std::vector<ListedFile> read_sidecar(const fs::path& step, FileSystem& files) {
-  const fs::path path = step / kSidecar;
-  const std::string text = read_whole(path, kMostSidecar, files);
-  const auto fail = [&path](const std::string& why) { throw Error(path.string() + " is damaged: " + why); };
-  // The last line sums the ones before.
-  constexpr std::size_t kLastLine = 4 + kDigits + 1;
-  if (!text.starts_with(std::string(kFirstLine) + "\n")) fail("it does not begin with '" + std::string(kFirstLine) + "'");
-  if (text.size() < kFirstLine.size() + 1 + kLastLine) fail("it is cut off");
-  const std::string lines = text.substr(0, text.size() - kLastLine);
-  if (text.substr(lines.size()) != "end " + hexadecimal(crc32c(0, lines)) + "\n") fail("its last line does not fit the others");
-
-  std::vector<ListedFile> listed;
-  std::string_view rest = lines;
-  rest.remove_prefix(kFirstLine.size() + 1);
-  while (!rest.empty()) {
-    const std::size_t end = rest.find('\n');
-    try {
-      listed.push_back(listed_in(rest.substr(0, end)));
-    } catch (const Error& error) {
-      fail(error.what());
-    }
-    rest.remove_prefix(end + 1);
+Sidecar read_sidecar(const ReadAt& read, std::int64_t size, const std::string& file) {
+  const auto fail = [&file](const std::string& why) { throw DamageError(file + " is damaged: " + why); };
+  std::string head(kFirstLine, '\0');
+  if (size < static_cast<std::int64_t>(kFirstLine + kLastLine)) fail("it is cut off");
+  read(0, head);
+  if (!head.starts_with(kFirstWords)) fail("it does not begin with '" + std::string(kFirstWords) + "'");
+  const auto length = number_of<std::int64_t>(std::string_view(head).substr(kFirstWords.size(), kLengthDigits));
+  if (!length || *length < static_cast<std::int64_t>(kFirstLine + kLastLine) || *length > std::min(size, kMostHead)) {
+    fail("it does not say how long its head is");
   }
+  head.resize(static_cast<std::size_t>(*length));
+  read(0, head);
+  const std::string_view lines = std::string_view(head).substr(0, head.size() - kLastLine);
+  if (head.substr(lines.size()) != "end " + hexadecimal(crc32(0, lines)) + "\n") fail("its last line does not fit the others");
+
+  Sidecar sidecar;
+  std::int64_t sums_begin = *length;
+  std::string_view rest = lines.substr(kFirstLine);
+  const auto next_line = [&rest] {
+    const std::string_view line = rest.substr(0, rest.find('\n'));
+    rest.remove_prefix(std::min(line.size() + 1, rest.size()));
+    return line;
+  };
+  const std::string_view first = next_line();
+  const auto saved = first.starts_with(kSaved) ? number_of<std::int64_t>(first.substr(kSaved.size())) : std::nullopt;
+  if (!saved) fail("it does not say when it was saved");
+  sidecar.saved = *saved;
+  while (!rest.empty()) {
+    std::optional<SidecarEntry> entry = entry_in(next_line());
+    if (!entry) fail("a line is no file's");
+    entry->sums_begin = sums_begin;
+    const std::int64_t sums = blocks_of(entry->size) * kSumBytes;
+    if (sums > size - sums_begin) fail("checksums are missing");
+    sums_begin += sums;
+    sidecar.files.push_back(*std::move(entry));
+  }
+  if (sums_begin != size) fail("it has " + std::to_string(size) + " bytes instead of " + std::to_string(sums_begin));
+  return sidecar;
+}
+
+Sidecar read_sidecar(const fs::path& step, FileSystem& files) {
+  const File file = File::open(step / kSidecar, files);
+  return read_sidecar(file.reader(), file.size(), file.path().string());
+}
+
+ListedFile read_sums(const fs::path& step, const SidecarEntry& entry, FileSystem& files) {
+  const File sidecar = File::open(step / kSidecar, files);
+  std::string bytes(static_cast<std::size_t>(blocks_of(entry.size) * kSumBytes), '\0');
+  sidecar.read_at(entry.sums_begin, bytes);
+  if (crc32(0, bytes) != entry.sums_crc32) throw DamageError(sidecar.path().string() + " is damaged: the checksums of " + entry.name);
+  ListedFile listed{entry.name, entry.size};
+  for (std::size_t at = 0; at < bytes.size(); at += kSumBytes) listed.crc32.push_back(sum_at(bytes, at));
   return listed;
 }
 
-bool is_complete(const fs::path& step, FileSystem& files) {
+std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
   try {
-    const std::vector<ListedFile> listed = read_sidecar(step, files);
-    return std::all_of(listed.begin(), listed.end(), [&](const ListedFile& file) { return fault_of(step, file, files).empty(); });
-  } catch (const Error&) {
-    return false;
-  }
-}
-
-std::vector<fs::path> complete_steps(const fs::path& folder, FileSystem& files) {
-  if (!is_there(folder)) return {};
-  std::vector<std::tuple<std::uint64_t, std::string, fs::path>> found;
-  for (const std::string& entry : list_folder(folder)) {
-    std::string name = entry;
-    if (const std::string_view replaced = name_in(entry, kReplaced); !replaced.empty()) {
-      name = replaced;
-      if (is_there(folder / name)) continue;
-    } else if (entry.starts_with('.')) {
-      continue;
+    for (const SidecarEntry& listed : read_sidecar(step, files).files) {
+      struct stat status {};
+      if (files.stat((step / listed.name).c_str(), &status) != 0) throw_errno("look at", step / listed.name);
+      if (status.st_size != listed.size) return other_size(listed.name, status.st_size, listed.size);
     }
-    const std::optional<std::uint64_t> number = step_number(name);
-    if (number && is_complete(folder / entry, files)) found.emplace_back(*number, name, folder / entry);
+    return "";
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return error.what();
+  } catch (const DamageError& error) {
+    return error.what();
   }
-  std::sort(found.begin(), found.end());
-  std::vector<fs::path> steps;
-  steps.reserve(found.size());
-  for (auto& [number, name, path] : found) steps.push_back(std::move(path));
-  return steps;
-}
-
-std::optional<fs::path> latest_step(const fs::path& folder, FileSystem& files) {
-  const std::vector<fs::path> steps = complete_steps(folder, files);
-  if (steps.empty()) return std::nullopt;
-  return steps.back();
-}
-
-void prune_steps(const fs::path& folder, int keep_last, FileSystem& files) {
-  if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
-  for (const std::string& entry : list_folder(folder)) {
-    if (!name_in(entry, kTemporary).empty()) {
-      remove_tree(folder / entry, files);
-    } else if (const std::string_view name = name_in(entry, kReplaced); !name.empty()) {
-      if (!is_there(folder / name) && is_complete(folder / entry, files)) {
-        rename_to(folder / entry, folder / name, 0, files);
-      } else {
-        remove_step(folder / entry, files);
-      }
-    }
-  }
-  std::vector<fs::path> steps = complete_steps(folder, files);
-  const std::size_t kept = std::min(steps.size(), static_cast<std::size_t>(keep_last));
-  steps.resize(steps.size() - kept);
-  for (const fs::path& step : steps) remove_step(step, files);
-  sync_folder(folder, files);
 }
 
 std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size % kSummedBlock != 0 ? 1 : 0); }
@@ -325,9 +393,11 @@ std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t bloc
   const std::int64_t end = std::min(begin + kSummedBlock, size);
   std::uint32_t sum = 0;
   for (std::int64_t at = begin; at < end;) {
-    const auto part = scratch.first(std::min(scratch.size(), static_cast<std::size_t>(end - at)));
+    const auto length = std::min({scratch.size(), kReadAtOnce, static_cast<std::size_t>(end - at)});
+    const bool fits = scratch.size() >= static_cast<std::size_t>(end - begin);
+    const auto part = scratch.subspan(fits ? static_cast<std::size_t>(at - begin) : 0, length);
     file.read_at(at, part);
-    sum = crc32c(sum, part);
+    sum = crc32(sum, part);
     at += static_cast<std::int64_t>(part.size());
   }
   return sum;
@@ -335,20 +405,21 @@ std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t bloc
 
 std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
   const std::uint32_t sum = sum_of_block(file, listed.size, block, scratch);
-  if (sum == listed.crc32c[block]) return "";
+  if (sum == listed.crc32[block]) return "";
   const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
   const std::int64_t end = std::min(begin + kSummedBlock, listed.size);
-  return listed.name + " has the checksum " + hexadecimal(sum) + " instead of " + hexadecimal(listed.crc32c[block]) + " in bytes " +
+  return listed.name + " has the checksum " + hexadecimal(sum) + " instead of " + hexadecimal(listed.crc32[block]) + " in bytes " +
          std::to_string(begin) + " to " + std::to_string(end - 1) + ": they changed";
 }
 
-std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem& files) {
-  std::string fault = fault_of(step, listed, files);
-  if (!fault.empty()) return fault;
+std::string fault_in(const fs::path& step, const SidecarEntry& entry, FileSystem& files) {
   try {
-    const File file = File::open(step / listed.name, files);
+    const File file = File::open(step / entry.name, files);
+    if (file.size() != entry.size) return other_size(entry.name, file.size(), entry.size);
+    const ListedFile listed = read_sums(step, entry, files);
     std::vector<char> scratch(kReadAtOnce);
-    for (std::size_t block = 0; block < listed.crc32c.size() && fault.empty(); ++block) {
+    std::string fault;
+    for (std::size_t block = 0; block < listed.crc32.size() && fault.empty(); ++block) {
       fault = fault_in_block(file, listed, block, scratch);
     }
     return fault;
@@ -359,11 +430,11 @@ std::string fault_in(const fs::path& step, const ListedFile& listed, FileSystem&
 
 void verify_step(const fs::path& step, FileSystem& files) {
   std::string faults;
-  for (const ListedFile& listed : read_sidecar(step, files)) {
+  for (const SidecarEntry& listed : read_sidecar(step, files).files) {
     const std::string fault = fault_in(step, listed, files);
     if (!fault.empty()) faults += "\n  " + fault;
   }
-  if (!faults.empty()) throw Error("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
+  if (!faults.empty()) throw DamageError("the checkpoint " + step.string() + " is damaged; load an older one:" + faults);
 }
 
 }  // namespace fsdp::ckpt

@@ -1,5 +1,9 @@
 #include "checkpoint/dcp_metadata.h"
 
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <unordered_set>
@@ -25,25 +29,25 @@ constexpr std::string_view kSize = "torch.Size";
 constexpr std::string_view kTorch = "torch.";
 
 std::span<const std::string_view> allowed_globals() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const DtypeNames& dtype : dtypes()) all.push_back(std::string(kTorch) + std::string(dtype.name));
-    return all;
-  }();
-  static const std::vector<std::string_view> globals = [] {
-    std::vector<std::string_view> all(names.begin(), names.end());
-    // The paths are of the folder that was first written to, which is not used; Python 3.13 has moved their classes.
-    for (const std::string_view global :
-         {kMetadata, kTensor, kProperties, kChunk, kBytes, kIndex, kStorageInfo, kSize,
-          std::string_view("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"),
-          std::string_view("torch.distributed.checkpoint.metadata.StorageMeta"), std::string_view("torch.serialization._get_layout"),
-          std::string_view("collections.OrderedDict"), std::string_view("pathlib.PosixPath"), std::string_view("pathlib._local.PosixPath"),
-          std::string_view("pathlib.WindowsPath"), std::string_view("pathlib._local.WindowsPath")}) {
-      all.push_back(global);
-    }
-    return all;
-  }();
-  return globals;
+  // All of torch, since a dtype that is not known spoils its own tensor only. The paths are of the folder that was first written to, which
+  // is not used; Python 3.13 has moved their classes.
+  static constexpr std::array<std::string_view, 16> kGlobals = {"torch.*",
+                                                                kMetadata,
+                                                                kTensor,
+                                                                kProperties,
+                                                                kChunk,
+                                                                kBytes,
+                                                                kIndex,
+                                                                kStorageInfo,
+                                                                "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+                                                                "torch.distributed.checkpoint.metadata.StorageMeta",
+                                                                "torch.serialization._get_layout",
+                                                                "collections.OrderedDict",
+                                                                "pathlib.PosixPath",
+                                                                "pathlib._local.PosixPath",
+                                                                "pathlib.WindowsPath",
+                                                                "pathlib._local.WindowsPath"};
+  return kGlobals;
 }
 
 /// The state of an instance of a class.
@@ -62,18 +66,22 @@ Shape read_size(const PickleValue& value) {
   return size;
 }
 
-Dtype read_dtype(const PickleValue& properties) {
+/// Nothing for one that is not known; `name` is then what it is called.
+std::optional<Dtype> read_dtype(const PickleValue& properties, std::string_view& name) {
   const std::span<const PickleValue* const> fields = state_of(properties, kProperties).items();
   if (fields.size() != 5) properties.throw_unexpected("tensor properties of five fields");
   const std::string_view global = fields[0]->global();
-  const std::optional<Dtype> dtype = global.starts_with(kTorch) ? dtype_of_name(global.substr(kTorch.size())) : std::nullopt;
-  if (!dtype) fields[0]->throw_unexpected("a dtype");
-  return *dtype;
+  if (!global.starts_with(kTorch)) fields[0]->throw_unexpected("a dtype");
+  name = global;
+  return dtype_of_name(global.substr(kTorch.size()));
 }
 
-DcpTensor read_tensor(const PickleValue& value) {
+std::variant<DcpTensor, DcpUnreadable> read_tensor(const PickleValue& value) {
   const PickleValue& state = state_of(value, kTensor);
-  DcpTensor tensor{.dtype = read_dtype(state.at("properties")), .shape = read_size(state.at("size")), .chunks = {}};
+  std::string_view name;
+  const std::optional<Dtype> dtype = read_dtype(state.at("properties"), name);
+  if (!dtype) return DcpUnreadable{"its dtype is " + std::string(name) + ", which this library does not know"};
+  DcpTensor tensor{.dtype = *dtype, .shape = read_size(state.at("size")), .chunks = {}};
   for (const PickleValue* item : state.at("chunks").items()) {
     const PickleValue& chunk = state_of(*item, kChunk);
     tensor.chunks.push_back({.box = {read_size(chunk.at("offsets")), read_size(chunk.at("sizes"))}, .record = {}});
@@ -99,19 +107,14 @@ RecordLocation read_location(const PickleValue& value) {
   return location;
 }
 
-/// A text that is equal for equal names and offsets only.
-std::string key_of(std::string_view name, const Shape& offsets) {
-  std::string key;
-  for (const std::int64_t offset : offsets) key += std::to_string(offset) + ",";
-  key += ":";
-  return key.append(name);
-}
-
-using Locations = std::unordered_map<std::string, RecordLocation>;
+struct PlacedRecord {
+  Shape offsets;
+  RecordLocation location;
+};
 
 struct Records {
-  Locations of_tensors;  // by key_of()
-  Locations of_objects;  // by name
+  std::unordered_map<std::string_view, std::vector<PlacedRecord>> of_tensors;
+  std::unordered_map<std::string_view, RecordLocation> of_objects;
 };
 
 Records read_records(const PickleValue& storage_data) {
@@ -123,15 +126,15 @@ Records read_records(const PickleValue& storage_data) {
     const PickleValue* offset = index.find("offset");
     RecordLocation location = read_location(*entries[i + 1]);
     if (offset == nullptr || offset->is(PickleValue::Kind::none)) {
-      records.of_objects[std::string(name)] = std::move(location);
+      records.of_objects[name] = std::move(location);
     } else {
-      records.of_tensors[key_of(name, read_size(*offset))] = std::move(location);
+      records.of_tensors[name].push_back({read_size(*offset), std::move(location)});
     }
   }
   return records;
 }
 
-void place_chunks(const std::string& name, DcpTensor& tensor, const Locations& records, const std::string& file) {
+void place_chunks(const std::string& name, DcpTensor& tensor, std::vector<PlacedRecord> records, const std::string& file) {
   const auto throw_for = [&](const std::string& what) { throw Error(file + ": tensor '" + name + "': " + what); };
   try {
     numel(tensor.shape);
@@ -139,10 +142,19 @@ void place_chunks(const std::string& name, DcpTensor& tensor, const Locations& r
   } catch (const Error& error) {
     throw_for(error.what());
   }
+  // As a rule they stand in the same order.
+  const auto fits = [](const DcpTensor::Chunk& chunk, const PlacedRecord& record) { return chunk.box.offsets == record.offsets; };
+  if (std::equal(tensor.chunks.begin(), tensor.chunks.end(), records.begin(), records.end(), fits)) {
+    for (std::size_t i = 0; i < records.size(); ++i) tensor.chunks[i].record = std::move(records[i].location);
+    return;
+  }
+  // Of several for one place, the last one counts, as in Python.
+  const auto before = [](const PlacedRecord& a, const PlacedRecord& b) { return a.offsets < b.offsets; };
+  std::stable_sort(records.begin(), records.end(), before);
   for (DcpTensor::Chunk& chunk : tensor.chunks) {
-    const auto record = records.find(key_of(name, chunk.box.offsets));
-    if (record != records.end()) {
-      chunk.record = record->second;
+    const auto after = std::upper_bound(records.begin(), records.end(), PlacedRecord{chunk.box.offsets, {}}, before);
+    if (after != records.begin() && fits(chunk, *std::prev(after))) {
+      chunk.record = std::prev(after)->location;
     } else if (numel(chunk.box.sizes) != 0) {
       throw_for("no record is listed for one of its " + std::to_string(tensor.chunks.size()) + " boxes; the checkpoint is damaged");
     }
@@ -165,6 +177,10 @@ DcpPath read_path(const PickleValue& value) {
 class MetadataWriter {
  public:
   std::string write(const DcpMetadata& metadata) {
+    for (const DcpItem& item : metadata.items) {
+      const auto* unreadable = std::get_if<DcpUnreadable>(&item.content);
+      if (unreadable != nullptr) throw Error("'" + item.name + "' cannot be written: " + unreadable->why);
+    }
     out_.instance(kModule, "Metadata");
     out_.begin_dict();
     out_.string("state_dict_metadata");
@@ -321,7 +337,7 @@ class MetadataWriter {
 DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file) {
   const Pickle pickle(data, file, allowed_globals());
   const PickleValue& state = state_of(pickle.root(), kMetadata);
-  const Records records = read_records(state.at("storage_data"));
+  Records records = read_records(state.at("storage_data"));
 
   DcpMetadata metadata;
   std::unordered_set<std::string_view> seen;
@@ -331,14 +347,18 @@ DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file) {
     if (!seen.insert(name).second) entries[i]->throw_unexpected("each name once");
     DcpItem item{.name = std::string(name), .content = DcpObject{}};
     if (entries[i + 1]->is_object_of(kBytes)) {
-      const auto record = records.of_objects.find(std::string(name));
+      const auto record = records.of_objects.find(name);
       if (record == records.of_objects.end())
         throw Error(file + ": no record is listed for '" + item.name + "'; the checkpoint is damaged");
       item.content = DcpObject{record->second};
     } else {
-      DcpTensor tensor = read_tensor(*entries[i + 1]);
-      place_chunks(item.name, tensor, records.of_tensors, file);
-      item.content = std::move(tensor);
+      auto content = read_tensor(*entries[i + 1]);
+      if (auto* tensor = std::get_if<DcpTensor>(&content)) {
+        place_chunks(item.name, *tensor, std::move(records.of_tensors[name]), file);
+        item.content = std::move(*tensor);
+      } else {
+        item.content = std::get<DcpUnreadable>(std::move(content));
+      }
     }
     metadata.items.push_back(std::move(item));
   }

@@ -49,9 +49,16 @@ struct DcpObject {
   bool operator==(const DcpObject&) const = default;
 };
 
+/// A tensor that this library cannot read, of a dtype that it does not know, say.
+struct DcpUnreadable {
+  std::string why;
+
+  bool operator==(const DcpUnreadable&) const = default;
+};
+
 struct DcpItem {
   std::string name;
-  std::variant<DcpTensor, DcpObject> content;
+  std::variant<DcpTensor, DcpObject, DcpUnreadable> content;
 
   bool operator==(const DcpItem&) const = default;
 };
@@ -69,10 +76,10 @@ struct DcpMetadata {
 
 /// Reads the text of a `.metadata` file, as torch 2.11 and later write it. Checked: that boxes lie in their tensors, that each has a record
 /// (one without elements may have none), and that records name files of the folder itself. Whether the boxes cover a tensor, and whether
-/// the files are there, shows at reading. Throws Error, which begins with `file`.
+/// the files are there, shows at reading. A tensor of an unknown dtype is a DcpUnreadable. Throws Error, which begins with `file`.
 DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file);
 
-/// The text for what torch.distributed.checkpoint's FileSystemReader reads.
+/// The text for what torch.distributed.checkpoint's FileSystemReader reads. Throws Error for a DcpUnreadable.
 std::string write_dcp_metadata(const DcpMetadata& metadata);
 
 }  // namespace fsdp::ckpt

@@ -25,6 +25,9 @@ constexpr std::array kDtypes = {
     DtypeNames{Dtype::uint64, 8, "uint64", "", "U64"},
     DtypeNames{Dtype::complex64, 8, "complex64", "ComplexFloatStorage", "C64"},
     DtypeNames{Dtype::complex128, 16, "complex128", "ComplexDoubleStorage", ""},
+    DtypeNames{Dtype::float8_e4m3fnuz, 1, "float8_e4m3fnuz", "", "F8_E4M3FNUZ"},
+    DtypeNames{Dtype::float8_e5m2fnuz, 1, "float8_e5m2fnuz", "", "F8_E5M2FNUZ"},
+    DtypeNames{Dtype::float8_e8m0fnu, 1, "float8_e8m0fnu", "", ""},
 };
 
 std::optional<Dtype> find(std::string_view DtypeNames::*member, std::string_view name) {

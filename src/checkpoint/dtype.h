@@ -25,6 +25,9 @@ enum class Dtype : std::uint8_t {
   uint64,
   complex64,
   complex128,
+  float8_e4m3fnuz,
+  float8_e5m2fnuz,
+  float8_e8m0fnu,
 };
 
 /// What the formats call a dtype.

@@ -1,8 +1,8 @@
 #include "checkpoint/files.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/fs.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,6 +22,9 @@ constexpr mode_t kFolderMode = 0777;
 
 /// Some systems refuse transfers of 2 GiB and more at once.
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;
+
+/// What an NFS client calls a file that was removed while a process has it open, until that closes it.
+constexpr std::string_view kKeptByNfs = ".nfs";
 
 /// Null: the operating system's. Atomic, as threads of saves beside training read it.
 std::atomic<FileSystem*> replacement = nullptr;
@@ -69,10 +72,40 @@ int FileSystem::rename(const char* from, const char* to, unsigned flags) {
 }
 int FileSystem::unlink(const char* path) { return ::unlink(path); }
 int FileSystem::rmdir(const char* path) { return ::rmdir(path); }
+int FileSystem::stat(const char* path, struct stat* status) { return ::stat(path, status); }
+int FileSystem::lstat(const char* path, struct stat* status) { return ::lstat(path, status); }
+int FileSystem::fstat(int file, struct stat* status) { return ::fstat(file, status); }
+int FileSystem::list(const char* path, std::vector<std::string>& names) {
+  DIR* folder = ::opendir(path);
+  if (folder == nullptr) return -1;
+  errno = 0;
+  while (const dirent* entry = ::readdir(folder)) {
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace_back(name);
+    errno = 0;
+  }
+  const int error = errno;
+  ::closedir(folder);
+  errno = error;
+  return error == 0 ? 0 : -1;
+}
+
+bool SystemError::is_missing() const { return code_ == ENOENT || code_ == ENOTDIR; }
 
 void throw_errno(const std::string& doing, const std::filesystem::path& path) {
-  throw Error("cannot " + doing + " " + path.string() + ": " + std::generic_category().message(errno));
+  const int code = errno;
+  throw SystemError("cannot " + doing + " " + path.string() + ": " + std::generic_category().message(code), code);
 }
+
+namespace {
+
+bool keeps_open_files(const std::filesystem::path& folder, FileSystem& files) {
+  std::vector<std::string> names;
+  files.list(folder.c_str(), names);  // a folder that is gone has none
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) { return name.starts_with(kKeptByNfs); });
+}
+
+}  // namespace
 
 File::File(std::filesystem::path path, int flags, FileSystem& files)
     : path_(std::move(path)),
@@ -95,7 +128,7 @@ void File::fail(const std::string& doing) const { throw_errno(doing, path_); }
 
 std::int64_t File::size() const {
   struct stat status {};
-  if (::fstat(file_, &status) != 0) fail("look at");
+  if (files_->fstat(file_, &status) != 0) fail("look at");
   return status.st_size;
 }
 
@@ -179,26 +212,61 @@ void sync_folder(const std::filesystem::path& path, FileSystem& files) {
   }
 }
 
-std::vector<std::string> list_folder(const std::filesystem::path& path) {
-  std::error_code error;
+std::vector<std::string> list_folder(const std::filesystem::path& path, FileSystem& files) {
   std::vector<std::string> names;
-  for (std::filesystem::directory_iterator entry(path, error), end; !error && entry != end; entry.increment(error)) {
-    names.push_back(entry->path().filename().string());
-  }
-  if (error) throw Error("cannot list " + path.string() + ": " + error.message());
+  if (files.list(path.c_str(), names) != 0) throw_errno("list", path);
   std::sort(names.begin(), names.end());
   return names;
 }
 
+bool is_there(const std::filesystem::path& path, FileSystem& files) {
+  struct stat status {};
+  if (files.lstat(path.c_str(), &status) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) throw_errno("look at", path);
+  return false;
+}
+
+bool is_folder(const std::filesystem::path& path, FileSystem& files) {
+  struct stat status {};
+  if (files.stat(path.c_str(), &status) == 0) return S_ISDIR(status.st_mode);
+  if (errno != ENOENT && errno != ENOTDIR) throw_errno("look at", path);
+  return false;
+}
+
+void rename_to(const std::filesystem::path& from, const std::filesystem::path& to, unsigned flags, FileSystem& files) {
+  if (files.rename(from.c_str(), to.c_str(), flags) != 0) throw_errno("rename " + from.string() + " to", to);
+}
+
 void remove_tree(const std::filesystem::path& path, FileSystem& files) {
-  std::error_code error;
-  const std::filesystem::file_type type = std::filesystem::symlink_status(path, error).type();
-  if (type == std::filesystem::file_type::not_found) return;
-  if (type == std::filesystem::file_type::directory) {
-    for (const std::string& name : list_folder(path)) remove_tree(path / name, files);
-    if (files.rmdir(path.c_str()) != 0 && errno != ENOENT) throw_errno("remove the folder", path);
-  } else if (files.unlink(path.c_str()) != 0 && errno != ENOENT) {
-    throw_errno("remove", path);
+  struct stat status {};
+  if (files.lstat(path.c_str(), &status) != 0) {
+    if (errno == ENOENT) return;
+    throw_errno("look at", path);
+  }
+  if (!S_ISDIR(status.st_mode)) {
+    const bool is_kept = path.filename().string().starts_with(kKeptByNfs);
+    if (files.unlink(path.c_str()) != 0 && errno != ENOENT && !(is_kept && errno == EBUSY)) throw_errno("remove", path);
+    return;
+  }
+  std::vector<std::string> names = list_folder(path, files);
+  const auto owner = std::find(names.begin(), names.end(), kOwnerFile);
+  const bool has_owner = owner != names.end();
+  if (has_owner) names.erase(owner);
+  for (const std::string& name : names) remove_tree(path / name, files);
+  if (keeps_open_files(path, files)) return;
+  if (has_owner) remove_tree(path / kOwnerFile, files);
+  if (files.rmdir(path.c_str()) == 0 || errno == ENOENT) return;
+  const int error = errno;
+  if (keeps_open_files(path, files)) return;
+  errno = error;
+  throw_errno("remove the folder", path);
+}
+
+void remove_quietly(const std::filesystem::path& path, FileSystem& files) noexcept {
+  try {
+    remove_tree(path, files);
+  } catch (const std::exception&) {
+    // What is left has a temporary name.
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <sys/stat.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -10,7 +11,22 @@
 #include <string_view>
 #include <vector>
 
+#include "fsdp/error.h"
+
 namespace fsdp::ckpt {
+
+/// The system refused a call. Whether what was looked for is there can be told from it only if is_missing().
+class SystemError : public Error {
+ public:
+  SystemError(const std::string& message, int code) : Error(message), code_(code) {}
+  /// errno as it was.
+  int code() const { return code_; }
+  /// There is no such file, rather than one that could not be looked at.
+  bool is_missing() const;
+
+ private:
+  int code_;
+};
 
 /// The system calls below everything here, with their own conventions: -1 and errno. Tests replace some, to have full disks and broken
 /// ones. Called from any thread.
@@ -40,6 +56,11 @@ class FileSystem {
   virtual int rename(const char* from, const char* to, unsigned flags);
   virtual int unlink(const char* path);
   virtual int rmdir(const char* path);
+  virtual int stat(const char* path, struct stat* status);
+  virtual int lstat(const char* path, struct stat* status);
+  virtual int fstat(int file, struct stat* status);
+  /// Adds the names in a folder, in any order, without "." and "..".
+  virtual int list(const char* path, std::vector<std::string>& names);
 };
 
 /// While it lives, this process's saves and loads go through `files`: for tests of what is above the files. One at a time, and none while
@@ -106,12 +127,27 @@ void make_folder(const std::filesystem::path& path, FileSystem& files = FileSyst
 void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// Names in a folder, in order. Throws if it cannot be read, e.g. is not there.
-std::vector<std::string> list_folder(const std::filesystem::path& path);
+std::vector<std::string> list_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
-/// A folder with all that is in it, or a file. Nothing there is no error. Links are removed, not followed.
+/// In a folder that a step is written into, and in the step: who wrote it (lease.h). What has it is this library's to remove.
+inline constexpr std::string_view kOwnerFile = ".fsdp-owner";
+
+/// A folder with all that is in it, the owner file last; or a file. Nothing there is no error. Links are removed, not followed. Where NFS
+/// keeps what a process has open, under names `.nfs...`, these, the owner file and the folder stay, for the next time; no error either.
 void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
+/// The same, as far as it goes: while another error is on its way.
+void remove_quietly(const std::filesystem::path& path, FileSystem& files = FileSystem::current()) noexcept;
 
-/// "cannot <doing> <path>: <errno's text>", for errno as it is now.
+/// A file, a folder, or a link, wherever that leads. Throws if that cannot be told.
+bool is_there(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
+/// A folder, or a link to one. Throws if that cannot be told.
+bool is_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
+
+/// FileSystem::rename(). Throws Error.
+void rename_to(const std::filesystem::path& from, const std::filesystem::path& to, unsigned flags,
+               FileSystem& files = FileSystem::current());
+
+/// SystemError: "cannot <doing> <path>: <errno's text>", for errno as it is now.
 [[noreturn]] void throw_errno(const std::string& doing, const std::filesystem::path& path);
 
 }  // namespace fsdp::ckpt

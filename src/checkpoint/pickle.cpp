@@ -20,6 +20,8 @@ std::string PickleValue::description() const {
       return number_.boolean ? "True" : "False";
     case Kind::integer:
       return "the integer " + std::to_string(number_.integer);
+    case Kind::big_integer:
+      return "an integer of " + std::to_string(text_.size()) + " bytes";
     case Kind::real:
       return "the number " + std::to_string(number_.real);
     case Kind::string:
@@ -181,7 +183,7 @@ class PickleReader {
   }
 
   PickleValue* add(Kind kind) {
-    pickle_.values_.push_back(PickleValue(pickle_, kind, at_));
+    pickle_.values_.push_back(PickleValue(pickle_, kind, at_, &pickle_.memory_));
     return &pickle_.values_.back();
   }
 
@@ -195,7 +197,7 @@ class PickleReader {
   void push_integer(std::int64_t value) { push(Kind::integer)->number_.integer = value; }
 
   void push_long(std::uint64_t length) {
-    if (length > 8) fail("an integer of " + std::to_string(length) + " bytes; 8 is the most that is read");
+    if (length > 8) return push_text(Kind::big_integer, length);
     const std::uint64_t bits = number(length);
     const int unused = 64 - 8 * static_cast<int>(length);
     push_integer(length == 0 ? 0 : static_cast<std::int64_t>(bits << unused) >> unused);
@@ -259,20 +261,29 @@ class PickleReader {
 
   void push_global(std::string_view module, std::string_view name) {
     // Looked up part by part: the text of a forbidden one is not copied, whatever its length.
+    constexpr std::size_t kShown = 100;
     for (const std::string_view known : allowed_) {
       if (known.size() == module.size() + 1 + name.size() && known.starts_with(module) && known[module.size()] == '.' &&
           known.ends_with(name)) {
-        push(Kind::global)->text_ = known;
-        return;
+        return push_known_global(known);
+      }
+      const bool is_pattern = known == "*" || (known.size() == module.size() + 2 && known.starts_with(module) && known.ends_with(".*"));
+      if (is_pattern && module.size() <= kShown && name.size() <= kShown) {
+        return push_known_global(*pickle_.names_.insert(std::string(module).append(".").append(name)).first);
       }
     }
-    constexpr std::size_t kShown = 100;
     fail("the global '" + std::string(module.substr(0, kShown)) + "." + std::string(name.substr(0, kShown)) +
          "' has no business in this file; it was not made by torch.save or torch.distributed.checkpoint alone, or was tampered with");
   }
 
+  void push_known_global(std::string_view text) {
+    push(Kind::global)->text_ = text;
+    if (met_.insert(text).second) pickle_.globals_.push_back(text);
+  }
+
   void push_object(PickleValue* arguments, PickleValue* callable) {
-    if (!callable->is(Kind::global)) fail("a call of " + callable->description());
+    // An object: what a function returned, such as a method.
+    if (!callable->is(Kind::global) && !callable->is(Kind::object)) fail("a call of " + callable->description());
     if (!arguments->is(Kind::tuple)) fail("a call with " + arguments->description() + " as arguments");
     push(Kind::object)->items_ = {callable, arguments, nullptr};
   }
@@ -302,6 +313,7 @@ class PickleReader {
   std::vector<std::size_t> marks_;
   std::vector<PickleValue*> memo_;
   std::uint64_t memoized_ = 0;
+  std::set<std::string_view> met_;  // globals
 };
 
 bool PickleReader::step() {

@@ -3,6 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <memory_resource>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,7 +21,22 @@ class Pickle;
 /// The nodes of a malicious pickle may form cycles, or a graph of exponentially many paths: follow them to a fixed depth, or count.
 class PickleValue {
  public:
-  enum class Kind : std::uint8_t { none, boolean, integer, real, string, bytes, tuple, list, dict, set, global, object, persistent };
+  enum class Kind : std::uint8_t {
+    none,
+    boolean,
+    integer,
+    big_integer,
+    real,
+    string,
+    bytes,
+    tuple,
+    list,
+    dict,
+    set,
+    global,
+    object,
+    persistent
+  };
 
   Kind kind() const { return kind_; }
   bool is(Kind kind) const { return kind_ == kind; }
@@ -57,14 +75,15 @@ class PickleValue {
   friend class Pickle;
   friend class PickleReader;
 
-  PickleValue(const Pickle& owner, Kind kind, std::size_t position) : owner_(&owner), position_(position), kind_(kind) {}
+  PickleValue(const Pickle& owner, Kind kind, std::size_t position, std::pmr::memory_resource* memory)
+      : owner_(&owner), position_(position), items_(memory), kind_(kind) {}
   void expect(Kind kind, const char* expected) const;
 
   const Pickle* owner_;
   std::size_t position_;
   std::string_view text_;
   // The elements of containers. An object's first three are callable, arguments and state (or null).
-  std::vector<const PickleValue*> items_;
+  std::pmr::vector<const PickleValue*> items_;
   union {
     bool boolean;
     std::int64_t integer;
@@ -77,14 +96,16 @@ class PickleValue {
 /// recursion.
 class Pickle {
  public:
-  /// `data` must outlive this object. `file` is for messages only. `allowed` lists the globals ("module.name") that may occur. Throws Error
-  /// for any other one, and for whatever is malformed or of no use in checkpoints (extension codes, out-of-band buffers, integers of more
-  /// than 64 bits, protocols 0 and 1).
+  /// `data` must outlive this object. `file` is for messages only. `allowed` lists the globals ("module.name") that may occur; "module.*"
+  /// stands for all of a module, "*" for all. Throws Error for any other one, and for whatever is malformed or of no use in checkpoints
+  /// (extension codes, out-of-band buffers, protocols 0 and 1).
   Pickle(std::string_view data, std::string file, std::span<const std::string_view> allowed);
   Pickle(const Pickle&) = delete;
   Pickle& operator=(const Pickle&) = delete;
 
   const PickleValue& root() const { return *root_; }
+  /// The globals that occur, as they are first met.
+  const std::vector<std::string_view>& globals() const { return globals_; }
   const std::string& file() const { return file_; }
   /// Of the input, in bytes.
   std::size_t size() const { return size_; }
@@ -94,8 +115,12 @@ class Pickle {
 
   std::string file_;
   std::size_t size_;
+  // All nodes go together, with millions of small arrays.
+  std::pmr::monotonic_buffer_resource memory_;
   // A deque: nodes point to each other. They are destroyed one by one, cycles or not.
-  std::deque<PickleValue> values_;
+  std::pmr::deque<PickleValue> values_{&memory_};
+  std::set<std::string, std::less<>> names_;  // of globals that `allowed` has by a pattern
+  std::vector<std::string_view> globals_;
   const PickleValue* root_ = nullptr;
 };
 

@@ -1,6 +1,7 @@
 #include "checkpoint/records.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -150,6 +151,39 @@ Shape read_shape(const PickleValue& value) {
   return shape;
 }
 
+/// What torch does lazily: the argument after a tensor's fixed ones, if it is there, is a dict that says so.
+void read_lazy_operations(std::span<const PickleValue* const> arguments, std::size_t index, TensorData& data) {
+  if (arguments.size() <= index || arguments[index]->is(PickleValue::Kind::none)) return;
+  const std::span<const PickleValue* const> entries = arguments[index]->entries();
+  for (std::size_t i = 0; i < entries.size(); i += 2) {
+    const std::string_view key = entries[i]->string();
+    if (key != "conj" && key != "neg") entries[i]->throw_unexpected("'conj' or 'neg'");
+    (key == "conj" ? data.is_conjugate : data.is_negative) = entries[i + 1]->boolean();
+  }
+}
+
+/// Returns over how many elements of the storage the tensor's `count` ones reach.
+std::int64_t read_strides(const PickleValue& value, std::int64_t count, TensorData& data) {
+  Shape strides = read_shape(value);
+  const Shape row_major = contiguous_strides(data.sizes);
+  if (strides.size() != row_major.size())
+    value.throw_unexpected("a stride for each of " + std::to_string(row_major.size()) + " dimensions");
+  if (count == 0) return 0;
+  bool is_row_major = true;
+  std::int64_t reach = 1;
+  for (std::size_t d = 0; d < strides.size(); ++d) {
+    if (data.sizes[d] == 1) continue;
+    is_row_major = is_row_major && strides[d] == row_major[d];
+    std::int64_t further = 0;
+    if (strides[d] < 0 || __builtin_mul_overflow(data.sizes[d] - 1, strides[d], &further) ||
+        __builtin_add_overflow(reach, further, &reach)) {
+      value.throw_unexpected("strides within a storage");
+    }
+  }
+  if (!is_row_major) data.strides = std::move(strides);
+  return reach;
+}
+
 }  // namespace
 
 ZipWriter TensorRecord::zip_up_to_data() const {
@@ -217,15 +251,8 @@ TensorData locate_tensor(const ReadAt& file, const RecordLocation& record, const
   } catch (const Error& error) {
     zip.fail(error.what());
   }
-  const Shape strides = read_shape(*arguments[3]);
-  const Shape row_major = contiguous_strides(data.sizes);
-  if (strides.size() != row_major.size())
-    arguments[3]->throw_unexpected("a stride for each of " + std::to_string(row_major.size()) + " dimensions");
-  for (std::size_t d = 0; count > 0 && d < strides.size(); ++d) {
-    if (data.sizes[d] != 1 && strides[d] != row_major[d]) {
-      arguments[3]->throw_unexpected("the strides of a row-major tensor; load it in Python, and save it contiguous()");
-    }
-  }
+  read_lazy_operations(arguments, has_dtype ? 7 : 6, data);
+  const std::int64_t reach = read_strides(*arguments[3], count, data);
 
   const ZipReader::Entry& entry = zip.at("data/" + std::string(id.items()[2]->string()));
   const std::int64_t size = itemsize(data.dtype);
@@ -235,12 +262,13 @@ TensorData locate_tensor(const ReadAt& file, const RecordLocation& record, const
   if (storage_numel < 0 || storage_numel != entry.size / expected_size || entry.size % expected_size != 0) {
     zip.fail("its data have " + std::to_string(entry.size) + " bytes, which is not what the tensor's storage should have");
   }
-  if (storage_offset < 0 || storage_offset > entry.size / size || count > entry.size / size - storage_offset) {
+  if (storage_offset < 0 || storage_offset > entry.size / size || std::max(count, reach) > entry.size / size - storage_offset) {
     zip.fail("the tensor of " + std::to_string(count) + " elements does not lie in its storage of " + std::to_string(entry.size) +
              " bytes");
   }
-  data.offset = record.offset + zip.data_offset(entry) + storage_offset * size;
-  data.length = count * size;
+  data.stored = {record.offset + zip.data_offset(entry), entry.size, entry.crc32};
+  data.offset = data.stored.offset + storage_offset * size;
+  data.length = reach * size;
   return data;
 }
 
@@ -253,6 +281,30 @@ TensorData locate_tensor(const ReadAt& file, const RecordLocation& record, const
                 std::to_string(numel(sizes)) + " or other sizes; the checkpoint is damaged");
   }
   return data;
+}
+
+std::string fault_in_record(const File& file, const TensorData& data, const std::string& name) {
+  return "the checkpoint " + file.path().parent_path().string() + " is damaged; load an older one: the record of '" + name + "' in " +
+         file.path().filename().string() + " has another checksum than its bytes " + std::to_string(data.stored.offset) + " to " +
+         std::to_string(data.stored.offset + data.stored.length - 1) + ": they changed";
+}
+
+std::string type_of_object(const ReadAt& file, const RecordLocation& record, const std::string& name) {
+  static constexpr std::array<std::string_view, 1> kAll = {"*"};
+  const ZipReader zip = open_record(file, record, name);
+  // Values that hold tensors have entries for their data.
+  for (const ZipReader::Entry& entry : zip.entries()) zip.data(entry);
+  const std::string text = zip.data(zip.at(kPickle));
+  const Pickle pickle(text, record.file + ", record of '" + name + "'", kAll);
+  for (const std::string_view global : pickle.globals()) {
+    if (std::find(kPlainGlobals.begin(), kPlainGlobals.end(), global) == kPlainGlobals.end()) return std::string(global);
+  }
+  try {
+    python_value(pickle.root(), text.size());
+  } catch (const Error&) {
+    return pickle.root().description();
+  }
+  return "";
 }
 
 PythonValue read_object(const ReadAt& file, const RecordLocation& record, const std::string& name) {

@@ -112,22 +112,6 @@ SafetensorsFile read_file_of(const std::filesystem::path& path, FileSystem& file
   return {path.filename().string(), read_safetensors_header(file.reader(), file.size(), path.string()).tensors};
 }
 
-/// The names that an index gives, by file.
-std::map<std::string, std::set<std::string>> read_index(const std::filesystem::path& path, FileSystem& files) {
-  const std::string file = path.string();
-  const Json index = parse(read_whole(path, kMostHeader, files), file, kDeepest);
-  const Json& weights = member(index, "weight_map", file, "the index");
-  if (!weights.is_object()) fail(file, "weight_map is no object");
-  std::map<std::string, std::set<std::string>> names;
-  for (const auto& [name, value] : weights.items()) {
-    if (!value.is_string() || !is_plain_name(value.get_ref<const std::string&>())) {
-      fail(file, "'" + name + "' is in " + shown(value) + ", which is no file of this folder");
-    }
-    names[value.get<std::string>()].insert(name);
-  }
-  return names;
-}
-
 std::string header_text(const std::vector<SafetensorsTensor>& tensors, const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
   if (!metadata.empty()) header[kMetadata] = metadata;
@@ -220,22 +204,36 @@ SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size,
   return header;
 }
 
+std::map<std::string, std::set<std::string>> read_safetensors_index(std::string_view text, const std::string& file) {
+  const Json index = parse(text, file, kDeepest);
+  const Json& weights = member(index, "weight_map", file, "the index");
+  if (!weights.is_object()) fail(file, "weight_map is no object");
+  std::map<std::string, std::set<std::string>> names;
+  for (const auto& [name, value] : weights.items()) {
+    if (!value.is_string() || !is_plain_name(value.get_ref<const std::string&>())) {
+      fail(file, "'" + name + "' is in " + shown(value) + ", which is no file of this folder");
+    }
+    names[value.get<std::string>()].insert(name);
+  }
+  return names;
+}
+
 std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files) {
   if (!std::filesystem::is_directory(path)) return {read_file_of(path, files)};
-  if (!std::filesystem::exists(path / kSafetensorsIndex)) return {read_file_of(path / kSafetensorsFile, files)};
+  const std::filesystem::path index = path / kSafetensorsIndex;
+  if (!std::filesystem::exists(index)) return {read_file_of(path / kSafetensorsFile, files)};
   std::vector<SafetensorsFile> model;
-  std::string differences;
-  for (auto& [name, expected] : read_index(path / kSafetensorsIndex, files)) {
-    SafetensorsFile& file = model.emplace_back(read_file_of(path / name, files));
-    const auto add = [&differences, file_name = &name](const std::string& tensor, const char* is, const char* index) {
-      differences.append("\n  '").append(tensor).append(is).append(*file_name).append(index);
-    };
-    for (const SafetensorsTensor& tensor : file.tensors) {
-      if (expected.erase(tensor.name) == 0) add(tensor.name, "' is in ", ", but the index does not say so");
+  std::string missing;
+  for (auto& [name, expected] : read_safetensors_index(read_whole(index, kMostHeader, files), index.string())) {
+    if (!std::filesystem::exists(path / name)) {
+      model.push_back({.name = name, .tensors = {}, .not_there = {expected.begin(), expected.end()}});
+      continue;
     }
-    for (const std::string& missing : expected) add(missing, "' is not in ", ", but the index says so");
+    SafetensorsFile& file = model.emplace_back(read_file_of(path / name, files));
+    std::erase_if(file.tensors, [&names = expected](const SafetensorsTensor& tensor) { return names.erase(tensor.name) == 0; });
+    for (const std::string& tensor : expected) missing.append("\n  '").append(tensor).append("' is not in ").append(name);
   }
-  if (!differences.empty()) fail((path / kSafetensorsIndex).string(), "the index does not fit the files:" + differences);
+  if (!missing.empty()) fail(index.string(), "the index names what the files have not:" + missing);
   return model;
 }
 
@@ -274,6 +272,25 @@ SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, 
     plan.index = index.dump(2) + "\n";
   }
   return plan;
+}
+
+void create_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan, FileSystem& files) {
+  for (const PlannedSafetensors& planned : plan.files) {
+    File file = File::create(folder / planned.file.name, files);
+    file.write_at(0, planned.head);
+    file.close();
+  }
+  if (!plan.index.empty()) write_whole(folder / kSafetensorsIndex, plan.index, files);
+}
+
+void fill_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan,
+                      const std::function<void(const SafetensorsTensor& tensor, File& file)>& write, FileSystem& files) {
+  for (const PlannedSafetensors& planned : plan.files) {
+    File file = File::open_to_write(folder / planned.file.name, files);
+    for (const SafetensorsTensor& tensor : planned.file.tensors) write(tensor, file);
+    file.sync();
+    file.close();
+  }
 }
 
 }  // namespace fsdp::ckpt

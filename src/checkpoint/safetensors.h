@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -44,10 +46,15 @@ SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size,
 struct SafetensorsFile {
   std::string name;
   std::vector<SafetensorsTensor> tensors;
+  /// Of a file that is not there: the tensors that the index places in it. Who has no use for them does not miss it.
+  std::vector<std::string> not_there = {};
 };
 
-/// Reads the headers of a model: `path` is a file, or a folder with an index (whose files' tensors must be those that it names) or a
-/// `model.safetensors`. Names of files are relative to the folder.
+/// The names that the text of an index gives to files, by file. Errors begin with `file`.
+std::map<std::string, std::set<std::string>> read_safetensors_index(std::string_view text, const std::string& file);
+
+/// Reads the headers of a model: `path` is a file, or a folder with an index or a `model.safetensors`. Names of files are relative to the
+/// folder. What files hold beyond what the index names is left out; what it names must be in the files that are there.
 std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// A file to be written.
@@ -72,5 +79,13 @@ struct SafetensorsOptions {
 /// Divides tensors (offsets and lengths are ignored) among files, in their order, and says where their data go. Within a file, those with
 /// larger elements come first, so that all are aligned.
 SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, const SafetensorsOptions& options = {});
+
+/// Makes the files of a plan, without their data, and its index. One process calls this, before fill_safetensors().
+void create_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan, FileSystem& files = FileSystem::current());
+
+/// Opens one file of a plan after the other, and syncs it. `write` puts a tensor's data, or what this process has of them, into its file.
+void fill_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan,
+                      const std::function<void(const SafetensorsTensor& tensor, File& file)>& write,
+                      FileSystem& files = FileSystem::current());
 
 }  // namespace fsdp::ckpt

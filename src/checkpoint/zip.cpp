@@ -222,7 +222,9 @@ ZipReader::ZipReader(ReadAt read_at, std::int64_t length, std::string what) : re
     const bool is_compressed = get(rest, 10, 2) != 0 || packed != unpacked;
     const std::size_t slash = name.find('/');
     if (slash != std::string_view::npos) name.remove_prefix(slash + 1);
-    entries_.push_back({std::string(name), static_cast<std::int64_t>(header), static_cast<std::int64_t>(unpacked), is_compressed});
+    const auto crc32 = static_cast<std::uint32_t>(get(rest, 16, 4));
+    entries_.push_back({std::string(name), static_cast<std::int64_t>(header), static_cast<std::int64_t>(unpacked), is_compressed,
+                        crc32 == 0 ? std::nullopt : std::optional(crc32)});
     rest.remove_prefix(entry_length);
   }
 }
@@ -248,6 +250,10 @@ std::int64_t ZipReader::data_offset(const Entry& entry) const {
   return offset;
 }
 
-std::string ZipReader::data(const Entry& entry) const { return read(data_offset(entry), entry.size); }
+std::string ZipReader::data(const Entry& entry) const {
+  std::string data = read(data_offset(entry), entry.size);
+  if (entry.crc32 && ckpt::crc32(0, data) != *entry.crc32) fail("entry '" + entry.name + "' is damaged: it has another checksum");
+  return data;
+}
 
 }  // namespace fsdp::ckpt

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -55,6 +56,8 @@ class ZipReader {
     std::int64_t header = 0;
     std::int64_t size = 0;
     bool is_compressed = false;
+    /// Of the data; nothing where torch was told to write without (torch.serialization.set_crc32_options).
+    std::optional<std::uint32_t> crc32 = {};
   };
 
   /// The archive is the first `length` bytes that `read` gives. Errors begin with `what`. A list of more than 1 MiB is not read.
@@ -66,7 +69,9 @@ class ZipReader {
   const Entry& at(std::string_view name) const;
   /// Where an entry's data begin. Throws Error if they are compressed, or do not lie in the archive.
   std::int64_t data_offset(const Entry& entry) const;
+  /// Throws Error also if the data are not those that the checksum was computed of.
   std::string data(const Entry& entry) const;
+  const std::vector<Entry>& entries() const { return entries_; }
 
   [[noreturn]] void fail(const std::string& why) const;
 

@@ -83,8 +83,10 @@ Muon::Muon(torch::nn::Module& module, MuonOptions options, std::vector<ParamGrou
       engine, optim::Groups({options.lr, options.weight_decay}, groups), is_matrix, std::vector<optim::StateKind>{{"momentum_buffer"}},
       optim::Settings{{"momentum", options.momentum},
                       {"nesterov", options.nesterov},
+                      {"ns_coefficients", std::vector<double>(options.ns_coefficients.begin(), options.ns_coefficients.end())},
                       {"eps", options.eps},
-                      {"ns_steps", static_cast<double>(options.ns_steps)}},
+                      {"ns_steps", std::int64_t{options.ns_steps}},
+                      {"adjust_lr_fn", std::string(options.adjust_lr == AdjustLR::kOriginal ? "original" : "match_rms_adamw")}},
       [](const ParameterPiece& piece, optim::StateMemory& memory) {
         return std::vector<at::Tensor>{memory.zeros(*piece.unit, piece.value.numel(), piece.value.scalar_type())};
       },

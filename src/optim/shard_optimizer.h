@@ -20,8 +20,8 @@ struct Group {
   double weight_decay = 0;
 };
 
-/// A hyperparameter's value; nothing is Python's None.
-using Setting = std::variant<std::monostate, bool, double, std::pair<double, double>>;
+/// A hyperparameter's value, of the type that torch.optim gives it; nothing is Python's None, pairs and lists are tuples.
+using Setting = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::pair<double, double>, std::vector<double>>;
 using Settings = std::vector<std::pair<std::string, Setting>>;
 
 /// A group as torch.optim describes it.

@@ -4,15 +4,16 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
+#include <iterator>
 #include <map>
-#include <memory>
+#include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
-#include "checkpoint/checksum.h"
 #include "checkpoint/commit.h"
-#include "checkpoint/dcp_metadata.h"
-#include "checkpoint/records.h"
+#include "checkpoint/dcp_file.h"
 #include "checkpoint/safetensors.h"
 #include "fsdp/error.h"
 #include "state/scalar_type.h"
@@ -37,14 +38,13 @@ struct Planned {
 /// Elements that are read and converted at once.
 constexpr std::int64_t kConvertedAtOnce = std::int64_t{1} << 20;
 
-/// Calls `write(offset in bytes, bytes)` for a tensor's data as they will be, block by block.
-template <typename Write>
-void for_each_block(Source& source, const Planned& tensor, Write write) {
+/// Calls `write` for a tensor's data as they will be, some after the other.
+void in_parts(Source& source, const Planned& tensor, const std::function<void(std::span<const char> data)>& write) {
   const auto type = scalar_type_of(tensor.dtype, tensor.name);
   const auto all = ckpt::numel(tensor.shape);
   for (std::int64_t begin = 0; begin < all; begin += kConvertedAtOnce) {
     const auto values = source.read(tensor.source_name, ckpt::whole(tensor.shape), begin, std::min(kConvertedAtOnce, all - begin)).to(type);
-    write(begin * ckpt::itemsize(tensor.dtype), std::span(static_cast<const char*>(values.const_data_ptr()), values.nbytes()));
+    write({static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
   }
 }
 
@@ -56,17 +56,14 @@ void write_safetensors(Source& source, const std::vector<Planned>& tensors, cons
   const auto plan = ckpt::plan_safetensors(wanted, {.most_bytes_per_file = options.most_bytes_per_file});
   std::map<std::string, const Planned*> by_name;
   for (const auto& tensor : tensors) by_name.emplace(tensor.name, &tensor);
-  for (const auto& planned : plan.files) {
-    auto file = ckpt::File::create(folder / planned.file.name);
-    file.write_at(0, planned.head);
-    for (const auto& tensor : planned.file.tensors) {
-      for_each_block(source, *by_name.at(tensor.name),
-                     [&](std::int64_t offset, std::span<const char> data) { file.write_at(tensor.offset + offset, data); });
-    }
-    file.sync();
-    file.close();
-  }
-  if (!plan.index.empty()) ckpt::write_whole(folder / ckpt::kSafetensorsIndex, plan.index);
+  ckpt::create_safetensors(folder, plan);
+  ckpt::fill_safetensors(folder, plan, [&](const ckpt::SafetensorsTensor& tensor, ckpt::File& file) {
+    auto at = tensor.offset;
+    in_parts(source, *by_name.at(tensor.name), [&](std::span<const char> data) {
+      file.write_at(at, data);
+      at += static_cast<std::int64_t>(data.size());
+    });
+  });
   ckpt::sync_folder(folder);
 }
 
@@ -79,34 +76,23 @@ ckpt::DcpPath path_of(const std::string& name, const std::string& prefix) {
 void write_dcp(Source& source, const std::vector<Planned>& tensors, const fs::path& folder, const ConvertOptions& options) {
   ckpt::DcpMetadata metadata;
   std::vector<ckpt::ListedFile> listed;
-  std::unique_ptr<ckpt::SummedFile> file;
-  std::string file_name;
+  std::optional<ckpt::DcpFile> file;
+  const auto finish = [&] {
+    if (!file) return;
+    auto written = file->take_metadata();
+    std::move(written.items.begin(), written.items.end(), std::back_inserter(metadata.items));
+    std::move(written.paths.begin(), written.paths.end(), std::back_inserter(metadata.paths));
+    listed.push_back(file->finish());
+    file.reset();
+  };
   for (const auto& tensor : tensors) {
-    if (file != nullptr && file->size() + tensor.bytes() > options.most_bytes_per_file) {
-      listed.push_back(file->finish());
-      file.reset();
-    }
-    if (file == nullptr) {
-      file_name = "__0_" + std::to_string(listed.size()) + ".distcp";
-      file = std::make_unique<ckpt::SummedFile>(folder, file_name);
-    }
-    const ckpt::TensorRecord record(tensor.dtype, tensor.shape);
-    ckpt::DcpTensor stored{.dtype = tensor.dtype, .shape = tensor.shape, .chunks = {}};
-    stored.chunks.push_back({ckpt::whole(tensor.shape), {file_name, file->size(), record.length()}});
-    metadata.items.push_back({tensor.name, std::move(stored)});
-    metadata.paths.emplace_back(tensor.name, path_of(tensor.name, options.prefix));
-    file->append(record.head());
-    std::uint32_t crc = 0;
-    for_each_block(source, tensor, [&](std::int64_t, std::span<const char> data) {
-      crc = ckpt::combine_crc32(crc, file->append_with_crc32(data), data.size());
-    });
-    file->append(record.tail(crc));
+    if (file && file->size() + tensor.bytes() > options.most_bytes_per_file) finish();
+    if (!file) file.emplace(folder, "__0_" + std::to_string(listed.size()) + ".distcp");
+    file->add_tensor(tensor.name, path_of(tensor.name, options.prefix), tensor.dtype, tensor.shape);
+    file->add_box(ckpt::whole(tensor.shape), [&](const ckpt::DcpFile::Append& append) { in_parts(source, tensor, append); });
   }
-  if (file != nullptr) listed.push_back(file->finish());
-  ckpt::SummedFile metadata_file(folder, std::string(ckpt::kMetadataFile));
-  metadata_file.append(ckpt::write_dcp_metadata(metadata));
-  listed.push_back(metadata_file.finish());
-  ckpt::seal_step(folder, listed);
+  finish();
+  ckpt::seal_dcp(folder, metadata, std::move(listed));
 }
 
 }  // namespace
@@ -137,12 +123,13 @@ Converted convert(const std::string& from, const std::string& to, const ConvertO
   if (tensors.empty()) {
     throw Error(from + " has no tensor whose name begins with '" + options.prefix + "'; give the prefix that its names have");
   }
-  const auto folder = ckpt::begin_step(to);
+  auto step = ckpt::begin_new(to);
+  const auto& folder = step.path();
   try {
     from_dcp ? write_safetensors(*source, tensors, folder, options) : write_dcp(*source, tensors, folder, options);
-    ckpt::remove_tree(ckpt::commit_step(folder, to));
+    ckpt::commit_new(folder, to);
   } catch (...) {
-    ckpt::remove_tree(folder);
+    step.discard();
     throw;
   }
   return result;

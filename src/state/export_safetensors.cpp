@@ -1,10 +1,9 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <exception>
 #include <filesystem>
-#include <functional>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/commit.h"
@@ -44,26 +43,21 @@ void write_own(const fs::path& folder, const ckpt::SafetensorsPlan& plan, const 
                const ExportOptions& options) {
   std::map<std::string, const state::StateItem*> by_name;
   for (const auto& item : items) by_name.emplace(item.key(), &item);
-  for (const auto& planned : plan.files) {
-    auto file = ckpt::File::open_to_write(folder / planned.file.name);
-    for (const auto& tensor : planned.file.tensors) {
-      const auto& item = *by_name.at(tensor.name);
-      if (item.own_numel == 0) continue;
-      const auto values = item.values.narrow(0, item.own_begin, item.own_numel).to(written_type(item.values, options)).cpu().contiguous();
-      const auto* data = static_cast<const char*>(values.const_data_ptr());
-      const auto itemsize = values.element_size();
-      const auto begin = item.offset + item.own_begin;
-      for (const auto& run : ckpt::runs_to_box(item.piece, ckpt::whole(item.shape))) {
-        const auto from = std::max(run.source, begin);
-        const auto to = std::min(run.source + run.length, begin + item.own_numel);
-        if (from >= to) continue;
-        file.write_at(tensor.offset + (run.destination + from - run.source) * itemsize,
-                      {data + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize)});
-      }
+  ckpt::fill_safetensors(folder, plan, [&](const ckpt::SafetensorsTensor& tensor, ckpt::File& file) {
+    const auto& item = *by_name.at(tensor.name);
+    if (item.own_numel == 0) return;
+    const auto values = item.values.narrow(0, item.own_begin, item.own_numel).to(written_type(item.values, options)).cpu().contiguous();
+    const auto* data = static_cast<const char*>(values.const_data_ptr());
+    const auto itemsize = values.element_size();
+    const auto begin = item.offset + item.own_begin;
+    for (const auto& run : ckpt::runs_to_box(item.box, ckpt::whole(item.shape))) {
+      const auto from = std::max(run.source, begin);
+      const auto to = std::min(run.source + run.length, begin + item.own_numel);
+      if (from >= to) continue;
+      file.write_at(tensor.offset + (run.destination + from - run.source) * itemsize,
+                    {data + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize)});
     }
-    file.sync();
-    file.close();
-  }
+  });
 }
 
 }  // namespace
@@ -74,42 +68,30 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
   const state::Ranks ranks(*engine, state::Ranks::Groups::kOfMesh);
   const bool leads = ranks.index() == 0;
   const std::string what = "the model could not be exported to " + path + ":";
-  const auto together = [&](const std::function<void()>& work) {
-    std::exception_ptr failure;
-    try {
-      work();
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-    ranks.agree(failure, what);
-  };
   std::vector<state::StateItem> items;
   ckpt::SafetensorsPlan plan;
+  std::optional<ckpt::TemporaryStep> step;
   fs::path folder;
   try {
-    together([&] {
+    ranks.together(what, [&] {
       if (options.most_bytes_per_file < 1) throw Error("most_bytes_per_file must be positive");
       engine->flush_writes();
       items = state::model_items(module, "");
       plan = plan_of(items, options);
       if (!leads) return;
-      folder = ckpt::begin_step(path);
-      for (const auto& planned : plan.files) {
-        auto file = ckpt::File::create(folder / planned.file.name);
-        file.write_at(0, planned.head);
-        file.close();
-      }
-      if (!plan.index.empty()) ckpt::write_whole(folder / ckpt::kSafetensorsIndex, plan.index);
+      step = ckpt::begin_new(path);
+      folder = step->path();
+      ckpt::create_safetensors(folder, plan);
     });
     const fs::path shared = ranks.gather(folder.string(), "export: its folder")[0];
-    together([&] { write_own(shared, plan, items, options); });
-    together([&] {
+    ranks.together(what, [&] { write_own(shared, plan, items, options); });
+    ranks.together(what, [&] {
       if (!leads) return;
       ckpt::sync_folder(folder);
-      ckpt::remove_tree(ckpt::commit_step(folder, path));
+      ckpt::commit_new(folder, path);
     });
   } catch (...) {
-    if (leads && !folder.empty()) ckpt::remove_tree(folder);
+    if (step) step->discard();
     throw;
   }
 }

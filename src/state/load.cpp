@@ -1,19 +1,23 @@
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/printable.h"
+#include "checkpoint/steps.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
 #include "optim/shard_optimizer.h"
+#include "state/phases.h"
 #include "state/snapshot.h"
 #include "state/source.h"
 #include "state/state_items.h"
@@ -23,6 +27,13 @@ namespace {
 
 using state::Ranks;
 using state::StateItem;
+
+// How names begin.
+constexpr std::string_view kModelPrefix = "model.";
+constexpr std::string_view kOptimizerPrefix = "optim.";
+constexpr std::string_view kExtraPrefix = "extra.";
+constexpr std::string_view kRankExtraPrefix = "rank_extra.";
+constexpr std::string_view kOwnPrefix = "fsdp.";
 
 std::string text_of(const std::vector<std::int64_t>& shape) {
   std::string text;
@@ -36,30 +47,88 @@ std::string lines(const std::vector<std::string>& names) {
   return text;
 }
 
+std::string rank_prefix(std::int64_t rank) { return std::string(kRankExtraPrefix) + std::to_string(rank) + "."; }
+
+/// Nothing for what has no place in an ExtraState.
+std::optional<ExtraValue> extra_value(const ckpt::PythonValue& value) {
+  return std::visit(
+      [](const auto& typed) -> std::optional<ExtraValue> {
+        using T = std::decay_t<decltype(typed)>;
+        if constexpr (std::is_same_v<T, std::monostate> || std::is_same_v<T, ckpt::PythonValue::Dict>) {
+          return std::nullopt;
+        } else if constexpr (std::is_same_v<T, ckpt::PythonValue::Bytes>) {
+          return ExtraBytes{typed.data};
+        } else if constexpr (std::is_same_v<T, ckpt::PythonValue::List> || std::is_same_v<T, ckpt::PythonValue::Tuple>) {
+          ExtraList list;
+          for (const auto& item : typed.items) {
+            auto converted = extra_value(item);
+            if (!converted) return std::nullopt;
+            list.items.push_back(*std::move(converted));
+          }
+          return list;
+        } else {
+          return typed;
+        }
+      },
+      value.value);
+}
+
+/// All values whose names begin with `prefix`, by the rest of their names.
+ExtraState extra_below(state::Source& source, const std::string& prefix,
+                       const std::function<bool(const std::string& name)>& is_ignored = {}) {
+  ExtraState extra;
+  for (const auto& name : source.names()) {
+    if (!name.starts_with(prefix) || (is_ignored && is_ignored(name))) continue;
+    auto& value = extra[name.substr(prefix.size())];
+    if (source.find(name)) {
+      value = source.read_whole(name).clone();
+      continue;
+    }
+    auto converted = extra_value(source.read_object(name));
+    if (!converted) {
+      throw Error(source.path() + ": '" + name +
+                  "' is not a bool, int, float, str, bytes, tensor or list of these; LoadOptions::ignore leaves it out");
+    }
+    value = *std::move(converted);
+  }
+  return extra;
+}
+
 /// What a load takes from a checkpoint.
 class Loading {
  public:
   Loading(const std::string& path, const LoadOptions& options, const Ranks& ranks)
       : source_(state::open_source(path)), transfer_(*source_), path_(path), options_(options), ranks_(ranks) {}
 
-  std::string stored_key(const std::string& key) const { return options_.rename ? options_.rename(key) : key; }
+  std::string stored_key(const std::string& key) const {
+    auto name = options_.rename ? options_.rename(key) : key;
+    for (const auto& [prefix, stored] : {std::pair(kModelPrefix, &options_.model_prefix), {kOptimizerPrefix, &options_.optimizer_prefix}}) {
+      if (name.starts_with(prefix)) return *stored + name.substr(prefix.size());
+    }
+    return name;
+  }
+  bool is_ignored(const std::string& name) const { return options_.ignore && options_.ignore(name); }
   bool has(const std::string& key) const { return source_->has(stored_key(key)); }
 
   /// Notes that this rank's values of a tensor will be read, or that they are missing. Reads nothing.
   void add(const StateItem& item) {
     const auto key = item.key();
     const auto stored = stored_key(key);
+    if (is_ignored(key)) return;
     if (!source_->has(stored)) {
       missing_.push_back(key);
       return;
     }
     used_.insert(stored);
     const auto tensor = source_->find(stored);
-    if (!tensor) throw Error(path_ + ": '" + stored + "' is no tensor");
+    if (!tensor) {
+      source_->read_object(stored);  // says why it cannot be read, if that is so
+      throw Error(path_ + ": '" + stored + "' is no tensor");
+    }
     if (tensor->shape != item.shape) {
       throw Error(path_ + ": '" + stored + "' has shape " + text_of(tensor->shape) + ", the model's has " + text_of(item.shape));
     }
-    if (item.values.numel() > 0) transfer_.add(stored, item.piece, item.offset, item.values);
+    if (item.values.numel() > 0) transfer_.add(stored, item.box, item.offset, item.values);
   }
 
   /// A name that other ranks may read.
@@ -80,71 +149,126 @@ class Loading {
     throw Error(path_ + ": '" + stored + "' is no number");
   }
 
-  /// What was asked for and not found, or found below these prefixes and not asked for: an Error if strict.
-  void check_names(const std::vector<std::string>& prefixes) {
+  /// How often a parameter was updated, whose optimizer keeps state of these `kinds`. Nothing if the checkpoint does not say: then that is
+  /// noted as missing.
+  std::optional<std::int64_t> updates(const std::string& parameter, const std::vector<optim::StateKind>& kinds) {
+    const auto prefix = std::string(kOptimizerPrefix) + "state." + parameter + ".";
+    if (is_ignored(prefix + "step")) return std::nullopt;
+    if (const auto count = number(prefix + "step")) return static_cast<std::int64_t>(*count);
+    const bool has_state = std::any_of(kinds.begin(), kinds.end(), [&](const auto& kind) { return has(prefix + kind.name); });
+    // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
+    const bool counts = kinds.size() > 1 || (kinds.size() == 1 && kinds.front().name != "momentum_buffer");
+    if (has_state && !counts) return 1;
+    // This library writes a count of 0. Python writes nothing, but names all parameters that the optimizer had.
+    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(prefix))) return 0;
+    missing_.push_back(prefix + "step");
+    return std::nullopt;
+  }
+
+  /// What was asked for and not found, or is there of the model (and the optimizer's state) and was not asked for: an Error if strict.
+  void check_names(bool with_optimizer) {
     for (const auto& name : source_->names()) {
-      const auto below = [&](const std::string& prefix) { return name.starts_with(prefix + "."); };
-      if (!used_.contains(name) && std::any_of(prefixes.begin(), prefixes.end(), below)) unexpected_.push_back(name);
+      if (used_.contains(name) || is_ignored(name)) continue;
+      if (name.starts_with(options_.optimizer_prefix + "state.") ? with_optimizer : is_of_model(name)) unexpected_.push_back(name);
     }
     if (!options_.strict || (missing_.empty() && unexpected_.empty())) return;
     std::string text = path_ + " does not fit the model";
     if (!missing_.empty()) text += "\n  missing in the checkpoint:" + lines(missing_);
     if (!unexpected_.empty()) text += "\n  not in the model:" + lines(unexpected_);
-    throw Error(text + "\n  (LoadOptions::rename maps names, strict = false allows this)");
+    throw Error(text + "\n  (LoadOptions::rename and the prefixes map names, ignore leaves some out, strict = false allows this)");
   }
 
   /// Reads and checks all values that were added.
   void check_values() { transfer_.check(); }
   void assign() { transfer_.read(); }
 
-  ExtraState extra() {
-    ExtraState extra;
-    const std::string prefix = std::string(state::kExtra) + ".";
-    for (const auto& name : source_->names()) {
-      if (!name.starts_with(prefix)) continue;
-      auto& value = extra[name.substr(prefix.size())];
-      if (source_->find(name)) {
-        value = source_->read_whole(name).clone();
-        continue;
-      }
-      const auto object = source_->read_object(name);
-      if (const auto* boolean = std::get_if<bool>(&object.value)) {
-        value = *boolean;
-      } else if (const auto* whole = std::get_if<std::int64_t>(&object.value)) {
-        value = *whole;
-      } else if (const auto* real = std::get_if<double>(&object.value)) {
-        value = *real;
-      } else if (const auto* text = std::get_if<std::string>(&object.value)) {
-        value = *text;
-      } else {
-        throw Error(path_ + ": '" + name + "' is not a bool, int, float, str or tensor; keep such values out of '" + state::kExtra + "'");
-      }
-    }
-    return extra;
+  ExtraState extra() { return extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
+
+  /// This rank's, if as many ranks saved theirs.
+  ExtraState rank_extra() {
+    const auto saved = source_->has(state::kRanks) ? number(state::kRanks) : std::nullopt;
+    return saved && *saved == static_cast<double>(ranks_.size()) ? extra_below(*source_, rank_prefix(ranks_.index()), options_.ignore)
+                                                                 : ExtraState();
   }
 
-  /// This rank's generator, if as many ranks saved theirs.
-  std::optional<at::Tensor> rng() {
-    if (!options_.rng) return std::nullopt;
-    std::int64_t saved = 0;
-    while (source_->has(state::rng_key(saved))) ++saved;
-    if (saved != ranks_.size()) return std::nullopt;
-    const auto key = state::rng_key(ranks_.index());
-    const auto tensor = source_->find(key);
-    if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
-    return source_->read_whole(key);
+  /// This rank's generators, with what they get, if as many ranks saved theirs.
+  std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators(c10::Device device) {
+    std::vector<std::pair<state::SavedGenerator, at::Tensor>> found;
+    if (!options_.rng) return found;
+    for (auto& generator : state::generators_of(device)) {
+      std::int64_t saved = 0;
+      while (source_->has(generator.key(saved))) ++saved;
+      if (saved != ranks_.size()) continue;
+      const auto key = generator.key(ranks_.index());
+      const auto tensor = source_->find(key);
+      if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
+      found.emplace_back(generator, source_->read_whole(key));
+    }
+    return found;
   }
+
+  /// What the program's GradScaler gets. One that is missing is noted.
+  std::optional<GradScalerState> grad_scaler() {
+    const auto prefix = std::string(state::kScaler) + ".";
+    if (options_.grad_scaler == nullptr) return std::nullopt;
+    if (!has(prefix + "scale")) {
+      missing_.push_back(prefix + "scale");
+      return std::nullopt;
+    }
+    return state::grad_scaler_state([&](const std::string& name) {
+      const auto key = prefix + name;
+      if (!has(key)) throw Error(path_ + " has no '" + key + "'");
+      return source_->read_object(stored_key(key));
+    });
+  }
+
+  std::int64_t bytes() const { return transfer_.bytes(); }
 
   std::vector<std::string> take_missing() { return std::move(missing_); }
   std::vector<std::string> take_unexpected() { return std::move(unexpected_); }
 
-  /// Any name below a prefix.
-  bool has_any(const std::string& prefix) const {
+  bool has_optimizer() const {
     const auto& names = source_->names();
-    return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(prefix + "."); });
+    return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(options_.optimizer_prefix); });
   }
 
  private:
+  /// Where the model's names have no prefix, all tensors are the model's that nobody else has a prefix for.
+  bool is_of_model(const std::string& name) const {
+    if (!options_.model_prefix.empty()) return name.starts_with(options_.model_prefix);
+    for (const std::string_view elses : {std::string_view(options_.optimizer_prefix), kExtraPrefix, kRankExtraPrefix, kOwnPrefix}) {
+      if (name.starts_with(elses)) return false;
+    }
+    return source_->find(name).has_value();
+  }
+
+  /// Whether the optimizer that was saved had the parameter whose state has this prefix. Groups are a list, each with its parameters'
+  /// names, or flattened, with names of their own for each parameter's settings.
+  bool had_optimizer(const std::string& prefix) {
+    const auto groups = options_.optimizer_prefix + "param_groups.";
+    const auto states = options_.optimizer_prefix + "state.";
+    const std::string_view count = ".step";
+    const auto stored = stored_key(prefix.substr(0, prefix.size() - 1) + std::string(count));
+    if (!stored.starts_with(states) || !stored.ends_with(count)) return false;
+    const auto parameter = stored.substr(states.size(), stored.size() - states.size() - count.size());
+    if (!in_groups_) {
+      in_groups_.emplace();
+      for (const auto& name : source_->names()) {
+        if (!name.starts_with(groups)) continue;
+        const auto last = name.rfind('.');
+        in_groups_->insert(name.substr(groups.size(), std::max(last, groups.size()) - groups.size()));
+        if (!name.ends_with(".params") || source_->find(name)) continue;
+        const auto listed = source_->read_object(name);
+        const auto* list = std::get_if<ckpt::PythonValue::List>(&listed.value);
+        if (list == nullptr) continue;
+        for (const auto& item : list->items) {
+          if (const auto* text = std::get_if<std::string>(&item.value)) in_groups_->insert(*text);
+        }
+      }
+    }
+    return in_groups_->contains(parameter);
+  }
+
   std::unique_ptr<state::Source> source_;
   state::Transfer transfer_;
   std::string path_;
@@ -153,6 +277,7 @@ class Loading {
   std::set<std::string> used_;
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
+  std::optional<std::set<std::string>> in_groups_;  // the parameters of the optimizer that was saved
 };
 
 /// How often each of an optimizer's parameters was updated, as the checkpoint says; before and after, so that a failure can undo it.
@@ -162,31 +287,34 @@ class Steps {
     for (const auto& part : optimizer.state().parts) {
       for (const auto& unit : optimizer.engine()->units()) {
         for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = part->steps(*unit, i);
+          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = {part->steps(*unit, i), part->kinds()};
         }
       }
     }
   }
 
+  /// Counts that the checkpoint has not stay as they are.
   void read(Loading& loading) {
     std::map<std::string, std::int64_t> steps;
     for (const auto& [parameter, before] : before_) {
-      const std::string prefix = std::string(state::kOptimizer) + ".state." + parameter;
-      const auto count = loading.number(prefix + ".step");
-      // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
-      steps[parameter] = count ? static_cast<std::int64_t>(*count) : (loading.has(prefix + ".momentum_buffer") ? 1 : 0);
+      steps[parameter] = loading.updates(parameter, before.kinds).value_or(before.steps);
     }
-    set(steps);
+    set([&](const std::string& parameter) { return steps.at(parameter); });
   }
-  void undo() { set(before_); }
+  void undo() {
+    set([this](const std::string& parameter) { return before_.at(parameter).steps; });
+  }
 
  private:
-  void set(const std::map<std::string, std::int64_t>& steps) {
-    state::set_optimizer_steps(optimizer_, [&](const std::string& parameter) { return steps.at(parameter); });
-  }
+  struct Before {
+    std::int64_t steps = 0;
+    std::vector<optim::StateKind> kinds;
+  };
+
+  void set(const std::function<std::int64_t(const std::string& parameter)>& steps) { state::set_optimizer_steps(optimizer_, steps); }
 
   Optimizer& optimizer_;
-  std::map<std::string, std::int64_t> before_;
+  std::map<std::string, Before> before_;
 };
 
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
@@ -196,75 +324,133 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   std::optional<Loading> loading;
   std::optional<Steps> steps;
   std::optional<double> lr_factor;
-  std::optional<at::Tensor> rng;
+  std::optional<GradScalerState> grad_scaler;
+  std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
+  state::Phases phases(options.on_phase);
   Loaded loaded;
-  std::exception_ptr failure;
   try {
-    if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
-    engine->prepare_load();
-    loading.emplace(path, options, ranks);
-    for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
-    std::vector<std::string> prefixes = {state::kModel};
-    if (optimizer != nullptr) {
-      if (options.strict && !loading->has_any(state::kOptimizer)) {
-        throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
+    ranks.together("nothing was loaded:", [&] {
+      if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
+      engine->prepare_load();
+      loading.emplace(path, options, ranks);
+      for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
+      if (optimizer != nullptr) {
+        if (options.strict && !loading->has_optimizer()) {
+          throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
+        }
+        steps.emplace(*optimizer);
+        steps->read(*loading);
+        for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
+        for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
+        if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
       }
-      steps.emplace(*optimizer);
-      steps->read(*loading);
-      for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
-      for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
-      prefixes.push_back(std::string(state::kOptimizer) + ".state");
-      if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
-    }
-    loading->check_names(prefixes);
-    loaded.extra = loading->extra();
-    rng = loading->rng();
-    loading->check_values();
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  try {
-    ranks.agree(failure, "nothing was loaded:");
+      grad_scaler = loading->grad_scaler();
+      loading->check_names(optimizer != nullptr);
+      loaded.extra = loading->extra();
+      loaded.rank_extra = loading->rank_extra();
+      if (loading->has(state::kMetric)) loaded.metric = loading->number(state::kMetric);
+      generators = loading->generators(engine->device());
+      phases.end(Phase::kOpen, 0);
+      loading->check_values();
+      phases.end(Phase::kCheck, loading->bytes());
+    });
   } catch (...) {
     if (steps) steps->undo();
     throw;
   }
   engine->set_torn(true);
-  try {
-    loading->assign();
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  engine->main_parameters_changed();
-  ranks.agree(failure, "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again");
+  ranks.together("the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again", [&] {
+    try {
+      loading->assign();
+    } catch (...) {
+      engine->main_parameters_changed();
+      throw;
+    }
+    engine->main_parameters_changed();
+    phases.end(Phase::kAssign, loading->bytes());
+  });
   engine->set_torn(false);
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
-  if (rng) {
-    auto generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(*rng);
-  }
+  for (auto& [generator, values] : generators) generator.set_state(values);
+  if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);
   loaded.path = path;
-  loaded.rng = rng.has_value();
+  loaded.rng = !generators.empty();
   loaded.missing = loading->take_missing();
   loaded.unexpected = loading->take_unexpected();
   return loaded;
 }
 
+/// What rank 0 sees in a folder: ranks that look for themselves may see different things.
+struct FoundSteps {
+  std::vector<ckpt::Step> complete;  ///< Newest first.
+  std::vector<ckpt::Step> others;
+};
+
+FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
+  std::string text;
+  ranks.together("nothing was loaded:", [&] {
+    if (ranks.index() != 0) return;
+    for (const auto& step : ckpt::find_steps(folder)) {
+      const auto state = std::to_string(static_cast<int>(step.state));
+      for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
+        text += field + '\0';
+      }
+    }
+  });
+  text = ranks.gather(text, "the checkpoints of a folder")[0];
+  FoundSteps found;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const auto field = [&] {
+      const auto end = text.find('\0', begin);
+      return text.substr(std::exchange(begin, end + 1), end - begin);
+    };
+    ckpt::Step step;
+    step.state = static_cast<ckpt::Step::State>(std::stoi(field()));
+    step.saved = std::stoll(field());
+    step.name.number = std::stoull(field());
+    step.path = field();
+    step.fault = field();
+    auto& kind = step.state == ckpt::Step::State::kComplete ? found.complete : found.others;
+    kind.insert(kind.begin(), std::move(step));
+  }
+  return found;
+}
+
+/// Tells of the steps that are newer than the one that is taken (null: none is) and are not complete.
+void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<std::string>& skipped) {
+  for (const auto& step : found.others) {
+    const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);
+    if (!is_newer) continue;
+    skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
+                                                ? ": it was written by Python, or has lost its checksums; load() takes it by its path"
+                                                : ": it is damaged: " + ckpt::printable(step.fault)));
+  }
+}
+
 std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
   const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
-  std::string path;
-  std::exception_ptr failure;
-  try {
-    if (ranks.index() == 0) path = latest(folder).value_or("");
-  } catch (const std::exception&) {
-    failure = std::current_exception();
+  const auto found = find_together(folder, ranks);
+  std::vector<std::string> skipped;
+  for (const auto& step : found.complete) {
+    std::optional<Loaded> loaded;
+    try {
+      loaded = load_all(step.path.string(), module, optimizer, options);
+    } catch (const ckpt::DamageError& error) {
+      skipped.push_back(step.path.string() + ": " + error.what());
+      continue;
+    }
+    note_others(found, &step, skipped);
+    if (!skipped.empty()) TORCH_WARN("fsdp: load_latest took ", loaded->path, " and not what is newer:", lines(skipped));
+    loaded->skipped = std::move(skipped);
+    return loaded;
   }
-  ranks.agree(failure, "nothing was loaded:");
-  // Ranks that look for themselves may see different folders.
-  path = ranks.gather(path, "the newest checkpoint")[0];
-  if (path.empty()) return std::nullopt;
-  return load_all(path, module, optimizer, options);
+  note_others(found, nullptr, skipped);
+  const auto is_damaged = [](const ckpt::Step& step) { return step.state == ckpt::Step::State::kDamaged; };
+  if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
+    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(skipped));
+  }
+  if (!skipped.empty()) TORCH_WARN("fsdp: load_latest found nothing of this library's in ", folder, ":", lines(skipped));
+  return std::nullopt;
 }
 
 }  // namespace
@@ -281,6 +467,18 @@ std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& 
 
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
   return load_newest(folder, module, &optimizer, options);
+}
+
+std::vector<ExtraState> read_rank_extra(const std::string& path) {
+  const torch::NoGradGuard no_grad;
+  const auto source = state::open_source(path);
+  std::vector<ExtraState> all;
+  if (!source->has(state::kRanks)) return all;
+  const auto saved = source->read_object(state::kRanks);
+  const auto* ranks = std::get_if<std::int64_t>(&saved.value);
+  if (ranks == nullptr || *ranks < 0) throw Error(path + ": '" + state::kRanks + "' is no number of ranks");
+  for (std::int64_t rank = 0; rank < *ranks; ++rank) all.push_back(extra_below(*source, rank_prefix(rank)));
+  return all;
 }
 
 std::optional<std::string> latest(const std::string& folder) {

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <string_view>
 
+#include "checkpoint/commit.h"
+#include "checkpoint/printable.h"
 #include "fsdp/error.h"
 
 namespace fsdp::state {
@@ -68,14 +70,18 @@ std::string at_first_of_row(comm::Communicator& row, const std::string& mine, c1
   return all;
 }
 
+/// How the text of a failure begins.
+constexpr char kDamage = 'd';
+constexpr char kOther = 'o';
+
 std::string text_of(const std::exception_ptr& failure) {
   if (!failure) return {};
   try {
     std::rethrow_exception(failure);
+  } catch (const ckpt::DamageError& error) {
+    return kDamage + std::string(error.what());
   } catch (const std::exception& error) {
-    return *error.what() == '\0' ? "unknown error" : error.what();
-  } catch (...) {
-    return "unknown error";
+    return kOther + (*error.what() == '\0' ? std::string("unknown error") : error.what());
   }
 }
 
@@ -114,19 +120,33 @@ std::vector<std::string> Ranks::gather_at_first(const std::string& mine, const c
   return index_ == 0 ? unpacked(texts) : std::vector<std::string>();
 }
 
+void Ranks::together(const std::string& what, const std::function<void()>& work) const {
+  std::exception_ptr failure;
+  try {
+    work();
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  agree(failure, what);
+}
+
 void Ranks::agree(const std::exception_ptr& failure, const std::string& what) const {
   const auto failures = gather(text_of(failure), "checkpoint: did all ranks succeed");
   std::string text;
+  bool is_damage = true;
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {
     if (failures[rank].empty()) continue;
+    is_damage = is_damage && failures[rank].front() == kDamage;
     // What all see alike, the first one tells.
     if (std::find(failures.begin(), failures.begin() + static_cast<std::ptrdiff_t>(rank), failures[rank]) !=
         failures.begin() + static_cast<std::ptrdiff_t>(rank)) {
       continue;
     }
-    text += "\n  rank " + std::to_string(rank) + ": " + failures[rank];
+    text += "\n  rank " + std::to_string(rank) + ": " + ckpt::printable(failures[rank].substr(1));  // with names from files, perhaps
   }
-  if (!text.empty()) throw Error(what + text);
+  if (text.empty()) return;
+  if (is_damage) throw ckpt::DamageError(what + text);
+  throw Error(what + text);
 }
 
 }  // namespace fsdp::state

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,7 +33,11 @@ class Ranks {
   /// The same for rank 0 alone, others get nothing: for what is large when there are many ranks.
   std::vector<std::string> gather_at_first(const std::string& mine, const char* operation) const;
 
-  /// Ranks tell each other whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message. Collective.
+  /// Runs `work` on each rank; then agree(). Collective, but for `work`.
+  void together(const std::string& what, const std::function<void()>& work) const;
+
+  /// Ranks tell each other whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message; a DamageError
+  /// if damage is all that was found. Collective.
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:

@@ -1,3 +1,5 @@
+#include <c10/util/ScopeExit.h>
+
 #include <exception>
 #include <future>
 #include <thread>
@@ -20,16 +22,13 @@ constexpr const char* kNothingSaved = "nothing was saved:";
 
 /// This rank's part, or an Error on every rank. With a buffer, the part lies there as soon as that has finished.
 Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
-                     const Ranks& ranks, state::HostBuffer* buffer) {
+                     const Ranks& ranks, state::HostBuffer* buffer, state::Phases& phases) {
   Snapshot snapshot;
-  std::exception_ptr failure;
-  try {
+  ranks.together(kNothingSaved, [&] {
     snapshot = state::take_snapshot(module, optimizer, extra, options, ranks);
     if (buffer != nullptr) buffer->begin(snapshot);
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  ranks.agree(failure, kNothingSaved);
+  });
+  phases.end(Phase::kCollect, state::bytes_of(snapshot));
   return snapshot;
 }
 
@@ -38,7 +37,9 @@ void save_all(const std::string& path, torch::nn::Module& module, Optimizer* opt
   const auto engine = handle(module).engine();
   memory::synchronize(engine->device());  // an update may still be on its way to offloaded state
   const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
-  state::write_checkpoint(path, snapshot_of(module, optimizer, extra, options, ranks, nullptr), options, ranks);
+  state::Phases phases(options.on_phase);
+  const auto snapshot = snapshot_of(module, optimizer, extra, options, ranks, nullptr, phases);
+  state::write_checkpoint(path, snapshot, options, ranks, phases);
 }
 
 }  // namespace
@@ -65,17 +66,14 @@ struct AsyncSaver::Impl {
   }
 
   /// Finishes the copy of `snapshot`, says so, and writes it.
-  void finish(const Snapshot& snapshot, std::promise<void> copied, const std::string& path, const SaveOptions& options) {
-    std::exception_ptr not_copied;
+  void finish(const Snapshot& snapshot, std::promise<void> copied, const std::string& path, const SaveOptions& options,
+              state::Phases phases) {
     try {
-      buffer.finish();
-    } catch (const std::exception&) {
-      not_copied = std::current_exception();
-    }
-    copied.set_value();
-    try {
-      ranks.agree(not_copied, kNothingSaved);
-      state::write_checkpoint(path, snapshot, options, ranks);
+      ranks.together(kNothingSaved, [&] {
+        const auto tell = c10::make_scope_exit([&] { copied.set_value(); });
+        buffer.finish();
+      });
+      state::write_checkpoint(path, snapshot, options, ranks, phases);
     } catch (const std::exception&) {
       failure = std::current_exception();
     }
@@ -99,12 +97,12 @@ AsyncSaver::~AsyncSaver() {
 
 void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOptions options) {
   impl_->wait();
-  auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer);
+  state::Phases phases(options.on_phase);
+  auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer, phases);
   std::promise<void> copied;
   impl_->engine->set_reader(copied.get_future());
-  impl_->thread = std::thread([impl = impl_.get(), path, options, snapshot = std::move(snapshot), copied = std::move(copied)]() mutable {
-    impl->finish(snapshot, std::move(copied), path, options);
-  });
+  impl_->thread = std::thread([impl = impl_.get(), path, options, snapshot = std::move(snapshot), copied = std::move(copied),
+                               phases]() mutable { impl->finish(snapshot, std::move(copied), path, options, phases); });
 }
 
 void AsyncSaver::wait() { impl_->wait(); }

@@ -10,7 +10,7 @@ namespace {
 
 using ckpt::Dtype;
 
-constexpr std::array<std::pair<at::ScalarType, Dtype>, 16> kTypes = {{{at::kFloat, Dtype::float32},
+constexpr std::array<std::pair<at::ScalarType, Dtype>, 20> kTypes = {{{at::kFloat, Dtype::float32},
                                                                       {at::kDouble, Dtype::float64},
                                                                       {at::kHalf, Dtype::float16},
                                                                       {at::kBFloat16, Dtype::bfloat16},
@@ -25,7 +25,11 @@ constexpr std::array<std::pair<at::ScalarType, Dtype>, 16> kTypes = {{{at::kFloa
                                                                       {at::kUInt16, Dtype::uint16},
                                                                       {at::kUInt32, Dtype::uint32},
                                                                       {at::kUInt64, Dtype::uint64},
-                                                                      {at::kComplexFloat, Dtype::complex64}}};
+                                                                      {at::kComplexFloat, Dtype::complex64},
+                                                                      {at::kComplexDouble, Dtype::complex128},
+                                                                      {at::kFloat8_e4m3fnuz, Dtype::float8_e4m3fnuz},
+                                                                      {at::kFloat8_e5m2fnuz, Dtype::float8_e5m2fnuz},
+                                                                      {at::kFloat8_e8m0fnu, Dtype::float8_e8m0fnu}}};
 
 }  // namespace
 

@@ -35,8 +35,8 @@ void add(Snapshot& snapshot, const StateItem& item) {
   }
   if (item.own_numel == 0) return;
   std::int64_t begin = item.own_begin;
-  for (auto& box : ckpt::boxes_of_slice(item.piece.sizes, item.offset + item.own_begin, item.own_numel)) {
-    for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.piece.offsets[d];
+  for (auto& box : ckpt::boxes_of_slice(item.box.sizes, item.offset + item.own_begin, item.own_numel)) {
+    for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.box.offsets[d];
     const auto numel = ckpt::numel(box.sizes);
     tensor.chunks.push_back({.box = std::move(box), .bytes = item.values.narrow(0, begin, numel).view(at::kByte), .guarded = item.guarded});
     begin += numel;
@@ -55,8 +55,13 @@ void add(Snapshot& snapshot, DcpPath path, PythonValue value) {
 PythonValue python_value(const optim::Setting& setting) {
   return std::visit(
       [](const auto& value) -> PythonValue {
-        if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::pair<double, double>>) {
+        using T = std::decay_t<decltype(value)>;
+        if constexpr (std::is_same_v<T, std::pair<double, double>>) {
           return {PythonValue::Tuple{{{value.first}, {value.second}}}};
+        } else if constexpr (std::is_same_v<T, std::vector<double>>) {
+          PythonValue::Tuple tuple;
+          for (const double item : value) tuple.items.push_back({item});
+          return {std::move(tuple)};
         } else {
           return {value};
         }
@@ -80,37 +85,113 @@ void add_groups(Snapshot& snapshot, Optimizer& optimizer) {
   }
 }
 
-void add_extra(Snapshot& snapshot, const ExtraState& extra) {
+/// Not of tensors.
+PythonValue python_value(const ExtraValue& extra, const std::string& name) {
+  return std::visit(
+      [&name](const auto& typed) -> PythonValue {
+        using T = std::decay_t<decltype(typed)>;
+        if constexpr (std::is_same_v<T, at::Tensor>) {
+          throw Error("extra state '" + name + "' is a list with a tensor; give tensors names of their own");
+        } else if constexpr (std::is_same_v<T, ExtraBytes>) {
+          return {PythonValue::Bytes{typed.data}};
+        } else if constexpr (std::is_same_v<T, ExtraList>) {
+          PythonValue::List list;
+          for (const auto& item : typed.items) list.items.push_back(python_value(item, name));
+          return {std::move(list)};
+        } else {
+          return {typed};
+        }
+      },
+      extra);
+}
+
+/// A tensor of which this rank writes all.
+void add_whole(Snapshot& snapshot, std::vector<std::string> path, const at::Tensor& tensor, bool guarded) {
+  const auto values = tensor.detach().contiguous().view({-1});
+  add(snapshot, {.path = std::move(path),
+                 .shape = tensor.sizes().vec(),
+                 .box = ckpt::whole(tensor.sizes().vec()),
+                 .values = values,
+                 .offset = 0,
+                 .own_begin = 0,
+                 .own_numel = values.numel(),
+                 .guarded = guarded});
+}
+
+void add_extra(Snapshot& snapshot, const std::vector<std::string>& below, const ExtraState& extra) {
   for (const auto& [name, value] : extra) {
-    std::visit(
-        [&, &name = name](const auto& typed) {
-          if constexpr (std::is_same_v<std::decay_t<decltype(typed)>, at::Tensor>) {
-            if (!typed.defined()) throw Error("extra state '" + name + "' is an undefined tensor");
-            const auto values = typed.detach().contiguous().view({-1});
-            add(snapshot, {.path = {kExtra, name},
-                           .shape = typed.sizes().vec(),
-                           .piece = ckpt::whole(typed.sizes().vec()),
-                           .values = values,
-                           .offset = 0,
-                           .own_begin = 0,
-                           .own_numel = values.numel()});
-          } else {
-            add(snapshot, DcpPath{kExtra, name}, {typed});
-          }
-        },
-        value);
+    auto path = below;
+    path.push_back(name);
+    if (const auto* tensor = std::get_if<at::Tensor>(&value)) {
+      if (!tensor->defined()) throw Error("extra state '" + name + "' is an undefined tensor");
+      add_whole(snapshot, path, *tensor, /*guarded=*/false);
+    } else {
+      add(snapshot, DcpPath(path.begin(), path.end()), python_value(value, name));
+    }
   }
 }
 
 }  // namespace
 
-std::string rng_key(std::int64_t rank) { return std::string(kOwn) + ".rng." + std::to_string(rank); }
+std::string SavedGenerator::key(std::int64_t rank) const { return std::string(kOwn) + "." + name + "." + std::to_string(rank); }
 
-void HostBuffer::begin(Snapshot& snapshot) {
+at::Tensor SavedGenerator::state() {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void SavedGenerator::set_state(const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+std::vector<SavedGenerator> generators_of(c10::Device device) {
+  std::vector<SavedGenerator> generators = {{"rng", at::globalContext().defaultGenerator(at::kCPU)}};
+  if (!device.is_cpu()) {
+    generators.push_back({c10::DeviceTypeName(device.type(), /*lower_case=*/true) + "_rng", at::globalContext().defaultGenerator(device)});
+  }
+  return generators;
+}
+
+std::vector<std::pair<std::string, PythonValue>> values_of(const GradScalerState& state) {
+  return {{"scale", {state.scale}},
+          {"growth_factor", {state.growth_factor}},
+          {"backoff_factor", {state.backoff_factor}},
+          {"growth_interval", {state.growth_interval}},
+          {"_growth_tracker", {state.growth_tracker}}};
+}
+
+GradScalerState grad_scaler_state(const std::function<PythonValue(const std::string& name)>& value) {
+  const auto number = [&]<typename T>(const std::string& name, T& to) {
+    const auto found = value(name);
+    if (const auto* whole = std::get_if<std::int64_t>(&found.value)) {
+      to = static_cast<T>(*whole);
+    } else if (const auto* real = std::get_if<double>(&found.value)) {
+      to = static_cast<T>(*real);
+    } else {
+      throw Error("the GradScaler's '" + name + "' is no number in the checkpoint");
+    }
+  };
+  GradScalerState state;
+  number("scale", state.scale);
+  number("growth_factor", state.growth_factor);
+  number("backoff_factor", state.backoff_factor);
+  number("growth_interval", state.growth_interval);
+  number("_growth_tracker", state.growth_tracker);
+  GradScaler().load_state_dict(state);  // throws if it has no meaning
+  return state;
+}
+
+std::int64_t bytes_of(const Snapshot& snapshot) {
   std::int64_t bytes = 0;
   for (const auto& tensor : snapshot.tensors) {
     for (const auto& chunk : tensor.chunks) bytes += chunk.bytes.numel();
   }
+  return bytes;
+}
+
+void HostBuffer::begin(Snapshot& snapshot) {
+  const std::int64_t bytes = bytes_of(snapshot);
   if (!memory_.defined() || memory_.numel() < bytes) {
     memory_ = at::Tensor();  // before the larger one
     memory_ = memory::host_zeros(device_, bytes);
@@ -156,30 +237,27 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
   if (optimizer != nullptr) {
     if (optimizer->engine() != engine) throw Error("save: the optimizer belongs to another model");
     for (const auto& item : optimizer_step_items(*optimizer, kOptimizer)) {
-      // Of what was never updated there is no state at all.
       if (item.own_numel > 0) add(snapshot, item);
     }
     for (const auto& item : optimizer_items(*optimizer, kOptimizer)) add(snapshot, item);
   }
   if (options.rng) {
-    auto generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard lock(generator.mutex());
-    const auto state = generator.get_state();
-    add(snapshot, {.path = {kOwn, "rng." + std::to_string(ranks.index())},
-                   .shape = state.sizes().vec(),
-                   .piece = ckpt::whole(state.sizes().vec()),
-                   .values = state.view({-1}),
-                   .offset = 0,
-                   .own_begin = 0,
-                   .own_numel = state.numel(),
-                   .guarded = true});
+    for (auto& generator : generators_of(engine->device())) {
+      add_whole(snapshot, {kOwn, generator.name + "." + std::to_string(ranks.index())}, generator.state(), /*guarded=*/true);
+    }
   }
+  add_extra(snapshot, {kRankExtra, std::to_string(ranks.index())}, options.rank_extra);
   if (ranks.index() == 0) {
     if (optimizer != nullptr) {
       add_groups(snapshot, *optimizer);
       add(snapshot, DcpPath{kOwn, "lr_factor"}, {optimizer->state().lr_factor});
     }
-    add_extra(snapshot, extra);
+    add(snapshot, DcpPath{kOwn, "ranks"}, {ranks.size()});
+    if (options.metric) add(snapshot, DcpPath{kOwn, "metric"}, {*options.metric});
+    if (options.grad_scaler != nullptr) {
+      for (auto& [name, value] : values_of(options.grad_scaler->state_dict())) add(snapshot, DcpPath{kScaler, name}, std::move(value));
+    }
+    add_extra(snapshot, {kExtra}, extra);
   }
   return snapshot;
 }

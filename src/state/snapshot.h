@@ -1,10 +1,12 @@
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -13,6 +15,7 @@
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/python_value.h"
 #include "fsdp/save_load.h"
+#include "state/phases.h"
 #include "state/ranks.h"
 
 namespace fsdp::state {
@@ -45,9 +48,29 @@ struct Snapshot {
 inline constexpr const char* kModel = "model";
 inline constexpr const char* kOptimizer = "optim";
 inline constexpr const char* kExtra = "extra";
+inline constexpr const char* kRankExtra = "rank_extra";  ///< Below it, each rank's number.
+inline constexpr const char* kScaler = "scaler";
 inline constexpr const char* kOwn = "fsdp";  ///< What this library adds of its own: see kLrFactor, rng_key.
 inline constexpr const char* kLrFactor = "fsdp.lr_factor";
-std::string rng_key(std::int64_t rank);
+inline constexpr const char* kMetric = "fsdp.metric";
+inline constexpr const char* kRanks = "fsdp.ranks";  ///< How many saved.
+
+/// A random generator of this process that a checkpoint keeps.
+struct SavedGenerator {
+  std::string name;  ///< "rng" for the CPU's, "cuda_rng" for a GPU's.
+  at::Generator generator;
+
+  /// Where rank `rank`'s state is.
+  std::string key(std::int64_t rank) const;
+  at::Tensor state();
+  void set_state(const at::Tensor& state);
+};
+/// The CPU's first.
+std::vector<SavedGenerator> generators_of(c10::Device device);
+
+/// A GradScaler's state by torch's names, and back. Throws Error if one is missing, or has no meaning.
+std::vector<std::pair<std::string, ckpt::PythonValue>> values_of(const GradScalerState& state);
+GradScalerState grad_scaler_state(const std::function<ckpt::PythonValue(const std::string& name)>& value);
 
 /// Host memory that takes a snapshot's bytes, used again from save to save. A snapshot is copied in two steps: what may be written at any
 /// time at once, the rest, which is most of it, beside training.
@@ -75,7 +98,10 @@ class HostBuffer {
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                        const Ranks& ranks);
 
+/// Bytes of its values.
+std::int64_t bytes_of(const Snapshot& snapshot);
+
 /// Writes the parts of all ranks as one checkpoint. Collective. Throws Error on every rank if it fails on one.
-void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks);
+void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases);
 
 }  // namespace fsdp::state

@@ -9,6 +9,7 @@
 #include <utility>
 #include <variant>
 
+#include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
@@ -97,21 +98,25 @@ class Dcp final : public Source {
     return tensor == nullptr ? std::nullopt : std::optional(Tensor{tensor->dtype, tensor->shape});
   }
 
-  std::vector<Part> parts(const std::string& name) const override {
-    std::vector<Part> parts;
+  std::vector<StoredBox> boxes(const std::string& name) const override {
+    std::vector<StoredBox> parts;
     for (const auto& chunk : std::get<DcpTensor>(by_name_.at(name)->content).chunks) parts.push_back({chunk.box, chunk.record});
     return parts;
   }
 
-  std::int64_t data_offset(const std::string& name, const Part& part) override {
+  ckpt::TensorData locate(const std::string& name, const StoredBox& part) override {
     const auto dtype = std::get<DcpTensor>(by_name_.at(name)->content).dtype;
-    return ckpt::locate_tensor(file(part.place.file).reader(), part.place, name, dtype, part.box.sizes).offset;
+    return ckpt::locate_tensor(file(part.place.file).reader(), part.place, name, dtype, part.box.sizes);
   }
 
   ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
   ckpt::PythonValue read_object(const std::string& name) override {
-    const auto* object = std::get_if<ckpt::DcpObject>(&by_name_.at(name)->content);
+    const auto& content = by_name_.at(name)->content;
+    if (const auto* unreadable = std::get_if<ckpt::DcpUnreadable>(&content)) {
+      throw Error(path_ + ": '" + name + "' cannot be read: " + unreadable->why);
+    }
+    const auto* object = std::get_if<ckpt::DcpObject>(&content);
     if (object == nullptr) throw Error(path_ + ": '" + name + "' is a tensor, not a plain value");
     return ckpt::read_object(files_[object->record.file].reader(), object->record, name);
   }
@@ -130,10 +135,15 @@ class Safetensors final : public Source {
       : path_(path),
         files_(fs::is_directory(path) ? fs::path(path) : fs::path(path).parent_path()),
         headers_(ckpt::read_safetensors(path)) {
+    const auto prefix = std::string(kModel) + ".";
     for (const auto& file : headers_) {
       for (const auto& tensor : file.tensors) {
-        names_.push_back(std::string(kModel) + "." + tensor.name);
+        names_.push_back(prefix + tensor.name);
         by_name_.emplace(names_.back(), std::pair(&file.name, &tensor));
+      }
+      for (const auto& name : file.not_there) {
+        names_.push_back(prefix + name);
+        not_there_.emplace(names_.back(), &file.name);
       }
     }
   }
@@ -141,20 +151,30 @@ class Safetensors final : public Source {
   Format format() const override { return Format::kSafetensors; }
   const std::string& path() const override { return path_; }
   const std::vector<std::string>& names() const override { return names_; }
-  bool has(const std::string& name) const override { return by_name_.contains(name); }
+  bool has(const std::string& name) const override { return by_name_.contains(name) || not_there_.contains(name); }
 
   std::optional<Tensor> find(const std::string& name) const override {
     const auto found = by_name_.find(name);
+    if (const auto missed = not_there_.find(name); missed != not_there_.end()) {
+      throw Error(path_ + ": '" + name + "' is in " + *missed->second + ", which is not there; download it, too");
+    }
     if (found == by_name_.end()) return std::nullopt;
     return Tensor{found->second.second->dtype, found->second.second->shape};
   }
 
-  std::vector<Part> parts(const std::string& name) const override {
+  std::vector<StoredBox> boxes(const std::string& name) const override {
     const auto& [file, tensor] = by_name_.at(name);
     return {{ckpt::whole(tensor->shape), {*file, tensor->offset, tensor->length}}};
   }
 
-  std::int64_t data_offset(const std::string&, const Part& part) override { return part.place.offset; }
+  ckpt::TensorData locate(const std::string& name, const StoredBox& part) override {
+    const auto* tensor = by_name_.at(name).second;
+    return {.dtype = tensor->dtype,
+            .sizes = tensor->shape,
+            .offset = part.place.offset,
+            .length = part.place.length,
+            .stored = {part.place.offset, part.place.length, std::nullopt}};
+  }
   ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
   ckpt::PythonValue read_object(const std::string& name) override {
@@ -167,6 +187,7 @@ class Safetensors final : public Source {
   std::vector<ckpt::SafetensorsFile> headers_;
   std::vector<std::string> names_;
   std::map<std::string, std::pair<const std::string*, const ckpt::SafetensorsTensor*>> by_name_;
+  std::map<std::string, const std::string*> not_there_;  // and the file where it should be
 };
 
 }  // namespace
@@ -195,27 +216,42 @@ std::unique_ptr<Source> open_source(const std::string& path) {
 }
 
 void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to) {
-  std::int64_t found = 0;
-  for (auto& part : source_.parts(name)) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> covered;  // [begin, end) of `to`
+  for (auto& part : source_.boxes(name)) {
     auto runs = runs_to(part.box, box, offset, to.numel());
     if (runs.empty()) continue;
-    for (const auto& run : runs) found += run.length;
-    parts_.push_back({wanted_.size(), std::move(part), std::move(runs)});
+    for (const auto& run : runs) covered.emplace_back(run.destination, run.destination + run.length);
+    wanted_boxes_.push_back({wanted_.size(), std::move(part), std::move(runs)});
   }
-  if (found != to.numel()) {
-    throw Error(source_.path() + ": the stored parts of '" + name + "' have " + std::to_string(found) + " of the " +
-                std::to_string(to.numel()) + " elements that are needed");
+  std::sort(covered.begin(), covered.end());
+  std::int64_t end = 0;
+  bool overlap = false;
+  bool leave_out = false;
+  for (const auto& [begin, next] : covered) {
+    overlap = overlap || begin < end;
+    leave_out = leave_out || begin > end;
+    end = std::max(end, next);
   }
-  wanted_.push_back({name, source_.find(name)->dtype, std::move(to), {}});
+  if (overlap || leave_out || end < to.numel()) {
+    throw ckpt::DamageError(source_.path() + ": the stored parts of '" + name + "' " +
+                            (overlap ? "overlap" : "leave out elements that are needed") + "; the checkpoint is damaged");
+  }
+  wanted_.push_back({name, source_.find(name)->dtype, std::move(to), {}, {}});
+}
+
+std::int64_t Transfer::bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& wanted : wanted_) bytes += static_cast<std::int64_t>(wanted.to.nbytes());
+  return bytes;
 }
 
 void Transfer::check() {
-  std::sort(parts_.begin(), parts_.end(), [](const WantedPart& a, const WantedPart& b) {
+  std::sort(wanted_boxes_.begin(), wanted_boxes_.end(), [](const WantedBox& a, const WantedBox& b) {
     return std::tie(a.part.place.file, a.part.place.offset) < std::tie(b.part.place.file, b.part.place.offset);
   });
   ReadAhead ahead;
   std::vector<std::int64_t> lengths;
-  for (const auto& [wanted, part, runs] : parts_) {
+  for (const auto& [wanted, part, runs] : wanted_boxes_) {
     const auto itemsize = ckpt::itemsize(wanted_[wanted].dtype);
     const auto before = runs.front().source * itemsize;
     const auto after = (ckpt::numel(part.box.sizes) - runs.back().source - runs.back().length) * itemsize;
@@ -224,42 +260,105 @@ void Transfer::check() {
     ahead.add(source_.file(part.place.file), begin, end);
     lengths.push_back(end - begin);
   }
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
+  for (std::size_t i = 0; i < wanted_boxes_.size(); ++i) {
     ahead.advance(0);
-    const auto& [index, part, runs] = parts_[i];
-    auto& wanted = wanted_[index];
-    auto& file = source_.file(part.place.file);
-    const auto itemsize = ckpt::itemsize(wanted.dtype);
-    const auto data = source_.data_offset(wanted.name, part);
     auto unread = lengths[i];
-    for (const auto& run : runs) {
-      const auto begin = data + run.source * itemsize;
-      const auto end = begin + run.length * itemsize;
-      for (auto at = begin; at < end; at += ckpt::kSummedBlock) {
-        const auto length = std::min(end - at, ckpt::kSummedBlock);
-        file.check(at, length);
-        ahead.advance(std::min(length, unread));
-        unread -= std::min(length, unread);
-      }
-      wanted.stretches.push_back({&file, begin, run.destination, run.length});
-    }
+    check(wanted_boxes_[i], [&](std::int64_t bytes) {
+      ahead.advance(std::min(bytes, unread));
+      unread -= std::min(bytes, unread);
+    });
     ahead.advance(unread);
   }
 }
 
+void Transfer::check(const WantedBox& part, const std::function<void(std::int64_t bytes)>& has_read) {
+  auto& wanted = wanted_[part.wanted];
+  auto& file = source_.file(part.part.place.file);
+  const auto data = source_.locate(wanted.name, part.part);
+  const auto itemsize = ckpt::itemsize(wanted.dtype);
+  const auto sum_of = [&](std::int64_t begin, std::int64_t end) {
+    std::uint32_t sum = 0;
+    for (auto at = begin; at < end;) {
+      const auto length = std::min(end - at, ckpt::kSummedBlock);
+      sum = ckpt::combine_crc32(sum, file.check(at, length), static_cast<std::uint64_t>(length));
+      has_read(length);
+      at += length;
+    }
+    return sum;
+  };
+  // The bytes that are needed, and their sums.
+  std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
+  if (data.is_plain()) {
+    for (const auto& run : part.runs) {
+      const auto begin = data.offset + run.source * itemsize;
+      ranges.emplace_back(begin, begin + run.length * itemsize);
+    }
+  } else {
+    ranges.emplace_back(data.offset, data.offset + data.length);
+  }
+  const auto stored_end = data.stored.offset + data.stored.length;
+  const bool is_new = source_.whole_records_.emplace(part.part.place.file, data.stored.offset).second;
+  const bool all_is_needed = ranges.size() == 1 && ranges[0] == std::pair(data.stored.offset, stored_end);
+  // A record without blocks' checksums is read as a whole, once.
+  const bool reads_all = !file.is_listed() && is_new;
+  std::vector<std::uint32_t> sums;
+  std::uint32_t all = 0;
+  auto reached = data.stored.offset;
+  for (const auto& [begin, end] : ranges) {
+    if (reads_all && data.stored.crc32) all = ckpt::combine_crc32(all, sum_of(reached, begin), static_cast<std::uint64_t>(begin - reached));
+    sums.push_back(sum_of(begin, end));
+    all = ckpt::combine_crc32(all, sums.back(), static_cast<std::uint64_t>(end - begin));
+    reached = end;
+  }
+  if (data.stored.crc32 && (reads_all || all_is_needed)) {
+    if (reads_all) all = ckpt::combine_crc32(all, sum_of(reached, stored_end), static_cast<std::uint64_t>(stored_end - reached));
+    if (all != *data.stored.crc32) throw ckpt::DamageError(ckpt::fault_in_record(file.file(), data, wanted.name));
+  }
+  if (!data.is_plain()) {
+    wanted.rearranged.push_back({&file, data, sums[0], part.runs});
+    return;
+  }
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    wanted.file_runs.push_back({&file, ranges[i].first, part.runs[i].destination, part.runs[i].length, sums[i]});
+  }
+}
+
+namespace {
+
+/// Reads bytes again that were checked, and goes on with their checksum.
+std::uint32_t read_again(const ckpt::CheckedFile& file, std::int64_t byte, std::span<char> to, std::uint32_t sum) {
+  while (!to.empty()) {
+    const auto piece = to.first(std::min(to.size(), ckpt::kReadAtOnce));
+    file.read_at(byte, piece);
+    sum = ckpt::crc32(sum, piece);
+    byte += static_cast<std::int64_t>(piece.size());
+    to = to.subspan(piece.size());
+  }
+  return sum;
+}
+
+void compare(const ckpt::CheckedFile& file, const std::string& name, std::uint32_t sum, std::uint32_t expected) {
+  if (sum == expected) return;
+  throw Error("the values of '" + name + "' in " + file.file().path().string() + " changed while they were loaded");
+}
+
+}  // namespace
+
 void Transfer::read() {
   for (auto& wanted : wanted_) {
     const bool as_it_is = wanted.to.is_cpu() && wanted.to.scalar_type() == scalar_type_of(wanted.dtype, wanted.name);
-    std::sort(wanted.stretches.begin(), wanted.stretches.end(), [](const Stretch& a, const Stretch& b) { return a.to < b.to; });
+    std::sort(wanted.file_runs.begin(), wanted.file_runs.end(), [](const FileRun& a, const FileRun& b) { return a.to < b.to; });
     as_it_is ? read_directly(wanted) : read_and_convert(wanted);
+    for (const auto& part : wanted.rearranged) read_rearranged(wanted, part);
   }
 }
 
 void Transfer::read_directly(const Wanted& wanted) {
   const auto itemsize = ckpt::itemsize(wanted.dtype);
   auto* to = static_cast<char*>(wanted.to.mutable_data_ptr());
-  for (const auto& stretch : wanted.stretches) {
-    stretch.file->read_at(stretch.byte, {to + stretch.to * itemsize, static_cast<std::size_t>(stretch.numel * itemsize)});
+  for (const auto& file_run : wanted.file_runs) {
+    const std::span place(to + file_run.to * itemsize, static_cast<std::size_t>(file_run.numel * itemsize));
+    compare(*file_run.file, wanted.name, read_again(*file_run.file, file_run.byte, place, 0), file_run.crc32);
   }
   // As copy_() would: a graph that saved the tensor must not be used any more.
   wanted.to.unsafeGetTensorImpl()->bump_version();
@@ -271,18 +370,34 @@ void Transfer::read_and_convert(const Wanted& wanted) {
   const auto values = memory::host_zeros(wanted.to.device(), std::min(kElements, wanted.to.numel()) * itemsize);
   auto* buffer = static_cast<char*>(values.mutable_data_ptr());
   const auto typed = values.view(scalar_type_of(wanted.dtype, wanted.name));
-  auto next = wanted.stretches.begin();
+  auto next = wanted.file_runs.begin();
+  std::uint32_t sum = 0;  // of what was read of `next`
   for (std::int64_t begin = 0; begin < wanted.to.numel(); begin += kElements) {
     const auto end = std::min(begin + kElements, wanted.to.numel());
-    for (; next != wanted.stretches.end() && next->to < end; ++next) {
+    for (; next != wanted.file_runs.end() && next->to < end; ++next) {
       const auto from = std::max(next->to, begin);
       const auto to = std::min(next->to + next->numel, end);
-      next->file->read_at(next->byte + (from - next->to) * itemsize,
-                          {buffer + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize)});
-      // The rest is in the next stretch of the buffer.
+      const std::span place(buffer + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize));
+      sum = read_again(*next->file, next->byte + (from - next->to) * itemsize, place, sum);
+      // The rest is in the next file_run of the buffer.
       if (to < next->to + next->numel) break;
+      compare(*next->file, wanted.name, std::exchange(sum, 0), next->crc32);
     }
     wanted.to.narrow(0, begin, end - begin).copy_(typed.narrow(0, 0, end - begin));
+  }
+}
+
+void Transfer::read_rearranged(const Wanted& wanted, const Rearranged& part) {
+  const auto bytes = memory::zeros(at::kCPU, part.data.length);
+  const std::span place(static_cast<char*>(bytes.mutable_data_ptr()), static_cast<std::size_t>(part.data.length));
+  compare(*part.file, wanted.name, read_again(*part.file, part.data.offset, place, 0), part.crc32);
+  auto values = bytes.view(scalar_type_of(wanted.dtype, wanted.name));
+  if (!part.data.strides.empty()) values = values.as_strided(part.data.sizes, part.data.strides);
+  if (part.data.is_conjugate) values = values.conj_physical();
+  if (part.data.is_negative) values = values.neg();
+  values = values.contiguous().view({-1});
+  for (const auto& run : part.runs) {
+    wanted.to.narrow(0, run.destination, run.length).copy_(values.narrow(0, run.source, run.length));
   }
 }
 

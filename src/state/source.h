@@ -3,9 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/boxes.h"
@@ -13,6 +16,7 @@
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/dtype.h"
 #include "checkpoint/python_value.h"
+#include "checkpoint/records.h"
 
 namespace fsdp::state {
 
@@ -26,7 +30,7 @@ class Source {
     ckpt::Shape shape;
   };
   /// A box of a tensor, and the bytes that its data are among.
-  struct Part {
+  struct StoredBox {
     ckpt::Box box;
     ckpt::RecordLocation place;
   };
@@ -40,9 +44,9 @@ class Source {
   /// Nothing if there is no tensor of this name.
   virtual std::optional<Tensor> find(const std::string& name) const = 0;
   /// What a tensor is stored as.
-  virtual std::vector<Part> parts(const std::string& name) const = 0;
-  /// Where in its file a part's data begin; they follow row-major. Throws Error.
-  virtual std::int64_t data_offset(const std::string& name, const Part& part) = 0;
+  virtual std::vector<StoredBox> boxes(const std::string& name) const = 0;
+  /// Where in its file a part's data are. Throws Error.
+  virtual ckpt::TensorData locate(const std::string& name, const StoredBox& part) = 0;
   virtual ckpt::CheckedFile& file(const std::string& name) = 0;
   /// Elements [offset, offset + numel) of a box of the tensor, row-major: 1-D, on the CPU, of its stored dtype. Throws Error.
   at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel);
@@ -50,49 +54,69 @@ class Source {
   at::Tensor read_whole(const std::string& name);
   /// A plain value. Throws Error.
   virtual ckpt::PythonValue read_object(const std::string& name) = 0;
+
+ private:
+  friend class Transfer;
+
+  std::set<std::pair<std::string, std::int64_t>> whole_records_;  ///< By file and offset: those whose own checksum was compared.
 };
 
-/// Brings parts of tensors to where they belong. First all that is needed is read once, and checked; nothing is kept of it. Then it is read
-/// again, straight to its place: from the system's memory, as a rule. So there is no copy of a model beside it, whose fresh pages would
-/// cost more time than the second reading.
+/// Brings parts of tensors to where they belong. First all that is needed is read once, and checked: blocks against the sidecar's
+/// checksums, where there is none the whole records against their own. Nothing is kept of it but the checksums of what is needed. Then it
+/// is read again, straight to its place (from the system's memory, as a rule), and compared with these. So there is no copy of a model
+/// beside it, whose fresh pages would cost more time than the second reading.
 class Transfer {
  public:
   explicit Transfer(Source& source) : source_(source) {}
 
   /// Notes that elements [offset, offset + to.numel()) of a box of the tensor go to `to` (1-D, contiguous; any dtype and device). Reads
-  /// nothing. Throws Error if the tensor's parts have not all of them.
+  /// nothing. Throws Error unless the tensor's parts have each of them once.
   void add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to);
   /// Reads all blocks of files that hold what was added, in the files' order. Throws Error.
   void check();
-  /// After check(). Throws Error if what could be read then cannot be read now.
+  /// Of the places that were added.
+  std::int64_t bytes() const;
+  /// After check(). Throws Error if what could be read then cannot be read now, or is something else.
   void read();
 
  private:
   /// Elements that lie side by side, in a file and where they go.
-  struct Stretch {
+  struct FileRun {
     const ckpt::CheckedFile* file;
     std::int64_t byte;  ///< In the file.
     std::int64_t to;
     std::int64_t numel;
+    std::uint32_t crc32;
+  };
+  /// A part whose elements do not lie row-major, or stand for others (torch's lazy conjugates and negatives): it takes memory of its own.
+  struct Rearranged {
+    const ckpt::CheckedFile* file;
+    ckpt::TensorData data;
+    std::uint32_t crc32;
+    std::vector<ckpt::Run> runs;
   };
   struct Wanted {
     std::string name;
     ckpt::Dtype dtype;
     at::Tensor to;
-    std::vector<Stretch> stretches;
+    std::vector<FileRun> file_runs;
+    std::vector<Rearranged> rearranged;
   };
-  struct WantedPart {
+  struct WantedBox {
     std::size_t wanted;
-    Source::Part part;
+    Source::StoredBox part;
     std::vector<ckpt::Run> runs;
   };
 
+  /// `has_read` is told of bytes as they pass.
+  void check(const WantedBox& part, const std::function<void(std::int64_t bytes)>& has_read);
   static void read_directly(const Wanted& wanted);
   static void read_and_convert(const Wanted& wanted);
+  static void read_rearranged(const Wanted& wanted, const Rearranged& part);
 
   Source& source_;
   std::vector<Wanted> wanted_;
-  std::vector<WantedPart> parts_;
+  std::vector<WantedBox> wanted_boxes_;
 };
 
 /// Opens a folder of torch.distributed.checkpoint, or Hugging Face's safetensors (a file, or a folder of them), whose names get "model." in

@@ -57,7 +57,7 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
           parameter.position,
           StateItem{.path = path_below(prefix, {parameter.name}),
                     .shape = parameter.global_shape,
-                    .piece = piece_of(parameter),
+                    .box = piece_of(parameter),
                     .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                     .offset = slice.parameter_offset,
                     .own_begin = own_begin,
@@ -77,7 +77,7 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
     const auto values = buffer.value().detach().view({-1});
     items.push_back({.path = path_below(prefix, {buffer.key()}),
                      .shape = buffer.value().sizes().vec(),
-                     .piece = ckpt::whole(buffer.value().sizes().vec()),
+                     .box = ckpt::whole(buffer.value().sizes().vec()),
                      .values = values,
                      .offset = 0,
                      .own_begin = 0,
@@ -103,7 +103,7 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       }
       items.push_back({.path = path_below(prefix, {"state", parameter.name, tensor.kind.name}),
                        .shape = per_value == 1 ? parameter.global_shape : blocks,
-                       .piece = per_value == 1 ? piece_of(parameter) : ckpt::whole(blocks),
+                       .box = per_value == 1 ? piece_of(parameter) : ckpt::whole(blocks),
                        .values = tensor.values,
                        .offset = slice.parameter_offset / per_value,
                        .own_begin = own_begin / per_value,
@@ -134,17 +134,19 @@ std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string&
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix) {
   std::vector<StateItem> items;
   for (const auto& part : optimizer.state().parts) {
+    const bool has_state = !part->kinds().empty();
     for (const auto& unit : optimizer.engine()->units()) {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         if (!part->updates(*unit, i)) continue;
         const auto steps = part->steps(*unit, i);
+        if (steps == 0 && !has_state) continue;  // nothing that could be lost
         items.push_back({.path = path_below(prefix, {"state", unit->parameters[i].name, "step"}),
                          .shape = {},
-                         .piece = {},
+                         .box = {},
                          .values = at::full({1}, static_cast<double>(steps), at::kFloat),
                          .offset = 0,
                          .own_begin = 0,
-                         .own_numel = steps > 0 && owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0,
+                         .own_numel = owns_first_element(*optimizer.engine(), *unit, i) ? 1 : 0,
                          .guarded = true});
       }
     }

@@ -18,8 +18,8 @@ namespace fsdp::state {
 struct StateItem {
   std::vector<std::string> path;    ///< {"model", "layers.0.weight"}: where it is in nested dicts; the key is the path joined by dots.
   std::vector<std::int64_t> shape;  ///< Of the whole tensor.
-  ckpt::Box piece;                  ///< Of that, what this rank and those it shards with hold together: all, if it is not tensor-parallel.
-  at::Tensor values;                ///< 1-D, contiguous, a view into the state: elements [offset, offset + numel) of the flattened piece.
+  ckpt::Box box;                    ///< Of that, what this rank and those it shards with hold together: all, if it is not tensor-parallel.
+  at::Tensor values;                ///< 1-D, contiguous, a view into the state: elements [offset, offset + numel) of the flattened box.
   std::int64_t offset = 0;
   /// What this rank writes, elements [own_begin, own_begin + own_numel) of `values`: no element is two ranks' own.
   std::int64_t own_begin = 0;
@@ -42,7 +42,8 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
 std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string& prefix);
 
 /// How often each parameter that the optimizer updates has been updated: scalars of fp32, {prefix, "state", parameter, "step"}. Copies, and
-/// right on the rank that owns the parameter's first element only. No rank owns those of parameters that have not been updated.
+/// right on the rank that owns the parameter's first element only. Of a parameter that has not been updated there is this 0 and nothing
+/// else, so that whoever reads it need not guess whether its state was lost.
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix);
 
 /// Sets the counts (0: not updated); optimizer_items then gives tensors for those that have been updated.

@@ -6,10 +6,12 @@
 #include <optional>
 #include <utility>
 
-#include "checkpoint/checksum.h"
+#include "checkpoint/check.h"
 #include "checkpoint/commit.h"
-#include "checkpoint/records.h"
+#include "checkpoint/dcp_file.h"
+#include "checkpoint/steps.h"
 #include "fsdp/error.h"
+#include "state/retention.h"
 #include "state/snapshot.h"
 
 namespace fsdp::state {
@@ -20,67 +22,20 @@ namespace fs = std::filesystem;
 using ckpt::DcpMetadata;
 using ckpt::DcpTensor;
 
-/// Joins small pieces before they are written.
-class Output {
- public:
-  Output(const fs::path& folder, std::string name) : file_(folder, std::move(name)) {}
-
-  std::int64_t position() const { return file_.size() + static_cast<std::int64_t>(waiting_.size()); }
-  void append(std::string_view text) {
-    waiting_ += text;
-    if (waiting_.size() >= kJoined) flush();
-  }
-  /// Returns the data's CRC-32.
-  std::uint32_t append_data(std::span<const char> data) {
-    if (data.size() >= kJoined) {
-      flush();
-      return file_.append_with_crc32(data);
-    }
-    append({data.data(), data.size()});
-    return ckpt::crc32(0, data);
-  }
-  ckpt::ListedFile finish() {
-    flush();
-    return file_.finish();
-  }
-
- private:
-  static constexpr std::size_t kJoined = std::size_t{1} << 20;
-
-  void flush() {
-    file_.append(waiting_);
-    waiting_.clear();
-  }
-
-  ckpt::SummedFile file_;
-  std::string waiting_;
-};
-
 /// Writes a rank's records; says where they are.
 std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, const Snapshot& snapshot, std::int64_t rank) {
-  const auto name = "__" + std::to_string(rank) + "_0.distcp";
-  Output out(folder, name);
-  DcpMetadata metadata;
+  ckpt::DcpFile file(folder, "__" + std::to_string(rank) + "_0.distcp");
   for (const auto& tensor : snapshot.tensors) {
-    DcpTensor stored{.dtype = tensor.dtype, .shape = tensor.shape, .chunks = {}};
+    file.add_tensor(tensor.key, tensor.path, tensor.dtype, tensor.shape);
     for (const auto& chunk : tensor.chunks) {
-      const ckpt::TensorRecord record(tensor.dtype, chunk.box.sizes);
-      stored.chunks.push_back({chunk.box, {name, out.position(), record.length()}});
-      out.append(record.head());
-      const auto bytes = chunk.bytes.cpu();
-      const auto crc = out.append_data({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
-      out.append(record.tail(crc));
+      file.add_box(chunk.box, [&](const ckpt::DcpFile::Append& append) {
+        const auto bytes = chunk.bytes.cpu();
+        append({static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel())});
+      });
     }
-    metadata.items.push_back({tensor.key, std::move(stored)});
-    metadata.paths.emplace_back(tensor.key, tensor.path);
   }
-  for (const auto& object : snapshot.objects) {
-    const auto record = ckpt::object_record(object.value);
-    metadata.items.push_back({object.key, ckpt::DcpObject{{name, out.position(), static_cast<std::int64_t>(record.size())}}});
-    out.append(record);
-    metadata.paths.emplace_back(object.key, object.path);
-  }
-  return {std::move(metadata), out.finish()};
+  for (const auto& object : snapshot.objects) file.add_value(object.key, object.path, object.value);
+  return {file.take_metadata(), file.finish()};
 }
 
 /// What ranks tell rank 0: the file's line in the sidecar, then the metadata.
@@ -120,84 +75,62 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
   for (const auto& item : all.items) {
     const auto* tensor = std::get_if<DcpTensor>(&item.content);
     if (tensor == nullptr) continue;
-    std::int64_t covered = 0;
-    for (const auto& chunk : tensor->chunks) covered += ckpt::numel(chunk.box.sizes);
-    const auto numel = ckpt::numel(tensor->shape);
-    if (covered != numel) {
-      throw Error("the ranks' parts of '" + item.name + "' have " + std::to_string(covered) + " elements, the tensor has " +
-                  std::to_string(numel) + (covered > numel ? ": several ranks hold different parameters of this name" : ""));
+    const auto fault = ckpt::fault_in_boxes(*tensor);
+    if (!fault.empty()) {
+      throw Error("the ranks' parts of '" + item.name + "' do not make it up: " + fault +
+                  "; do several ranks hold different parameters of this name?");
     }
   }
   return all;
 }
 
-void remove_quietly(const fs::path& folder) {
-  try {
-    ckpt::remove_tree(folder);
-  } catch (const Error&) {
-    // The error that made this necessary is on its way; what is left has a temporary name.
-  }
-}
-
 }  // namespace
 
-void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks) {
-  const fs::path target = path;
+void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases) {
+  const fs::path target = ckpt::without_slash(path);
   const std::string what = "the checkpoint " + path + " could not be written:";
   const bool leads = ranks.index() == 0;
-  std::exception_ptr failure;
-  const auto attempt = [&](const auto& body) {
-    if (failure) return;
-    try {
-      body();
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-  };
-
-  fs::path folder;
-  attempt([&] {
-    if (options.keep_last < 0) throw Error("keep_last is " + std::to_string(options.keep_last) + "; give 0 (all are kept) or more");
-    if (leads) folder = ckpt::begin_step(target);
+  std::optional<ckpt::TemporaryStep> step;
+  ranks.together(what, [&] {
+    check_retention(options);
+    if (leads) step = ckpt::begin_step(target);
   });
-  ranks.agree(failure, what);
-  folder = ranks.gather(folder.string(), "checkpoint: its folder")[0];
+  const fs::path folder = ranks.gather(step ? step->path().string() : "", "checkpoint: its folder")[0];
 
   std::string part;
   fs::path replaced;
-  attempt([&] {
-    const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
-    part = packed(metadata, file);
-  });
   try {
-    ranks.agree(failure, what);
+    ranks.together(what, [&] {
+      const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
+      part = packed(metadata, file);
+      phases.end(Phase::kWrite, file.size);
+    });
     const auto parts = ranks.gather_at_first(part, "checkpoint: what ranks wrote");
-    if (leads) {
-      attempt([&] {
-        std::vector<DcpMetadata> metadata;
-        std::vector<ckpt::ListedFile> listed;
-        for (const auto& text : parts) {
-          auto [some, file] = unpacked(text);
-          metadata.push_back(std::move(some));
-          listed.push_back(std::move(file));
-        }
-        ckpt::SummedFile file(folder, std::string(ckpt::kMetadataFile));
-        file.append(ckpt::write_dcp_metadata(joined(metadata)));
-        listed.push_back(file.finish());
-        ckpt::seal_step(folder, listed);
-        replaced = ckpt::commit_step(folder, target);
-      });
-    }
-    ranks.agree(failure, what);
+    ranks.together(what, [&] {
+      if (!leads) return;
+      std::vector<DcpMetadata> metadata;
+      std::vector<ckpt::ListedFile> listed;
+      for (const auto& text : parts) {
+        auto [some, file] = unpacked(text);
+        metadata.push_back(std::move(some));
+        listed.push_back(std::move(file));
+      }
+      ckpt::seal_dcp(folder, joined(metadata), std::move(listed));
+      replaced = ckpt::commit_step(folder, target);
+    });
   } catch (...) {
-    if (leads) remove_quietly(folder);
+    if (step) step->discard();
     throw;
   }
-  attempt([&] {
+  phases.end(Phase::kCommit, 0);
+  ranks.together("the checkpoint " + path + " is complete, but older ones could not be removed:", [&] {
+    step.reset();
     if (!replaced.empty()) ckpt::remove_tree(replaced);
-    if (leads && options.keep_last > 0) ckpt::prune_steps(target.has_parent_path() ? target.parent_path() : ".", options.keep_last);
+    if (!leads || options.keep_last == 0) return;
+    const auto keeps = [&](const std::vector<ckpt::Step>& steps) { return steps_that_stay(options, steps); };
+    ckpt::prune_steps(target, options.keep_last, ckpt::FileSystem::current(), keeps);
   });
-  ranks.agree(failure, "the checkpoint " + path + " is complete, but older ones could not be removed:");
+  phases.end(Phase::kPrune, 0);
 }
 
 }  // namespace fsdp::state

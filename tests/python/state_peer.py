@@ -2,11 +2,14 @@
 
     state_peer.py plain IN OUT     loads into plain tensors in one process, and saves these
     state_peer.py fsdp2 IN OUT     run by torchrun: loads into a model of FSDP2, saves to OUT/0, trains, saves to OUT/3
+    state_peer.py programs IN OUT  run by torchrun: loads, and saves to OUT/titan and OUT/trainer, as other programs do
+    state_peer.py types IN         values have the types that torch.optim.Muon, AdamW and GradScaler give them
 
 Exits with 0 if all went well.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 HIDDEN = (13, 7, 22, 16)
@@ -70,15 +73,73 @@ def plain(source: str, target: str) -> None:
     dcp.save(state, checkpoint_id=target, no_dist=True)
 
 
-def fsdp2(source: str, target: str) -> None:
-    """Trains the model on with FSDP2."""
+def types(source: str) -> None:
+    """Of a checkpoint of C++'s Muon (groups of Muon and of AdamW), of a GradScaler, and of lists and bytes."""
+    metadata = FileSystemReader(source).read_metadata()
+    items = metadata.state_dict_metadata
+    state: dict[str, Any] = {name: None for name, item in items.items() if isinstance(item, BytesStorageMetadata)}
+    dcp.load(state, checkpoint_id=source, no_dist=True)
+
+    def check(prefix: str, expected: dict[str, Any]) -> None:
+        found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        assert set(found) == set(expected), (found, expected)
+        for name, value in expected.items():
+            if name != "params":
+                assert type(found[name]) is type(value), (prefix, name, found[name], value)
+                assert repr(found[name]) == repr(value), (prefix, name, found[name], value)
+
+    weight = nn.Parameter(torch.zeros(2, 2))
+    muon = torch.optim.Muon([weight], lr=0.02, weight_decay=0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([weight], lr=1e-3)
+    check("optim.param_groups.0.", muon.param_groups[0])
+    check("optim.param_groups.1.", adamw.param_groups[0])
+    weight.grad = torch.ones(2, 2)
+    muon.step()
+    name = "optim.state.blocks.0.up.weight."
+    kinds = {key.removeprefix(name) for key in items if key.startswith(name)}
+    assert kinds - {"step"} == set(muon.state[weight]), kinds
+    assert items[name + "momentum_buffer"].properties.dtype == muon.state[weight]["momentum_buffer"].dtype
+    check("scaler.", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7).state_dict())
+    assert state["extra.bytes"] == bytes(range(256))
+    assert state["extra.list"] == [1, 2.5, "three", True, [b"four"]], state["extra.list"]
+    assert state["rank_extra.1.position"] == 101, state["rank_extra.1.position"]
+
+
+def sharded() -> tuple[Stack, torch.optim.AdamW]:
     dist.init_process_group("gloo")
     torch.manual_seed(5)
     model = Stack()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def programs(source: str, target: str) -> None:
+    """What is loaded, as torchtitan's Checkpointer saves it, and accelerate (for transformers' Trainer)."""
+    model, optimizer = sharded()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    _, flat_optimizer_state = get_state_dict(model, optimizer, options=flat)
+    titan = {
+        **model_state,
+        "optimizer": flat_optimizer_state,
+        "lr_scheduler": {"last_epoch": 2, "_last_lr": [1e-2]},
+        "dataloader": {f"dp_rank_{dist.get_rank()}": b"state of a loader"},
+        "train_state": {"step": torch.tensor(2, dtype=torch.int32), "ntokens_seen": torch.tensor(8)},
+    }
+    dcp.save(titan, checkpoint_id=Path(target) / "titan")
+    dcp.save({"model": model_state}, checkpoint_id=Path(target) / "trainer" / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": optimizer_state}, checkpoint_id=Path(target) / "trainer" / "optimizer_0")
+    dist.destroy_process_group()
+
+
+def fsdp2(source: str, target: str) -> None:
+    """Trains the model on with FSDP2."""
+    model, optimizer = sharded()
 
     def save(name: str) -> None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -98,4 +159,5 @@ def fsdp2(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    {"plain": plain, "fsdp2": fsdp2}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Callable[..., None]] = {"plain": plain, "fsdp2": fsdp2, "programs": programs, "types": types}
+    commands[sys.argv[1]](*sys.argv[2:])

@@ -60,9 +60,7 @@ def check_converted(folder: Path) -> None:
     assert len(list((folder / "many").glob("*.safetensors"))) > 1
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        expected = {
-            key: value.to(dtype) if value.is_floating_point() else value for key, value in model().items()
-        }
+        expected = {key: value.to(dtype) if value.is_floating_point() else value for key, value in model().items()}
         check_same(sorted_by_name(load_model(folder / name)), sorted_by_name(expected))
     whole = {
         "rows": torch.arange(15.0).reshape(5, 3),

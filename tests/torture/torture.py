@@ -1,10 +1,14 @@
 """Kills training runs (SIGKILL) at random moments, during saves above all, and restarts them, as a scheduler would.
 
+Half of the runs save beside training (AsyncSaver). Some restarts go back to an older step. Few checkpoints are kept.
+Half of the trainings have a second job beside them, which saves into the same folder under another name.
+
     torture.py --train-gpt PATH --fsdp-ckpt PATH [--kills 200] [--seed N] [--folder DIR]
 
-After each kill: the newest checkpoint is whole and not older than any that was seen before, nothing hangs, and the
-restart goes on from it. When a run is through, its last checkpoint must have the bits of a run without kills. Exits
-with 1 at the first violation, and keeps the folder then.
+After each kill: the newest checkpoint (that was saved last) is whole and not older than any that was seen before,
+nothing hangs, and the restart goes on from it, or from the older one that it was given. When a run is through, its
+last checkpoint must have the bits of a run without kills. Exits with 1 at the first violation, and keeps the folder
+then.
 """
 
 import argparse
@@ -28,7 +32,14 @@ STEPS = 60
 # Small enough that most of a step is its save.
 OPTIONS: dict[str, object] = {"dim": 16, "layers": 2, "heads": 2, "context": 16, "batch": 4, "warmup": 2, "lr": 0.01}
 OPTIONS |= {"eval-every": 1000000, "eval-sequences": 2, "sample-tokens": 0}
-OPTIONS |= {"nproc": RANKS, "steps": STEPS, "save-every": 1, "keep-last": 2, "resume": "auto"}
+OPTIONS |= {"nproc": RANKS, "steps": STEPS, "save-every": 1}
+SERIES = "step"
+NEIGHBOUR = "other"
+"""How the checkpoints of the second job are called."""
+MOST_KEPT = 3
+SHARE_ASYNC = 0.5
+SHARE_OF_NEIGHBOURS = 0.5
+SHARE_OF_ROLLBACKS = 0.2
 SHARE_DURING_SAVES = 0.8
 SHARE_OF_ALL_RANKS = 0.5
 MOST_OF_A_SAVE = 0.8
@@ -51,14 +62,18 @@ class Summary:
     unfinished: int = 0
     """Saves that were not completed by the ranks that lived on."""
     of_all_ranks: int = 0
+    async_kills: int = 0
+    """Of runs that save beside training."""
     restarts: int = 0
+    rollbacks: int = 0
     runs: int = 0
     most_steps_lost: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.kills} kills ({self.during_saves} during a save, {self.unfinished} of which it ended; "
-            f"{self.of_all_ranks} of all ranks at once), {self.restarts} restarts, {self.runs} runs to the end, "
+            f"{self.of_all_ranks} of all ranks at once, {self.async_kills} beside an asynchronous save), "
+            f"{self.restarts} restarts ({self.rollbacks} from an older step), {self.runs} runs to the end, "
             f"at most {self.most_steps_lost} steps lost"
         )
 
@@ -68,19 +83,45 @@ def require(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Of the checkpoints that have their names."""
+@dataclass(frozen=True, order=True)
+class Step:
+    """A checkpoint that has its name."""
+
+    saved: int
+    """Grows from save to save."""
+    number: int
+
+
+NO_STEP = Step(0, 0)
+
+
+def steps_in(folder: Path, series: str = SERIES) -> list[Step]:
+    """In the order in which they were saved."""
+    steps = []
+    for name in names_in(folder):
+        if not name.startswith(f"{series}-"):
+            continue
+        with suppress(FileNotFoundError), (folder / name / ".fsdp-checksums").open("rb") as sidecar:
+            sidecar.readline()
+            steps.append(Step(int(sidecar.readline().split()[1]), int(name.removeprefix(f"{series}-"))))
+    return sorted(steps)
+
+
+def names_in(folder: Path) -> list[str]:
     try:
-        return sorted(int(name.removeprefix("step-")) for name in os.listdir(folder) if name.startswith("step-"))
+        return os.listdir(folder)
     except FileNotFoundError:
         return []
 
 
 def temporary_in(folder: Path) -> set[str]:
-    try:
-        return {name for name in os.listdir(folder) if name.startswith(".")}
-    except FileNotFoundError:
-        return set()
+    """What the main job has made there, as long as it has no name of its own."""
+    return {name for name in names_in(folder) if name.startswith((f".tmp-{SERIES}-", f".old-{SERIES}-"))}
+
+
+def has_content(folder: Path) -> bool:
+    """Nobody removes a folder whose writer was killed before it said who it is. Nothing was in it yet."""
+    return any(path.stat().st_size > 0 for path in folder.iterdir())
 
 
 def children_of(pid: int) -> list[int]:
@@ -91,13 +132,14 @@ def children_of(pid: int) -> list[int]:
 
 
 class Run:
-    """A process of train_gpt with its ranks, which goes on from the newest checkpoint."""
+    """A process of train_gpt with its ranks."""
 
-    def __init__(self, train_gpt: Path, folder: Path, name: str, text: Path) -> None:
+    def __init__(self, train_gpt: Path, folder: Path, name: str, options: dict[str, object]) -> None:
         self.saves = folder / "saves"
+        self.saves_async = options.get("save-async") == "true"
         self.log = folder / f"{name}.jsonl"
         self.output = folder / f"{name}.out"
-        options = OPTIONS | {"data": text, "log": self.log, "save": self.saves}
+        options = OPTIONS | options | {"log": self.log, "save": self.saves}
         command = [str(train_gpt), *(f"--{name}={value}" for name, value in options.items())]
         self.left_before = temporary_in(self.saves)
         with self.output.open("w") as output:
@@ -161,7 +203,7 @@ class Torture:
         self.summary = Summary()
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"the quick brown fox {i % 7}\n" for i in range(2000)))
-        self.newest_seen = 0
+        self.newest_seen = NO_STEP
         self.starts = 0
         self.typical_save = 0.0
         """Seconds; measured in the run without kills."""
@@ -170,9 +212,25 @@ class Torture:
         done = subprocess.run([self.arguments.fsdp_ckpt, *arguments], capture_output=True, text=True, timeout=PATIENCE)
         require(done.returncode == 0, f"fsdp-ckpt {' '.join(map(str, arguments))}:\n{done.stdout}{done.stderr}")
 
-    def start(self, folder: Path) -> Run:
+    def start(self, folder: Path, **options: object) -> Run:
         self.starts += 1
-        return Run(self.arguments.train_gpt, folder, f"run-{self.starts}", self.text)
+        named = {name.replace("_", "-"): value for name, value in options.items()}
+        return Run(self.arguments.train_gpt, folder, f"run-{self.starts}", {"data": self.text, **named})
+
+    def start_main(self, folder: Path, has_neighbour: bool) -> tuple[Run, Step]:
+        """A run that goes on from the newest checkpoint, or from an older one; and which one that is."""
+        saves = folder / "saves"
+        steps = steps_in(saves)
+        resumed = steps[-1] if steps else NO_STEP
+        if len(steps) > 1 and self.random.random() < SHARE_OF_ROLLBACKS:
+            resumed = self.random.choice(steps[:-1])
+            self.summary.rollbacks += 1
+        # The newest of both jobs might be the neighbour's.
+        by_path = steps and (has_neighbour or resumed != steps[-1])
+        resume = saves / f"{SERIES}-{resumed.number}" if by_path else "no" if has_neighbour else "auto"
+        is_async = "true" if self.random.random() < SHARE_ASYNC else "false"
+        kept = self.random.randint(1, MOST_KEPT)
+        return self.start(folder, resume=resume, keep_last=kept, save_async=is_async), resumed
 
     def see(self, saves: Path) -> bool:
         """Notes the newest checkpoint. Always true, to be part of a condition."""
@@ -192,10 +250,10 @@ class Torture:
         """Until the moment to kill has come. The ranks there are; none if the run ended before, or has not begun."""
         ranks: list[int] = []
         if self.random.random() < SHARE_DURING_SAVES:
-            first = self.newest_seen + self.random.randrange(4)
+            first = len(run.rows()) + self.random.randrange(4)
 
             def is_on_its_way() -> bool:
-                if self.see(run.saves) and self.newest_seen >= first:
+                if self.see(run.saves) and len(run.rows()) >= first:
                     ranks[:] = children_of(run.process.pid)  # Not later: to look for them takes as long as a save.
                 return len(ranks) == RANKS
 
@@ -221,36 +279,60 @@ class Torture:
                 return False  # It was through.
             run.end()
         self.summary.during_saves += saving
+        self.summary.async_kills += run.saves_async
         return True
 
     def check(self, run: Run) -> None:
         """After a kill."""
         steps = steps_in(run.saves)
-        newest = steps[-1] if steps else 0
-        require(
-            newest >= self.newest_seen,
-            f"the newest checkpoint is of step {newest}, although there was one of step {self.newest_seen}",
-        )
+        newest = steps[-1] if steps else NO_STEP
+        require(newest >= self.newest_seen, f"the newest checkpoint is {newest}, although there was {self.newest_seen}")
         self.newest_seen = newest
-        if newest > 0:
-            self.tool("verify", run.saves / f"step-{newest}")
+        if newest != NO_STEP:
+            self.tool("verify", run.saves / f"{SERIES}-{newest.number}")
         self.summary.unfinished += run.is_saving()
-        self.summary.most_steps_lost = max(self.summary.most_steps_lost, run.last_step() - newest)
+        self.summary.most_steps_lost = max(self.summary.most_steps_lost, run.last_step() - newest.number)
 
-    def check_resumed(self, run: Run, expected: int) -> None:
+    def check_neighbour(self, saves: Path) -> None:
+        """All that the second job has saved is whole. It keeps one, and may be about to replace it."""
+        for step in steps_in(saves, NEIGHBOUR):
+            path = saves / f"{NEIGHBOUR}-{step.number}"
+            done = subprocess.run([self.arguments.fsdp_ckpt, "verify", path], capture_output=True, timeout=PATIENCE)
+            require(done.returncode == 0 or not path.exists(), f"{path}: {done.stdout.decode()}{done.stderr.decode()}")
+
+    def check_resumed(self, run: Run, expected: Step) -> None:
         """As soon as the run has made a step, or when it has ended."""
-        if expected > 0 and run.last_step() > 0:
+        if expected != NO_STEP and run.last_step() > 0:
             found = run.resumed_from()
-            require(found == expected, f"{run.output} went on from step {found}; the newest was {expected}")
+            require(found == expected.number, f"{run.output} went on from step {found}, not {expected}")
 
     def run_to_the_end(self, folder: Path, kills: int) -> None:
         """A training run of STEPS steps, with so many kills at most."""
         folder.mkdir()
-        self.newest_seen = 0
+        self.newest_seen = NO_STEP
+        neighbour = None
+        if kills > 0 and self.random.random() < SHARE_OF_NEIGHBOURS:
+            neighbour = self.start(
+                folder, resume="no", keep_last=1, save_name=NEIGHBOUR, steps=1000000, save_async="true"
+            )
+        try:
+            self.run_main(folder, kills, neighbour is not None)
+            if neighbour is not None:
+                self.check_neighbour(folder / "saves")
+                neighbour.process.terminate()
+                require(neighbour.wait() == 0, f"the neighbour failed:\n{neighbour.output.read_text()}")
+                self.check_neighbour(folder / "saves")
+        finally:
+            if neighbour is not None:
+                neighbour.end()
+
+    def run_main(self, folder: Path, kills: int, has_neighbour: bool) -> None:
         left = kills
         while True:
-            resumes_from = self.newest_seen
-            run = self.start(folder)
+            if kills > 0:
+                run, resumes_from = self.start_main(folder, has_neighbour)
+            else:
+                run, resumes_from = self.start(folder, keep_last=2), NO_STEP
             try:
                 ranks = self.wait_for_moment(run) if left > 0 else []
                 if ranks and self.kill(run, ranks):
@@ -265,22 +347,24 @@ class Torture:
                 code = run.wait()
                 require(code == 0, f"a run that nobody killed ended with {code}:\n{run.output.read_text()}")
                 self.check_resumed(run, resumes_from)
-                require(steps_in(run.saves)[-1] == STEPS, f"the last checkpoint in {run.saves} is not of step {STEPS}")
+                newest = steps_in(run.saves)[-1].number
+                require(newest == STEPS, f"the last checkpoint in {run.saves} is not of step {STEPS}, but {newest}")
                 if run.last_step() > 0:  # It has saved, and removed what others left.
-                    require(not temporary_in(run.saves), f"something temporary is left in {run.saves}")
+                    for name in temporary_in(run.saves):
+                        require(not has_content(run.saves / name), f"something temporary is left in {run.saves}")
                 return
             finally:
                 run.end()
 
     def run(self) -> None:
         self.run_to_the_end(self.folder / "reference", 0)
-        expected = self.folder / "reference" / "saves" / f"step-{STEPS}"
+        expected = self.folder / "reference" / "saves" / f"{SERIES}-{STEPS}"
         self.tool("verify", expected)
         print(f"  a save takes {1e3 * self.typical_save:.0f} ms", flush=True)
         while self.summary.kills < self.arguments.kills:
             folder = self.folder / "killed"
             self.run_to_the_end(folder, self.arguments.kills - self.summary.kills)
-            final = folder / "saves" / f"step-{STEPS}"
+            final = folder / "saves" / f"{SERIES}-{STEPS}"
             self.tool("verify", final)
             self.tool("diff", expected, final, "--ignore", "extra.seconds", "--ignore", "fsdp.rng")
             shutil.rmtree(folder)

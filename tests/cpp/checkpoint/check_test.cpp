@@ -52,7 +52,8 @@ template <typename Change>
 Findings check_with(Change change) {
   const testing::TemporaryFolder folder;
   const fs::path step = folder.path() / "1";
-  const fs::path temporary = begin_step(step);
+  const TemporaryStep lease = begin_step(step);
+  const fs::path& temporary = lease.path();
   SummedFile file(temporary, "__0_0.distcp");
   const std::string data(48, 'x');
   const TensorRecord record(Dtype::float32, {4, 3});

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/checksum.h"
 #include "fsdp/error.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
@@ -128,6 +129,48 @@ TEST(CheckedFiles, ReadsEachBlockOnceAndReportsADiskThatFails) {
   EXPECT_TRUE(has(message_of([&] { file.check(0, kSummedBlock + 1); }), "Input/output error"));
   faulty.pread_error = 0;
   file.check(0, 2 * kSummedBlock);
+}
+
+// However it is cut when it is appended: one sum for each piece serves the piece, and the block.
+TEST(SummedFile, SumsPiecesAndBlocks) {
+  const auto content = content_of_size(3 * kSummedBlock + 5);
+  for (const std::int64_t piece :
+       {std::int64_t{7777}, kSummedBlock - 1, kSummedBlock, kSummedBlock + 3, 2 * kSummedBlock + 1, std::int64_t{1} << 30}) {
+    const TemporaryFolder folder;
+    SummedFile file(folder.path(), "data");
+    for (std::size_t at = 0; at < content.size();) {
+      // Small ones between large ones.
+      const auto length = std::min(at % 3 == 1 ? std::size_t{100} : static_cast<std::size_t>(piece), content.size() - at);
+      const auto part = std::string_view(content).substr(at, length);
+      ASSERT_EQ(file.append(part), crc32(0, part));
+      at += length;
+      ASSERT_EQ(file.size(), static_cast<std::int64_t>(at));
+    }
+    const ListedFile listed = file.finish();
+    EXPECT_TRUE(read_file(folder.path() / "data") == content);
+    ASSERT_EQ(listed.crc32.size(), 4U);
+    for (std::size_t block = 0; block < 4; ++block) {
+      const auto begin = block * static_cast<std::size_t>(kSummedBlock);
+      EXPECT_EQ(listed.crc32[block], crc32(0, std::string_view(content).substr(begin, static_cast<std::size_t>(kSummedBlock))));
+    }
+  }
+}
+
+// Who reads what was checked again can compare it: the sum is that of the bytes asked for, from the middle of one block to that of another.
+TEST(CheckedFiles, GiveTheSumOfWhatWasAskedFor) {
+  const TemporaryFolder folder;
+  const auto content = content_of_size(4 * kSummedBlock + 5);
+  seal(folder.path(), content);
+  for (const bool has_sidecar : {true, false}) {
+    if (!has_sidecar) fs::remove(folder.path() / kSidecar);
+    CheckedFiles files(folder.path());
+    for (const std::int64_t begin : {std::int64_t{0}, std::int64_t{1}, kSummedBlock - 1, kSummedBlock, 2 * kSummedBlock + 3}) {
+      for (const std::int64_t length : {std::int64_t{0}, std::int64_t{1}, kSummedBlock - 1, kSummedBlock, 2 * kSummedBlock + 2}) {
+        const auto part = std::string_view(content).substr(static_cast<std::size_t>(begin), static_cast<std::size_t>(length));
+        ASSERT_EQ(files["data"].check(begin, length), crc32(0, part)) << begin << " " << length;
+      }
+    }
+  }
 }
 
 TEST(ListedFile, LinesAreReadAsTheyAreWritten) {

@@ -23,22 +23,18 @@ std::string some_bytes(std::size_t length) {
 }
 
 /// Bit by bit.
-std::uint32_t slow_crc(std::string_view data, std::uint32_t polynomial) {
+std::uint32_t slow_crc(std::string_view data) {
   std::uint32_t state = ~0U;
   for (const char byte : data) {
     state ^= static_cast<unsigned char>(byte);
-    for (int i = 0; i < 8; ++i) state = state >> 1 ^ ((state & 1) != 0 ? polynomial : 0);
+    for (int i = 0; i < 8; ++i) state = state >> 1 ^ ((state & 1) != 0 ? 0xEDB88320U : 0);
   }
   return ~state;
 }
 
 TEST(Checksum, KnownValues) {
-  EXPECT_EQ(crc32c(0, bytes("123456789")), 0xE3069283U);
   EXPECT_EQ(crc32(0, bytes("123456789")), 0xCBF43926U);
-  EXPECT_EQ(crc32c(0, {}), 0U);
-  // RFC 3720, B.4.
-  EXPECT_EQ(crc32c(0, bytes(std::string(32, '\0'))), 0x8A9136AAU);
-  EXPECT_EQ(crc32c(0, bytes(std::string(32, '\xFF'))), 0x62A8AB43U);
+  EXPECT_EQ(crc32(0, {}), 0U);
 }
 
 TEST(Checksum, AllLengthsAlignmentsAndBeginnings) {
@@ -46,10 +42,8 @@ TEST(Checksum, AllLengthsAlignmentsAndBeginnings) {
   for (std::size_t length = 0; length <= 300; ++length) {
     for (const std::size_t begin : {0, 1, 7}) {
       const std::string_view part = std::string_view(data).substr(begin, length);
-      ASSERT_EQ(crc32c(0, bytes(part)), slow_crc(part, 0x82F63B78U)) << length;
-      ASSERT_EQ(crc32(0, bytes(part)), slow_crc(part, 0xEDB88320U)) << length;
-      ASSERT_EQ(detail::portable_crc32c(0, bytes(part)), slow_crc(part, 0x82F63B78U)) << length;
-      ASSERT_EQ(detail::portable_crc32(0, bytes(part)), slow_crc(part, 0xEDB88320U)) << length;
+      ASSERT_EQ(crc32(0, bytes(part)), slow_crc(part)) << length;
+      ASSERT_EQ(detail::portable_crc32(0, bytes(part)), slow_crc(part)) << length;
     }
   }
 }
@@ -60,9 +54,8 @@ TEST(Checksum, InPartsAndCombined) {
   for (std::size_t cut = 0; cut <= all.size(); cut += 37) {
     const auto a = bytes(all.substr(0, cut));
     const auto b = bytes(all.substr(cut));
-    ASSERT_EQ(crc32c(crc32c(0, a), b), crc32c(0, bytes(all)));
     ASSERT_EQ(crc32(crc32(0, a), b), crc32(0, bytes(all)));
-    ASSERT_EQ(combine_crc32c(crc32c(0, a), crc32c(0, b), b.size()), crc32c(0, bytes(all)));
+    ASSERT_EQ(combine_crc32(0, crc32(0, b), b.size()), crc32(0, b));
     ASSERT_EQ(combine_crc32(crc32(0, a), crc32(0, b), b.size()), crc32(0, bytes(all)));
   }
 }

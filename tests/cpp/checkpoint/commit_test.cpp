@@ -2,65 +2,48 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "checkpoint/checksum.h"
+#include "checkpoint/steps.h"
 #include "fsdp/error.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/python_peer.h"
+#include "support/small_step.h"
 
 namespace fsdp::ckpt {
 namespace commit_test {
 
 namespace fs = std::filesystem;
+using fsdp::testing::content_of_step;
 using fsdp::testing::FaultyFiles;
 using fsdp::testing::message_of;
 using fsdp::testing::read_file;
+using fsdp::testing::save_step;
 using fsdp::testing::TemporaryFolder;
-
-/// Saves a step of two files that hold `content`.
-void save(const fs::path& target, const std::string& content, FileSystem& files = FileSystem::real()) {
-  const fs::path temporary = begin_step(target, files);
-  std::vector<ListedFile> listed;
-  for (const char* name : {"__0_0.distcp", ".metadata"}) {
-    SummedFile file(temporary, name, files);
-    file.append(content);
-    listed.push_back(file.finish());
-  }
-  seal_step(temporary, listed, files);
-  remove_tree(commit_step(temporary, target, files), files);
-}
-
-/// The content of a step, both files of which must hold it.
-std::string content_of(const fs::path& step) {
-  verify_step(step);
-  EXPECT_EQ(read_file(step / ".metadata"), read_file(step / "__0_0.distcp"));
-  return read_file(step / ".metadata");
-}
-
-std::vector<std::string> names(const std::vector<fs::path>& paths) {
-  std::vector<std::string> result;
-  for (const fs::path& path : paths) result.push_back(path.filename());
-  return result;
-}
 
 TEST(Commit, AStepIsThereAndNothingElse) {
   const TemporaryFolder folder;
   const fs::path steps = folder.path() / "deep/er";
   EXPECT_EQ(latest_step(steps), std::nullopt);
-  save(steps / "100", "abc");
+  save_step(steps / "100", "abc");
   EXPECT_EQ(list_folder(steps), std::vector<std::string>{"100"});
-  EXPECT_EQ(list_folder(steps / "100"), (std::vector<std::string>{".fsdp-checksums", ".metadata", "__0_0.distcp"}));
+  EXPECT_EQ(list_folder(steps / "100"), (std::vector<std::string>{".fsdp-checksums", ".fsdp-owner", ".metadata", "__0_0.distcp"}));
   EXPECT_EQ(latest_step(steps), steps / "100");
-  EXPECT_EQ(content_of(steps / "100"), "abc");
-  save(steps / "100/", "other");
+  EXPECT_EQ(content_of_step(steps / "100"), "abc");
+  save_step(steps / "100/", "other");
   EXPECT_EQ(list_folder(steps), std::vector<std::string>{"100"});
-  EXPECT_EQ(content_of(steps / "100"), "other");
+  EXPECT_EQ(content_of_step(steps / "100"), "other");
 }
 
 TEST(Commit, OnlyCheckpointsAreOverwritten) {
@@ -71,35 +54,92 @@ TEST(Commit, OnlyCheckpointsAreOverwritten) {
   fs::create_directory(folder.path() / "empty");
   for (const char* name : {"home", "file"}) {
     const fs::path target = folder.path() / name;
-    EXPECT_NE(message_of([&] { save(target, "new"); }).find(target.string() + " is there and is no checkpoint"), std::string::npos);
+    EXPECT_NE(message_of([&] { save_step(target, "new"); }).find(target.string() + " is there and is no checkpoint"), std::string::npos);
   }
   EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"empty", "file", "home", "python"}));
   for (const char* name : {"python", "empty"}) {
-    save(folder.path() / name, "new");
-    EXPECT_EQ(content_of(folder.path() / name), "new");
+    save_step(folder.path() / name, "new");
+    EXPECT_EQ(content_of_step(folder.path() / name), "new");
   }
   // Where something came while the step was written.
-  const fs::path temporary = begin_step(folder.path() / "late");
+  const TemporaryStep lease = begin_step(folder.path() / "late");
+  const fs::path& temporary = lease.path();
   folder.write("late/thesis.tex", "x");
   EXPECT_THROW(commit_step(temporary, folder.path() / "late"), Error);
   EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
+}
+
+TEST(Commit, WhatIsNewReplacesNothing) {
+  const TemporaryFolder folder;
+  save_step(folder.path() / "1", "precious");
+  fs::create_directory(folder.path() / "empty");
+  folder.write("file", "x");
+  const std::string refusal = " is there already, and what is written here replaces nothing";
+  for (const char* name : {"1", "1/", "file"}) {
+    EXPECT_NE(message_of([&] { begin_new(folder.path() / name); }).find(refusal), std::string::npos) << name;
+  }
+  EXPECT_EQ(content_of_step(folder.path() / "1"), "precious");
+  for (const char* name : {"empty", "new"}) {
+    const TemporaryStep step = begin_new(folder.path() / name);
+    write_whole(step.path() / "model", "x");
+    commit_new(step.path(), folder.path() / name);
+    EXPECT_EQ(list_folder(folder.path() / name), std::vector<std::string>{"model"});
+  }
+  // Where something came while it was written.
+  const TemporaryStep late = begin_new(folder.path() / "late");
+  folder.write("late/thesis.tex", "x");
+  EXPECT_NE(message_of([&] { commit_new(late.path(), folder.path() / "late"); }).find(refusal), std::string::npos);
+  EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
+}
+
+// Of 4,096 files with 25 GB each: 100 TB. Who reads one of them reads the head and this one's checksums.
+TEST(Commit, ASidecarListsAHundredTerabytes) {
+  constexpr int kFiles = 4096;
+  constexpr std::int64_t kSize = std::int64_t{25000} << 20;
+  const TemporaryFolder folder;
+  ListedFile one{.name = "one", .size = 3 * kSummedBlock, .crc32 = {1, 2, 3}};
+  std::vector<ListedFile> listed(kFiles, ListedFile{.name = "", .size = kSummedBlock, .crc32 = {7}});
+  for (int i = 0; i < kFiles; ++i) listed[static_cast<std::size_t>(i)].name = "__" + std::to_string(i) + "_0.distcp";
+  listed.push_back(one);
+  seal_step(folder.path(), listed);
+  const Sidecar sidecar = read_sidecar(folder.path());
+  ASSERT_EQ(sidecar.files.size(), listed.size());
+  EXPECT_EQ(read_sums(folder.path(), sidecar.files.back()), one);
+  // The same head with other sizes, and the sidecar as long as they make it, of which nobody reads more than the head.
+  std::string lines = "saved 1\n";
+  for (int i = 0; i < kFiles; ++i) lines += std::to_string(kSize) + " __" + std::to_string(i) + "_0.distcp 00000000\n";
+  char first[64];
+  std::snprintf(first, sizeof(first), "fsdp-checksums 3 %012zu\n", 30 + lines.size() + 13);
+  std::string head = first + lines;
+  std::snprintf(first, sizeof(first), "end %08x\n", crc32(0, head));
+  head += first;
+  std::int64_t reached = 0;
+  const ReadAt read = [&](std::int64_t offset, std::span<char> to) {
+    reached = std::max(reached, offset + static_cast<std::int64_t>(to.size()));
+    std::copy_n(head.begin() + offset, to.size(), to.begin());
+  };
+  const std::int64_t size = static_cast<std::int64_t>(head.size()) + std::int64_t{kFiles} * 25000 * 4;
+  EXPECT_EQ(read_sidecar(read, size, "sidecar").files.back().sums_begin, size - 100000);
+  EXPECT_EQ(reached, static_cast<std::int64_t>(head.size()));
+  EXPECT_THROW(read_sidecar(read, size - 1, "sidecar"), DamageError);
+  EXPECT_THROW(read_sidecar(read, size + 1, "sidecar"), DamageError);
+}
+
+TEST(Commit, ADamagedChecksumIsNotAFilesFault) {
+  const TemporaryFolder folder;
+  save_step(folder.path() / "1", "content");
+  const fs::path sidecar = folder.path() / "1" / kSidecar;
+  fsdp::testing::flip_bit(sidecar, static_cast<std::int64_t>(fs::file_size(sidecar)) - 1, 3);
+  const std::string message = message_of([&] { verify_step(folder.path() / "1"); });
+  EXPECT_NE(message.find(sidecar.string() + " is damaged: the checksums of .metadata"), std::string::npos) << message;
 }
 
 TEST(Commit, LargeFilesAreSummedInBlocks) {
   const TemporaryFolder folder;
   std::string content(3000001, 'x');
   for (std::size_t i = 0; i < content.size(); i += 7) content[i] = static_cast<char>(i);
-  save(folder.path() / "1", content);
-  EXPECT_EQ(content_of(folder.path() / "1"), content);
-}
-
-TEST(Commit, TheNewestIsTheGreatestNumber) {
-  const TemporaryFolder folder;
-  for (const char* name : {"step-9", "step-10", "step-2", "final", "99999999999999999999999"}) save(folder.path() / name, name);
-  fs::create_directory(folder.path() / "step-11");
-  folder.write("step-12", "a file");
-  EXPECT_EQ(names(complete_steps(folder.path())), (std::vector<std::string>{"step-2", "step-9", "step-10"}));
-  EXPECT_EQ(latest_step(folder.path()), folder.path() / "step-10");
+  save_step(folder.path() / "1", content);
+  EXPECT_EQ(content_of_step(folder.path() / "1"), content);
 }
 
 TEST(Commit, WhatIsDamagedIsNotTakenForWhole) {
@@ -107,13 +147,13 @@ TEST(Commit, WhatIsDamagedIsNotTakenForWhole) {
   const fs::path step = folder.path() / "2";
   const auto damaged = [&](auto damage) {
     fs::remove_all(step);
-    save(step, "content");
+    save_step(step, "content");
     EXPECT_TRUE(is_complete(step));
     damage();
     EXPECT_FALSE(is_complete(step));
     EXPECT_EQ(latest_step(folder.path()), folder.path() / "1");
   };
-  save(folder.path() / "1", "old");
+  save_step(folder.path() / "1", "old");
   damaged([&] { fs::remove(step / kSidecar); });
   damaged([&] { fs::remove(step / ".metadata"); });
   damaged([&] { fs::resize_file(step / "__0_0.distcp", 3); });
@@ -125,7 +165,8 @@ TEST(Commit, WhatIsDamagedIsNotTakenForWhole) {
 TEST(Commit, VerifyListsAllThatIsWrong) {
   const TemporaryFolder folder;
   const fs::path step = folder.path() / "1";
-  const fs::path temporary = begin_step(step);
+  const TemporaryStep lease = begin_step(step);
+  const fs::path& temporary = lease.path();
   std::vector<ListedFile> listed;
   for (const char* name : {"missing", "short", "flipped", "good"}) {
     SummedFile file(temporary, name);
@@ -135,7 +176,7 @@ TEST(Commit, VerifyListsAllThatIsWrong) {
   seal_step(temporary, listed);
   commit_step(temporary, step);
   verify_step(step);
-  EXPECT_EQ(read_sidecar(step), listed);
+  for (std::size_t i = 0; i < listed.size(); ++i) EXPECT_EQ(read_sums(step, read_sidecar(step).files.at(i)), listed[i]);
   fs::remove(step / "missing");
   fs::resize_file(step / "short", 3);
   folder.write("1/flipped", "contend");
@@ -144,17 +185,6 @@ TEST(Commit, VerifyListsAllThatIsWrong) {
   EXPECT_NE(message.find("short has 3 bytes instead of 7"), std::string::npos) << message;
   EXPECT_NE(message.find("flipped has the checksum"), std::string::npos) << message;
   EXPECT_EQ(message.find("good"), std::string::npos) << message;
-}
-
-TEST(Commit, PruneKeepsTheNewestAndWhatItDoesNotKnow) {
-  const TemporaryFolder folder;
-  for (const char* name : {"1", "2", "3", "10"}) save(folder.path() / name, name);
-  fs::create_directory(folder.path() / "5");
-  begin_step(folder.path() / "11");
-  folder.write("notes.txt", "x");
-  EXPECT_NE(message_of([&] { prune_steps(folder.path(), 0); }).find("give 1 or more"), std::string::npos);
-  prune_steps(folder.path(), 2);
-  EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"10", "3", "5", "notes.txt"}));
 }
 
 /// Stands for the end of the process.
@@ -168,7 +198,7 @@ TEST(Commit, KilledAnywhere) {
       bool finished = false;
       for (int calls = 0; !finished; ++calls) {
         const TemporaryFolder folder;
-        save(folder.path() / "1", "old");
+        save_step(folder.path() / "1", "old");
         FaultyFiles files;
         files.can_exchange = can_exchange;
         int left = calls;
@@ -177,24 +207,31 @@ TEST(Commit, KilledAnywhere) {
         };
         finished = true;
         try {
-          save(folder.path() / target, "new", files);
-          prune_steps(folder.path(), 1, files);
+          save_step(folder.path() / target, "new", files);
+          prune_steps(folder.path() / target, 1, files);
         } catch (const Killed&) {
           finished = false;
         }
         const std::optional<fs::path> latest = latest_step(folder.path());
         ASSERT_TRUE(latest) << calls;
-        const std::string content = content_of(*latest);
+        const std::string content = content_of_step(*latest);
         ASSERT_TRUE(content == "old" || content == "new") << content;
         if (finished) {
           ASSERT_EQ(content, "new");
         }
 
         files.before = nullptr;
-        save(folder.path() / target, "newer", files);
-        prune_steps(folder.path(), 1, files);
-        ASSERT_EQ(list_folder(folder.path()), std::vector<std::string>{target});
-        ASSERT_EQ(content_of(folder.path() / target), "newer");
+        save_step(folder.path() / target, "newer", files);
+        prune_steps(folder.path() / target, 1, files);
+        // What is left of a folder whose owner file had not come yet, or had gone already, is empty.
+        for (const std::string& name : list_folder(folder.path())) {
+          if (name == target) continue;
+          ASSERT_TRUE(name.starts_with(".tmp-")) << name;
+          for (const std::string& inside : list_folder(folder.path() / name))
+            ASSERT_EQ(fs::file_size(folder.path() / name / inside), 0) << inside;
+        }
+        ASSERT_TRUE(is_complete(folder.path() / target));
+        ASSERT_EQ(content_of_step(folder.path() / target), "newer");
       }
     }
   }
@@ -203,14 +240,14 @@ TEST(Commit, KilledAnywhere) {
 TEST(Commit, FaultsLeaveTheOldStepWhole) {
   const auto fails = [](auto set, const std::string& reason) {
     const TemporaryFolder folder;
-    save(folder.path() / "1", "old");
+    save_step(folder.path() / "1", "old");
     FaultyFiles files;
     set(files);
-    const std::string message = message_of([&] { save(folder.path() / "1", "new", files); });
+    const std::string message = message_of([&] { save_step(folder.path() / "1", "new", files); });
     EXPECT_NE(message.find(reason), std::string::npos) << message;
     EXPECT_NE(message.find(folder.path().string()), std::string::npos) << message;
     EXPECT_EQ(latest_step(folder.path()), folder.path() / "1");
-    EXPECT_EQ(content_of(folder.path() / "1"), "old");
+    EXPECT_EQ(content_of_step(folder.path() / "1"), "old");
   };
   for (int space = 0; space < 60; space += 5) fails([space](FaultyFiles& files) { files.space = space; }, "No space left on device");
   fails([](FaultyFiles& files) { files.pwrite_error = EIO; }, "Input/output error");
@@ -233,9 +270,9 @@ TEST(Commit, ShortWritesAndSlowSyncsAreNoFaults) {
   files.most_at_once = 2;
   files.interrupts = true;
   files.fsync_time = std::chrono::milliseconds(5);
-  save(folder.path() / "1", "old", files);
-  save(folder.path() / "1", "new", files);
-  EXPECT_EQ(content_of(folder.path() / "1"), "new");
+  save_step(folder.path() / "1", "old", files);
+  save_step(folder.path() / "1", "new", files);
+  EXPECT_EQ(content_of_step(folder.path() / "1"), "new");
 }
 
 }  // namespace commit_test

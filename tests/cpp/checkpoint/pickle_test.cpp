@@ -103,6 +103,21 @@ TEST(Pickle, RunsNothing) {
   EXPECT_NE(error_of("\x80\x02"s + "c_codecs\nencode\nK\x01K\x02\x86R.").find("expected a string"), std::string::npos);
 }
 
+TEST(Pickle, PatternsAllowAModuleOrAll) {
+  const std::string data = "\x80\x02"s + "ctorch\nfloat99\n.";
+  for (const std::string_view pattern : {"torch.*", "*", "torch.float99"}) {
+    const Pickle pickle(data, "test.pkl", std::array{pattern});
+    EXPECT_EQ(pickle.root().global(), "torch.float99");
+    EXPECT_EQ(pickle.globals(), std::vector<std::string_view>{"torch.float99"});
+  }
+  const std::string others[] = {"\x80\x02"s + "ctorch.jit\nload\n.", "\x80\x02"s + "ctorchx\nload\n.", "\x80\x02"s + "ctorc\nh.load\n.",
+                                "\x80\x02"s + "ctorch\n" + std::string(200, 'x') + "\n."};
+  for (const auto& other : others) {
+    EXPECT_NE(message_of([&] { const Pickle pickle(other, "test.pkl", std::array<std::string_view, 1>{"torch.*"}); }).find("no business"),
+              std::string::npos);
+  }
+}
+
 TEST(Pickle, ErrorsNameFilePositionAndFinding) {
   EXPECT_EQ(error_of("\x80\x02X\xff\xff\xff\xffhi."s), "test.pkl, byte 2: the pickle ends early: 4294967295 bytes wanted, 3 left");
   EXPECT_EQ(error_of("\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xffhi."s),
@@ -123,7 +138,8 @@ TEST(Pickle, ErrorsNameFilePositionAndFinding) {
   EXPECT_EQ(error_of("\x80\x02t."s), "test.pkl, byte 2: no mark on the stack");
   EXPECT_EQ(error_of("\x80\x02(e."s), "test.pkl, byte 3: nothing on the stack to add to");
   EXPECT_EQ(error_of("\x80\x02NNb."s), "test.pkl, byte 4: a state for None");
-  EXPECT_EQ(error_of("\x80\x02\x8a\x09\1\1\1\1\1\1\1\1\1."s), "test.pkl, byte 2: an integer of 9 bytes; 8 is the most that is read");
+  EXPECT_EQ(error_of("\x80\x02\x8a\x09\1\1\1\1\1\1\1\1\1."s),
+            "test.pkl, byte 2: expected None, bool, int, float, str, bytes, tuple, list or dict, found an integer of 9 bytes");
   EXPECT_EQ(error_of("\x80\x02\x82\x01."s), "test.pkl, byte 2: the operation 130 has no use in checkpoints");
   EXPECT_EQ(error_of("\x80\x05\x97."s), "test.pkl, byte 2: the operation 151 has no use in checkpoints");
 }

@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "checkpoint/check.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/zip.h"
 #include "fsdp/error.h"
@@ -148,12 +149,22 @@ TEST(Records, OfMoreThan4GiB) {
   File file = File::create(folder.path() / "huge");
   file.write_at(0, record.head());
   file.write_at(record.data_offset() + kSize - 1, std::string_view("\x07"));
-  // The tail's checksum is not the data's: that would take seconds.
-  file.write_at(record.data_offset() + kSize, record.tail(0));
+  // The checksum of zeros and a last 7, without going through them.
+  constexpr std::int64_t kZeros = std::int64_t{1} << 20;
+  const std::uint32_t zeros = crc32(0, std::string(kZeros, '\0'));
+  std::uint32_t sum = 0;
+  for (std::int64_t done = 0; done + kZeros < kSize; done += kZeros) sum = combine_crc32(sum, zeros, kZeros);
+  sum = crc32(crc32(sum, std::string(kZeros - 1, '\0')), std::string(1, '\7'));
+  file.write_at(record.data_offset() + kSize, record.tail(sum));
   EXPECT_EQ(file.size(), record.length());
   const TensorData found = locate_tensor(file.reader(), {"huge", 0, record.length()}, "huge");
   EXPECT_EQ(found.offset, record.data_offset());
   EXPECT_EQ(found.length, kSize);
+  EXPECT_EQ(found.stored.crc32, sum);
+  // It is the true one: all of it is read.
+  DcpTensor tensor{.dtype = Dtype::uint8, .shape = {kSize}, .chunks = {{whole({kSize}), {"huge", 0, record.length()}}}};
+  folder.write(".metadata", write_dcp_metadata({.items = {{"w", tensor}}, .paths = {}}));
+  EXPECT_EQ(check_dcp(folder.path()).faults, std::vector<std::string>());
   run_python("check_huge", folder.path());
 }
 
@@ -187,6 +198,11 @@ TEST(Records, DamageIsAnErrorWithNames) {
   EXPECT_EQ(error_of(object_record({std::int64_t{1}})), "F, record of 'w', byte 2: expected a tensor, found the integer 1");
   EXPECT_NE(message_of([&] { read_object(reader_of(good), all_of(good), "step"); }).find("the global 'torch._utils._rebuild_tensor_v2'"),
             std::string::npos);
+  // Values have checksums, too.
+  std::string value = object_record({std::string("a value")});
+  value[value.find("a value")] = 'b';
+  EXPECT_EQ(message_of([&] { read_object(reader_of(value), all_of(value), "v"); }),
+            "F, record of 'v' at byte 0: entry 'data.pkl' is damaged: it has another checksum");
   EXPECT_NE(error_of("").find("does not end as a zip archive does"), std::string::npos);
   for (std::size_t length = 0; length < good.size(); ++length) EXPECT_FALSE(error_of(good.substr(0, length)).empty());
 

@@ -148,7 +148,7 @@ TEST_F(Faults, WhatCannotBeRemovedIsNoCheckpoint) {
       const auto message = message_of([&] { fsdp::save(path("1"), *run.model, {{"again", true}}); });
       EXPECT_TRUE(has(message, "the checkpoint " + path("1") + " is complete, but older ones could not be removed:")) << message;
       EXPECT_TRUE(has(message, "Permission denied")) << message;
-      files.pwrite_error = EIO;
+      files.fsync_error = EIO;
       EXPECT_TRUE(has(message_of([&] { fsdp::save(path("2"), *run.model); }), "Input/output error"));
     }
     EXPECT_EQ(fsdp::latest(folder.path()), path("1"));

@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
 #include <future>
 #include <string>
@@ -125,18 +124,21 @@ class Writers : public ::testing::Test {
   fsdp::testing::TemporaryFolder folder;
 };
 
+/// A reader that has ended when somebody waits for it: `at_wait` runs then, in the thread that waits.
+std::future<void> reader(const std::function<void()>& at_wait) { return std::async(std::launch::deferred, at_wait); }
+
 /// `write` must wait for a reader, and leave the main parameters alone until then.
 void expect_waits(Training& run, const char* what, const std::function<void()>& write, bool changes = true) {
   SCOPED_TRACE(what);
   run.handle->engine()->flush_writes();
   const auto before = main_parameters(run);
-  std::promise<void> read;
-  run.handle->engine()->set_reader(read.get_future());
-  auto writing = std::async(std::launch::async, write);
-  EXPECT_EQ(writing.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
-  EXPECT_TRUE(same(main_parameters(run), before));
-  read.set_value();
-  writing.get();
+  int waits = 0;
+  run.handle->engine()->set_reader(reader([&] {
+    ++waits;
+    EXPECT_TRUE(same(main_parameters(run), before));
+  }));
+  write();
+  EXPECT_EQ(waits, 1);
   EXPECT_EQ(same(main_parameters(run), before), !changes);
 }
 
@@ -147,10 +149,12 @@ TEST_F(Writers, WaitForTheReader) {
     fsdp::save(path, *run.model, *run.optimizer);
     {
       // What only reads does not wait.
-      std::promise<void> read;
-      run.handle->engine()->set_reader(read.get_future());
+      bool waited = false;
+      run.handle->engine()->set_reader(reader([&] { waited = true; }));
       stack_loss(run.model, 0, rank).backward();
-      read.set_value();
+      EXPECT_FALSE(waited);
+      run.handle->engine()->set_reader({});
+      EXPECT_TRUE(waited);
     }
     expect_waits(run, "step", [&] { run.optimizer->step(); });
     expect_waits(

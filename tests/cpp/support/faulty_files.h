@@ -13,6 +13,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "checkpoint/files.h"
 
@@ -29,6 +30,8 @@ class FaultyFiles : public ckpt::FileSystem {
   std::atomic<std::int64_t> space = INT64_MAX;
   /// So many preads succeed before pread_error strikes.
   std::atomic<std::int64_t> good_preads = 0;
+  /// After so many preads, each returns one byte that changed.
+  std::atomic<std::int64_t> true_preads = INT64_MAX;
   /// The errno with which these calls fail; 0 for none.
   int pwrite_error = 0;
   int pread_error = 0;
@@ -36,6 +39,11 @@ class FaultyFiles : public ckpt::FileSystem {
   int close_error = 0;
   int rename_error = 0;
   int unlink_error = 0;
+  /// Looking at what has `unseen` in its path fails with this errno.
+  int look_error = 0;
+  std::string unseen;
+  /// As NFS does with a file that a process has open: what has this in its path gets a name `.nfs...` when it is removed, and keeps that.
+  std::string held_open;
   /// After a rename every fsync fails.
   bool fsync_fails_after_rename = false;
   /// As where renameat2 cannot exchange.
@@ -48,6 +56,7 @@ class FaultyFiles : public ckpt::FileSystem {
   int open(const char* path, int flags, mode_t mode) override {
     if (interrupted()) return -1;
     if ((flags & O_CREAT) != 0) announce("create", path);
+    if (is_unseen(path)) return fail(look_error);
     return FileSystem::open(path, flags, mode);
   }
   ssize_t pwrite(int file, const void* data, std::size_t length, off_t offset) override {
@@ -62,7 +71,9 @@ class FaultyFiles : public ckpt::FileSystem {
   ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
     if (interrupted()) return -1;
     if (pread_error != 0 && good_preads-- <= 0) return fail(pread_error);
-    return FileSystem::pread(file, data, std::min(length, most_at_once), offset);
+    const ssize_t count = FileSystem::pread(file, data, std::min(length, most_at_once), offset);
+    if (count > 0 && true_preads-- <= 0) static_cast<char*>(data)[count / 2] ^= 1;
+    return count;
   }
   int fsync(int file) override {
     if (interrupted()) return -1;
@@ -89,7 +100,19 @@ class FaultyFiles : public ckpt::FileSystem {
   int unlink(const char* path) override {
     announce("unlink", path);
     if (unlink_error != 0) return fail(unlink_error);
+    if (!held_open.empty()) {
+      const std::filesystem::path file = path;
+      if (file.filename().string().starts_with(".nfs")) return fail(EBUSY);
+      if (file.string().find(held_open) != std::string::npos) {
+        return FileSystem::rename(path, (file.parent_path() / ".nfs0123").c_str(), 0);
+      }
+    }
     return FileSystem::unlink(path);
+  }
+  int stat(const char* path, struct stat* status) override { return is_unseen(path) ? fail(look_error) : FileSystem::stat(path, status); }
+  int lstat(const char* path, struct stat* status) override { return is_unseen(path) ? fail(look_error) : FileSystem::lstat(path, status); }
+  int list(const char* path, std::vector<std::string>& names) override {
+    return is_unseen(path) ? fail(look_error) : FileSystem::list(path, names);
   }
   int rmdir(const char* path) override {
     announce("rmdir", path);
@@ -101,6 +124,7 @@ class FaultyFiles : public ckpt::FileSystem {
     errno = error;
     return -1;
   }
+  bool is_unseen(const std::string& path) const { return look_error != 0 && path.find(unseen) != std::string::npos; }
   bool interrupted() {
     if (!interrupts || (calls_++ % 2) != 0) return false;
     errno = EINTR;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -95,7 +96,7 @@ TEST_F(FsdpCkpt, Inspects) {
 }
 
 TEST_F(FsdpCkpt, Verifies) {
-  expect_output("verify dcp", "dcp: whole: 7 tensors, 2 values, no checksums: places and sizes were checked, not contents\n");
+  expect_output("verify dcp", "dcp: whole: 7 tensors, 2 values, by the records' own checksums\n");
   expect_output("verify python.safetensors",
                 "python.safetensors: whole: 6 tensors, 0 values, no checksums: places and sizes were checked, not contents\n");
   ASSERT_EQ(run("convert python.safetensors ours --max-file-size 1MB").exit_code, 0);
@@ -122,6 +123,39 @@ TEST_F(FsdpCkpt, Verifies) {
   expect_error("verify nowhere", "there is no checkpoint nowhere");
 }
 
+// A name that would make a terminal red, and one that would forge a line.
+TEST_F(FsdpCkpt, NamesAreNoCommandsForATerminal) {
+  const std::string head =
+      R"({"red\u001b[31m":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"two\nlines":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})";
+  const auto length = static_cast<std::uint64_t>(head.size());
+  folder->write("names.safetensors", std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + head + "xy");
+  ASSERT_EQ(run("convert names.safetensors names").exit_code, 0);
+  for (const std::string arguments : {"inspect names.safetensors", "inspect names", "diff names dcp", "diff names python.safetensors"}) {
+    expect_part(arguments, "red\\x1b[31m", arguments.starts_with("diff") ? 1 : 0);
+    expect_part(arguments, "two\\x0alines", arguments.starts_with("diff") ? 1 : 0);
+  }
+  fs::remove(folder->path() / "names/.fsdp-checksums");
+  fs::resize_file(folder->path() / "names/__0_0.distcp", 900);
+  for (const std::string arguments : {"inspect names", "verify names", "diff names names.safetensors", "convert names none"}) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ((outcome.output + outcome.errors).find('\x1b'), std::string::npos) << arguments;
+  }
+}
+
+TEST_F(FsdpCkpt, ConvertReplacesNothing) {
+  fs::copy(folder->path() / "dcp", folder->path() / "precious");
+  ASSERT_EQ(run("convert python.safetensors precious_too").exit_code, 0);
+  for (const char* arguments : {"precious precious", "precious precious/", "python.safetensors precious", "precious precious_too",
+                                "python.safetensors python.safetensors"}) {
+    expect_error(std::string("convert ") + arguments, "is there already, and what is written here replaces nothing");
+  }
+  expect_output("diff precious dcp", "0 differences, 9 equal\n");
+  expect_output("diff precious_too python.safetensors", "0 differences, 6 equal\n");
+  // A finished conversion has nothing but the checkpoint's files.
+  ASSERT_EQ(run("convert precious published").exit_code, 0);
+  for (const auto& entry : fs::directory_iterator(folder->path() / "published")) EXPECT_EQ(entry.path().filename(), "model.safetensors");
+}
+
 TEST_F(FsdpCkpt, ConvertsBothWays) {
   expect_output("convert dcp one", "one: 6 tensors, 4,400,096 bytes; left out: 3 items that are no tensors below 'model.'\n");
   expect_output("convert python.safetensors back", "back: 6 tensors, 4,400,096 bytes\n");
@@ -136,7 +170,7 @@ TEST_F(FsdpCkpt, ConvertsBothWays) {
   expect_output("diff back one", "0 differences, 6 equal\n");
 
   expect_error("convert dcp none --prefix net.", "dcp has no tensor whose name begins with 'net.'");
-  expect_error("convert dcp one", "one is there and is no checkpoint");
+  expect_error("convert dcp one", "one is there already");
   expect_error("convert dcp none --max-file-size 0", "must be positive");
   expect_error("convert dcp none --dtype int8", "--dtype");
   expect_error("convert nowhere none", "there is no checkpoint nowhere");

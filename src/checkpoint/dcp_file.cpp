@@ -1,0 +1,44 @@
+#include "checkpoint/dcp_file.h"
+
+#include <utility>
+
+#include "checkpoint/checksum.h"
+#include "checkpoint/records.h"
+
+namespace fsdp::ckpt {
+
+DcpFile::DcpFile(const std::filesystem::path& folder, const std::string& name, FileSystem& files)
+    : name_(name), file_(folder, name, files) {}
+
+void DcpFile::add_tensor(const std::string& name, const DcpPath& path, Dtype dtype, const Shape& shape) {
+  metadata_.items.push_back({name, DcpTensor{.dtype = dtype, .shape = shape, .chunks = {}}});
+  metadata_.paths.emplace_back(name, path);
+}
+
+void DcpFile::add_box(const Box& box, const std::function<void(const Append& append)>& write) {
+  auto& tensor = std::get<DcpTensor>(metadata_.items.back().content);
+  const TensorRecord record(tensor.dtype, box.sizes);
+  tensor.chunks.push_back({box, {name_, file_.size(), record.length()}});
+  file_.append(record.head());
+  std::uint32_t sum = 0;
+  write([&](std::span<const char> data) { sum = combine_crc32(sum, file_.append(data), data.size()); });
+  file_.append(record.tail(sum));
+}
+
+void DcpFile::add_value(const std::string& name, const DcpPath& path, const PythonValue& value) {
+  const std::string record = object_record(value);
+  metadata_.items.push_back({name, DcpObject{{name_, file_.size(), static_cast<std::int64_t>(record.size())}}});
+  metadata_.paths.emplace_back(name, path);
+  file_.append(record);
+}
+
+DcpMetadata DcpFile::take_metadata() { return std::exchange(metadata_, {}); }
+
+void seal_dcp(const std::filesystem::path& folder, const DcpMetadata& metadata, std::vector<ListedFile> listed, FileSystem& files) {
+  SummedFile file(folder, std::string(kMetadataFile), files);
+  file.append(write_dcp_metadata(metadata));
+  listed.push_back(file.finish());
+  seal_step(folder, listed, files);
+}
+
+}  // namespace fsdp::ckpt

@@ -1,0 +1,64 @@
+#include "state/retention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "checkpoint/commit.h"
+#include "fsdp/error.h"
+#include "state/snapshot.h"
+#include "state/source.h"
+
+namespace fsdp::state {
+namespace {
+
+/// Nothing for a step without one.
+std::optional<double> metric_of(const ckpt::Step& step) {
+  if (step.state != ckpt::Step::State::kComplete) return std::nullopt;
+  try {
+    const auto source = open_source(step.path.string());
+    if (!source->has(kMetric)) return std::nullopt;
+    const auto value = source->read_object(kMetric);
+    const auto* metric = std::get_if<double>(&value.value);
+    return metric == nullptr || std::isnan(*metric) ? std::nullopt : std::optional(*metric);
+  } catch (const ckpt::DamageError&) {
+    return std::nullopt;  // It can't be loaded, so it is not the best.
+  }
+}
+
+}  // namespace
+
+void check_retention(const SaveOptions& options) {
+  const auto require = [](bool holds, const char* name, std::int64_t value, const char* way_out) {
+    if (!holds) throw Error(std::string(name) + " is " + std::to_string(value) + "; " + way_out);
+  };
+  require(options.keep_last >= 0, "keep_last", options.keep_last, "give 0 (all are kept) or more");
+  for (const auto& [name, value] :
+       {std::pair<const char*, std::int64_t>{"keep_every", options.keep_every}, {"keep_best", options.keep_best}}) {
+    require(value >= 0, name, value, "give 0 (none is kept for that reason) or more");
+    require(value == 0 || options.keep_last > 0, name, value, "it says what stays beside the last ones: give keep_last, too");
+  }
+}
+
+std::vector<std::filesystem::path> steps_that_stay(const SaveOptions& options, const std::vector<ckpt::Step>& steps) {
+  std::vector<std::filesystem::path> stay;
+  for (const auto& step : steps) {
+    if (options.keep_every > 0 && step.name.number % static_cast<std::uint64_t>(options.keep_every) == 0) stay.push_back(step.path);
+  }
+  if (options.keep_best == 0) return stay;
+  std::vector<std::pair<double, const ckpt::Step*>> ordered;
+  // Of equal ones, the newest.
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    if (const auto metric = metric_of(*step)) ordered.emplace_back(*metric, &*step);
+  }
+  std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  ordered.resize(std::min(ordered.size(), static_cast<std::size_t>(options.keep_best)));
+  for (const auto& [metric, step] : ordered) stay.push_back(step->path);
+  return stay;
+}
+
+}  // namespace fsdp::state

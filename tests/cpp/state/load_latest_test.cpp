@@ -1,0 +1,138 @@
+// Which checkpoint load_latest takes where the newest one is damaged, unreadable or somebody else's, and that every rank is told.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "fsdp/save_load.h"
+#include "support/collected_warnings.h"
+#include "support/faulty_files.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/temporary_folder.h"
+#include "support/training.h"
+
+namespace load_latest_test {
+
+namespace fs = std::filesystem;
+
+using fsdp::testing::flip_bit;
+using fsdp::testing::has;
+using fsdp::testing::message_of;
+using fsdp::testing::run_ranks;
+using fsdp::testing::Training;
+
+constexpr int kRanks = 2;
+
+class LoadLatest : public ::testing::Test {
+ protected:
+  std::string path(const std::string& name) const { return (folder.path() / name).string(); }
+
+  /// Saves steps 1 to `last`, and damages files on rank 0.
+  template <typename Damage>
+  void save(Training& run, std::int64_t last, const Damage& damage) const {
+    for (std::int64_t step = 1; step <= last; ++step) {
+      fsdp::save(path("step-" + std::to_string(step)), *run.model, *run.optimizer, {{"step", step}});
+    }
+    run.mesh.barrier();
+    if (run.mesh.rank() == 0) damage();
+    run.mesh.barrier();
+  }
+
+  static std::int64_t step_of(const fsdp::Loaded& loaded) { return std::get<std::int64_t>(loaded.extra.at("step")); }
+
+  fsdp::testing::TemporaryFolder folder;
+};
+
+TEST_F(LoadLatest, TakesTheStepBeforeADamagedOneAndSaysSoOnEveryRank) {
+  run_ranks(kRanks, [&] {
+    Training run;
+    save(run, 5, [&] {
+      flip_bit(path("step-5/__1_0.distcp"), 4000, 1);    // a rank's own data: one rank alone finds it
+      flip_bit(path("step-4/.metadata"), 100, 1);        // found by all
+      fs::resize_file(path("step-3/__0_0.distcp"), 10);  // seen without reading
+      fs::resize_file(path("step-2/.fsdp-checksums"), 10);
+    });
+    fsdp::testing::CollectedWarnings warnings;
+    const auto loaded = fsdp::load_latest(folder.path(), *run.model, *run.optimizer);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(step_of(*loaded), 1);
+    ASSERT_EQ(loaded->skipped.size(), 4);
+    EXPECT_TRUE(has(loaded->skipped[0], path("step-5")) && has(loaded->skipped[0], "__1_0.distcp has the checksum")) << loaded->skipped[0];
+    EXPECT_TRUE(has(loaded->skipped[1], path("step-4")) && has(loaded->skipped[1], ".metadata has the checksum")) << loaded->skipped[1];
+    EXPECT_TRUE(has(loaded->skipped[2], "__0_0.distcp has 10 bytes instead of")) << loaded->skipped[2];
+    EXPECT_TRUE(has(loaded->skipped[3], "step-2/.fsdp-checksums is damaged")) << loaded->skipped[3];
+    EXPECT_TRUE(has(warnings.text(), "load_latest took " + path("step-1") + " and not what is newer:")) << warnings.text();
+    // The next save is the newest again, and nothing is skipped.
+    fsdp::save(path("step-2"), *run.model, *run.optimizer, {{"step", std::int64_t{2}}});
+    EXPECT_TRUE(fsdp::load_latest(folder.path(), *run.model, *run.optimizer)->skipped.empty());
+  });
+}
+
+TEST_F(LoadLatest, DoesNotBeginAnewWhereAllAreDamaged) {
+  run_ranks(kRanks, [&] {
+    Training run;
+    save(run, 2, [&] {
+      flip_bit(path("step-2/__1_0.distcp"), 4000, 1);
+      fs::resize_file(path("step-1/__1_0.distcp"), 10);
+    });
+    const auto message = message_of([&] { fsdp::load_latest(folder.path(), *run.model, *run.optimizer); });
+    EXPECT_TRUE(message.starts_with("no checkpoint in " + folder.path().string() + " is whole; to begin anew")) << message;
+    EXPECT_TRUE(has(message, "step-2: ") && has(message, "step-1: ")) << message;
+  });
+}
+
+TEST_F(LoadLatest, TellsOfNewerOnesThatPythonWrote) {
+  run_ranks(kRanks, [&] {
+    Training run;
+    save(run, 2, [&] {
+      for (const char* name : {"step-1", "step-9"}) {
+        fs::create_directories(path(name));
+        fs::copy(path("step-2/.metadata"), path(std::string(name) + "/.metadata"), fs::copy_options::overwrite_existing);
+        fs::remove(path(std::string(name) + "/.fsdp-checksums"));
+      }
+    });
+    const auto loaded = fsdp::load_latest(folder.path(), *run.model, *run.optimizer);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(step_of(*loaded), 2);
+    ASSERT_EQ(loaded->skipped.size(), 1);
+    EXPECT_TRUE(has(loaded->skipped[0], path("step-9") + ": it was written by Python")) << loaded->skipped[0];
+    run.mesh.barrier();
+    if (run.mesh.rank() == 0) fs::remove_all(path("step-2"));
+    run.mesh.barrier();
+    fsdp::testing::CollectedWarnings warnings;
+    EXPECT_FALSE(fsdp::load_latest(folder.path(), *run.model, *run.optimizer));
+    EXPECT_TRUE(has(warnings.text(), "step-9")) << warnings.text();
+  });
+}
+
+// A disk that does not answer, and a model that does not fit, are no damage: an older step would lose work, or not fit either.
+TEST_F(LoadLatest, TakesNoOlderOneForOtherFaults) {
+  run_ranks(kRanks, [&](int rank) {
+    Training run;
+    save(run, 2, [&] { flip_bit(path("step-2/__1_0.distcp"), 4000, 1); });
+    for (const int code : {EIO, ESTALE, EMFILE, EACCES}) {
+      // While it looks for checkpoints, and while it reads one.
+      for (const int good_preads : {-1, 0, 4, 10, 20, 40}) {
+        const bool while_reading = good_preads >= 0;
+        fsdp::testing::FaultyFiles files;
+        if (while_reading && rank == 0) files.pread_error = code;  // rank 1 finds damage meanwhile
+        if (while_reading) files.good_preads = good_preads;
+        if (!while_reading) files.look_error = code;
+        files.unseen = "step-2/__0_0";
+        const fsdp::ckpt::ReplacedFileSystem replaced(files);
+        const auto message = message_of([&] { fsdp::load_latest(folder.path(), *run.model, *run.optimizer); });
+        EXPECT_TRUE(message.starts_with("nothing was loaded:\n  rank 0: cannot ")) << message;
+      }
+    }
+    Training other({}, fsdp::testing::adamw(), 12, {.width = 7});
+    EXPECT_TRUE(has(message_of([&] { fsdp::load_latest(folder.path(), *other.model); }), "has shape"));
+  });
+}
+
+}  // namespace load_latest_test

@@ -1,0 +1,262 @@
+// What is read is what was written, whoever wrote it, and was checked: on the reading that looks, and on the reading that assigns.
+
+#include "state/source.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/check.h"
+#include "checkpoint/checksum.h"
+#include "checkpoint/records.h"
+#include "fsdp/error.h"
+#include "fsdp/save_load.h"
+#include "support/edited_checkpoint.h"
+#include "support/faulty_files.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
+#include "support/stored.h"
+#include "support/temporary_folder.h"
+#include "support/training.h"
+#include "test_paths.h"
+
+namespace source_test {
+
+namespace ckpt = fsdp::ckpt;
+namespace fs = std::filesystem;
+
+using fsdp::state::open_source;
+using fsdp::testing::adamw;
+using fsdp::testing::edit_metadata;
+using fsdp::testing::expect_same_bits;
+using fsdp::testing::FaultyFiles;
+using fsdp::testing::flip_bit;
+using fsdp::testing::has;
+using fsdp::testing::message_of;
+using fsdp::testing::run_ranks;
+using fsdp::testing::same_bits;
+using fsdp::testing::Training;
+
+class SourceTest : public ::testing::Test {
+ protected:
+  std::string path(const std::string& name) const { return (folder.path() / name).string(); }
+  fsdp::testing::TemporaryFolder folder;
+};
+
+/// What the installed torch writes, and what is kept of other versions.
+std::vector<fs::path> torch_corpora(const fs::path& fresh) {
+  const std::string line = fsdp::testing::kPython + " -W ignore " + fsdp::testing::kCorpusPeer + " " + fresh.string();
+  EXPECT_EQ(std::system(line.c_str()), 0) << line;
+  std::vector<fs::path> corpora = {fresh};
+  for (const auto& kept : fs::directory_iterator(fsdp::testing::kCorpus)) corpora.push_back(kept.path());
+  return corpora;
+}
+
+TEST_F(SourceTest, ReadsTheValuesThatTorchWrites) {
+  for (const auto& corpus : torch_corpora(folder.path() / "fresh")) {
+    const auto expected = open_source(corpus / "expected");
+    ASSERT_GT(expected->names().size(), 15U);
+    for (const auto* name : {"written", "written_without_crc"}) {
+      const auto found = open_source(corpus / name);
+      for (const auto& tensor : expected->names()) {
+        SCOPED_TRACE((corpus / name / tensor).string());
+        const auto whole = expected->read_whole(tensor);
+        EXPECT_TRUE(same_bits(found->read_whole(tensor), whole));
+        // A part alone.
+        const auto shape = expected->find(tensor)->shape;
+        if (whole.numel() < 4) continue;
+        EXPECT_TRUE(
+            same_bits(found->read(tensor, ckpt::whole(shape), 1, whole.numel() - 2), whole.flatten().narrow(0, 1, whole.numel() - 2)));
+      }
+    }
+  }
+}
+
+TEST_F(SourceTest, ADtypeThatIsNotKnownSpoilsItsOwnTensorOnly) {
+  for (const auto& corpus : torch_corpora(folder.path() / "fresh")) {
+    const auto source = open_source(corpus / "written");
+    EXPECT_TRUE(source->has("model.unknown_dtype"));
+    EXPECT_FALSE(source->find("model.unknown_dtype").has_value());
+    const auto message = message_of([&] { source->read_object("model.unknown_dtype"); });
+    EXPECT_TRUE(has(message, "'model.unknown_dtype' cannot be read: its dtype is torch.complex32, which this library does not know"))
+        << message;
+  }
+}
+
+TEST_F(SourceTest, VerifyPassesWhatTorchWrites) {
+  for (const auto& corpus : torch_corpora(folder.path() / "fresh")) {
+    for (const auto* name : {"written", "expected", "written_without_crc"}) {
+      const auto findings = ckpt::check_dcp(corpus / name);
+      EXPECT_EQ(findings.faults, std::vector<std::string>()) << corpus / name;
+      EXPECT_EQ(findings.only_for_python.size(), std::string(name) == "written" ? 20U : 0U);
+    }
+  }
+}
+
+// A bit that changed in any record is found, but for what is in none: gaps, and what torch wrote without checksums.
+TEST_F(SourceTest, VerifyFindsABitThatChangedInWhatTorchWrote) {
+  torch_corpora(folder.path() / "fresh");
+  const auto step = folder.path() / "fresh" / "expected";
+  const auto metadata = ckpt::read_dcp_metadata(fsdp::testing::read_file(step / ".metadata"), "metadata");
+  int tensors = 0;
+  for (const auto& item : metadata.items) {
+    for (const auto& chunk : std::get<ckpt::DcpTensor>(item.content).chunks) {
+      const auto file = step / chunk.record.file;
+      const auto data = ckpt::locate_tensor(ckpt::File::open(file).reader(), chunk.record, item.name);
+      if (data.length == 0) continue;
+      ++tensors;
+      for (const auto offset : {data.offset, data.offset + data.length - 1}) {
+        flip_bit(file, offset, 3);
+        const auto faults = ckpt::check_dcp(step).faults;
+        ASSERT_EQ(faults.size(), 1U) << item.name;
+        EXPECT_TRUE(has(faults[0], "the record of '" + item.name + "' in __0_0.distcp has another checksum")) << faults[0];
+        flip_bit(file, offset, 3);
+      }
+    }
+  }
+  EXPECT_GT(tensors, 15);
+}
+
+/// A checkpoint of one tensor of 4 rows and 2 columns, whose two records have the boxes.
+void write_boxes(const fs::path& folder, const ckpt::Box& first, const ckpt::Box& second) {
+  fs::create_directories(folder);
+  ckpt::SummedFile file(folder, "__0_0.distcp");
+  ckpt::DcpTensor tensor{.dtype = ckpt::Dtype::float32, .shape = {4, 2}, .chunks = {}};
+  for (const auto& box : {first, second}) {
+    const ckpt::TensorRecord record(ckpt::Dtype::float32, box.sizes);
+    tensor.chunks.push_back({box, {"__0_0.distcp", file.size(), record.length()}});
+    file.append(record.head());
+    const std::string data(static_cast<std::size_t>(record.data_length()), '\x01');
+    file.append(record.tail(file.append(data)));
+  }
+  file.finish();
+  ckpt::write_whole(folder / ckpt::kMetadataFile, ckpt::write_dcp_metadata({.items = {{"model.w", tensor}}, .paths = {}}));
+}
+
+TEST_F(SourceTest, OverlapsAndHolesDoNotMakeUpForEachOther) {
+  write_boxes(path("good"), {{0, 0}, {2, 2}}, {{2, 0}, {2, 2}});
+  EXPECT_EQ(open_source(path("good"))->read_whole("model.w").numel(), 8);
+  write_boxes(path("rows"), {{0, 0}, {2, 2}}, {{1, 0}, {2, 2}});
+  write_boxes(path("columns"), {{0, 0}, {4, 1}}, {{2, 0}, {2, 2}});
+  for (const auto* name : {"rows", "columns"}) {
+    const auto message = message_of([&] { open_source(path(name))->read_whole("model.w"); });
+    EXPECT_TRUE(has(message, "the stored parts of 'model.w' overlap; the checkpoint is damaged")) << message;
+  }
+  write_boxes(path("hole"), {{0, 0}, {2, 2}}, {{3, 0}, {1, 2}});
+  const auto message = message_of([&] { open_source(path("hole"))->read_whole("model.w"); });
+  EXPECT_TRUE(has(message, "the stored parts of 'model.w' leave out elements that are needed")) << message;
+  // Who does not need them does not mind.
+  EXPECT_EQ(open_source(path("hole"))->read("model.w", ckpt::whole({4, 2}), 0, 4).numel(), 4);
+}
+
+/// As Python leaves it: without a sidecar, records with checksums of their own.
+void become_python(const std::string& step) {
+  edit_metadata(step, [](ckpt::DcpMetadata&) {});
+}
+
+// Saved on two ranks, read on three: most records are needed in part.
+TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssigned) {
+  run_ranks(2, [&] {
+    Training run;
+    run.train(0, 1);
+    fsdp::save(path("1"), *run.model, *run.optimizer);
+    if (run.mesh.rank() == 0) become_python(path("1"));
+    run.mesh.barrier();
+  });
+  const auto metadata = ckpt::read_dcp_metadata(fsdp::testing::read_file(path("1") + "/.metadata"), "metadata");
+  struct Place {
+    std::string name;
+    std::string file;
+    std::int64_t offset;
+  };
+  std::vector<Place> places;
+  for (const auto& item : metadata.items) {
+    const auto* tensor = std::get_if<ckpt::DcpTensor>(&item.content);
+    if (tensor == nullptr || item.name.starts_with("fsdp.")) continue;
+    for (const auto& chunk : tensor->chunks) {
+      const auto data = ckpt::locate_tensor(ckpt::File::open(fs::path(path("1")) / chunk.record.file).reader(), chunk.record, item.name);
+      places.push_back({item.name, chunk.record.file, data.offset + data.length / 2});
+    }
+  }
+  ASSERT_GT(places.size(), 60U);
+  run_ranks(3, [&](int rank) {
+    Training run({}, adamw(), 12);
+    run.train(0, 1);
+    const auto before = run.handle->full_parameters();
+    for (std::size_t i = 0; i < places.size(); i += 5) {
+      const auto& [name, file, offset] = places[i];
+      const auto flip = [&] {
+        run.mesh.barrier();
+        if (rank == 0) flip_bit(fs::path(path("1")) / file, offset, 2);
+        run.mesh.barrier();
+      };
+      flip();
+      const auto message = message_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); });
+      EXPECT_TRUE(message.starts_with("nothing was loaded:") && has(message, "is damaged") && has(message, "'" + name + "'"))
+          << name << ": " << message;
+      flip();
+    }
+    expect_same_bits(run.handle->full_parameters(), before);
+    fsdp::load(path("1"), *run.model, *run.optimizer);
+  });
+}
+
+// A disk, or memory of the system's, that gives other bytes the second time.
+TEST_F(SourceTest, BytesThatChangeBeforeTheyAreAssignedAreFound) {
+  for (const bool is_python : {false, true}) {
+    for (const auto dtype : {at::kFloat, at::kDouble}) {
+      SCOPED_TRACE(std::string(is_python ? "Python's" : "ours") + (dtype == at::kFloat ? "" : ", converted"));
+      const auto step = path(std::string(is_python ? "python" : "ours") + (dtype == at::kFloat ? "" : "_converted"));
+      run_ranks(2, [&](int rank) {
+        Training run;
+        run.train(0, 1);
+        fsdp::save(step, *run.model, *run.optimizer);
+        if (is_python && rank == 0) become_python(step);
+        run.mesh.barrier();
+        Training other({.mixed_precision = fsdp::MixedPrecisionPolicy{.main_params_dtype = dtype}}, adamw(), 12);
+        int before = 0;
+        int while_assigning = 0;
+        bool ended = false;
+        for (std::int64_t good = 0; !ended; good += good / 16 + 1) {
+          SCOPED_TRACE(good);
+          FaultyFiles files;
+          if (rank == 1) files.true_preads = good;
+          std::string message;
+          {
+            const ckpt::ReplacedFileSystem replaced(files);
+            message = message_of([&] { fsdp::load(step, *other.model, *other.optimizer, {.rng = false}); });
+          }
+          ended = message == "no error";
+          if (message.starts_with("nothing was loaded:")) {
+            ++before;
+          } else if (!ended) {
+            ++while_assigning;
+            EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
+            EXPECT_TRUE(has(message, "changed while they were loaded")) << message;
+          }
+        }
+        EXPECT_GT(before, 0);
+        EXPECT_GT(while_assigning, 0);
+        // What came without an error is right, the optimizer's state too.
+        fsdp::save(step + "_again", *other.model, *other.optimizer);
+        other.mesh.barrier();
+        auto expected = fsdp::testing::stored_tensors(step);
+        auto loaded = fsdp::testing::stored_tensors(step + "_again");
+        std::erase_if(expected, [](const auto& entry) { return entry.first.starts_with("fsdp."); });
+        for (const auto& [name, value] : expected) EXPECT_TRUE(same_bits(loaded.at(name).to(value.scalar_type()), value)) << name;
+      });
+    }
+  }
+}
+
+}  // namespace source_test
