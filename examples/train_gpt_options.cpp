@@ -1,0 +1,132 @@
+#include "train_gpt_options.h"
+
+#include <vector>
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw UsageError(what);
+}
+
+void validate(const Options& options) {
+  const auto& model = options.model;
+  require(options.nproc >= 1, "--nproc must be at least 1");
+  require(model.dim > 0 && model.layers > 0 && model.heads > 0 && model.context > 1,
+          "--dim, --layers, --heads must be positive, --context > 1");
+  require(model.dim % model.heads == 0 && model.dim / model.heads % 2 == 0,
+          "--dim " + std::to_string(model.dim) + " does not divide into --heads " + std::to_string(model.heads) + " of even width");
+  require(options.batch > 0, "--batch must be positive");
+  require(options.steps >= 0 && options.minutes > 0, "--steps must be at least 0 (0: by --minutes) and --minutes positive");
+  require(options.lr > 0 && options.clip > 0 && options.temperature > 0, "--lr, --clip and --temperature must be positive");
+  require(options.warmup >= 0 && options.prefetch >= 0 && options.weight_decay >= 0,
+          "--warmup, --prefetch and --weight-decay must be at least 0");
+  require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
+          "--eval-every, --eval-sequences and --threads must be positive");
+  require(options.sample_tokens >= 0, "--sample-tokens must be at least 0");
+  require(options.save_every > 0 && options.keep_last >= 0, "--save-every must be positive and --keep-last at least 0");
+  require(options.resume != "auto" || !options.save.empty(), "--resume auto looks for the newest checkpoint in --save: give that, too");
+  require(options.accumulate > 0 && options.outer > 0, "--accumulate and --outer must be positive");
+  require(options.outer_strategy == "no_shard" || (options.outer > 1 && options.strategy == "optim_grads_params"),
+          "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
+  require(options.keep_gathered_mib >= 0, "--keep-gathered-mib must be at least 0");
+  require(
+      options.keep_gathered_mib == 0 || (options.strategy == "optim_grads_params" && !options.no_reshard_after_forward),
+      "--keep-gathered-mib needs --strategy optim_grads_params without --no-reshard-after-forward: otherwise all parameters stay gathered");
+  require(!options.no_reshard_after_forward || options.strategy == "optim_grads_params",
+          "--no-reshard-after-forward needs --strategy optim_grads_params: with " + options.strategy + ", parameters stay whole anyway");
+}
+
+void validate_ranks(const Options& options, std::int64_t ranks) {
+  const std::string batch = "--batch " + std::to_string(options.batch);
+  require(ranks <= options.batch, "more ranks (" + std::to_string(ranks) + ") than sequences per step (" + batch + ")");
+  require(options.batch % ranks == 0, batch + " does not divide over " + std::to_string(ranks) + " ranks");
+  require(options.batch / ranks % options.accumulate == 0, "each rank's " + std::to_string(options.batch / ranks) + " sequences of " +
+                                                               batch + " do not divide into --accumulate " +
+                                                               std::to_string(options.accumulate));
+  require(ranks % options.outer == 0, "--outer " + std::to_string(options.outer) + " does not divide " + std::to_string(ranks) + " ranks");
+}
+
+void validate_data(const Options& options, const Corpus& corpus) {
+  const auto check = [&](const std::vector<std::uint8_t>& text, const std::string& part) {
+    require(static_cast<std::int64_t>(text.size()) > options.model.context, options.data + " is too small: its " + part + " part has " +
+                                                                                std::to_string(text.size()) + " bytes, and --context " +
+                                                                                std::to_string(options.model.context) + " needs more");
+  };
+  check(corpus.train(), "training");
+  check(corpus.validation(), "validation");
+}
+
+void add_options(CLI::App& app, Options& options) {
+  const auto option = [&app](const char* name, auto& value, const char* help) {
+    return app.add_option(name, value, help)->capture_default_str();
+  };
+  app.get_formatter()->column_width(34);
+  app.option_defaults()->take_last();  // so that a script can append what differs
+
+  app.add_option("--data", options.data, "A text file, or a folder of them (default: LibTorch's own headers)")->group("Data");
+  option("--seed", options.seed, "Of the model, the batches and the sample")->group("Data");
+
+  option("--dim", options.model.dim, "Width of the model; --heads must divide it")->group("Model");
+  option("--layers", options.model.layers, "Transformer blocks; each is a unit of sharding")->group("Model");
+  option("--heads", options.model.heads, "Attention heads")->group("Model");
+  option("--context", options.model.context, "Bytes per sequence")->group("Model");
+  app.add_flag("--tied", options.model.tied, "Use the embedding as the output layer")->group("Model");
+
+  option("--batch", options.batch, "Sequences per step over all ranks, whose number must divide it")->group("Training");
+  option("--minutes", options.minutes, "How long to train")->group("Training");
+  option("--steps", options.steps, "Train for so many steps instead of --minutes")->group("Training");
+  option("--lr", options.lr, "Peak learning rate")->group("Training");
+  option("--warmup", options.warmup, "Steps until the learning rate peaks")->group("Training");
+  option("--weight-decay", options.weight_decay, "Of all parameters but norms and embeddings")->group("Training");
+  option("--clip", options.clip, "Largest norm of the gradients")->group("Training");
+  option("--accumulate", options.accumulate, "Backwards per step, each over its part of the batch; reduced once")->group("Training");
+  option("--optimizer", options.optimizer, "muon: on the blocks' matrices, AdamW for the rest")
+      ->check(CLI::IsMember({"adamw", "adamw8bit", "muon"}))
+      ->group("Training");
+  app.add_flag("--checkpoint", options.model.checkpoint, "Compute blocks twice instead of keeping their activations")->group("Training");
+
+  option("--nproc", options.nproc, "Ranks to start on this machine; ignored under another launcher")->group("Sharding");
+  option("--strategy", options.strategy, "What is sharded: ZeRO-0, 1, 2, 3")
+      ->check(CLI::IsMember({"no_shard", "optim", "optim_grads", "optim_grads_params"}))
+      ->group("Sharding");
+  option("--outer", options.outer, "Rows of ranks: sharded within a row, replicated over rows")->group("Sharding");
+  option("--outer-strategy", options.outer_strategy, "optim: over rows, the optimizer is sharded as well")
+      ->check(CLI::IsMember({"no_shard", "optim"}))
+      ->group("Sharding");
+  option("--param-dtype", options.param_dtype, "In which the model computes; the optimizer's parameters stay fp32")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->group("Sharding");
+  option("--wire-dtype", options.wire_dtype, "In which gradients travel; sums are fp32")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->group("Sharding");
+  app.add_flag("--float8-gather", options.float8_gather, "The blocks' matrices travel in 8 bits")->group("Sharding");
+  option("--offload", options.offload, "To host memory: the optimizer's state, or all that lasts; then the CPU updates")
+      ->check(CLI::IsMember({"none", "optimizer", "all"}))
+      ->group("Sharding");
+  option("--keep-gathered-mib", options.keep_gathered_mib, "So much of gathered parameters stays between forward and backward")
+      ->group("Sharding");
+  app.add_flag("--no-reshard-after-forward", options.no_reshard_after_forward, "Keep gathered parameters between forward and backward")
+      ->group("Sharding");
+  option("--prefetch", options.prefetch, "Units whose parameters are gathered ahead")->group("Sharding");
+  option("--threads", options.threads, "Per rank")->group("Sharding");
+  option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}))->group("Sharding");
+
+  option("--save", options.save, "A folder for checkpoints, each a folder; empty: none")->group("Checkpoints");
+  option("--save-name", options.save_name, "Checkpoints are called NAME-N: jobs that share a folder need different ones")
+      ->group("Checkpoints");
+  app.add_flag("--save-async", options.save_async, "Write checkpoints beside training")->group("Checkpoints");
+  option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too")->group("Checkpoints");
+  option("--keep-last", options.keep_last, "How many of the newest are kept; 0: all")->group("Checkpoints");
+  option("--resume", options.resume, "no; auto: go on from the newest in --save, if there is one; or a checkpoint's path")
+      ->group("Checkpoints");
+
+  app.add_option("--log", options.log, "A JSON-lines file to write, one object per step and validation")->group("Output");
+  option("--eval-every", options.eval_every, "Steps between validations")->group("Output");
+  option("--eval-sequences", options.eval_sequences, "Sequences per validation, rounded up to a multiple of the ranks")->group("Output");
+  app.add_option("--prompt", options.prompt, "What the sample continues (default: \"#include <\", or nothing with --data)")
+      ->group("Output");
+  option("--sample-tokens", options.sample_tokens, "Bytes to write in the end at most")->group("Output");
+  option("--temperature", options.temperature, "Of the sample: lower is more repetitive, higher is wilder")->group("Output");
+
+  app.footer(
+      "Ranks are started here, or by torchrun --no-python, mpirun or srun: then leave out --nproc.\n"
+      "Exit codes: 0 trained, 2 wrong option or data, others a failure in training.");
+}
