@@ -5,8 +5,7 @@
 // That the node has the edges of everything that `fn` used, parameters too, is what torch's reentrant checkpoint lacks: grad() and
 // backward() for chosen tensors find their way, and no input needs to require a gradient.
 //
-// On a sharded model the node announces the outer backward before it runs anything, so that this is the one that the engine watches, whose
-// end is the end of all: the inner one may be the first to touch a unit or to deliver a gradient.
+// On a sharded model the repetition tells the engine of the outer backward, since it runs in it, and comes before the inner one.
 
 #include "fsdp/activation_checkpoint.h"
 
@@ -33,7 +32,6 @@
 #include "base/no_autocast_cache.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
-#include "paging/paged_storage.h"
 
 namespace fsdp {
 namespace {
@@ -213,7 +211,6 @@ class ActivationCheckpointBackward final : public Node {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(fn_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
     validate();
-    announce();
 
     variable_list outputs;
     const NewGraph graph;
@@ -271,16 +268,6 @@ class ActivationCheckpointBackward final : public Node {
       throw Error("fsdp::activation_checkpoint: a parameter of shape " + c10::str(parameter.sizes()) +
                   " that the function uses was written between forward and backward (by an optimizer step, say), so repeating the function "
                   "would compute something else; run forward again after each step");
-    }
-  }
-
-  /// Tells the engines of the parameters that `fn` uses of the backward that this node runs in.
-  void announce() const {
-    std::unordered_set<const engine::Engine*> told;
-    for (const auto& [parameter, version] : parameters_) {
-      const auto* storage = paging::PagedStorage::of(parameter);
-      if (storage == nullptr || storage->engine == nullptr || !told.insert(storage->engine).second) continue;
-      paging::watch_backward(storage->engine->shared_from_this());
     }
   }
 

@@ -31,6 +31,12 @@ ckpt::Box piece_of(const engine::UnitParameter& parameter) { return {parameter.g
 
 /// The rank that owns the first element speaks for the parameter.
 bool owns_first_element(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
+  const auto& shape = unit.parameters[parameter].global_shape;
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
+    // Nobody has an element: the first rank stands for them.
+    const auto& pieces = engine.tensor_parallel();
+    return unit.own_pieces().first == 0 && (!pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0);
+  }
   const auto& offset = unit.parameters[parameter].global_offset;
   const bool is_first = std::all_of(offset.begin(), offset.end(), [](std::int64_t begin) { return begin == 0; });
   const auto own = unit.slice(parameter, unit.own_pieces());

@@ -54,6 +54,7 @@ TEST(DeviceMesh, RowsOfATwoDimensionalMesh) {
     EXPECT_EQ(members(mesh, "dp_shard"), (std::vector<std::int64_t>{row, row + 1}));
     EXPECT_EQ(members(mesh, "dp_outer"), (std::vector<std::int64_t>{rank % 2, rank % 2 + 2}));
     EXPECT_EQ(mesh.communicator("dp_outer")->rank(), rank / 2);
+    EXPECT_EQ(mesh.sum(1 << rank), 0b1111);
     mesh.barrier();
 
     const auto inner = mesh["dp_shard"];

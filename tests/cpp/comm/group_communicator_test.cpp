@@ -221,6 +221,17 @@ TEST_F(DebugMode, DifferentCallsPrintBothSides) {
   });
 }
 
+// Without it, a collective begins, and its wait() is the error.
+TEST_F(DebugMode, ACallThatDiffersDoesNotBegin) {
+  run_ranks(3, [](int rank) {
+    const auto communicator = world();
+    Gather gather(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 0, false);
+    const comm::Label label{.operation = "all-gather", .unit = rank == 2 ? "layers.4" : "layers.3"};
+    const std::string message = message_of<CommError>([&] { communicator->all_gather(gather.parts, label); });
+    EXPECT_TRUE(has(message, "rank 0: #2 all-gather of unit 'layers.3'; rank 2: #2 all-gather of unit 'layers.4'")) << message;
+  });
+}
+
 TEST_F(DebugMode, DifferentSizesPrintBothSides) {
   run_ranks(3, [](int rank) {
     const auto communicator = world();
@@ -256,7 +267,10 @@ TEST_F(DebugMode, ARankThatFailsLeavesWithoutAWord) {
       if (rank == 0) throw std::runtime_error("loss is nan");
       communicator->barrier();
     };
-    EXPECT_ANY_THROW(step());
+    const auto message = message_of<std::exception>(step);
+    EXPECT_NE(message, "no error");
+    EXPECT_EQ(message == "loss is nan", rank == 0) << message;
+    EXPECT_FALSE(has(message, "different calls")) << message;
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
   });
 }

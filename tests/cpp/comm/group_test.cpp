@@ -272,6 +272,18 @@ TEST(Group, TheFirstFailureIsToldToAll) {
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 3 was killed by signal 9 (Killed)\n");
 }
 
+TEST(Group, LaterCallsNameTheFirstFailure) {
+  testing::run_ranks(3, [](int rank) {
+    const auto communicator = world();
+    const auto first = message_of<CommError>([&] { gather(*communicator, rank == 1 ? "layers.1" : "layers.0"); });
+    for (const char* unit : {"layers.7", "layers.8"}) {
+      const auto later = message_of<CommError>([&] { gather(*communicator, unit); });
+      EXPECT_TRUE(has(later, unit)) << later;
+      EXPECT_TRUE(has(later, "because an earlier collective failed: " + first)) << later;
+    }
+  });
+}
+
 TEST(Group, ARankThatLeavesWithoutAWordFailsTheOthers) {
   for (const int ranks : {2, 3, 4}) {
     const std::function<void(int)> leaves = [](int rank) {

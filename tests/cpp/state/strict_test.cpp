@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "fsdp/error.h"
-#include "fsdp/save_load.h"
+#include "fsdp/fsdp.h"
 #include "optim/shard_optimizer.h"
 #include "support/edited_checkpoint.h"
 #include "support/messages.h"
@@ -158,6 +157,34 @@ TEST_F(Strict, WhatWasNeverUpdatedHasNoState) {
       }
     }
   });
+}
+
+// Nor is it one to have no elements: one rank writes the count.
+TEST_F(Strict, AParameterWithoutElementsHasACount) {
+  struct Net : torch::nn::Module {
+    Net() : linear(register_module("linear", torch::nn::Linear(3, 2))), empty(register_parameter("empty", torch::empty({0, 4}))) {}
+    torch::nn::Linear linear;
+    at::Tensor empty;
+  };
+  for (const int ranks : {1, 2, 4}) {
+    run_ranks(ranks, [&] {
+      const auto mesh = ranks < 4 ? fsdp::testing::line() : fsdp::init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", 2}});
+      const auto where = path(std::to_string(ranks));
+      const auto run = [&](auto use) {
+        Net net;
+        const auto sharded = fsdp::fully_shard(net, {.mesh = mesh});
+        fsdp::AdamW optimizer(net);
+        use(net, optimizer);
+      };
+      run([&](Net& net, fsdp::AdamW& optimizer) {
+        (net.linear(torch::ones({2, 3})).sum() + net.empty.sum()).backward();
+        optimizer.step();
+        fsdp::save(where, net, optimizer);
+        EXPECT_EQ(stored_tensors(where).at("optim.state.empty.step").item<float>(), 1);
+      });
+      run([&](Net& net, fsdp::AdamW& optimizer) { EXPECT_NO_THROW(fsdp::load(where, net, optimizer)); });
+    });
+  }
 }
 
 }  // namespace strict_test

@@ -14,12 +14,13 @@ namespace fsdp::testing {
 class FailingOperator {
  public:
   FailingOperator() = default;
-  ~FailingOperator() { left_ = kNone; }
+  ~FailingOperator() { disarm(); }
   FailingOperator(const FailingOperator&) = delete;
   FailingOperator& operator=(const FailingOperator&) = delete;
 
   /// The operator after so many others throws std::runtime_error.
   static void arm(std::int64_t others) { left_ = others; }
+  static void disarm() { left_ = kNone; }
 
  private:
   static constexpr std::int64_t kNone = -1;

@@ -83,6 +83,8 @@ class ShardedTrainee final : public Trainee {
     try {
       const FailingOperator operators;
       const auto value = loss(*model_, batch, mesh_.rank(), /*penalty=*/false, std::make_shared<Fuse>(plan.fuse, plan.operators));
+      // What a forward armed fails in it: before a backward has used a parameter, the library knows of none.
+      FailingOperator::disarm();
       outcome = Outcome::kFailedBackward;
       value.backward();
       outcome = Outcome::kCompleted;
