@@ -17,17 +17,49 @@ bool is_one_of(std::string_view name, std::initializer_list<std::string_view> na
 
 /// Of its first argument, the operator takes no values. (Views proper are not among them: their kernels check the storage's size.)
 bool takes_shape_of_first(std::string_view name) {
-  return is_one_of(name, {"zeros_like",   "ones_like",      "full_like",   "empty_like",        "rand_like", "randn_like",
-                          "randint_like", "new_zeros",      "new_ones",    "new_full",          "new_empty", "new_empty_strided",
-                          "size",         "stride",         "sym_size",    "sym_stride",        "sym_numel", "sym_storage_offset",
-                          "is_same_size", "result_type",    "is_complex",  "is_floating_point", "is_signed", "is_conj",
-                          "is_neg",       "is_inference",   "is_leaf",     "_shape_as_tensor",  "detach",    "alias",
-                          "detach_",      "requires_grad_", "retain_grad", "retains_grad",      "_version",  "output_nr"});
+  return is_one_of(name, {"zeros_like",
+                          "ones_like",
+                          "full_like",
+                          "empty_like",
+                          "rand_like",
+                          "randn_like",
+                          "randint_like",
+                          "new_zeros",
+                          "new_ones",
+                          "new_full",
+                          "new_empty",
+                          "new_empty_strided",
+                          "size",
+                          "stride",
+                          "sym_size",
+                          "sym_stride",
+                          "sym_numel",
+                          "sym_storage_offset",
+                          "is_same_size",
+                          "result_type",
+                          "is_complex",
+                          "is_floating_point",
+                          "is_signed",
+                          "is_conj",
+                          "is_neg",
+                          "is_inference",
+                          "is_leaf",
+                          "_shape_as_tensor",
+                          "detach",
+                          "alias",
+                          "detach_",
+                          "requires_grad_",
+                          "retain_grad",
+                          "retains_grad",
+                          "_version",
+                          "output_nr",
+                          "_has_compatible_shallow_copy_type"});
 }
 
 /// Nor of the second one.
 bool takes_shape_of_second(std::string_view name, std::string_view overload) {
-  return is_one_of(name, {"is_same_size", "result_type", "view_as", "reshape_as", "expand_as", "type_as"}) ||
+  return is_one_of(name,
+                   {"is_same_size", "result_type", "view_as", "reshape_as", "expand_as", "type_as", "_has_compatible_shallow_copy_type"}) ||
          (name == "to" && overload == "other");
 }
 

@@ -103,6 +103,23 @@ TEST_P(FailedBackward, LeavesNoGradient) {
   });
 }
 
+// A forward without a backward is enough.
+TEST_P(FailedBackward, EndsWhenTheNextForwardBegins) {
+  run_ranks(GetParam(), [](int rank) {
+    auto model = make_stack();
+    auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units()});
+    forward_loss(model, 0, rank).backward();
+    sharded.zero_grad();
+    fail_in_backward(model, "blocks.2", 1, rank);
+    const auto failed = sharded.memory_stats();
+    EXPECT_GT(failed.unreduced_gradients.live + failed.main_gradients.live, 0);
+    const torch::NoGradGuard no_grad;
+    forward_loss(model, 2, rank);
+    EXPECT_EQ(sharded.memory_stats().unreduced_gradients.live, 0);
+    EXPECT_EQ(sharded.memory_stats().main_gradients.live, 0);
+  });
+}
+
 // What earlier backwards gave goes with it, since the two have been added; a warning says so.
 TEST_P(FailedBackward, DropsWhatItWasAddedTo) {
   run_ranks(GetParam(), [](int rank) {

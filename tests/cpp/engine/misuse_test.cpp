@@ -228,7 +228,8 @@ TEST_P(Misuse, OtherMemoryAfterSharding) {
       fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
       auto weight = model->blocks->at<fsdp::testing::StackBlockImpl>(1).up->weight;
       weight.set_data(torch::zeros(weight.sizes()));
-      expect_error([&] { stack_loss(model, 0, mesh.rank()).backward(); },
+      // When the forward begins, before anything is computed.
+      expect_error([&] { stack_loss(model, 0, mesh.rank()); },
                    {"parameter 'blocks.1.up.weight' of unit 'blocks.1'", "set_data", "fully_unshard"});
     }
     {

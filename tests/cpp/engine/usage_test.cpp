@@ -96,6 +96,52 @@ std::vector<std::pair<std::string, LeftOut>> cases(int ranks) {
   return all;
 }
 
+/// A frozen matrix, which backward needs, and a factor that some ranks leave out.
+struct ScaledImpl : torch::nn::Module {
+  ScaledImpl()
+      : weight(register_parameter("weight", torch::randn({4, 4}), /*requires_grad=*/false)),
+        factor(register_parameter("factor", torch::rand({4}))) {}
+  at::Tensor forward(const at::Tensor& x) { return torch::tanh(torch::linear(x, weight)); }
+  at::Tensor weight, factor;
+};
+TORCH_MODULE(Scaled);
+
+// [Reduce on departure] Backward enters the unit on all ranks, and has gradients for it on some.
+TEST_P(Usage, RanksWithoutAnyGradientReduceOnDepartureWithTheOthers) {
+  run_ranks(GetParam(), [](int rank) {
+    const int ranks = GetParam();
+    const auto make = [] {
+      torch::manual_seed(8);
+      return torch::nn::Sequential(torch::nn::Linear(4, 4), Scaled(), Scaled());
+    };
+    const auto loss = [](torch::nn::Sequential& model, int rank) {
+      auto x = model[0]->as<torch::nn::LinearImpl>()->forward(torch::ones({2, 4}) * (rank + 1));
+      for (int k = 1; k < 3; ++k) {
+        auto& block = *model[static_cast<std::size_t>(k)]->as<ScaledImpl>();
+        x = block.forward(x);
+        if ((rank + k) % 2 == 0) x = x * block.factor;
+      }
+      return x.square().sum();
+    };
+    auto whole = make();
+    for (int r = 0; r < ranks; ++r) loss(whole, r).div(ranks).backward();
+
+    auto model = make();
+    const auto log = std::make_shared<Log>();
+    auto sharded =
+        fsdp::fully_shard(*model, {.mesh = fsdp::testing::recorded(line(), log), .units = fsdp::each<torch::nn::LinearImpl, ScaledImpl>()});
+    log->clear();
+    loss(model, rank).backward();
+    for (const auto& [name, gradient] : sharded.full_gradients()) {
+      const auto expected = whole->named_parameters()[name].grad();
+      ASSERT_EQ(gradient.defined(), expected.defined()) << name;
+      if (expected.defined()) EXPECT_TRUE(at::allclose(gradient, expected)) << name;
+    }
+    const auto end = std::find(log->begin(), log->end(), std::string("exchange"));
+    EXPECT_LT(std::find(log->begin(), log->end(), std::string("reduce 2")), end);  // from the last block, backward departs to the first
+  });
+}
+
 // A gradient that a rank lacks counts as zero, at whatever moment the others reduce theirs.
 TEST_P(Usage, AGradientThatARankLacksCountsAsZero) {
   run_ranks(GetParam(), [](int rank) {

@@ -60,6 +60,7 @@ std::vector<Write> writes() {
        [](Net& net) {
          for (auto& parameter : net.parameters()) parameter.clamp_(-0.1, 0.1);
        }},
+      {"another parameter of the unit in the same operator", [](Net& net) { net.second->weight.mul_(net.second->bias.unsqueeze(1)); }},
   };
 }
 

@@ -261,6 +261,18 @@ TEST(FullyShard, UnshardTrainAndShardAgain) {
   });
 }
 
+TEST(FullyShard, UnshardingGivesParametersTheirOwnDtype) {
+  over_ranks([] {
+    const auto model = make_net();
+    model->to(at::kBFloat16);
+    const auto before = values_of(*model);
+    fully_shard(*model, {.mesh = line(), .units = each_linear(), .mixed_precision = MixedPrecisionPolicy{.main_params_dtype = at::kFloat}});
+    fully_unshard(*model);
+    for (const auto& parameter : model->parameters()) EXPECT_EQ(parameter.scalar_type(), at::kBFloat16);
+    expect_same_bits(values_of(*model), before);
+  });
+}
+
 TEST(FullyShard, HandlesAndOptimizersEndWithUnsharding) {
   over_ranks([](int rank) {
     const auto model = make_net();
