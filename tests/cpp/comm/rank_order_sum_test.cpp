@@ -56,7 +56,7 @@ TEST(RankOrderSum, SumsPairwiseInRankOrder) {
   };
   EXPECT_EQ(sum({1e8f, -1e8f, 1.f}), 1.f);  // (0 + 1) + 2
   EXPECT_EQ(sum({1.f, 1e8f, -1e8f}), 0.f);
-  EXPECT_EQ(sum({1.f, 1e8f, 1.f, -1e8f}), 0.f);  // (0 + 1) + (2 + 3)
+  EXPECT_EQ(sum({1.f, 1e8f, 1.f, -1e8f}), 0.f);       // (0 + 1) + (2 + 3)
   EXPECT_EQ(sum({1e8f, 0.f, -1e8f, 1.f, 0.f}), 0.f);  // ((0 + 1) + (2 + 3)) + 4
   EXPECT_EQ(sum({1e8f, 1.f, -1e8f, 1.f}), 0.f);
   EXPECT_EQ(sum({1e8f, -1e8f, 1.f, 2.f}), 3.f);
