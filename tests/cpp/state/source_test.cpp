@@ -195,7 +195,7 @@ TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssign
     const auto before = run.handle->full_parameters();
     for (std::size_t i = 0; i < places.size(); i += 5) {
       const auto& [name, file, offset] = places[i];
-      const auto flip = [&] {
+      const auto flip = [&, file = file, offset = offset] {
         run.mesh.barrier();
         if (rank == 0) flip_bit(fs::path(path("1")) / file, offset, 2);
         run.mesh.barrier();

@@ -81,7 +81,7 @@ TEST_F(Strict, AMissingCountOrMomentIsAnError) {
         for (const auto& kind : kinds) {
           const auto key = "optim.state.entry.weight." + kind;
           SCOPED_TRACE(key);
-          const auto from = changed(run, name, name + kind + (is_python ? "-python" : ""), [&](const fs::path& step) {
+          const auto from = changed(run, name, name + kind + (is_python ? "-python" : ""), [&, name = name](const fs::path& step) {
             if (is_python) drop_own(step);
             remove_item(step, key);
             // Torch's SGD counts nothing: its momentum alone says that there was an update.
