@@ -402,7 +402,9 @@ FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
   for (std::size_t begin = 0; begin < text.size();) {
     const auto field = [&] {
       const auto end = text.find('\0', begin);
-      return text.substr(std::exchange(begin, end + 1), end - begin);
+      auto value = text.substr(begin, end - begin);
+      begin = end + 1;
+      return value;
     };
     ckpt::Step step;
     step.state = static_cast<ckpt::Step::State>(std::stoi(field()));

@@ -273,7 +273,7 @@ TEST(Group, TheFirstFailureIsToldToAll) {
 }
 
 TEST(Group, LaterCallsNameTheFirstFailure) {
-  testing::run_ranks(3, [](int rank) {
+  run_ranks(3, [](int rank) {
     const auto communicator = world();
     const auto first = message_of<CommError>([&] { gather(*communicator, rank == 1 ? "layers.1" : "layers.0"); });
     for (const char* unit : {"layers.7", "layers.8"}) {
@@ -281,6 +281,23 @@ TEST(Group, LaterCallsNameTheFirstFailure) {
       EXPECT_TRUE(has(later, unit)) << later;
       EXPECT_TRUE(has(later, "because an earlier collective failed: " + first)) << later;
     }
+  });
+}
+
+TEST(Group, PendingCallsNameTheFirstFailure) {
+  run_ranks(3, [](int rank) {
+    const auto mesh = testing::line();
+    const auto communicator = mesh.communicator("dp_shard");
+    const auto another = mesh.new_communicator("dp_shard");
+    Gather one(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 1, false);
+    Gather two(*communicator, {{.numel = 10, .dtype = at::kFloat}}, 2, false);
+    const auto differs = communicator->all_gather(one.parts, {.operation = "all-gather", .unit = rank == 1 ? "layers.1" : "layers.0"});
+    const auto behind = communicator->all_gather(two.parts, {.operation = "all-gather", .unit = "layers.5"});
+    another->barrier();  // All have started both.
+    const auto first = message_of<CommError>([&] { differs->wait(); });
+    const auto later = message_of<CommError>([&] { behind->wait(); });
+    EXPECT_TRUE(has(later, "layers.5")) << later;
+    EXPECT_TRUE(has(later, "because an earlier collective failed: " + first)) << later;
   });
 }
 
