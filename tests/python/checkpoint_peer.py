@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from end_of_rank import end_rank
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,6 +97,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     }
     dcp.save({**sharded, "step": 7}, checkpoint_id=folder / "two_ranks")
     dist.destroy_process_group()
+    end_rank()
 
 
 def write_one_rank(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from end_of_rank import end_rank
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -161,3 +162,4 @@ def fsdp2(source: str, target: str) -> None:
 if __name__ == "__main__":
     commands: dict[str, Callable[..., None]] = {"plain": plain, "fsdp2": fsdp2, "programs": programs, "types": types}
     commands[sys.argv[1]](*sys.argv[2:])
+    end_rank()
