@@ -46,7 +46,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages / "installed_here.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     python = environment / "bin" / "python"
     # pip is one of the packages that it sees.
-    run(python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index", wheel, cwd=environment)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    run(*pip, wheel, cwd=environment)
     return python
 
 
