@@ -42,7 +42,7 @@ train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in A
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt
 	$(BUILD_DIR)/examples/train_gpt $(ARGS)
 
-train-python: $(BUILD_DIR)/build.ninja  ## The same from Python: examples/train_gpt.py; options in ARGS="--help"
+train-python: $(BUILD_DIR)/build.ninja  ## Train a small GPT from Python, on two ranks: examples/train_gpt.py; options in ARGS="--help"
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
 	PYTHONPATH=$(abspath $(BUILD_DIR))/python python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+
+from libfsdp import fully_shard
 
 DIM, LAYERS, HEADS, CONTEXT = 256, 6, 4, 256
 SEQUENCES = 4  # per step, over all ranks
