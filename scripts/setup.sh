@@ -98,7 +98,7 @@ case $target in
     (need_python_headers) || echo "setup: going on without Python's headers; the Python package is not built" >&2
     ;;
   test)
-    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'build>=1.2'
+    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11'
     command -v mpirun >/dev/null || (apt_install openmpi-bin) || echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;
   bench) need_python_packages matplotlib ;;
