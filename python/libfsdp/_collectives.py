@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_ORIGINALS = (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+
+
+def are_replaced() -> bool:
+    """A program has put functions of its own in the place of torch.distributed's."""
+    return (dist.all_gather_into_tensor, dist.reduce_scatter_tensor) != _ORIGINALS
+
+
 class Collectives:
     """What the engine asks of one process group. Each gather and each reduction of a unit is one call.
 

@@ -262,7 +262,7 @@ class FSDPModule:
     def _states(self, recurse: bool) -> list[ShardState]:
         if not recurse:
             return [self._get_fsdp_state()]
-        return [state for _, state in states_in(cast("nn.Module", self))]
+        return [state for _, state, _ in states_in(cast("nn.Module", self))]
 
     def reshard(self) -> None:
         """Frees the module's whole parameters, and shows shards. Not recursive."""
@@ -353,6 +353,40 @@ class FSDPModule:
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers of this module's unit go through ``comm``, an object as FSDP2's AllGather."""
+        self._custom_collectives().custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reductions of this module's unit go through ``comm``, an object as FSDP2's ReduceScatter."""
+        self._custom_collectives().custom_reduce_scatter = comm
+
+    def _custom_collectives(self) -> Any:
+        """Collectives along the sharding dimension that are this module's alone."""
+        state = self._get_fsdp_state()
+        if not state.mesh.collectives or not state.mesh.is_own:
+            state.mesh = sharding_mesh(state.mesh.mesh, own_collectives=True)
+            if state.unit is not None:
+                state.unit.set_mesh(state.mesh.engine_mesh)
+        return state.mesh.collectives[-1]
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward.
+
+        Raises:
+            ValueError: if a stream is given on a mesh of two dimensions, whose replicas the engine reduces itself.
+        """
+        state = self._get_fsdp_state()
+        if stream is not None and state.mesh.replicates:
+            raise ValueError("stream cannot be set when using native HSDP")
+        state.all_reduce_hook = hook
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""
+        for state in self._states(recurse):
+            if state.unit is not None:
+                state.unit.set_separate_reduce_group(enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: reductions are sums, scaled on the receiving rank, in any case."""

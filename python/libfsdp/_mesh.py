@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from libfsdp import _C
 from libfsdp._collectives import Collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class ShardingMesh:
         mesh: one dimension (FSDP), or two: the first replicates, the second shards (HSDP).
         engine_mesh: the engine's view of the same ranks.
         collectives: of Python, one per dimension, where the engine communicates through torch.distributed.
+        is_own: nobody else has these collectives.
     """
 
     mesh: DeviceMesh
     engine_mesh: _C.Mesh
     collectives: tuple[Collectives, ...] = ()
+    is_own: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +88,7 @@ def sharding_mesh(mesh: DeviceMesh, *, own_collectives: bool = False) -> Shardin
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     key = tuple(group.group_name for group in groups)
     if own_collectives:
-        return _over_python(mesh, groups)
+        return replace(_over_python(mesh, groups), is_own=True)
     if key not in world.meshes:
         fast = mesh.device_type == "cpu" and all(_is_gloo(group) for group in groups)
         world.meshes[key] = _over_store(mesh, groups, world) if fast else _over_python(mesh, groups)
@@ -99,7 +104,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _names(mesh: DeviceMesh) -> list[str]:
-    return list(mesh.mesh_dim_names or ("dp_shard",) if mesh.ndim == 1 else mesh.mesh_dim_names or ())
+    return list(mesh.mesh_dim_names or [f"dim_{dim}" for dim in range(mesh.ndim)])
 
 
 def _over_store(mesh: DeviceMesh, groups: list[dist.ProcessGroup], world: _OfWorld) -> ShardingMesh:
@@ -117,21 +122,31 @@ def _over_store(mesh: DeviceMesh, groups: list[dist.ProcessGroup], world: _OfWor
         rows=rows,
         device=device_of(mesh),
         timeout=dist.distributed_c10d._get_default_timeout("gloo").total_seconds(),
+        make=_maker(mesh, groups),
     )
     return ShardingMesh(mesh, engine_mesh)
+
+
+def _maker(
+    mesh: DeviceMesh, groups: list[dist.ProcessGroup], collectives: tuple[Collectives, ...] = ()
+) -> Callable[[int, int], Collectives]:
+    """Makes the collectives of this rank's neighbours along a dimension; of all of them, those given."""
+    device = device_of(mesh)
+
+    def make(dimension: int, neighbours: int) -> Collectives:
+        if neighbours == mesh.size(dimension):
+            return collectives[dimension] if collectives else Collectives(groups[dimension], device)
+        ranks = dist.get_process_group_ranks(groups[dimension])
+        first = mesh.get_local_rank(dimension) // neighbours * neighbours
+        own = dist.new_group(ranks[first : first + neighbours], use_local_synchronization=True)
+        return Collectives(own, device)
+
+    return make
 
 
 def _over_python(mesh: DeviceMesh, groups: list[dist.ProcessGroup]) -> ShardingMesh:
     device = device_of(mesh)
     collectives = tuple(Collectives(group, device) for group in groups)
-
-    def make(dimension: int, neighbours: int) -> Collectives:
-        if neighbours == mesh.size(dimension):
-            return collectives[dimension]
-        ranks = dist.get_process_group_ranks(groups[dimension])
-        own = mesh.get_local_rank(dimension) // neighbours
-        made = [dist.new_group(ranks[k : k + neighbours]) for k in range(0, len(ranks), neighbours)]
-        return Collectives(made[own], device)
 
     engine_mesh = _C.make_python_mesh(
         rank=dist.get_rank(),
@@ -139,6 +154,6 @@ def _over_python(mesh: DeviceMesh, groups: list[dist.ProcessGroup]) -> ShardingM
         sizes=[mesh.size(dim) for dim in range(mesh.ndim)],
         coordinates=[mesh.get_local_rank(dim) for dim in range(mesh.ndim)],
         device=device,
-        make=make,
+        make=_maker(mesh, groups, collectives),
     )
     return ShardingMesh(mesh, engine_mesh, collectives)

@@ -174,6 +174,10 @@ void bind_hooks(py::module_& module) {
       .def("hide", &ShownUnit::hide)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
       .def("set_prefetch", &set_prefetch)
+      .def(
+          "set_mesh", [](ShownUnit& self, const DeviceMesh& mesh) { self.hooked()->set_mesh(mesh); }, kNoGil)
+      .def(
+          "set_separate_reduce_group", [](ShownUnit& self, bool separate) { self.hooked()->set_separate_reduce_group(separate); }, kNoGil)
       .def_property(
           "gathered_in_backward", [](const ShownUnit& self) { return self.hooked()->gathered_in_backward; },
           [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })

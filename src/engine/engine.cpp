@@ -128,6 +128,13 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
   }
 }
 
+void Engine::leave_now(Unit& unit) {
+  const auto lock = this->lock();
+  if (std::erase(occupied_, &unit) == 0 || unit.use == UseState::kPinned) return;
+  guarded([&] { leave(unit); });
+  if (current_ == &unit) current_ = unit.parent;
+}
+
 /// Departs from one unit. What an option keeps after forward has work before it until backward has been in it.
 void Engine::leave(Unit& unit) {
   const bool by_backward = backward_ == BackwardState::kRunning && unit.use == UseState::kInUse;
