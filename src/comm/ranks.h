@@ -22,6 +22,7 @@ class Ranks {
   /// All ranks of a mesh.
   explicit Ranks(const DeviceMesh& mesh);
 
+  const std::vector<std::shared_ptr<Communicator>>& rows() const { return rows_; }
   std::int64_t size() const;
   /// This rank's position: along the last dimension it varies fastest.
   std::int64_t index() const;

@@ -13,14 +13,17 @@
 namespace fsdp::state {
 namespace {
 
-/// Every rank's tensor, stacked by index.
-at::Tensor exchange(const std::vector<std::shared_ptr<comm::Communicator>>& communicators, const at::Tensor& mine, const char* operation) {
-  const comm::Label label{.operation = operation, .unit = "(checkpoint)"};
-  auto all = mine;
-  for (auto communicator = communicators.rbegin(); communicator != communicators.rend(); ++communicator) {
-    all = (*communicator)->exchange(all.reshape({-1}), label);
+comm::Label label_of(const char* operation) { return {.operation = operation, .unit = "(checkpoint)"}; }
+
+std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, Ranks::Groups groups) {
+  std::vector<std::shared_ptr<comm::Communicator>> rows;
+  for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
+    if (!mesh.defined()) continue;
+    for (const auto& dim : mesh.dims()) {
+      rows.push_back(groups == Ranks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
+    }
   }
-  return all.reshape({-1, mine.numel()});
+  return rows;
 }
 
 /// Texts, each behind its length.
@@ -87,26 +90,18 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-Ranks::Ranks(const engine::Engine& engine, Groups groups) : device_(engine.device()) {
-  for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
-    if (!mesh.defined()) continue;
-    for (const auto& dim : mesh.dims()) {
-      communicators_.push_back(groups == Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
-      index_ = index_ * dim.size + mesh.coordinate(dim.name);
-    }
-    size_ *= mesh.size();
-  }
-}
+Ranks::Ranks(const engine::Engine& engine, Groups groups) : ranks_(rows_of(engine, groups)), device_(engine.device()) {}
 
 std::vector<std::string> Ranks::gather(const std::string& mine, const char* operation) const {
-  const auto lengths = exchange(communicators_, at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), operation);
+  const auto label = label_of(operation);
+  const auto lengths = ranks_.exchange(at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), label);
   const auto longest = lengths.max().item<std::int64_t>();
-  std::vector<std::string> all(static_cast<std::size_t>(size_));
+  std::vector<std::string> all(static_cast<std::size_t>(size()));
   if (longest == 0) return all;
   const auto padded = at::zeros({longest}, at::kByte);
   std::memcpy(padded.data_ptr(), mine.data(), mine.size());
-  const auto texts = exchange(communicators_, padded, operation);
-  for (std::int64_t rank = 0; rank < size_; ++rank) {
+  const auto texts = ranks_.exchange(padded, label);
+  for (std::int64_t rank = 0; rank < size(); ++rank) {
     all[static_cast<std::size_t>(rank)].assign(reinterpret_cast<const char*>(texts.const_data_ptr<std::uint8_t>()) + rank * longest,
                                                static_cast<std::size_t>(lengths.const_data_ptr<std::int64_t>()[rank]));
   }
@@ -114,10 +109,11 @@ std::vector<std::string> Ranks::gather(const std::string& mine, const char* oper
 }
 
 std::vector<std::string> Ranks::gather_at_first(const std::string& mine, const char* operation) const {
-  const comm::Label label{.operation = operation, .unit = "(checkpoint)"};
+  const auto label = label_of(operation);
+  const auto& rows = ranks_.rows();
   auto texts = packed(mine);
-  for (auto row = communicators_.rbegin(); row != communicators_.rend(); ++row) texts = at_first_of_row(**row, texts, device_, label);
-  return index_ == 0 ? unpacked(texts) : std::vector<std::string>();
+  for (auto row = rows.rbegin(); row != rows.rend(); ++row) texts = at_first_of_row(**row, texts, device_, label);
+  return index() == 0 ? unpacked(texts) : std::vector<std::string>();
 }
 
 void Ranks::together(const std::string& what, const std::function<void()>& work) const {
