@@ -46,7 +46,9 @@ void Ranks::unite(std::span<std::uint8_t> bits, const Label& label) const {
   for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) {
     const auto all = (*row)->exchange(own, label);
     const auto* bytes = all.const_data_ptr<std::uint8_t>();
-    for (std::size_t i = 0; i < static_cast<std::size_t>(all.numel()); ++i) bits[i % bits.size()] |= bytes[i];
+    for (int rank = 0; rank < (*row)->size(); ++rank, bytes += bits.size()) {
+      for (std::size_t i = 0; i < bits.size(); ++i) bits[i] |= bytes[i];
+    }
   }
 }
 
