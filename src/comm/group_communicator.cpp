@@ -62,9 +62,8 @@ void GroupPending::wait() {
   if (state_ == State::kDone) return;
   if (state_ == State::kFailed) throw CommError(error_);
   group_->check_process(label_);
+  if (group_->failed()) fail();  // Also where everything is here already: all ranks see the same of it.
   try {
-    // Also where everything is here already: all ranks see the same of it.
-    if (group_->failed()) throw RowFailure("an earlier collective failed");
     group_->compare_headers(call_);
     finish();
     state_ = State::kDone;
