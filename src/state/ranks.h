@@ -25,11 +25,12 @@ class Ranks {
   /// This rank's position: the tensor-parallel one varies slowest, the mesh's last dimension fastest.
   std::int64_t index() const { return ranks_.index(); }
 
-  /// Every rank's bytes, by index. Collective. Throws CommError.
-  std::vector<std::string> gather(const std::string& mine, const char* operation) const;
+  /// Rank 0's bytes on all. Collective. Throws CommError.
+  std::string broadcast(const std::string& text, const char* operation) const;
 
-  /// The same for rank 0 alone, others get nothing: for what is large when there are many ranks.
-  std::vector<std::string> gather_at_first(const std::string& mine, const char* operation) const;
+  /// Every rank's bytes, by index, on rank 0; nothing on the others: they may be large where there are many ranks. Collective. Throws
+  /// CommError.
+  std::vector<std::string> gather(const std::string& mine, const char* operation) const;
 
   /// Runs `work` on each rank; then agree(). Collective, but for `work`.
   void together(const std::string& what, const std::function<void()>& work) const;
@@ -39,8 +40,10 @@ class Ranks {
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:
+  /// Every rank's bytes on all.
+  std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
+
   comm::Ranks ranks_;
-  c10::Device device_;  // what the communicators speak of lies there
 };
 
 }  // namespace fsdp::state
