@@ -204,9 +204,10 @@ void Engine::set_use(Unit& unit, UseState state) {
   unit.use = state;
 }
 
-/// Frees the unit, whatever it was kept for.
+/// Frees the unit, whatever it was kept for. The computation is not in it any more.
 void Engine::evict(Unit& unit) {
   set_use(unit, UseState::kUnused);
+  if (current_ == &unit) current_ = nullptr;
   std::erase(occupied_, &unit);
   std::erase(ahead_, &unit);
   gatherer_.evict(unit);
@@ -325,7 +326,6 @@ void Engine::start_unshard(Unit& unit) {
 void Engine::reshard(Unit& unit) {
   const auto lock = this->lock();
   guarded([&] { evict(unit); });
-  if (current_ == &unit) current_ = nullptr;
 }
 
 void Engine::reset() {
@@ -422,7 +422,6 @@ void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
     gatherer_.outdate_copies(unit);
     evict(unit);
   });
-  if (!whole.empty() && current_ == &unit) current_ = nullptr;
 }
 
 void Engine::main_shards_changed() {

@@ -159,6 +159,38 @@ TEST_F(SourceTest, OverlapsAndHolesDoNotMakeUpForEachOther) {
   EXPECT_EQ(open_source(path("hole"))->read("model.w", ckpt::whole({4, 2}), 0, 4).numel(), 4);
 }
 
+/// Columns of a matrix whose rows nobody has counted, which lie in no file.
+class LongColumns final : public fsdp::state::Source {
+ public:
+  static constexpr std::int64_t kRows = std::int64_t{1} << 40;
+
+  Format format() const override { return Format::kDcp; }
+  const std::string& path() const override { return text_; }
+  const std::vector<std::string>& names() const override { return names_; }
+  bool has(const std::string& name) const override { return name == text_; }
+  std::optional<Tensor> find(const std::string&) const override { return Tensor{ckpt::Dtype::float32, {kRows, 4}}; }
+  std::vector<StoredBox> boxes(const std::string&) const override {
+    return {{{{0, 0}, {kRows, 3}}, {text_, 0, 12 * kRows}}, {{{0, 3}, {kRows, 1}}, {text_, 12 * kRows, 4 * kRows}}};
+  }
+  ckpt::TensorData locate(const std::string&, const StoredBox&) override { throw fsdp::Error("no file"); }
+  ckpt::CheckedFile& file(const std::string&) override { throw fsdp::Error("no file"); }
+  ckpt::PythonValue read_object(const std::string&) override { throw fsdp::Error("no file"); }
+
+ private:
+  const std::string text_ = "matrix";
+  const std::vector<std::string> names_ = {text_};
+};
+
+// What is not needed of a stored box costs nothing. Its runs alone would take more memory than there is.
+TEST(TransferTest, LooksAtWhatIsNeededOnly) {
+  LongColumns source;
+  fsdp::state::Transfer transfer(source);
+  const auto to = torch::zeros({10});
+  transfer.add("matrix", ckpt::whole({LongColumns::kRows, 4}), 2 * LongColumns::kRows + 1, to);
+  transfer.add("matrix", {{5, 1}, {LongColumns::kRows - 5, 2}}, 7, to);
+  EXPECT_EQ(transfer.bytes(), 80);
+}
+
 /// As Python leaves it: without a sidecar, records with checksums of their own.
 void become_python(const std::string& step) {
   edit_metadata(step, [](ckpt::DcpMetadata&) {});
