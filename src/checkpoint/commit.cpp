@@ -370,14 +370,23 @@ ListedFile read_sums(const fs::path& step, const SidecarEntry& entry, FileSystem
   return listed;
 }
 
-std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
+std::string fault_in_sizes(const fs::path& step, const Sidecar& sidecar, FileSystem& files) {
   try {
-    for (const SidecarEntry& listed : read_sidecar(step, files).files) {
+    for (const SidecarEntry& listed : sidecar.files) {
       struct stat status {};
       if (files.stat((step / listed.name).c_str(), &status) != 0) throw_errno("look at", step / listed.name);
       if (status.st_size != listed.size) return other_size(listed.name, status.st_size, listed.size);
     }
     return "";
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return error.what();
+  }
+}
+
+std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
+  try {
+    return fault_in_sizes(step, read_sidecar(step, files), files);
   } catch (const SystemError& error) {
     if (!error.is_missing()) throw;
     return error.what();
