@@ -58,7 +58,9 @@ std::vector<fs::path> torch_corpora(const fs::path& fresh) {
   const std::string line = fsdp::testing::kPython + " -W ignore " + fsdp::testing::kCorpusPeer + " " + fresh.string();
   EXPECT_EQ(std::system(line.c_str()), 0) << line;
   std::vector<fs::path> corpora = {fresh};
-  for (const auto& kept : fs::directory_iterator(fsdp::testing::kCorpus)) corpora.push_back(kept.path());
+  for (const auto& kept : fs::directory_iterator(fsdp::testing::kCorpus)) {
+    if (fs::exists(kept.path() / "expected")) corpora.push_back(kept.path());
+  }
   return corpora;
 }
 
