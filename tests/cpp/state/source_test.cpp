@@ -19,6 +19,7 @@
 #include "checkpoint/records.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
+#include "support/checkpoint_test.h"
 #include "support/edited_checkpoint.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
@@ -26,7 +27,6 @@
 #include "support/same_bits.h"
 #include "support/stack.h"
 #include "support/stored.h"
-#include "support/temporary_folder.h"
 #include "support/training.h"
 #include "test_paths.h"
 
@@ -43,22 +43,21 @@ using fsdp::testing::FaultyFiles;
 using fsdp::testing::flip_bit;
 using fsdp::testing::has;
 using fsdp::testing::message_of;
+using fsdp::testing::on_rank_0;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
 using fsdp::testing::Training;
 
-class SourceTest : public ::testing::Test {
- protected:
-  std::string path(const std::string& name) const { return (folder.path() / name).string(); }
-  fsdp::testing::TemporaryFolder folder;
-};
+class SourceTest : public fsdp::testing::CheckpointTest {};
 
 /// What the installed torch writes, and what is kept of other versions.
 std::vector<fs::path> torch_corpora(const fs::path& fresh) {
   const std::string line = fsdp::testing::kPython + " -W ignore " + fsdp::testing::kCorpusPeer + " " + fresh.string();
   EXPECT_EQ(std::system(line.c_str()), 0) << line;
   std::vector<fs::path> corpora = {fresh};
-  for (const auto& kept : fs::directory_iterator(fsdp::testing::kCorpus)) corpora.push_back(kept.path());
+  for (const auto& kept : fs::directory_iterator(fsdp::testing::kCorpus)) {
+    if (fs::exists(kept.path() / "expected")) corpora.push_back(kept.path());
+  }
   return corpora;
 }
 
@@ -199,11 +198,8 @@ void become_python(const std::string& step) {
 // Saved on two ranks, read on three: most records are needed in part.
 TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssigned) {
   run_ranks(2, [&] {
-    Training run;
-    run.train(0, 1);
-    fsdp::save(path("1"), *run.model, *run.optimizer);
-    if (run.mesh.rank() == 0) become_python(path("1"));
-    run.mesh.barrier();
+    const Training run = trained_and_saved(path("1"));
+    on_rank_0(run.mesh, [&] { become_python(path("1")); });
   });
   const auto metadata = ckpt::read_dcp_metadata(fsdp::testing::read_file(path("1") + "/.metadata"), "metadata");
   struct Place {
@@ -221,16 +217,13 @@ TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssign
     }
   }
   ASSERT_GT(places.size(), 60U);
-  run_ranks(3, [&](int rank) {
-    Training run({}, adamw(), 12);
-    run.train(0, 1);
+  run_ranks(3, [&] {
+    Training run = trained_otherwise();
     const auto before = run.handle->full_parameters();
     for (std::size_t i = 0; i < places.size(); i += 5) {
       const auto& [name, file, offset] = places[i];
       const auto flip = [&, file = file, offset = offset] {
-        run.mesh.barrier();
-        if (rank == 0) flip_bit(fs::path(path("1")) / file, offset, 2);
-        run.mesh.barrier();
+        on_rank_0(run.mesh, [&] { flip_bit(fs::path(path("1")) / file, offset, 2); });
       };
       flip();
       const auto message = message_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); });
