@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from libfsdp._mesh import ShardingMesh
+    from libfsdp._spmd import SpmdMesh
 
 _ATTRIBUTE = "_libfsdp_state"
 
@@ -70,9 +71,11 @@ class ShardState:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         placements: str,
+        spmd: SpmdMesh | None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
+        self.spmd = spmd
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
         self.placements = placements
@@ -94,7 +97,7 @@ class ShardState:
     # Making the unit.
 
     def _shard(self, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
-        spec, whole_spec = sharded_spec(parameter, self.mesh, shard_dim)
+        spec, whole_spec = sharded_spec(parameter, self.mesh, self.spmd, shard_dim)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         return ShardedParameter(
             name=places[0].name,
@@ -205,12 +208,13 @@ class ShardState:
         # Weak: the unit has the leaf, by a way that the garbage collector can't see.
         unit_of, engine_of = weakref.ref(self.unit), weakref.ref(engine)
         whole_spec = parameter.whole_spec
+        data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
 
         def collect(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             unit, engine = unit_of(), engine_of()
             if gradient is not None and unit is not None and engine is not None:
-                engine.gradient(unit, i, local_gradient(gradient, whole_spec))
+                engine.gradient(unit, i, local_gradient(gradient, whole_spec, data_parallel))
 
         parameter.whole.register_post_accumulate_grad_hook(collect)
 
