@@ -411,6 +411,16 @@ class ShardState:
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _apply_to_tensors(functools.partial(_cast_floating, dtype), output)
 
+    # FSDP2's names for what programs ask of a state.
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None until a forward has told."""
+        return None if self.model is None or self.model.provisional else self.model.states[0] is self
+
+    def _lazy_init(self) -> None:
+        self.model_of_forward()
+
     # What users tell.
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
