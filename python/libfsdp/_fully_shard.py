@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.utils import _get_root_modules
@@ -109,6 +110,8 @@ def fully_shard(
         one._is_fsdp_managed_module = True
         one._fsdp_use_orig_params = True
     for one in modules:
+        # Other composable functions of torch (replicate) leave such modules alone.
+        one.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
         cls = type(one)
         if cls not in _sharded_classes:
             _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
