@@ -95,4 +95,4 @@ tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's s
 	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
 
 clean:  ## Remove the build directories; the virtual environment stays
-	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel

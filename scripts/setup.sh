@@ -74,6 +74,13 @@ need_headers() {
   fi
 }
 
+# An extension is compiled against the headers of the very Python that will load it.
+need_python_headers() {
+  local probe='import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
+  "$venv/bin/python" -c "$probe" || apt_install python3-dev
+  "$venv/bin/python" -c "$probe" || die "no Python.h for $("$venv/bin/python" --version); install the headers of that version"
+}
+
 # clang, its sanitizers and libFuzzer, which Debian has in a package with the version in its name.
 need_clang() {
   command -v clang++ >/dev/null || apt_install clang
@@ -88,13 +95,15 @@ case $target in
   build)
     need_headers
     need_python_packages torch==2.13.0 numpy safetensors 'cmake>=3.25' ninja
+    (need_python_headers) || echo "setup: going on without Python's headers; the Python package is not built" >&2
     ;;
   test)
+    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11'
     command -v mpirun >/dev/null || (apt_install openmpi-bin) || echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;
   bench) need_python_packages matplotlib ;;
   format) need_python_packages clang-format==14.0.6 ;;
-  lint) need_python_packages ruff==0.17.5 mypy==2.4.1 ;;
+  lint) need_python_packages ruff==0.17.5 mypy==2.4.1 'pytest>=8' ;;
   clang) need_clang ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 LONGEST = 500  # lines
-FOLDERS = ("include", "src", "examples", "tools", "bench", "tests", "scripts")
-ENDINGS = {".h", ".cpp", ".py", ".sh"}
+FOLDERS = ("include", "src", "python", "examples", "tools", "bench", "tests", "scripts")
+ENDINGS = {".h", ".cpp", ".py", ".pyi", ".sh"}
 
 
 def main() -> int:

@@ -1,0 +1,2 @@
+version: str
+torch_version: str

@@ -1,0 +1,7 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+/// What the parts of `libfsdp._C` add to it: functions `void bind_xxx(pybind11::module_&)`, each in a file of its own. `module.cpp` calls
+/// all of them when Python loads the extension, with the GIL held; there is no rank, no mesh and no process group yet.
+namespace fsdp::bindings {}
