@@ -5,23 +5,18 @@ The same runs with FSDP2 as the implementation check the harness itself.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
 from support.comparison import assert_follows_replica, assert_same_runs, one_order
-from support.hugging_face import available
+from support.marks import IMPLEMENTATIONS, needs_libfsdp, needs_transformers
 from support.models import CASES as OWN_MODELS
 from support.ranks import Ranks
 from support.training import CASES, Options, Run, train
 
 StartRanks = Callable[[int], Ranks]
 bf16, fp32 = torch.bfloat16, torch.float32
-HAS_LIBFSDP = importlib.util.find_spec("libfsdp") is not None
-needs_libfsdp = pytest.mark.skipif(not HAS_LIBFSDP, reason="libfsdp's Python package is not on the path")
-needs_transformers = pytest.mark.skipif(not available(), reason="the package transformers is not installed")
-IMPLEMENTATIONS = ("fsdp2", pytest.param("libfsdp", marks=needs_libfsdp))
 
 # Each on two ranks, where all sums have one order and results are equal to the last bit.
 OPTIONS = {

@@ -1,8 +1,8 @@
 """Ranks for tests: processes that stay, so that many tests pay for one start.
 
 `Ranks(2).run(function, argument)` calls function(argument) on each rank and returns what each has returned, by rank.
-The function is one of a module that the ranks can import; arguments and results are pickled. A rank that raises, dies or
-takes too long makes run() raise RankError with all tracebacks, and ends all ranks; the next run() starts new ones.
+The function is one of a module that the ranks can import; arguments and results are pickled. A rank that raises, dies
+or takes too long makes run() raise RankError with all tracebacks, and ends all ranks; the next run() starts new ones.
 """
 
 from __future__ import annotations
