@@ -11,8 +11,38 @@ _torch_version.require_same_binaries(
     _build_info.torch_version, torch.__version__, os.path.dirname(os.path.abspath(torch.__file__))
 )
 
+from torch.distributed.fsdp import (  # noqa: E402
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+
 from libfsdp import _C  # noqa: E402
+from libfsdp._C import CommError, Error  # noqa: E402
+from libfsdp._fully_shard import (  # noqa: E402
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from libfsdp._install import install, installed, uninstall  # noqa: E402
 
 __version__: str = _C.version
 
-__all__ = ["__version__"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommError",
+    "Error",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "__version__",
+    "fully_shard",
+    "install",
+    "installed",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "uninstall",
+]

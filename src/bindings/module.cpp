@@ -7,4 +7,6 @@ PYBIND11_MODULE(_C, module) {
   module.attr("version") = FSDP_VERSION;
   // With the local build: "2.13.0+cpu" and "2.13.0+cu126" are different libraries.
   module.attr("torch_version") = FSDP_PYTHON_TORCH_VERSION;
+  fsdp::bindings::bind_mesh(module);
+  fsdp::bindings::bind_hooks(module);
 }

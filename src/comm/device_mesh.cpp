@@ -13,6 +13,7 @@
 #include "comm/pairwise_communicator.h"
 #include "comm/ranks.h"
 #include "comm/rendezvous.h"
+#include "comm/store_mesh.h"
 #include "comm/world.h"
 #include "fsdp/error.h"
 
@@ -200,6 +201,19 @@ void DeviceMesh::barrier() const {
   for (const auto& communicator : fsdp::defined(state_).communicators) communicator->barrier();
 }
 
+namespace {
+
+void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row) {
+  state.communicators.push_back(make_communicator(*rendezvous, row, state.device));
+  // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
+  const auto made = std::make_shared<int>(0);
+  state.make_communicator.emplace_back([rendezvous, row, made, device = state.device](std::int64_t neighbours) {
+    return make_communicator(*rendezvous, neighbours_in(row, neighbours), device, std::to_string(++*made) + ".more/");
+  });
+}
+
+}  // namespace
+
 DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options) {
   const comm::World world = comm::read_world(comm::process_environment);
   check_names(dims);
@@ -211,16 +225,32 @@ DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim>
   state->coordinates = coordinates_of(world.rank, state->dims);
   const auto rendezvous = std::make_shared<comm::Rendezvous>(world, next_mesh_prefix(), options.timeout);
   for (std::size_t d = 0; d < state->dims.size(); ++d) {
-    const auto row = row_through(world.rank, state->dims, d);
-    state->communicators.push_back(make_communicator(*rendezvous, row, state->device));
-    // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
-    const auto made = std::make_shared<int>(0);
-    state->make_communicator.emplace_back([rendezvous, row, made, device = state->device](std::int64_t neighbours) {
-      return make_communicator(*rendezvous, neighbours_in(row, neighbours), device, std::to_string(++*made) + ".more/");
-    });
+    add_row(*state, rendezvous, row_through(world.rank, state->dims, d));
   }
   DeviceMesh mesh(std::move(state));
   mesh.barrier();  // The last rank has read the store now, so that rank 0, which serves it, may leave.
+  return mesh;
+}
+
+DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
+  auto state = std::make_shared<DeviceMesh::State>();
+  state->device = options.device;
+  state->rank = options.rank;
+  const auto rendezvous = std::make_shared<Rendezvous>(options.store, options.rank, options.world_size, options.prefix, options.timeout);
+  for (std::size_t d = 0; d < options.dims.size(); ++d) {
+    const auto& ranks = options.rows[d];
+    const auto own = std::find(ranks.begin(), ranks.end(), options.rank);
+    if (own == ranks.end()) {
+      throw Error("rank " + std::to_string(options.rank) + " is not in its own row of mesh dimension '" + options.dims[d] + "'");
+    }
+    const auto position = own - ranks.begin();
+    state->dims.push_back({options.dims[d], static_cast<std::int64_t>(ranks.size())});
+    state->coordinates.push_back(position);
+    add_row(*state, rendezvous,
+            {.dim = options.dims[d], .rank = static_cast<int>(position), .global_ranks = ranks, .world_size = options.world_size});
+  }
+  DeviceMesh mesh(std::move(state));
+  mesh.barrier();
   return mesh;
 }
 

@@ -65,6 +65,14 @@ c10::intrusive_ptr<c10d::Store> world_store(const World& world, std::chrono::mil
 
 bool is_loopback(const std::string& host) { return host == "localhost" || host.starts_with("127.") || host == "::1"; }
 
+World world_of(std::int64_t rank, std::int64_t size) {
+  World world;
+  world.rank = static_cast<int>(rank);
+  world.size = static_cast<int>(size);
+  world.master_addr = process_environment("MASTER_ADDR").value_or("");
+  return world;
+}
+
 std::shared_ptr<gloo::transport::Device> make_gloo_device(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
   if (is_loopback(world.master_addr)) return Gloo::createDeviceForHostname("127.0.0.1");
@@ -80,6 +88,15 @@ Rendezvous::Rendezvous(const World& world, std::string prefix, std::chrono::mill
   if (world.size == 1) return;
   store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), world_store(world, timeout));
   gloo_device_ = make_gloo_device(world);
+}
+
+Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::int64_t world_size, std::string prefix,
+                       std::chrono::milliseconds timeout)
+    : world_(world_of(rank, world_size)), timeout_(timeout) {
+  if (world_size == 1) return;
+  ignore_broken_pipes();
+  store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), std::move(store));
+  gloo_device_ = make_gloo_device(world_);
 }
 
 template <typename Make>

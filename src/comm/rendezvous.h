@@ -21,6 +21,9 @@ namespace fsdp::comm {
 class Rendezvous {
  public:
   Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout);
+  /// Of ranks that share a store already.
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::int64_t world_size, std::string prefix,
+             std::chrono::milliseconds timeout);
 
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);

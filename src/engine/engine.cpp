@@ -449,6 +449,19 @@ void Engine::finish_gradient_sync() {
   guarded([&] { reducer_.drain(); });
 }
 
+std::vector<at::Tensor> Engine::take_gradients(Unit& unit) {
+  const auto lock = this->lock();
+  return reducer_.take_main_gradient(unit);
+}
+
+std::vector<std::unique_ptr<Unit>> Engine::release() {
+  const auto lock = this->lock();
+  reset_locked();
+  main_parameters_.retire();
+  reducer_.forget_units();
+  return std::move(units_);
+}
+
 void Engine::retire() {
   const auto lock = this->lock();
   main_parameters_.retire();

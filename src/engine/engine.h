@@ -115,11 +115,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// As above, after users wrote this rank's shards of them: where main parameters are replicated, all ranks get each other's. Collective
   /// there.
   void main_shards_changed();
+  /// Gives the units back, sharded and without unreduced gradients, for another engine to take; this one is of no more use.
+  std::vector<std::unique_ptr<Unit>> release();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
   /// With false, the ends of backwards leave reductions under way.
   void set_is_last_backward(bool last) { is_last_backward_ = last; }
+  /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, which own their memory: the unit has none then, as
+  /// after zero_grad(). Empty if nothing was reduced. For triggers whose users hold gradients themselves; call it between backwards, when
+  /// nothing is under way.
+  std::vector<at::Tensor> take_gradients(Unit& unit);
   /// Waits for the reductions that a backward left under way.
   void finish_gradient_sync();
 

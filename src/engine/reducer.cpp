@@ -387,16 +387,33 @@ bool Reducer::has_gradients() const {
 void Reducer::zero_grad() {
   for (const auto& gradients : gradients_) {
     Unit& unit = gradients->unit;
-    unit.main_gradient_valid = false;
     gradients->holds_partial = false;
     gradients->partial.release();
     for (auto& parameter : gradients->parameters) parameter.partial = false;
-    for (auto& parameter : unit.parameters) parameter.has_gradient = false;
-    if (!unit.main_gradient_memory) continue;
-    memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
-    unit.main_gradient_memory.reset();
-    accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
+    release_main_gradient(unit);
   }
+}
+
+/// The unit has no main gradients any more. Their memory goes with its last owner.
+void Reducer::release_main_gradient(Unit& unit) {
+  unit.main_gradient_valid = false;
+  for (auto& parameter : unit.parameters) parameter.has_gradient = false;
+  if (!unit.main_gradient_memory) return;
+  memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
+  unit.main_gradient_memory.reset();
+  accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
+}
+
+std::vector<at::Tensor> Reducer::take_main_gradient(Unit& unit) {
+  std::vector<at::Tensor> taken;
+  if (!unit.main_gradient_valid) return taken;
+  for (const auto& part : unit.main_gradient) {
+    const auto owner = unit.main_gradient_memory;
+    taken.push_back(at::from_blob(
+        part.mutable_data_ptr(), part.sizes(), [owner](void*) {}, part.options()));
+  }
+  release_main_gradient(unit);
+  return taken;
 }
 
 // Ends.

@@ -31,6 +31,8 @@ class Reducer {
 
   /// Takes a unit in: the one whose index is the number of those before it.
   void add(Unit& unit) { gradients_.push_back(std::make_unique<GradientAccumulator>(unit)); }
+  /// The units go; nothing of theirs may be under way.
+  void forget_units() { gradients_.clear(); }
 
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
@@ -62,6 +64,9 @@ class Reducer {
   /// Some unit has gradients, in whatever state.
   bool has_gradients() const;
 
+  /// See Engine::take_gradients.
+  std::vector<at::Tensor> take_main_gradient(Unit& unit);
+
   /// Frees the main gradients, and what is reduced over the inner ranks only.
   void zero_grad();
 
@@ -86,6 +91,7 @@ class Reducer {
   static std::optional<Hop> next_hop(const Reduction& reduction);
   void acquire(GradientAccumulator& gradients);
   void allocate_main_gradient(Unit& unit);
+  void release_main_gradient(Unit& unit);
   void allocate_reduced(GradientAccumulator& gradients);
   void deliver(GradientAccumulator& gradients);
   void reduce(GradientAccumulator& gradients);

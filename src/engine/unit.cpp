@@ -121,7 +121,9 @@ double Unit::gradient_scale() const {
 void Unit::allocate_main(memory::Accounting& accounting) {
   const auto device = full.storage.device();
   const auto allocate = [&](Buffer& buffer, at::Tensor& memory, memory::Kind kind) {
-    memory = kind == memory::Kind::kHost ? memory::host_zeros(device, buffer.bytes) : memory::zeros(device, buffer.bytes);
+    if (!memory.defined()) {
+      memory = kind == memory::Kind::kHost ? memory::host_zeros(device, buffer.bytes) : memory::zeros(device, buffer.bytes);
+    }
     memory::attach(*buffer.storage.unsafeGetStorageImpl(), memory.data_ptr(), buffer.bytes);
     accounting.add(kind, buffer.bytes);
   };

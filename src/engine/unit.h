@@ -224,7 +224,8 @@ struct Unit {
   /// By what a reduction multiplies the sum of the ranks' gradients.
   double gradient_scale() const;
 
-  /// Gives what is persistent memory, set to zero: the main parameters, and `shards` or replicated parameters.
+  /// Gives what is persistent memory, set to zero: the main parameters, and `shards` or replicated parameters. Memory that is there already
+  /// (main_memory and its like) is taken as it is.
   void allocate_main(memory::Accounting& accounting);
 };
 

@@ -16,6 +16,7 @@
 #include "base/trap_key.h"
 #include "deferred/deferred_record.h"
 #include "deferred/deferred_storage.h"
+#include "engine/autograd_phase.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
 #include "paging/operator_arguments.h"
@@ -76,7 +77,7 @@ class Running {
 
   /// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
   void enter(const Touched& touched) {
-    const auto phase = current_phase();
+    const auto phase = engine::current_phase();
     c10::SmallVector<engine::Engine*, 2> engines;
     for (const auto& use : touched.uses) {
       if (std::find(engines.begin(), engines.end(), use.engine) == engines.end()) engines.push_back(use.engine);

@@ -1,0 +1,59 @@
+"""Collectives of torch.distributed, for process groups that the engine has no faster way into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Collectives:
+    """What the engine asks of one process group. Each gather and each reduction of a unit is one call.
+
+    Args:
+        group: the ranks, in order.
+        device: of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._size = dist.get_world_size(group)
+        self.custom_all_gather: Callable[..., dist.Work | None] | None = None
+        self.custom_reduce_scatter: Callable[..., dist.Work | None] | None = None
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
+        """Starts it: `output` holds every rank's `shard`, in rank order, when the work is done."""
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather(output_tensor=output, input_tensor=shard, group=self._group, async_op=True)
+        return dist.all_gather_into_tensor(output, shard, group=self._group, async_op=True)
+
+    def reduce_scatter(self, output: torch.Tensor, unreduced: torch.Tensor) -> dist.Work | None:
+        """Starts it: `output` holds the sum over the ranks of this rank's part of `unreduced`."""
+        op = dist.ReduceOp.SUM
+        if self.custom_reduce_scatter is not None:
+            return self.custom_reduce_scatter(
+                output_tensor=output, input_tensor=unreduced, group=self._group, op=op, async_op=True
+            )
+        return dist.reduce_scatter_tensor(output, unreduced, op=op, group=self._group, async_op=True)
+
+    def exchange(self, every: torch.Tensor, value: torch.Tensor) -> None:
+        """Fills `every` [ranks, ...] with each rank's `value`. Both lie on the host; blocks."""
+        moved = value.contiguous().to(self._device).view(torch.uint8).flatten()
+        gathered = torch.empty(self._size * moved.numel(), dtype=torch.uint8, device=self._device)
+        dist.all_gather_into_tensor(gathered, moved, group=self._group)
+        every.view(torch.uint8).view(-1).copy_(gathered)
+
+    def scatter(self, into: torch.Tensor, shards: list[torch.Tensor], root: int) -> None:
+        """Rank `root` of the group gives each rank its shard; blocks."""
+        source = dist.get_global_rank(self._group, root)
+        mine = dist.get_rank(self._group) == root
+        dist.scatter(into, shards if mine else None, src=source, group=self._group)
+
+    def barrier(self) -> None:
+        """Blocks until all ranks have arrived."""
+        dist.barrier(self._group)

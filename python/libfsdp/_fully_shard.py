@@ -1,0 +1,425 @@
+"""fully_shard, and the class that sharded modules have."""
+
+from __future__ import annotations
+
+import functools
+import types
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.utils import _get_root_modules
+
+from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
+from libfsdp._sharded_parameter import Place
+from libfsdp._state import ShardState, state_of, states_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # as FSDP2's; it is frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    placements: str = "optim_grads_params",
+) -> Any:
+    """Shards the parameters of a module over the ranks of a mesh, in place.
+
+    Called bottom-up, for each block and then for the root: each call makes one unit of those parameters below the module
+    that no earlier call has taken. A unit's parameters are gathered before the module's forward and before its backward, and
+    its gradients are reduced when backward has left it. Between steps ``module.parameters()`` are DTensors, for any optimizer
+    of torch.
+
+    Args:
+        module: the module, or several that make up one unit together. A list is reduced to its outermost modules.
+        mesh: one dimension to shard over, or two: the first replicates, the second shards (HSDP). By default all ranks.
+        reshard_after_forward: True frees the parameters after forward and gathers them again in backward; False keeps them;
+            a number keeps a copy between so many neighbouring ranks. None is True, except for the root.
+        shard_placement_fn: the dimension that a parameter is cut along, as ``Shard(dim)``; None for the first one. A dimension
+            other than the first must be divisible by the number of ranks.
+        mp_policy: dtypes of computation and of reductions.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory.
+        ignored_params: parameters that stay as they are.
+        placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads", "optim" or "no_shard" (ZeRO-2, 1, 0).
+
+    Returns:
+        What was given, with its class changed to one that is an :class:`FSDPModule`, too.
+
+    Raises:
+        ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, and a
+            ``reshard_after_forward`` that does not divide the ranks.
+        AssertionError: if fully_shard was called on the module before.
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+    mesh = mesh or default_mesh()
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    ranks = sharding_mesh(mesh)
+    _check_reshard_after_forward(reshard_after_forward, ranks)
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
+    for one in modules:
+        if state_of(one) is not None:
+            raise AssertionError(
+                f"fully_shard has already been applied to {type(one).__name__}: call it once per module"
+            )
+    managed = _managed_modules(modules, ignored_params)
+    parameters = _managed_parameters(managed, ignored_params or set())
+    _move_to_device(managed, parameters, ranks.device, ignored_params or set())
+    ShardState(
+        modules,
+        ranks,
+        parameters,
+        reshard_after_forward=reshard_after_forward,
+        shard_dim_of=functools.partial(_shard_dim, shard_placement_fn, ranks),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        placements=placements,
+    )
+    for one in managed:
+        one._is_fsdp_managed_module = True
+        one._fsdp_use_orig_params = True
+    for one in modules:
+        cls = type(one)
+        if cls not in _sharded_classes:
+            _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
+        one.__class__ = _sharded_classes[cls]
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def _check_reshard_after_forward(value: bool | int | None, ranks: ShardingMesh) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
+        )
+    if value < 1 or value > ranks.shard_size or ranks.shard_size % value != 0:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks.shard_size}, not {value}"
+        )
+
+
+def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter] | None) -> list[nn.Module]:
+    """The modules whose parameters are the unit's: those below the roots that no other call has."""
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        registry = _get_registry(module)
+        if registry is not None and "replicate" in registry:
+            return
+        if module not in roots and state_of(module) is not None:
+            return
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                visit(child)
+        found.append(module)
+
+    for root in roots:
+        visit(root)
+    if not ignored:
+        return found
+    return [module for module in found if not _is_ignored(module, ignored)]
+
+
+def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    """All below the module is ignored parameters."""
+    return not any(True for _ in module.buffers()) and all(parameter in ignored for parameter in module.parameters())
+
+
+def _managed_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[nn.Parameter, list[Place]]]:
+    places: dict[nn.Parameter, list[Place]] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            if parameter.ndim == 0:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {name} to a 1D tensor with numel equal to 1."
+                )
+            if not parameter.is_contiguous():
+                raise NotImplementedError(
+                    f"FSDP does not support non-contiguous parameters yet: {parameter.shape=} {parameter.stride()=}"
+                )
+            places.setdefault(parameter, []).append(Place(module, name))
+    return list(places.items())
+
+
+def _move_to_device(
+    modules: list[nn.Module],
+    parameters: list[tuple[nn.Parameter, list[Place]]],
+    device: torch.device,
+    ignored: set[nn.Parameter],
+) -> None:
+    """Parameters and buffers go to the mesh's device, except for those on meta."""
+    for parameter, _ in parameters:
+        if parameter.device == device or parameter.is_meta:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh "
+                f"but got {parameter.device_mesh.device_type} for DTensor and {device.type} for FSDP"
+            )
+        parameter.data = parameter.to(device)
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)
+
+
+def _shard_dim(
+    placement_of: Callable[[nn.Parameter], Shard | None] | None, ranks: ShardingMesh, parameter: nn.Parameter
+) -> int:
+    placement = placement_of(parameter) if placement_of is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
+    if dim >= local.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {local.shape}")
+    if dim > 0 and local.size(dim) % ranks.shard_size != 0:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: {local.size()} (world size: {ranks.shard_size})"
+        )
+    return dim
+
+
+_constructs_original = True
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Within it, making an object of a sharded class does not run its ``__init__``: for code that copies modules itself."""
+    global _constructs_original
+    before, _constructs_original = _constructs_original, False
+    try:
+        yield
+    finally:
+        _constructs_original = before
+
+
+class UnshardHandle:
+    """Waits for what ``FSDPModule.unshard(async_op=True)`` has started."""
+
+    def __init__(self, state: ShardState | None = None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Returns when the module shows its whole parameters. A module's own forward waits, too."""
+        if self._state is not None:
+            self._state.wait_for_unshard()
+            self._state = None
+
+
+class FSDPModule:
+    """What a module is, beside its own class, once fully_shard was called on it."""
+
+    # FSDP<Original>, FSDPModule, Original, ...
+    _orig_cls_mro_index = 2
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an object of the original class: slicing a sharded container gives an ordinary one."""
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        self = original.__new__(original, *args, **kwargs)
+        if _constructs_original:
+            self.__init__(*args, **kwargs)
+        return self
+
+    def _get_fsdp_state(self) -> ShardState:
+        state = state_of(cast("nn.Module", self))
+        if state is None:
+            raise AssertionError(f"No FSDP state found on {self}")
+        return state
+
+    def _states(self, recurse: bool) -> list[ShardState]:
+        if not recurse:
+            return [self._get_fsdp_state()]
+        return [state for _, state in states_in(cast("nn.Module", self))]
+
+    def reshard(self) -> None:
+        """Frees the module's whole parameters, and shows shards. Not recursive."""
+        self._get_fsdp_state().reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the module's parameters. Not recursive.
+
+        Args:
+            async_op: return at once, with a handle to wait on.
+        """
+        state = self._get_fsdp_state()
+        state.unshard(wait=not async_op)
+        return UnshardHandle(state) if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: frees what was gathered, and drops gradients that are not reduced.
+
+        Call it on the root. The next forward does this by itself, too.
+        """
+        state = self._get_fsdp_state()
+        if state.model is None:
+            return
+        if state.model.states[0] is not state:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        state.model.reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """With False, the next backwards leave reductions under way, and gradients appear after one with True."""
+        state = self._get_fsdp_state()
+        model = state.model or state.model_of_forward()
+        model.is_last_backward = is_last_backward
+        model.engine.set_is_last_backward(is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """With False, backwards add up gradients on this rank, without communication, until one with True.
+
+        Args:
+            requires_gradient_sync: reduce gradients.
+            recurse: of all modules below, too.
+        """
+        for state in self._states(recurse):
+            if state.unit is not None:
+                state.unit.requires_gradient_sync = requires_gradient_sync
+                state.unit.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With False, gradients are reduced over the sharding dimension only, and the replicas' are added up later (HSDP)."""
+        for state in self._states(recurse):
+            if state.unit is not None:
+                state.unit.requires_all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for state in self._states(recurse):
+            state.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after backward; False saves the gathers of an accumulation's next forward."""
+        for state in self._states(recurse):
+            if state.unit is not None:
+                state.unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The modules whose gathers start when this one's forward begins, in place of a prediction."""
+        self._set_prefetch(modules, in_backward=False)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The modules whose gathers start when this one's backward begins, in place of a prediction."""
+        self._set_prefetch(modules, in_backward=True)
+
+    def _set_prefetch(self, modules: Sequence[FSDPModule], *, in_backward: bool) -> None:
+        for module in modules:
+            if not isinstance(module, FSDPModule):
+                raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+        state = self._get_fsdp_state()
+        state.prefetch[in_backward] = [module._get_fsdp_state() for module in modules]
+        state.apply_prefetch_lists()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """By how much the sum of the ranks' gradients is divided, in place of their number."""
+        unit = self._get_fsdp_state().unit
+        if unit is not None:
+            unit.gradient_divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of set_gradient_divide_factor."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Does nothing: reductions are sums, scaled on the receiving rank, in any case."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Does nothing: a parameter that some rank has not used counts as zero there in any case."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Checks its argument; at most two reductions are under way in any case.
+
+        Raises:
+            TypeError: if it is no integer.
+            ValueError: if it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """With False, backward does not gather the module's parameters: for those whose values backward does not need."""
+        unit = self._get_fsdp_state().unit
+        if unit is not None:
+            unit.gathered_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The next forward's gathers wait for this event instead of for all that the stream holds. Serves once."""
+        self._get_fsdp_state().post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Does nothing: gathers are asynchronous in any case."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module's, on shards: what it gives becomes the shards' values."""
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self._get_fsdp_state().adopt_registered()
+        return result
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a sharded module gather its parameters as forward does. Nothing happens for other modules.
+
+    Raises:
+        ValueError: if there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = state_of(self)
+        assert state is not None
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, args, original(*args, **kwargs))
+
+    setattr(module, method_name, types.MethodType(wrapped, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Modules of several roots that run together (pipeline stages) share streams and order of communication.
+
+    Collectives of one mesh's ranks have one order in any case; this checks its arguments.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx expects list of FSDPModules but got {module}")

@@ -1,0 +1,71 @@
+"""Puts libfsdp behind torch.distributed.fsdp's names, and takes it away again."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed._composable.fsdp as composable
+import torch.distributed.fsdp as fsdp
+import torch.distributed.fsdp._fully_shard as implementation
+import torch.distributed.fsdp._fully_shard._fully_shard as functions
+
+from libfsdp import _fully_shard as ours
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger("libfsdp")
+
+_NAMES = (
+    "fully_shard",
+    "FSDPModule",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "disable_fsdp_module_new_init",
+)
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def install() -> None:
+    """From now on, programs that import ``fully_shard`` and its like from torch get libfsdp's, also those that did before.
+
+    Modules that have taken the names into their own (``from torch.distributed.fsdp import fully_shard``) are changed, too.
+    Nothing happens if it is installed already.
+    """
+    if _replaced:
+        return
+    for name in _NAMES:
+        theirs = getattr(functions, name, None)
+        if theirs is None:
+            continue
+        mine = getattr(ours, name)
+        for module in list(sys.modules.values()):
+            if module is None or getattr(module, "__name__", "").startswith("libfsdp"):
+                continue
+            if module.__dict__.get(name) is theirs if hasattr(module, "__dict__") else False:
+                _replaced.append((module, name, theirs))
+                setattr(module, name, mine)
+        logger.info("libfsdp: torch.distributed.fsdp.%s is libfsdp's now", name)
+    for package in (fsdp, composable, implementation):
+        logger.debug("libfsdp: installed into %s", package.__name__)
+
+
+def uninstall() -> None:
+    """Undoes install()."""
+    while _replaced:
+        module, name, theirs = _replaced.pop()
+        setattr(module, name, theirs)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """install(), for the time of a ``with`` block."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()

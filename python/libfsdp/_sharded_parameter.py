@@ -1,0 +1,106 @@
+"""One parameter in its two forms: a DTensor of this rank's rows between steps, a whole tensor while modules compute."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+    from libfsdp._mesh import ShardingMesh
+
+_identities = itertools.count()
+
+
+@dataclass
+class Place:
+    """Where a module has a parameter."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass
+class ShardedParameter:
+    """A parameter of a unit.
+
+    Attributes:
+        name: in the module that fully_shard was called on; in the root once that is known.
+        places: all modules that have it (tied parameters have several).
+        shape: of the whole parameter on this rank (a tensor-parallel one is a piece already).
+        shard_dim: the dimension that is cut.
+        spec: of the sharded DTensor.
+        whole_spec: of the whole DTensor, if the parameter is tensor-parallel.
+        identity: equal for parameters that were one object before they were sharded.
+        sharded: the parameter that the modules have between steps.
+        whole: the parameter that they have while they compute.
+    """
+
+    name: str
+    places: list[Place]
+    shape: torch.Size
+    dtype: torch.dtype
+    shard_dim: int
+    spec: DTensorSpec
+    whole_spec: DTensorSpec | None
+    identity: int
+    sharded: nn.Parameter = field(repr=False)
+    whole: nn.Parameter | None = field(default=None, repr=False)
+
+    def make_dtensor(self, local: torch.Tensor) -> DTensor:
+        """A DTensor of this parameter's placements over `local`."""
+        return DTensor(local, self.spec, requires_grad=False)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        return self.sharded._local_tensor
+
+
+def identity_of(parameter: nn.Parameter) -> int:
+    """A number that stays with the object, also where only some of its owners are sharded."""
+    if not hasattr(parameter, "_libfsdp_identity"):
+        parameter._libfsdp_identity = next(_identities)
+    return parameter._libfsdp_identity
+
+
+def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Which rows `rank` owns, as torch.chunk cuts: the first one and how many."""
+    per_rank = -(-size // ranks)
+    begin = min(size, rank * per_rank)
+    return begin, min(size, begin + per_rank) - begin
+
+
+def sharded_spec(parameter: nn.Parameter, mesh: ShardingMesh, shard_dim: int) -> tuple[DTensorSpec, DTensorSpec | None]:
+    """The placements of a parameter between steps, and those of its whole form if that is a DTensor, too."""
+    replicate: tuple[Placement, ...] = (Replicate(),) if mesh.replicates else ()
+    if not isinstance(parameter, DTensor):
+        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+        return DTensorSpec(mesh.mesh, (*replicate, Shard(shard_dim)), tensor_meta=meta), None
+    whole = parameter._spec
+    pieces = 1
+    for dimension, placement in enumerate(whole.placements):
+        if isinstance(placement, Shard) and placement.dim == shard_dim:
+            pieces *= whole.mesh.size(dimension)
+    shard: Placement = Shard(shard_dim) if pieces == 1 else _StridedShard(shard_dim, split_factor=pieces)
+    all_dims = DeviceMesh._concatenate([mesh.mesh, whole.mesh])
+    placements = (*replicate, shard, *whole.placements)
+    return DTensorSpec(all_dims, placements, tensor_meta=whole.tensor_meta), whole
+
+
+def local_gradient(gradient: torch.Tensor, whole: DTensorSpec) -> torch.Tensor:
+    """This rank's tensor of a tensor-parallel gradient; sums that are pending on the tensor-parallel mesh are made."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements != whole.placements:
+        gradient = gradient.redistribute(placements=whole.placements)
+    return gradient._local_tensor

@@ -1,0 +1,442 @@
+"""What one call of fully_shard leaves behind: a unit, and the hooks that tell the engine when it is used."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+
+from libfsdp import _C
+from libfsdp._model import Model
+from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_gradient, rows_of, sharded_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+    from libfsdp._mesh import ShardingMesh
+
+_ATTRIBUTE = "_libfsdp_state"
+
+
+def state_of(module: nn.Module) -> ShardState | None:
+    """The state of a module that fully_shard was called on."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def states_in(module: nn.Module) -> Iterator[tuple[str, ShardState]]:
+    """All states below a module, each once, enclosing ones first."""
+    seen = set()
+    for name, inner in module.named_modules():
+        state = state_of(inner)
+        if state is not None and state not in seen:
+            seen.add(state)
+            yield name, state
+
+
+class ShardState:
+    """The modules of one call of fully_shard, with the unit of their parameters (None if they have none)."""
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        mesh: ShardingMesh,
+        parameters: list[tuple[nn.Parameter, list[Place]]],
+        *,
+        reshard_after_forward: bool | int | None,
+        shard_dim_of: Callable[[nn.Parameter], int],
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        placements: str,
+    ) -> None:
+        self.modules = modules
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.offload_policy = offload_policy
+        self.placements = placements
+        self.model: Model | None = None
+        self.name = ""
+        self.modules_to_run: set[nn.Module] = set()
+        self.post_optim_event: torch.Event | None = None
+        self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
+        self.reshard_after_forward_is_automatic = reshard_after_forward is None
+        self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        self.parameters = [self._shard(parameter, places, shard_dim_of(parameter)) for parameter, places in parameters]
+        self.unit: _C.Unit | None = self._make_unit() if parameters else None
+        self._take_values([parameter for parameter, _ in parameters])
+        for module in modules:
+            module.__dict__[_ATTRIBUTE] = self
+        self._register_hooks()
+
+    # Making the unit.
+
+    def _shard(self, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
+        spec, whole_spec = sharded_spec(parameter, self.mesh, shard_dim)
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        return ShardedParameter(
+            name=places[0].name,
+            places=places,
+            shape=local.shape,
+            dtype=parameter.dtype,
+            shard_dim=shard_dim,
+            spec=spec,
+            whole_spec=whole_spec,
+            identity=identity_of(parameter),
+            sharded=parameter,  # until there are shards
+        )
+
+    def _make_unit(self) -> _C.Unit:
+        size = self.reshard_after_forward
+        is_size = not isinstance(size, bool) and 1 < size < self.mesh.shard_size
+        param_dtype, reduce_dtype = self.mp_policy.param_dtype, self.mp_policy.reduce_dtype
+        given = [
+            (p.name, list(p.shape), p.shard_dim, p.dtype, p.sharded.requires_grad and p.dtype.is_floating_point)
+            for p in self.parameters
+        ]
+        return _C.Unit(
+            type(self.modules[0]).__name__,
+            given,
+            self.mesh.engine_mesh,
+            placements=self.placements,
+            reshard_after_forward=self.reshards_after_forward,
+            reshard_after_forward_size=size if is_size else 0,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            offload=isinstance(self.offload_policy, CPUOffloadPolicy),
+            separate_reduce_group=False,
+        )
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Modules show shards again after forward."""
+        if isinstance(self.reshard_after_forward, bool):
+            return self.reshard_after_forward
+        return self.reshard_after_forward != 1
+
+    @torch.no_grad()
+    def _take_values(self, values: list[nn.Parameter]) -> None:
+        """The shards get this rank's rows of the given parameters, which the modules then show no more."""
+        if self.unit is None:
+            return
+        if not any(value.is_meta for value in values):
+            self.unit.allocate()
+        for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            if value.is_meta:
+                shard = torch.empty(self.unit.shard_shape(i), dtype=value.dtype, device="meta")
+            else:
+                begin, rows = rows_of(local.size(parameter.shard_dim), self.mesh.shard_size, self.mesh.shard_rank)
+                shard = self.unit.shard(i)
+                shard.copy_(local.detach().narrow(parameter.shard_dim, begin, rows))
+            self._set_sharded(i, nn.Parameter(parameter.make_dtensor(shard), requires_grad=value.requires_grad))
+        self._show_shards()
+
+    def _set_sharded(self, i: int, sharded: nn.Parameter) -> None:
+        parameter = self.parameters[i]
+        parameter.sharded = sharded
+        sharded._libfsdp_identity = parameter.identity
+
+    def _show_shards(self) -> None:
+        for parameter in self.parameters:
+            for place in parameter.places:
+                setattr(place.module, place.name, parameter.sharded)
+
+    def connect(self, engine: _C.Model) -> None:
+        """An engine has taken the unit."""
+        assert self.unit is not None
+        on_meta = [p.name for p in self.parameters if p.local.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                "these parameters are still on the meta device: "
+                f"{on_meta}; give them memory and values before the first forward: model.to_empty(device=...), then "
+                "your initialisation, or load a state dict"
+            )
+        for i, parameter in enumerate(self.parameters):
+            if parameter.whole is None:
+                parameter.whole = self._make_whole(i)
+                for place in parameter.places:
+                    module = place.module
+                    plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
+                    self.unit.add_place(i, module._parameters, place.name, None if plain else weakref.ref(module))
+            self._connect_parameter(engine, i)
+
+    def _make_whole(self, i: int) -> nn.Parameter:
+        assert self.unit is not None
+        parameter = self.parameters[i]
+        whole: torch.Tensor = self.unit.whole(i)
+        if parameter.whole_spec is not None:
+            whole = DTensor(whole, parameter.whole_spec, requires_grad=False)
+        leaf = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
+        self.unit.set_leaf(i, leaf._local_tensor if isinstance(leaf, DTensor) else leaf)
+        return leaf
+
+    def _connect_parameter(self, engine: _C.Model, i: int) -> None:
+        assert self.unit is not None
+        parameter = self.parameters[i]
+        assert parameter.whole is not None
+        self.unit.set_parameters(i, parameter.sharded, parameter.whole)
+        engine.watch_version(parameter.sharded)
+        engine.watch_version(parameter.local)
+        if parameter.whole_spec is None:
+            engine.collect_gradients(self.unit, i, parameter.whole)
+            return
+        # Weak: the unit has the leaf, by a way that the garbage collector can't see.
+        unit_of, engine_of = weakref.ref(self.unit), weakref.ref(engine)
+        whole_spec = parameter.whole_spec
+
+        def collect(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            unit, engine = unit_of(), engine_of()
+            if gradient is not None and unit is not None and engine is not None:
+                engine.gradient(unit, i, local_gradient(gradient, whole_spec))
+
+        parameter.whole.register_post_accumulate_grad_hook(collect)
+
+    # Values that come from elsewhere.
+
+    @torch.no_grad()
+    def adopt_registered(self) -> None:
+        """Modules have other parameters than they were given, or these other memory: they become the shards, with their values.
+
+        Such come from module._apply (to_empty, to, cpu), from load_state_dict(assign=True), or from a user's hand.
+        """
+        if self.unit is None:
+            return
+        self.unit.hide()
+        found = [place.module._parameters[place.name] for place in (p.places[0] for p in self.parameters)]
+        if any(value is None or not isinstance(value, DTensor) for value in found):
+            names = [p.name for p, value in zip(self.parameters, found, strict=True) if not isinstance(value, DTensor)]
+            raise RuntimeError(
+                f"parameters {names} were replaced by tensors that are no shards (DTensors); write to the sharded parameters "
+                "in place, or load a state dict"
+            )
+        if all(value._local_tensor.is_meta for value in found):
+            return
+        had_memory = self.unit.allocated
+        locals_ = [value._local_tensor for value in found]
+        if not had_memory:
+            self.unit.allocate()
+        for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
+            assert value is not None
+            shard = self.unit.shard(i)
+            if local.data_ptr() != shard.data_ptr() or local.is_meta:
+                if not local.is_meta:
+                    shard.copy_(local)
+                value._local_tensor = shard.detach()
+            if value is not self.parameters[i].sharded:
+                self._set_sharded(i, value)
+            if self.model is not None:
+                self._connect_parameter(self.model.engine, i)
+        self._show_shards()
+        if self.model is not None:
+            self.model.engine.main_parameters_changed()
+
+    def states_below(self) -> Iterator[tuple[str, ShardState]]:
+        """This state and all below its module, with their names."""
+        return states_in(self.modules[0])
+
+    def state_of_submodule(self, name: str) -> ShardState | None:
+        """The state of the module of that name."""
+        return state_of(self.modules[0].get_submodule(name))
+
+    # Hooks.
+
+    def _register_hooks(self) -> None:
+        for module in self.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, prepend=False)
+            module.register_state_dict_pre_hook(self._show_shards_to)
+            module.register_load_state_dict_pre_hook(self._show_shards_to)
+
+    def _show_shards_to(self, *_: Any) -> None:
+        """State dicts hold shards."""
+        self.reshard()
+
+    def model_of_forward(self) -> Model:
+        """The model, which is formed with this state as its root if it is not known yet."""
+        if self.model is not None and not self.model.provisional:
+            return self.model
+        return self._form(provisional=False)
+
+    def _form(self, *, provisional: bool) -> Model:
+        if len(self.modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        for name, state in states_in(self.modules[0]):
+            if state.model is None:
+                continue
+            if not state.model.provisional:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+            state.model.dissolve()
+        if self.reshard_after_forward_is_automatic and not provisional:
+            self.set_reshard_after_forward(False)
+        self._refuse_shared_parameters()
+        self._name_parameters()
+        return Model(self, provisional=provisional)
+
+    def _name_parameters(self) -> None:
+        names = {id(p): name for name, p in self.modules[0].named_parameters(remove_duplicate=False)}
+        for _, state in states_in(self.modules[0]):
+            for parameter in state.parameters:
+                parameter.name = names.get(id(parameter.sharded), parameter.name)
+
+    def _refuse_shared_parameters(self) -> None:
+        seen = set()
+        for _, state in states_in(self.modules[0]):
+            for parameter in state.parameters:
+                if parameter.identity in seen:
+                    raise ValueError(
+                        f"Parameter '{parameter.name}' is shared with a parameter that another call of fully_shard manages; "
+                        "tied parameters belong to one group: fully_shard([module_a, module_b])"
+                    )
+                seen.add(parameter.identity)
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a module's forward: the unit is gathered, and the module shows whole parameters."""
+        model = self.model_of_forward()
+        if _C.inside_backward():  # activation checkpointing repeats a forward
+            if self.unit is not None:
+                model.engine.enter(self.unit)
+            return self._cast_inputs(args, kwargs)
+        if not self.modules_to_run:
+            if model.forward_root is None or model.forward_root is self:
+                model.begin_forward(self)
+                args, kwargs = self._move_inputs(args, kwargs)
+            if len(self.modules) > 1:
+                self.modules_to_run.update(self.modules)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.unit is not None:
+            model.engine.enter(self.unit)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After a module's forward: it shows shards again, and backward will enter the unit by way of the output."""
+        model = self.model
+        if model is None or _C.inside_backward():
+            return self._cast_output(output)
+        if torch.is_grad_enabled() and self.unit is not None:
+            outputs = tensors_with_gradient(output)
+            if any(tensor._base is not None for tensor in outputs):
+                names = ", ".join(type(module).__name__ for module in self.modules)
+                warnings.warn(
+                    f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place operation on it would drop the hook "
+                    "by which backward gathers the module's parameters: use out-of-place operations, or clone() it first",
+                    stacklevel=2,
+                )
+            model.engine.watch(self.unit, outputs)
+        self.modules_to_run.discard(module)
+        if not self.modules_to_run:
+            self.leave_forward()
+        if model.forward_root is self:
+            model.end_forward()
+        return self._cast_output(output)
+
+    def leave_forward(self) -> None:
+        """All modules of the unit have run."""
+        if self.unit is not None and self.reshards_after_forward:
+            self.unit.hide()
+
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.mesh.device.type == "cpu" or not (args or kwargs):
+            return args, kwargs
+        moved_args, moved_kwargs = _to_kwargs(args, kwargs, self.mesh.device, False)
+        return moved_args[0], moved_kwargs[0]
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        cast = functools.partial(_cast_floating, dtype)
+        return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else _apply_to_tensors(functools.partial(_cast_floating, dtype), output)
+
+    # What users tell.
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        self.reshard_after_forward_is_automatic = False
+        self.reshard_after_forward = reshard
+        if self.unit is not None:
+            self.unit.reshard_after_forward = reshard
+
+    def unshard(self, *, wait: bool) -> None:
+        """Gathers the unit ahead of its use."""
+        if self.unit is None:
+            return
+        model = self.model or self._form(provisional=True)
+        if not wait:
+            model.engine.start_unshard(self.unit)
+            return
+        model.engine.unshard(self.unit)
+        self.unit.show()
+
+    def wait_for_unshard(self) -> None:
+        """Ends what unshard started."""
+        if self.unit is not None and self.model is not None:
+            self.model.engine.unshard(self.unit)
+            self.unit.show()
+
+    def reshard(self) -> None:
+        """Frees the unit; modules show shards."""
+        if self.unit is None:
+            return
+        self.unit.hide()
+        if self.model is not None:
+            self.model.engine.reshard(self.unit)
+
+    def apply_prefetch_lists(self) -> None:
+        """Tells the engine what the user listed, if it is there."""
+        if self.unit is None or self.model is None:
+            return
+        for in_backward, states in self.prefetch.items():
+            self.unit.set_prefetch(in_backward, [state.unit for state in states if state.unit is not None])
+
+    @torch.no_grad()
+    def deliver_gradients(self) -> None:
+        """What was reduced becomes the shards' gradients, added to those that they have."""
+        assert self.unit is not None
+        assert self.model is not None
+        for parameter, gradient in zip(self.parameters, self.model.engine.take_gradients(self.unit), strict=True):
+            if gradient is None:
+                continue
+            sharded = parameter.sharded
+            if sharded.grad is None:
+                sharded.grad = parameter.make_dtensor(gradient)
+            else:
+                sharded.grad._local_tensor.add_(gradient)
+            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(sharded)
+
+
+def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
+    """All tensors in a module's output that backward may come by."""
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    if isinstance(output, torch.Tensor):
+        collect(output)
+    else:
+        _apply_to_tensors(collect, output)
+    return found
+
+
+def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

@@ -1,0 +1,248 @@
+// Units and models as libfsdp's Python side drives them.
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "bindings/bindings.h"
+#include "bindings/shown_unit.h"
+#include "comm/communicator.h"
+#include "engine/autograd_phase.h"
+#include "fsdp/error.h"
+#include "hooks/hooked_model.h"
+
+namespace py = pybind11;
+
+namespace fsdp::bindings {
+namespace {
+
+using hooks::HookedModel;
+using Units = std::vector<std::shared_ptr<ShownUnit>>;
+constexpr auto kNoGil = py::call_guard<py::gil_scoped_release>();
+
+std::optional<at::ScalarType> dtype_of(const py::object& dtype) {
+  if (dtype.is_none()) return std::nullopt;
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+using GivenParameter = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, py::object, bool>;
+
+std::shared_ptr<ShownUnit> make_unit(std::string name, const std::vector<GivenParameter>& parameters, const DeviceMesh& mesh,
+                                     const std::string& placements, bool reshard_after_forward, std::int64_t reshard_after_forward_size,
+                                     const py::object& param_dtype, const py::object& reduce_dtype, bool offload,
+                                     bool separate_reduce_group) {
+  hooks::UnitSpec spec;
+  spec.name = std::move(name);
+  spec.mesh = mesh;
+  spec.options.placements = Placements::from_name(placements);
+  spec.options.reshard_after_forward = reshard_after_forward;
+  spec.options.offload = offload ? Offload::kAll : Offload::kNone;
+  spec.param_dtype = dtype_of(param_dtype);
+  spec.reduce_dtype = dtype_of(reduce_dtype);
+  spec.reshard_after_forward_size = reshard_after_forward_size;
+  spec.separate_reduce_group = separate_reduce_group;
+  for (const auto& [parameter, shape, shard_dim, dtype, trainable] : parameters) {
+    spec.parameters.push_back(
+        {.name = parameter, .shape = shape, .shard_dim = shard_dim, .dtype = dtype_of(dtype).value(), .trainable = trainable});
+  }
+  return std::make_shared<ShownUnit>(std::move(spec));
+}
+
+engine::UnitOptions& options_of(ShownUnit& unit) { return unit.hooked()->unit().options; }
+
+template <typename Value>
+void bind_option(py::class_<ShownUnit, std::shared_ptr<ShownUnit>>& unit, const char* name, Value engine::UnitOptions::*option) {
+  unit.def_property(
+      name, [option](ShownUnit& self) { return options_of(self).*option; },
+      [option](ShownUnit& self, Value value) { options_of(self).*option = value; });
+}
+
+/// Backward enters the unit on a thread without the GIL.
+void add(HookedModel& model, const std::shared_ptr<ShownUnit>& unit, std::optional<std::size_t> parent) {
+  unit->hooked()->shown = [weak = std::weak_ptr(unit)] {
+    const py::gil_scoped_acquire gil;
+    if (const auto self = weak.lock()) self->show();
+  };
+  const py::gil_scoped_release no_gil;
+  model.add(unit->hooked(), parent);
+}
+
+void on_backward_end(HookedModel& model, py::function callback) {
+  const auto held = std::shared_ptr<py::function>(new py::function(std::move(callback)), [](py::function* function) {
+    const py::gil_scoped_acquire gil;
+    delete function;
+  });
+  model.on_backward_end([held] {
+    const py::gil_scoped_acquire gil;
+    (*held)();
+  });
+}
+
+/// Per parameter: its gradient, or nothing.
+std::vector<std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownUnit& shown) {
+  auto& hooked = *shown.hooked();
+  auto& unit = hooked.unit();
+  std::vector<std::optional<at::Tensor>> taken(unit.parameters.size());
+  std::vector<bool> has_gradient;
+  for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
+  const auto gradients = model.engine().take_gradients(unit);
+  if (gradients.empty()) return taken;
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    if (has_gradient[i]) taken[i] = hooked.gradient_shard(gradients, i);
+  }
+  return taken;
+}
+
+void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
+  auto& list = unit.hooked()->unit().prefetch[static_cast<std::size_t>(backward ? engine::Phase::kBackward : engine::Phase::kForward)];
+  list.clear();
+  for (const auto& other : others) list.push_back(other->hooked()->unit().index);
+}
+
+py::dict memory_stats(HookedModel& model) {
+  const auto stats = model.engine().accounting().stats();
+  py::dict result;
+  const auto put = [&](const char* name, const MemoryUse& use) {
+    result[py::str(std::string(name) + ".live")] = use.live;
+    result[py::str(std::string(name) + ".peak")] = use.peak;
+  };
+  put("main_parameters", stats.main_parameters);
+  put("main_gradients", stats.main_gradients);
+  put("gathered_parameters", stats.gathered_parameters);
+  put("unreduced_gradients", stats.unreduced_gradients);
+  put("communication", stats.communication);
+  put("total", stats.total);
+  put("host", stats.host);
+  put("slots", stats.slots);
+  result["slot_allocations"] = stats.slot_allocations;
+  return result;
+}
+
+py::dict wire_stats(HookedModel& model) {
+  std::vector<comm::Communicator*> counted;
+  comm::CommStats sum;
+  for (const auto& unit : model.engine().units()) {
+    for (auto* communicator : {unit->communicators.gather.get(), unit->communicators.reduce.get(), unit->communicators.outer.get(),
+                               unit->communicators.post_forward.get()}) {
+      if (communicator == nullptr || std::find(counted.begin(), counted.end(), communicator) != counted.end()) continue;
+      counted.push_back(communicator);
+      const auto& stats = communicator->stats();
+      sum.all_gather_bytes += stats.all_gather_bytes;
+      sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
+      sum.control_bytes += stats.control_bytes;
+      sum.all_gathers += stats.all_gathers;
+      sum.reduce_scatters += stats.reduce_scatters;
+    }
+  }
+  py::dict result;
+  result["all_gather_bytes"] = sum.all_gather_bytes;
+  result["reduce_scatter_bytes"] = sum.reduce_scatter_bytes;
+  result["control_bytes"] = sum.control_bytes;
+  result["all_gathers"] = sum.all_gathers;
+  result["reduce_scatters"] = sum.reduce_scatters;
+  return result;
+}
+
+}  // namespace
+
+void bind_hooks(py::module_& module) {
+  static py::exception<Error> error(module, "Error", PyExc_RuntimeError);
+  static py::exception<CommError> comm_error(module, "CommError", error.ptr());
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const CommError& failure) {
+      PyErr_SetString(comm_error.ptr(), failure.what());
+    } catch (const Error& failure) {
+      PyErr_SetString(error.ptr(), failure.what());
+    }
+  });
+
+  py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "Unit", "The parameters of one call of fully_shard.");
+  unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
+           py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
+           py::arg("offload"), py::arg("separate_reduce_group"))
+      .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
+      .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
+      .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })
+      .def("whole", [](ShownUnit& self, std::size_t i) { return self.hooked()->whole(i); })
+      .def("set_leaf", [](ShownUnit& self, std::size_t i, const at::Tensor& leaf) { self.hooked()->set_leaf(i, leaf); })
+      .def("set_parameters", &ShownUnit::set_parameters)
+      .def("add_place", &ShownUnit::add_place)
+      .def("show", &ShownUnit::show)
+      .def("hide", &ShownUnit::hide)
+      .def("has_its_parameters", &ShownUnit::has_its_parameters)
+      .def("set_prefetch", &set_prefetch)
+      .def_property(
+          "gathered_in_backward", [](const ShownUnit& self) { return self.hooked()->gathered_in_backward; },
+          [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })
+      .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); })
+      .def_property_readonly("shows_whole", [](const ShownUnit& self) { return self.shown() == Shown::kWhole; })
+      .def_property_readonly("is_whole",
+                             [](const ShownUnit& self) { return self.hooked()->unit().state == engine::ParameterState::kPresent; });
+  bind_option(unit, "reshard_after_forward", &engine::UnitOptions::reshard_after_forward);
+  bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
+  bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);
+  bind_option(unit, "requires_all_reduce", &engine::UnitOptions::requires_all_reduce);
+  bind_option(unit, "gradient_divide_factor", &engine::UnitOptions::gradient_divide_factor);
+
+  const auto of = [](auto method) {
+    return [method](HookedModel& model, ShownUnit& unit) { (model.engine().*method)(unit.hooked()->unit()); };
+  };
+  py::class_<HookedModel, std::shared_ptr<HookedModel>>(module, "Model", "The units of a model, and the engine that moves them.")
+      .def(
+          py::init([](const DeviceMesh& mesh, std::uint64_t number, int prefetch_depth, std::int64_t keep_gathered_bytes, bool report_nan) {
+            return std::make_shared<HookedModel>(engine::EngineOptions{.mesh = mesh,
+                                                                       .tensor_parallel = {},
+                                                                       .model = number,
+                                                                       .prefetch_depth = prefetch_depth,
+                                                                       .keep_gathered_bytes = keep_gathered_bytes,
+                                                                       .report_nan_in_param_grad = report_nan});
+          }),
+          py::arg("mesh"), py::arg("number"), py::kw_only(), py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"),
+          py::arg("report_nan"))
+      .def("add", &add)
+      .def("dissolve", &HookedModel::dissolve, kNoGil)
+      .def("on_backward_end", &on_backward_end)
+      .def("watch_version", &HookedModel::watch_version)
+      .def("begin_forward", &HookedModel::begin_forward, kNoGil)
+      .def("enter",
+           [](HookedModel& model, ShownUnit& unit) {
+             {
+               const py::gil_scoped_release no_gil;
+               model.enter(*unit.hooked());
+             }
+             unit.show();
+           })
+      .def("watch",
+           [](HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs) { model.watch(unit.hooked(), outputs); })
+      .def("collect_gradients", [](HookedModel& model, ShownUnit& unit, std::size_t i,
+                                   const at::Tensor& leaf) { model.collect_gradients(unit.hooked(), i, leaf); })
+      .def("gradient",
+           [](HookedModel& model, ShownUnit& unit, std::size_t i, const at::Tensor& gradient) {
+             const py::gil_scoped_release no_gil;
+             model.gradient(*unit.hooked(), i, gradient);
+           })
+      .def("take_gradients", &take_gradients, kNoGil)
+      .def("unshard", of(&engine::Engine::unshard), kNoGil)
+      .def("start_unshard", of(&engine::Engine::start_unshard), kNoGil)
+      .def("reshard", of(&engine::Engine::reshard), kNoGil)
+      .def(
+          "reset", [](HookedModel& model) { model.engine().reset(); }, kNoGil)
+      .def(
+          "zero_grad", [](HookedModel& model) { model.engine().zero_grad(); }, kNoGil)
+      .def(
+          "finish_gradient_sync", [](HookedModel& model) { model.engine().finish_gradient_sync(); }, kNoGil)
+      .def(
+          "main_parameters_changed", [](HookedModel& model) { model.engine().main_parameters_changed(); }, kNoGil)
+      .def(
+          "set_is_last_backward", [](HookedModel& model, bool last) { model.engine().set_is_last_backward(last); }, kNoGil)
+      .def(
+          "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
+      .def("memory_stats", &memory_stats)
+      .def("wire_stats", &wire_stats)
+      .def(
+          "retire", [](HookedModel& model) { model.engine().retire(); }, kNoGil);
+  module.def("inside_backward", &engine::inside_backward, "True inside of a backward.");
+}
+
+}  // namespace fsdp::bindings

@@ -1,0 +1,180 @@
+#include "bindings/python_communicator.h"
+
+#include <functional>
+#include <utility>
+
+#include "comm/parts.h"
+#include "fsdp/error.h"
+
+namespace py = pybind11;
+
+namespace fsdp::bindings {
+namespace {
+
+/// Waits for a work of Python's (or for nothing, where the call was complete), and then does the local rest.
+class PythonPending final : public comm::Pending {
+ public:
+  PythonPending(py::object work, std::function<void()> finish) : work_(std::move(work)), finish_(std::move(finish)) {}
+  ~PythonPending() override {
+    try {
+      wait();
+    } catch (...) {  // Where it matters, the caller has waited.
+    }
+  }
+
+  void wait() override {
+    if (!finish_) return;
+    const auto finish = std::exchange(finish_, {});
+    {
+      const py::gil_scoped_acquire gil;
+      const auto work = std::exchange(work_, py::object());
+      if (work && !work.is_none()) work.attr("wait")();
+    }
+    finish();
+  }
+
+ private:
+  py::object work_;
+  std::function<void()> finish_;
+};
+
+template <typename Parts>
+bool one_dtype(const Parts& parts, at::ScalarType (*dtype_of)(const typename Parts::value_type&)) {
+  for (const auto& part : parts) {
+    if (dtype_of(part) != dtype_of(parts.front())) return false;
+  }
+  return true;
+}
+
+/// Its elements, or its bytes where several dtypes travel together.
+at::Tensor flat(const at::Tensor& tensor, bool as_bytes) {
+  const auto elements = comm::flat_view(tensor, 0, tensor.numel());
+  return as_bytes ? elements.view(at::kByte) : elements;
+}
+
+std::runtime_error named(const comm::Label& label, const std::string& text) {
+  return CommError(std::string(label.operation) + " of unit '" + std::string(label.unit) + "': " + text);
+}
+
+/// Runs a call of Python; an exception names the collective, too.
+template <typename Call>
+auto call(const comm::Label& label, const Call& body) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    throw named(label, error.what());
+  }
+}
+
+}  // namespace
+
+PythonCommunicator::PythonCommunicator(py::object collectives, int rank, int size)
+    : collectives_(std::move(collectives)), rank_(rank), size_(size) {}
+
+PythonCommunicator::~PythonCommunicator() {
+  const py::gil_scoped_acquire gil;
+  collectives_ = py::object();
+}
+
+std::unique_ptr<comm::Pending> PythonCommunicator::all_gather(std::span<const comm::GatherPart> given, const comm::Label& label) {
+  std::vector<comm::GatherPart> parts;
+  for (const auto& part : given) {
+    if (part.shard.numel() > 0) parts.push_back(part);
+  }
+  if (parts.empty() || size_ == 1) {
+    for (const auto& part : parts) comm::copy_own_shard(part, rank_);
+    return std::make_unique<PythonPending>(py::object(), [] {});
+  }
+  const bool as_bytes = !one_dtype(
+      parts, +[](const comm::GatherPart& part) { return part.shard.scalar_type(); });
+  std::vector<at::Tensor> shards;
+  for (const auto& part : parts) shards.push_back(flat(part.shard, as_bytes));
+  const at::Tensor input = shards.size() == 1 ? shards.front() : at::cat(shards);
+  const at::Tensor output = parts.size() == 1 ? flat(parts.front().full, as_bytes) : at::empty({size_ * input.numel()}, input.options());
+  stats_.all_gathers += 1;
+  stats_.all_gather_bytes += (size_ - 1) * static_cast<std::int64_t>(input.nbytes());
+  auto finish = [parts, input, output, as_bytes, size = size_] {
+    if (parts.size() == 1) return;
+    const auto rows = output.view({size, -1});
+    std::int64_t offset = 0;
+    for (const auto& part : parts) {
+      const auto full = flat(part.full, as_bytes).view({size, -1});
+      full.copy_(rows.narrow(1, offset, full.size(1)));
+      offset += full.size(1);
+    }
+  };
+  return call(label, [&] { return std::make_unique<PythonPending>(collectives_.attr("all_gather")(output, input), std::move(finish)); });
+}
+
+std::unique_ptr<comm::Pending> PythonCommunicator::reduce_scatter(std::span<const comm::ReducePart> given, double scale,
+                                                                  const comm::Label& label) {
+  std::vector<comm::ReducePart> parts;
+  for (const auto& part : given) {
+    if (part.out.numel() > 0) parts.push_back(part);
+  }
+  const auto deliver = [scale](const comm::ReducePart& part, const at::Tensor& sum) {
+    const auto result = sum.to(part.out.scalar_type()).mul(scale);
+    part.accumulate ? part.out.add_(result) : part.out.copy_(result);
+  };
+  if (parts.empty() || size_ == 1) {
+    for (const auto& part : parts) deliver(part, part.unreduced);
+    return std::make_unique<PythonPending>(py::object(), [] {});
+  }
+  if (!one_dtype(
+          parts, +[](const comm::ReducePart& part) { return part.unreduced.scalar_type(); })) {
+    throw named(label, "gradients of one unit travel in several dtypes; give the unit one reduce_dtype, or its parameters one dtype");
+  }
+  std::vector<at::Tensor> rows;
+  for (const auto& part : parts) rows.push_back(part.unreduced.view({size_, -1}));
+  const at::Tensor input = (rows.size() == 1 ? rows.front() : at::cat(rows, 1)).view(-1);
+  const at::Tensor output = at::empty({input.numel() / size_}, input.options());
+  stats_.reduce_scatters += 1;
+  stats_.reduce_scatter_bytes += (size_ - 1) * static_cast<std::int64_t>(output.nbytes());
+  auto finish = [parts, input, output, deliver] {
+    std::int64_t offset = 0;
+    for (const auto& part : parts) {
+      deliver(part, output.narrow(0, offset, part.out.numel()));
+      offset += part.out.numel();
+    }
+  };
+  return call(label,
+              [&] { return std::make_unique<PythonPending>(collectives_.attr("reduce_scatter")(output, input), std::move(finish)); });
+}
+
+std::unique_ptr<comm::Pending> PythonCommunicator::scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) {
+  stats_.scatters += 1;
+  call(label, [&] {
+    for (const auto& part : parts) collectives_.attr("scatter")(part.into, part.shards, root);
+  });
+  return std::make_unique<PythonPending>(py::object(), [] {});
+}
+
+at::Tensor PythonCommunicator::exchange(const at::Tensor& value, const comm::Label& label) {
+  auto sizes = value.sizes().vec();
+  sizes.insert(sizes.begin(), size_);
+  const auto all = at::empty(sizes, value.options());
+  if (size_ == 1) {
+    all.copy_(value.unsqueeze(0));
+    return all;
+  }
+  stats_.control_bytes += (size_ - 1) * static_cast<std::int64_t>(value.nbytes());
+  call(label, [&] { collectives_.attr("exchange")(all, value); });
+  return all;
+}
+
+void PythonCommunicator::expect_equal(const std::string& text, const comm::Label& label) {
+  const auto hash = static_cast<std::int64_t>(std::hash<std::string>{}(text));
+  const auto all = exchange(at::tensor({hash}, at::kLong), label);
+  for (int rank = 0; rank < size_; ++rank) {
+    if (all[rank].item<std::int64_t>() != all[0].item<std::int64_t>()) {
+      throw Error(std::string(label.operation) + ": ranks 0 and " + std::to_string(rank) + " differ; here: " + text);
+    }
+  }
+}
+
+void PythonCommunicator::barrier() {
+  call({.operation = "barrier", .unit = {}}, [&] { collectives_.attr("barrier")(); });
+}
+
+}  // namespace fsdp::bindings

@@ -1,0 +1,63 @@
+#include "bindings/shown_unit.h"
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace fsdp::bindings {
+
+ShownUnit::ShownUnit(hooks::UnitSpec spec) {
+  const py::gil_scoped_release no_gil;  // Ranks may meet.
+  hooked_ = std::make_shared<hooks::HookedUnit>(std::move(spec));
+  parameters_.resize(hooked_->spec().parameters.size());
+}
+
+void ShownUnit::set_parameters(std::size_t i, py::object shard, py::object whole) {
+  parameters_.at(i).shard = std::move(shard);
+  parameters_[i].whole = std::move(whole);
+}
+
+void ShownUnit::add_place(std::size_t i, py::dict parameters, py::str name, py::object module) {
+  parameters_.at(i).places.push_back({std::move(parameters), std::move(name), std::move(module)});
+}
+
+void ShownUnit::put(Shown form) {
+  for (auto& parameter : parameters_) {
+    const auto& value = form == Shown::kWhole ? parameter.whole : parameter.shard;
+    for (auto& place : parameter.places) {
+      if (place.module.is_none()) {
+        if (PyDict_SetItem(place.parameters.ptr(), place.name.ptr(), value.ptr()) != 0) throw py::error_already_set();
+      } else if (const py::object module = place.module(); !module.is_none()) {
+        py::setattr(module, place.name, value);
+      }
+    }
+  }
+  shown_ = form;
+}
+
+void ShownUnit::show() {
+  if (shown_ == Shown::kWhole) return;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    // Frozen, or trained again, since.
+    const bool trained = THPVariable_Unpack(parameters_[i].shard.ptr()).requires_grad();
+    const at::Tensor& whole = THPVariable_Unpack(parameters_[i].whole.ptr());
+    if (whole.requires_grad() != trained) whole.requires_grad_(trained);
+  }
+  put(Shown::kWhole);
+}
+
+void ShownUnit::hide() {
+  if (shown_ == Shown::kWhole) put(Shown::kShards);
+}
+
+bool ShownUnit::has_its_parameters() const {
+  for (const auto& parameter : parameters_) {
+    const auto& expected = shown_ == Shown::kWhole ? parameter.whole : parameter.shard;
+    for (const auto& place : parameter.places) {
+      if (PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) != expected.ptr()) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace fsdp::bindings

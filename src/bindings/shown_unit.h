@@ -1,0 +1,54 @@
+#pragma once
+
+#include <torch/extension.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hooks/hooked_model.h"
+#include "hooks/hooked_unit.h"
+
+namespace fsdp::bindings {
+
+/// Which form of a unit's parameters its modules have. Transitions: show() and hide().
+enum class Shown : std::uint8_t { kShards, kWhole };
+
+/// A unit together with the modules of Python that have its parameters. All members need the GIL.
+class ShownUnit {
+ public:
+  explicit ShownUnit(hooks::UnitSpec spec);
+
+  /// The parameter that modules have between steps, and the one that they have while they compute.
+  void set_parameters(std::size_t i, pybind11::object shard, pybind11::object whole);
+  /// A module has parameter i as `name`: in its dictionary of parameters, which is written directly; or, where `module` (a weak reference)
+  /// is given, by setattr, as the module does more than that when a parameter is set.
+  void add_place(std::size_t i, pybind11::dict parameters, pybind11::str name, pybind11::object module);
+  void show();
+  void hide();
+  Shown shown() const { return shown_; }
+  /// False if some module has another parameter in a place than the one that it was given.
+  bool has_its_parameters() const;
+
+  const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
+  const pybind11::object& shard(std::size_t i) const { return parameters_[i].shard; }
+
+ private:
+  struct Place {
+    pybind11::dict parameters;
+    pybind11::str name;
+    pybind11::object module;
+  };
+  struct Parameter {
+    pybind11::object shard;
+    pybind11::object whole;
+    std::vector<Place> places;
+  };
+  void put(Shown form);
+
+  std::shared_ptr<hooks::HookedUnit> hooked_;
+  std::vector<Parameter> parameters_;
+  Shown shown_ = Shown::kShards;
+};
+
+}  // namespace fsdp::bindings

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "fsdp/device_mesh.h"
+
+namespace fsdp::comm {
+
+/// A mesh of ranks that have met already, in a process group of torch.distributed for example.
+struct StoreMesh {
+  c10::intrusive_ptr<c10d::Store> store;  ///< Which all ranks share; it must serve until the mesh is made.
+  std::string prefix;                     ///< Keeps the keys of this mesh apart: the same on its ranks, and no other mesh's.
+  std::int64_t rank = 0;                  ///< Global.
+  std::int64_t world_size = 1;
+  std::vector<std::string> dims;                ///< Outermost first.
+  std::vector<std::vector<std::int64_t>> rows;  ///< Per dimension: the global ranks of this rank's row.
+  c10::Device device = c10::kCPU;
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+};
+
+/// Connects the ranks of each row with groups of their own. Collective over the mesh; blocks. Throws CommError if the ranks can't meet.
+DeviceMesh make_store_mesh(const StoreMesh& options);
+
+}  // namespace fsdp::comm

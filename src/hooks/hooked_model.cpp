@@ -1,0 +1,108 @@
+#include "hooks/hooked_model.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <array>
+#include <utility>
+
+#include "engine/autograd_phase.h"
+
+namespace fsdp::hooks {
+namespace {
+
+/// Hands the accumulated gradient of a leaf to the engine. Owned by the leaf.
+class GradientHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradientHook(std::weak_ptr<HookedModel> model, std::weak_ptr<HookedUnit> unit, std::size_t index)
+      : model_(std::move(model)), unit_(std::move(unit)), index_(index) {}
+
+  void operator()(const torch::autograd::Variable& leaf) override {
+    // Taken first: a gradient that is refused must not stay, to be added to the next one.
+    const auto gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
+    const auto model = model_.lock();
+    const auto unit = unit_.lock();
+    if (gradient.defined() && model && unit) model->gradient(*unit, index_, gradient);
+  }
+
+ private:
+  std::weak_ptr<HookedModel> model_;
+  std::weak_ptr<HookedUnit> unit_;
+  std::size_t index_;
+};
+
+}  // namespace
+
+void HookedModel::add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent) {
+  auto& added = engine_->add(unit->release());
+  if (parent) added.parent = engine_->units()[*parent].get();
+  added.allocate_main(engine_->accounting());
+  units_.push_back(unit);
+}
+
+void HookedModel::dissolve() {
+  auto released = engine_->release();
+  for (std::size_t k = 0; k < units_.size(); ++k) {
+    released[k]->parent = nullptr;
+    units_[k]->take_back(std::move(released[k]));
+  }
+  units_.clear();
+  watched_.clear();
+}
+
+void HookedModel::begin_forward() {
+  if (!engine::inside_backward()) engine_->recover();
+  std::int64_t versions = 0;
+  for (const auto& tensor : watched_) versions += static_cast<std::int64_t>(tensor._version());
+  if (std::exchange(versions_, versions) != versions) engine_->main_parameters_changed();
+}
+
+void HookedModel::enter(HookedUnit& unit) {
+  if (engine::inside_backward()) watch_backward();
+  const auto phase = engine::current_phase();
+  if (unit.unit().in_use(phase) && engine_->follows_current_stream()) return;
+  const std::array<engine::Unit*, 1> units{&unit.unit()};
+  engine_->enter(units, phase);
+}
+
+void HookedModel::enter_backward(HookedUnit& unit) {
+  if (!unit.gathered_in_backward) return watch_backward();
+  enter(unit);
+  if (unit.shown) unit.shown();
+}
+
+void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs) {
+  for (const auto& output : outputs) {
+    output.register_hook([model = weak_from_this(), unit = std::weak_ptr(unit)](const at::Tensor&) {
+      const auto self = model.lock();
+      const auto entered = unit.lock();
+      if (self && entered) self->enter_backward(*entered);
+    });
+  }
+}
+
+void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf) {
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<GradientHook>(weak_from_this(), unit, i));
+}
+
+void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {
+  watch_backward();
+  const auto cut = unit.spec().parameters[i].shard_dim;
+  engine_->gradient(unit.unit(), i, cut == 0 ? gradient : gradient.movedim(cut, 0));
+}
+
+/// Announces a backward that the engine does not know yet, and queues its end as autograd's final callback. The callback, and with it the
+/// token, lives exactly as long as the backward: autograd drops it unrun if the backward throws.
+void HookedModel::watch_backward() {
+  if (!engine::inside_backward() || engine_->in_backward()) return;
+  const auto alive = std::make_shared<char>();
+  const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
+  if (!engine_->begin_backward(alive, of)) return;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
+    self->engine_->end_backward();
+    if (self->backward_ended_) self->backward_ended_();
+  });
+}
+
+}  // namespace fsdp::hooks

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/unit.h"
+#include "fsdp/device_mesh.h"
+
+namespace fsdp::hooks {
+
+/// One parameter of a unit, as a front end gives it.
+struct ParameterSpec {
+  std::string name;
+  std::vector<std::int64_t> shape;  ///< As a module on one rank would have it.
+  std::int64_t shard_dim = 0;       ///< Cut along it as torch.chunk does: equal numbers of rows, the last ranks with fewer or none.
+  at::ScalarType dtype = at::kFloat;
+  bool trainable = true;
+};
+
+struct UnitSpec {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+  DeviceMesh mesh;  ///< One dimension to shard over, or two: the first replicates (HSDP).
+  engine::UnitOptions options;
+  std::optional<at::ScalarType> param_dtype;   ///< In which the whole parameters are computed with; else their own.
+  std::optional<at::ScalarType> reduce_dtype;  ///< In which gradients travel; else the dtype in which they are computed.
+  std::int64_t reshard_after_forward_size = 0;
+  bool separate_reduce_group = false;
+};
+
+/// A unit whose users see their parameters in two forms: *shards*, tensors of this rank's rows over the main parameters, and *whole* ones
+/// over the gathered memory. It exists before its model's engine does, which takes it in when the first forward tells what the root is.
+///
+/// Each parameter has a sub-buffer of its own with row granularity, so that a gathered one is contiguous and its padding lies behind it.
+class HookedUnit {
+ public:
+  /// Collective over the mesh, where communicators of their own are asked for.
+  explicit HookedUnit(UnitSpec spec);
+
+  const UnitSpec& spec() const { return spec_; }
+  engine::Unit& unit() { return *unit_; }
+  const engine::Unit& unit() const { return *unit_; }
+
+  /// Rows, or slices along shard_dim, that this rank owns of parameter i.
+  std::vector<std::int64_t> shard_shape(std::size_t i) const;
+  /// Gives the main parameters memory, set to zero.
+  void allocate();
+  bool allocated() const { return !shards_.empty() || spec_.parameters.empty(); }
+  /// This rank's part of parameter i, over the main parameters; the memory lives as long as the tensor. Always the same tensor. Needs
+  /// allocate().
+  const at::Tensor& shard(std::size_t i) const;
+  /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
+  at::Tensor whole(std::size_t i) const;
+  /// The tensor that modules show as the whole parameter i, and autograd accumulates into: over the memory of whole(i).
+  void set_leaf(std::size_t i, const at::Tensor& leaf);
+  /// Of what Engine::take_gradients gave: parameter i's, in the shape of its shard. Shares their memory.
+  at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
+
+  /// Puts the whole parameters into the modules: called when backward has entered the unit.
+  std::function<void()> shown;
+
+  /// False: backward does not need the values of the parameters.
+  bool gathered_in_backward = true;
+
+  /// An engine takes the unit.
+  std::unique_ptr<engine::Unit> release();
+  /// An engine has given it back.
+  void take_back(std::unique_ptr<engine::Unit> unit) { owned_ = std::move(unit); }
+
+ private:
+  at::Tensor make_shard(std::size_t i) const;
+  at::Tensor shaped(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype, std::size_t i) const;
+
+  UnitSpec spec_;
+  std::unique_ptr<engine::Unit> owned_;
+  engine::Unit* unit_ = nullptr;
+  std::vector<at::Tensor> shards_;
+};
+
+}  // namespace fsdp::hooks
