@@ -21,7 +21,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train test peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,10 @@ build: $(BUILD_DIR)/build.ninja  ## Library, tests, examples, fsdp-ckpt and benc
 train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in ARGS="--help"
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt
 	$(BUILD_DIR)/examples/train_gpt $(ARGS)
+
+train-python: $(BUILD_DIR)/build.ninja  ## Train a small GPT from Python, on two ranks: examples/train_gpt.py; options in ARGS="--help"
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
+	PYTHONPATH=$(abspath $(BUILD_DIR))/python python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)

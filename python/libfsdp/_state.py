@@ -66,6 +66,7 @@ class ShardState:
         self.name = ""
         self.modules_to_run: set[nn.Module] = set()
         self.post_optim_event: torch.Event | None = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
         self.reshard_after_forward_is_automatic = reshard_after_forward is None
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
@@ -155,9 +156,8 @@ class ShardState:
         on_meta = [p.name for p in self.parameters if p.local.is_meta]
         if on_meta:
             raise RuntimeError(
-                "these parameters are still on the meta device: "
-                f"{on_meta}; give them memory and values before the first forward: model.to_empty(device=...), then "
-                "your initialisation, or load a state dict"
+                "FSDP parameters should be materialized from meta device before training, but the following were still on meta "
+                f"device: {on_meta}\nCall model.to_empty(device=...) and initialise them, or load a state dict"
             )
         for i, parameter in enumerate(self.parameters):
             if parameter.whole is None:
@@ -201,6 +201,18 @@ class ShardState:
         parameter.whole.register_post_accumulate_grad_hook(collect)
 
     # Values that come from elsewhere.
+
+    def shows_its_parameters(self) -> bool:
+        """Between steps: the modules have the shards that they were given, over the unit's memory."""
+        if self.unit is None:
+            return True
+        return all(
+            place.module._parameters[place.name] is parameter.sharded for parameter in self.parameters for place in parameter.places
+        ) and all(parameter.local.is_meta or self._owns(i) for i, parameter in enumerate(self.parameters))
+
+    def _owns(self, i: int) -> bool:
+        assert self.unit is not None
+        return self.unit.allocated and self.parameters[i].local.data_ptr() == self.unit.shard(i).data_ptr()
 
     @torch.no_grad()
     def adopt_registered(self) -> None:
@@ -269,7 +281,7 @@ class ShardState:
     def _form(self, *, provisional: bool) -> Model:
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        for name, state in states_in(self.modules[0]):
+        for name, state in self.states_below():
             if state.model is None:
                 continue
             if not state.model.provisional:
@@ -280,19 +292,22 @@ class ShardState:
             state.model.dissolve()
         if self.reshard_after_forward_is_automatic and not provisional:
             self.set_reshard_after_forward(False)
+        for _, state in self.states_below():
+            if not state.shows_its_parameters():
+                state.adopt_registered()
         self._refuse_shared_parameters()
         self._name_parameters()
         return Model(self, provisional=provisional)
 
     def _name_parameters(self) -> None:
         names = {id(p): name for name, p in self.modules[0].named_parameters(remove_duplicate=False)}
-        for _, state in states_in(self.modules[0]):
+        for _, state in self.states_below():
             for parameter in state.parameters:
                 parameter.name = names.get(id(parameter.sharded), parameter.name)
 
     def _refuse_shared_parameters(self) -> None:
         seen = set()
-        for _, state in states_in(self.modules[0]):
+        for _, state in self.states_below():
             for parameter in state.parameters:
                 if parameter.identity in seen:
                     raise ValueError(
@@ -410,7 +425,10 @@ class ShardState:
         """What was reduced becomes the shards' gradients, added to those that they have."""
         assert self.unit is not None
         assert self.model is not None
-        for parameter, gradient in zip(self.parameters, self.model.engine.take_gradients(self.unit), strict=True):
+        gradients = self.model.engine.take_gradients(self.unit)
+        if self.all_reduce_hook is not None and self.unit.last_gradients is not None:
+            self.all_reduce_hook(self.unit.last_gradients)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
                 continue
             sharded = parameter.sharded

@@ -147,6 +147,8 @@ py::dict wire_stats(HookedModel& model) {
 void bind_hooks(py::module_& module) {
   static py::exception<Error> error(module, "Error", PyExc_RuntimeError);
   static py::exception<CommError> comm_error(module, "CommError", error.ptr());
+  error.attr("__doc__") = "Bad input or misuse; the message names the parameter, unit or variable, and the way out.";
+  comm_error.attr("__doc__") = "A peer failed, left, or does something else: look for the rank that failed first.";
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);

@@ -70,7 +70,10 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
     lay_out(partial_wire, empty(), trainable, [&](std::size_t k) {
       return differs(formats[k]) ? Part{formats[k].wire_gradient, numel(k, inner)} : Part{};
     });
-    lay_out(outer_staging, empty(), trainable, [&](std::size_t k) { return staged(k, *unit.communicators.outer, 1); });
+    lay_out(outer_staging, empty(), trainable, [&](std::size_t k) {
+      if (unit.outer_cuts()) return staged(k, *unit.communicators.outer, 1);
+      return Part{formats[k].wire_gradient, numel(k, inner) * unit.communicators.outer->size()};
+    });
   }
 }
 

@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
 #include "engine/gradient_usage.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
@@ -231,12 +233,18 @@ void Reducer::start(Reduction& reduction) {
         const auto& partial = gradients.partial.parts[k];
         const auto& wire = gradients.partial_wire.parts[k];
         if (wire.defined()) wire.copy_(partial);
+        if (!unit.outer_cuts()) {
+          gathered.push_back({.full = gradients.outer_staging.parts[k], .shard = wire.defined() ? wire : partial});
+          continue;
+        }
         reduced.push_back({.unreduced = wire.defined() ? wire : partial,
                            .staging = gradients.outer_staging.parts[k],
                            .out = own_piece(k),
                            .accumulate = accumulate});
       }
-      reduction.pending = unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
+      reduction.pending = unit.outer_cuts()
+                              ? unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"))
+                              : unit.communicators.outer->all_gather(gathered, unit.label("outer all-gather of partial gradients"));
       break;
     case Hop::kOuterGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
@@ -260,6 +268,7 @@ void Reducer::complete(Reduction& reduction) {
     release_unreduced(gradients);
     if (has_outer) gradients.holds_partial = true;
   } else if (reduction.hop == Hop::kOuterReduce) {
+    if (!gradients.unit.outer_cuts()) sum_replicas(gradients);
     gradients.partial.release();
     gradients.holds_partial = false;
     gradients.partial_wire.release();
@@ -267,6 +276,20 @@ void Reducer::complete(Reduction& reduction) {
   }
   const bool is_partial = reduction.hop == Hop::kInnerReduce && has_outer;
   if (!is_partial && !next_hop(reduction)) deliver(gradients);
+}
+
+/// Where the outer ranks cut nothing, each has gathered the others' sums, and adds them up: the same bits on all.
+void Reducer::sum_replicas(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  const auto replicas = unit.communicators.outer->size();
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    const auto& gathered = gradients.outer_staging.parts[k];
+    const auto numel = gathered.numel() / replicas;
+    if (numel == 0) continue;
+    std::vector<at::Tensor> sources;
+    for (int replica = 0; replica < replicas; ++replica) sources.push_back(comm::flat_view(gathered, replica * numel, numel));
+    comm::rank_order_sum(sources, unit.main_region(gradients.reduced[k], unit.inner_pieces()), 1.0, unit.main_gradient_valid);
+  }
 }
 
 /// What a reduction in place has left in the unreduced buffer becomes the main gradients.
@@ -287,7 +310,8 @@ std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
       break;
     case Hop::kOuterReduce:
       if (unit.options.outer_sharded_optimizer) return std::nullopt;
-      return Hop::kOuterGather;
+      if (unit.outer_cuts()) return Hop::kOuterGather;
+      break;
     case Hop::kOuterGather:
       break;
     case Hop::kInnerGather:

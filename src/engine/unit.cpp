@@ -115,7 +115,8 @@ Unit::MainSlice Unit::slice(std::size_t parameter, Pieces pieces) const {
 }
 
 double Unit::gradient_scale() const {
-  return 1.0 / (options.gradient_divide_factor == 0 ? static_cast<double>(layout.world_size()) : options.gradient_divide_factor);
+  const auto ranks = communicators.gather->size() * communicators.outer_size();
+  return 1.0 / (options.gradient_divide_factor == 0 ? static_cast<double>(ranks) : options.gradient_divide_factor);
 }
 
 void Unit::allocate_main(memory::Accounting& accounting) {

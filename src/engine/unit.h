@@ -108,8 +108,9 @@ struct UnitCommunicators {
 /// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, but for gradients on
 /// their way (GradientAccumulator). Plain state: Engine moves the parameters, Reducer the gradients.
 ///
-/// The layout cuts each sub-buffer into `pieces()` equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece
-/// r * outer_size + o; the shards of inner rank r are the outer_size pieces from r * outer_size on.
+/// The layout cuts each sub-buffer into equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece
+/// r * outer_size + o; the shards of inner rank r are the outer_size pieces from r * outer_size on. Or it cuts inner_size pieces, one per
+/// inner rank: where cuts fall is then the same with and without replicas (what DTensors ask for), and the outer ranks reduce whole shards.
 struct Unit {
   /// `formats`: one per sub-buffer of the layout.
   Unit(std::string name, std::vector<UnitParameter> parameters, layout::UnitLayout layout, std::vector<SubBufferFormat> formats,
@@ -191,10 +192,13 @@ struct Unit {
   Pieces all_pieces() const { return {0, layout.world_size()}; }
   /// Of this inner rank: what an inner all-gather takes and an inner reduce-scatter gives.
   Pieces inner_pieces() const {
-    return {communicators.gather->rank() * std::int64_t{communicators.outer_size()}, communicators.outer_size()};
+    const auto count = layout.world_size() / communicators.gather->size();
+    return {communicators.gather->rank() * count, count};
   }
-  /// Of this rank alone: no piece belongs to two ranks.
-  Pieces own_pieces() const { return {inner_pieces().first + communicators.outer_rank(), 1}; }
+  /// The outer ranks cut a shard between them.
+  bool outer_cuts() const { return layout.world_size() > communicators.gather->size(); }
+  /// Of this rank alone: no piece belongs to two ranks (but to replicas, where the outer ranks cut nothing).
+  Pieces own_pieces() const { return {inner_pieces().first + (outer_cuts() ? communicators.outer_rank() : 0), 1}; }
   /// What the optimizer of this rank updates, that is, what `main` holds.
   Pieces main_pieces() const;
   /// What this rank shows as its shard: of replicated main parameters, the inner rank's part.

@@ -181,6 +181,7 @@ class Workshop:
             "FSDP_BUILD_EXAMPLES": "OFF",
             "FSDP_BUILD_TOOLS": "OFF",
             "FSDP_BUILD_BENCH": "OFF",
+            "FSDP_BUILD_PYTHON": "OFF",
         }
         options = [f"-D{name}={value}" for name, value in settings.items()]
         command = ["cmake", "--preset", "release", "-B", str(self.build_dir), "--log-level=WARNING", *options]

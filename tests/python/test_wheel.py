@@ -46,7 +46,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages / "installed_here.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     python = environment / "bin" / "python"
     # pip is one of the packages that it sees.
-    run(python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index", wheel, cwd=environment)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    run(*pip, wheel, cwd=environment)
     return python
 
 
@@ -74,6 +75,20 @@ def test_installed_package_uses_its_own_files(python: Path, tmp_path: Path) -> N
     assert [path for path in modules + libraries if not Path(path).is_relative_to(environment)] == []
     assert sorted(Path(path).name.split(".")[0] for path in libraries) == ["_C", "libfsdp"]
     assert torch_version == torch.__version__
+
+
+def test_installed_package_shards(python: Path, tmp_path: Path) -> None:
+    program = (
+        "import libfsdp, torch\n"
+        "from torch import distributed, nn\n"
+        "distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)\n"
+        "model = nn.Linear(4, 2)\n"
+        "libfsdp.fully_shard(model)\n"
+        "model(torch.ones(3, 4)).sum().backward()\n"
+        "print(type(model.weight).__name__, model.weight.grad.full_tensor().tolist())\n"
+        "distributed.destroy_process_group()\n"
+    )
+    assert run(python, "-c", program, cwd=tmp_path).split(maxsplit=1) == ["DTensor", f"{[[3.0] * 4] * 2}\n"]
 
 
 def test_libraries_remember_no_folder_of_the_build(python: Path, tmp_path: Path) -> None:
