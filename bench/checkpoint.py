@@ -148,7 +148,7 @@ def main() -> int:
         f"(parameters and AdamW's moments, fp32) on {RANKS} ranks.\n\n{table(times, size)}\n\n"
         f'{__doc__.split(chr(10), 2)[2].strip()} "dcp" is dcp.save, dcp.async_save and dcp.load of '
         "FSDP2's state dict with torch's defaults, which sync files, too (sync_files=True); making the state dict and "
-        "setting it are not counted. libfsdp also sums all bytes (CRC-32 and CRC32C), checks them at loading, and "
+        "setting it are not counted. libfsdp also sums all bytes (CRC-32), checks them at loading, and "
         "syncs folders. "
         '"plain" is as many bytes in one file per rank, written in blocks of 1 MiB with one fsync at the end, and read '
         f"into one block.\n\n## Machine\n{facts}\n"

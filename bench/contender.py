@@ -191,7 +191,7 @@ def wrap(contender: str, model: GPT) -> nn.Module:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The sizes come from bench/run.py; the C++ contenders take the same."""
+    """The sizes come from bench/cases.py; the C++ contenders take the same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=CONTENDERS)
     for name in ("vocab", "dim", "layers", "heads", "context", "batch", "fake-world"):

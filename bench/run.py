@@ -16,12 +16,11 @@ from pathlib import Path
 
 import report
 import torch
+from cases import MODELS
 from fleet import BenchError
-from gpt import GPTConfig
-from measure import ModelCase, Pace, Programs, Row, measure_collectives, measure_host, measure_steps
+from measure import Pace, Programs, Row, measure_collectives, measure_host, measure_steps
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCAB, CONTEXT, SEQUENCES = 4096, 128, 4
 
 
 @dataclass(frozen=True)
@@ -33,29 +32,29 @@ class Case:
     quick: Pace
 
 
-def step_case(dim: int, layers: int, full: Pace) -> Case:
-    """A GPT trained by 2 ranks."""
-    model = ModelCase(f"d{dim}", GPTConfig(VOCAB, dim, layers, heads=8, context=CONTEXT), SEQUENCES)
-    return Case(lambda pace, programs: measure_steps(model, pace, programs), full, Pace(rounds=2, turn=1))
+def step_case(name: str) -> Case:
+    """Steps of a model of cases.py."""
+    paced = MODELS[name]
+    return Case(lambda pace, programs: measure_steps(paced.model, pace, programs), paced.pace, Pace(rounds=2, turn=1))
 
 
-def host_case(name: str, world: int, full: Pace, layers: int = 48, only: frozenset[str] = frozenset()) -> Case:
-    """Blocks so tiny that a step is little but host time. `only`: the contenders that take part, if not all do."""
-    model = ModelCase(name, GPTConfig(vocab=64, dim=16, layers=layers, heads=2, context=4), 1, world)
+def host_case(name: str, only: frozenset[str] = frozenset()) -> Case:
+    """Host time of a model of cases.py. `only`: the contenders that take part, if not all do."""
+    paced = MODELS[name]
 
     def measure(pace: Pace, programs: Programs) -> list[Row]:
-        return measure_host(model, pace, replace(programs, only=programs.only or only))
+        return measure_host(paced.model, pace, replace(programs, only=programs.only or only))
 
-    return Case(measure, full, Pace(rounds=3, turn=2))
+    return Case(measure, paced.pace, Pace(rounds=3, turn=2))
 
 
 CASES = {
-    "d256": step_case(256, 8, Pace(rounds=12, turn=3)),
-    "d512": step_case(512, 12, Pace(rounds=8, turn=2)),
-    "world8": host_case("world8", 8, Pace(rounds=12, turn=5)),
-    "world1024": host_case("world1024", 1024, Pace(rounds=10, turn=3)),
-    # As many units as a model of many experts has. FSDP2 would take ten seconds a step.
-    "units4000": host_case("units4000", 8, Pace(rounds=8, turn=2), 4000, frozenset({"libfsdp", "local_cpp"})),
+    "d256": step_case("d256"),
+    "d512": step_case("d512"),
+    "world8": host_case("world8"),
+    "world1024": host_case("world1024"),
+    # FSDP2 would take ten seconds a step.
+    "units4000": host_case("units4000", frozenset({"libfsdp", "local_cpp"})),
     "collectives": Case(measure_collectives, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
 }
 

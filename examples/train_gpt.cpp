@@ -19,9 +19,9 @@
 #include <string>
 #include <utility>
 
-#include "corpus.h"  // text as bytes, deterministic batches
-#include "gpt.h"     // the model, plain LibTorch
-#include "train_gpt_options.h"
+#include "corpus.h"             // text as bytes, deterministic batches
+#include "gpt.h"                // the model, plain LibTorch
+#include "train_gpt_options.h"  // Options, their names on the command line, and which are refused
 
 namespace {
 

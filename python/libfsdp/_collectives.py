@@ -11,18 +11,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_ORIGINALS = (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+
+
+def are_replaced() -> bool:
+    """A program has put functions of its own in the place of torch.distributed's."""
+    return (dist.all_gather_into_tensor, dist.reduce_scatter_tensor) != _ORIGINALS
+
+
 class Collectives:
     """What the engine asks of one process group. Each gather and each reduction of a unit is one call.
 
     Args:
-        group: the ranks, in order.
+        group: the ranks, in order; None for a rank alone, which asks for nothing.
         device: of the tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._size = dist.get_world_size(group)
+        self._size = 1 if group is None else dist.get_world_size(group)
         self.custom_all_gather: Callable[..., dist.Work | None] | None = None
         self.custom_reduce_scatter: Callable[..., dist.Work | None] | None = None
 

@@ -16,12 +16,14 @@ from torch.distributed.utils import _get_root_modules
 
 from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
 from libfsdp._sharded_parameter import Place
+from libfsdp._spmd import spmd_mesh
 from libfsdp._state import ShardState, state_of, states_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -35,6 +37,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # as FSDP2's; it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: str = "optim_grads_params",
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place.
@@ -54,6 +57,8 @@ def fully_shard(
         mp_policy: dtypes of computation and of reductions.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters that stay as they are.
+        dp_mesh_dims: which dimensions of ``mesh``, then a mesh of all ranks on which the parameters are DTensors already, are
+            data-parallel: those that shard, those that replicate.
         placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads", "optim" or "no_shard" (ZeRO-2, 1, 0).
 
     Returns:
@@ -67,11 +72,17 @@ def fully_shard(
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
     mesh = mesh or default_mesh()
+    spmd = None
+    if dp_mesh_dims is not None:
+        spmd = spmd_mesh(mesh, dp_mesh_dims)
+        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+            raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
+        mesh = spmd.data_parallel_mesh()
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    ranks = sharding_mesh(mesh)
+    ranks = sharding_mesh(mesh, shards=spmd is None or bool(spmd.shard))
     _check_reshard_after_forward(reshard_after_forward, ranks)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     for one in modules:
@@ -91,6 +102,7 @@ def fully_shard(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         placements=placements,
+        spmd=spmd,
     )
     for one in managed:
         one._is_fsdp_managed_module = True
@@ -262,7 +274,7 @@ class FSDPModule:
     def _states(self, recurse: bool) -> list[ShardState]:
         if not recurse:
             return [self._get_fsdp_state()]
-        return [state for _, state in states_in(cast("nn.Module", self))]
+        return [state for _, state, _ in states_in(cast("nn.Module", self))]
 
     def reshard(self) -> None:
         """Frees the module's whole parameters, and shows shards. Not recursive."""
@@ -353,6 +365,40 @@ class FSDPModule:
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers of this module's unit go through ``comm``, an object as FSDP2's AllGather."""
+        self._custom_collectives().custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reductions of this module's unit go through ``comm``, an object as FSDP2's ReduceScatter."""
+        self._custom_collectives().custom_reduce_scatter = comm
+
+    def _custom_collectives(self) -> Any:
+        """Collectives along the sharding dimension that are this module's alone."""
+        state = self._get_fsdp_state()
+        if not state.mesh.collectives or not state.mesh.is_own:
+            state.mesh = sharding_mesh(state.mesh.mesh, own_collectives=True)
+            if state.unit is not None:
+                state.unit.set_mesh(state.mesh.engine_mesh)
+        return state.mesh.collectives[-1]
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward.
+
+        Raises:
+            ValueError: if a stream is given on a mesh of two dimensions, whose replicas the engine reduces itself.
+        """
+        state = self._get_fsdp_state()
+        if stream is not None and state.mesh.replicates:
+            raise ValueError("stream cannot be set when using native HSDP")
+        state.all_reduce_hook = hook
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""
+        for state in self._states(recurse):
+            if state.unit is not None:
+                state.unit.set_separate_reduce_group(enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: reductions are sums, scaled on the receiving rank, in any case."""

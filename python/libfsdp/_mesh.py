@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from libfsdp import _C
 from libfsdp._collectives import Collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,16 @@ class ShardingMesh:
     Attributes:
         mesh: one dimension (FSDP), or two: the first replicates, the second shards (HSDP).
         engine_mesh: the engine's view of the same ranks.
+        shards: False if the only dimension replicates (DDP).
         collectives: of Python, one per dimension, where the engine communicates through torch.distributed.
+        is_own: nobody else has these collectives.
     """
 
     mesh: DeviceMesh
     engine_mesh: _C.Mesh
+    shards: bool = True
     collectives: tuple[Collectives, ...] = ()
+    is_own: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -35,15 +42,28 @@ class ShardingMesh:
 
     @property
     def shard_size(self) -> int:
-        return self.mesh.size(self.mesh.ndim - 1)
+        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
 
     @property
     def shard_rank(self) -> int:
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
 
     @property
     def replicates(self) -> bool:
         return self.mesh.ndim == 2
+
+
+@dataclass(frozen=True)
+class _Row:
+    """This rank's ranks along one dimension of the engine's mesh."""
+
+    name: str
+    ranks: list[int]
+    group: dist.ProcessGroup | None  # None: this rank alone
+
+    @property
+    def position(self) -> int:
+        return self.ranks.index(dist.get_rank())
 
 
 def default_mesh() -> DeviceMesh:
@@ -72,23 +92,31 @@ class _OfWorld:
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfWorld] = weakref.WeakKeyDictionary()
 
 
-def sharding_mesh(mesh: DeviceMesh, *, own_collectives: bool = False) -> ShardingMesh:
+def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: bool = False) -> ShardingMesh:
     """The engine's view of a mesh of one or two dimensions, made once.
 
     Args:
         mesh: of one or two dimensions.
+        shards: False if its only dimension replicates.
         own_collectives: communicate through torch.distributed, by collectives that nobody else has.
     """
     world = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld())
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    key = tuple(group.group_name for group in groups)
+    rows = _rows_of(mesh, shards)
     if own_collectives:
-        return _over_python(mesh, groups)
+        return replace(_over_python(mesh, rows, shards), is_own=True)
+    key = (shards, *(row.group.group_name for row in rows if row.group is not None))
     if key not in world.meshes:
-        fast = mesh.device_type == "cpu" and all(_is_gloo(group) for group in groups)
-        world.meshes[key] = _over_store(mesh, groups, world) if fast else _over_python(mesh, groups)
+        fast = mesh.device_type == "cpu" and all(_is_gloo(row.group) for row in rows if row.group is not None)
+        world.meshes[key] = _over_store(mesh, rows, shards, world) if fast else _over_python(mesh, rows, shards)
     made = world.meshes[key]
-    return made if made.mesh == mesh else ShardingMesh(mesh, made.engine_mesh, made.collectives)
+    return made if made.mesh == mesh else replace(made, mesh=mesh)
+
+
+def _rows_of(mesh: DeviceMesh, shards: bool) -> list[_Row]:
+    names = mesh.mesh_dim_names or tuple(f"dim_{dim}" for dim in range(mesh.ndim))
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    rows = [_Row(name, dist.get_process_group_ranks(group), group) for name, group in zip(names, groups, strict=True)]
+    return rows if shards else [*rows, _Row("(this rank)", [dist.get_rank()], None)]
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
@@ -98,13 +126,8 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
 
 
-def _names(mesh: DeviceMesh) -> list[str]:
-    return list(mesh.mesh_dim_names or ("dp_shard",) if mesh.ndim == 1 else mesh.mesh_dim_names or ())
-
-
-def _over_store(mesh: DeviceMesh, groups: list[dist.ProcessGroup], world: _OfWorld) -> ShardingMesh:
+def _over_store(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
     """Connections of the engine's own. The ranks of the mesh have made the same meshes in the same order."""
-    rows = [dist.get_process_group_ranks(group) for group in groups]
     ranks = ",".join(str(rank) for rank in mesh.mesh.flatten().tolist())
     name = hashlib.sha256(f"{tuple(mesh.mesh.shape)} {ranks}".encode()).hexdigest()[:16]
     world.count[name] = world.count.get(name, 0) + 1
@@ -113,32 +136,41 @@ def _over_store(mesh: DeviceMesh, groups: list[dist.ProcessGroup], world: _OfWor
         prefix=f"libfsdp/{name}/{world.count[name]}",
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        dims=_names(mesh),
-        rows=rows,
+        dims=[row.name for row in rows],
+        rows=[row.ranks for row in rows],
         device=device_of(mesh),
         timeout=dist.distributed_c10d._get_default_timeout("gloo").total_seconds(),
+        make=_maker(mesh, rows, ()),
     )
-    return ShardingMesh(mesh, engine_mesh)
+    return ShardingMesh(mesh, engine_mesh, shards)
 
 
-def _over_python(mesh: DeviceMesh, groups: list[dist.ProcessGroup]) -> ShardingMesh:
+def _over_python(mesh: DeviceMesh, rows: list[_Row], shards: bool) -> ShardingMesh:
     device = device_of(mesh)
-    collectives = tuple(Collectives(group, device) for group in groups)
-
-    def make(dimension: int, neighbours: int) -> Collectives:
-        if neighbours == mesh.size(dimension):
-            return collectives[dimension]
-        ranks = dist.get_process_group_ranks(groups[dimension])
-        own = mesh.get_local_rank(dimension) // neighbours
-        made = [dist.new_group(ranks[k : k + neighbours]) for k in range(0, len(ranks), neighbours)]
-        return Collectives(made[own], device)
-
+    collectives = tuple(Collectives(row.group, device) for row in rows)
     engine_mesh = _C.make_python_mesh(
         rank=dist.get_rank(),
-        dims=_names(mesh),
-        sizes=[mesh.size(dim) for dim in range(mesh.ndim)],
-        coordinates=[mesh.get_local_rank(dim) for dim in range(mesh.ndim)],
+        dims=[row.name for row in rows],
+        sizes=[len(row.ranks) for row in rows],
+        coordinates=[row.position for row in rows],
         device=device,
-        make=make,
+        make=_maker(mesh, rows, collectives),
     )
-    return ShardingMesh(mesh, engine_mesh, collectives)
+    return ShardingMesh(mesh, engine_mesh, shards, collectives)
+
+
+def _maker(
+    mesh: DeviceMesh, rows: list[_Row], collectives: tuple[Collectives, ...]
+) -> Callable[[int, int], Collectives]:
+    """Makes the collectives of this rank's neighbours along a dimension; of all of them, those given."""
+    device = device_of(mesh)
+
+    def make(dimension: int, neighbours: int) -> Collectives:
+        row = rows[dimension]
+        if neighbours == len(row.ranks):
+            return collectives[dimension] if collectives else Collectives(row.group, device)
+        first = row.position // neighbours * neighbours
+        own = dist.new_group(row.ranks[first : first + neighbours], use_local_synchronization=True)
+        return Collectives(own, device)
+
+    return make

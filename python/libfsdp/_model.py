@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from libfsdp import _C
+from libfsdp._collectives import are_replaced
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
@@ -27,34 +28,28 @@ class Model:
             provisional: formed before a forward has told which module is the root: may be given up for a larger one.
         """
         self.provisional = provisional
-        self.states = [state for _, state in root.states_below()]
+        below = list(root.states_below())
+        self.states = [state for _, state, _ in below]
         self.forward_root: ShardState | None = None
         self.is_last_backward = True
+        self.leaves_at_once = False
         self.engine = _C.Model(
             root.mesh.engine_mesh, next(_model_numbers), prefetch_depth=1, keep_gathered_bytes=0, report_nan=False
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
         position_of: dict[ShardState, int] = {}
-        for name, state in root.states_below():
+        for name, state, enclosing in below:
             state.model = self
             state.name = name
             if state.unit is not None:
-                parent = self._enclosing(root, name, position_of)
+                while enclosing is not None and enclosing not in position_of:  # it has no parameters of its own
+                    enclosing = next((around for _, inner, around in below if inner is enclosing), None)
+                parent = None if enclosing is None else position_of[enclosing]
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
                 state.connect(self.engine)
         for state in self.states:
             state.apply_prefetch_lists()
-
-    @staticmethod
-    def _enclosing(root: ShardState, name: str, position_of: dict[ShardState, int]) -> int | None:
-        """The position of the closest unit around the module of that name."""
-        while name:
-            name = name.rpartition(".")[0]
-            state = root.state_of_submodule(name)
-            if state is not None and state in position_of:
-                return position_of[state]
-        return None
 
     def dissolve(self) -> None:
         """Gives the units back, for another engine to take. Their shards stay as they are."""
@@ -71,6 +66,10 @@ class Model:
             state.modules_to_run.clear()
             if state.unit is not None and not state.unit.has_its_parameters():
                 state.adopt_registered()
+        _C.set_collectives_replaced(are_replaced())
+        # Who counts collectives is to see the ones that are needed, and no predictions.
+        self.leaves_at_once = _C.collectives_are_visible()
+        self.engine.set_prefetch_depth(0 if self.leaves_at_once else 1)
         self.engine.begin_forward()
 
     def end_forward(self) -> None:

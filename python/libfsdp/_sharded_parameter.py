@@ -13,10 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from libfsdp._spmd import spmd_specs
+
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from libfsdp._mesh import ShardingMesh
+    from libfsdp._spmd import SpmdMesh
 
 _identities = itertools.count()
 
@@ -80,8 +83,12 @@ def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return begin, min(size, begin + per_rank) - begin
 
 
-def sharded_spec(parameter: nn.Parameter, mesh: ShardingMesh, shard_dim: int) -> tuple[DTensorSpec, DTensorSpec | None]:
+def sharded_spec(
+    parameter: nn.Parameter, mesh: ShardingMesh, spmd: SpmdMesh | None, shard_dim: int
+) -> tuple[DTensorSpec, DTensorSpec | None]:
     """The placements of a parameter between steps, and those of its whole form if that is a DTensor, too."""
+    if spmd is not None:
+        return spmd_specs(parameter, spmd, shard_dim)
     replicate: tuple[Placement, ...] = (Replicate(),) if mesh.replicates else ()
     if not isinstance(parameter, DTensor):
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
@@ -97,10 +104,17 @@ def sharded_spec(parameter: nn.Parameter, mesh: ShardingMesh, shard_dim: int) ->
     return DTensorSpec(all_dims, placements, tensor_meta=whole.tensor_meta), whole
 
 
-def local_gradient(gradient: torch.Tensor, whole: DTensorSpec) -> torch.Tensor:
-    """This rank's tensor of a tensor-parallel gradient; sums that are pending on the tensor-parallel mesh are made."""
+def local_gradient(gradient: torch.Tensor, whole: DTensorSpec, data_parallel: frozenset[int]) -> torch.Tensor:
+    """This rank's tensor of a tensor-parallel gradient.
+
+    Sums that are pending are made, except over the mesh's data-parallel dimensions, over which the engine reduces.
+    """
     if not isinstance(gradient, DTensor):
         return gradient
-    if gradient.placements != whole.placements:
-        gradient = gradient.redistribute(placements=whole.placements)
+    placements = tuple(
+        mine if dimension in data_parallel else wanted
+        for dimension, (mine, wanted) in enumerate(zip(gradient.placements, whole.placements, strict=True))
+    )
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
     return gradient._local_tensor

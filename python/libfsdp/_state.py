@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from libfsdp._mesh import ShardingMesh
+    from libfsdp._spmd import SpmdMesh
 
 _ATTRIBUTE = "_libfsdp_state"
 
@@ -32,14 +33,28 @@ def state_of(module: nn.Module) -> ShardState | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def states_in(module: nn.Module) -> Iterator[tuple[str, ShardState]]:
-    """All states below a module, each once, enclosing ones first."""
-    seen = set()
-    for name, inner in module.named_modules():
-        state = state_of(inner)
-        if state is not None and state not in seen:
-            seen.add(state)
-            yield name, state
+def states_in(*modules: nn.Module) -> Iterator[tuple[str, ShardState, ShardState | None]]:
+    """All states in modules, each once, with name and closest enclosing state; enclosing ones come first."""
+    seen: set[nn.Module] = set()
+    found: set[ShardState] = set()
+
+    def walk(
+        module: nn.Module, name: str, enclosing: ShardState | None
+    ) -> Iterator[tuple[str, ShardState, ShardState | None]]:
+        if module in seen:
+            return
+        seen.add(module)
+        state = state_of(module)
+        if state is not None:
+            if state not in found:
+                found.add(state)
+                yield name, state, enclosing
+            enclosing = state
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name, enclosing)
+
+    for module in modules:
+        yield from walk(module, "", None)
 
 
 class ShardState:
@@ -56,9 +71,11 @@ class ShardState:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         placements: str,
+        spmd: SpmdMesh | None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
+        self.spmd = spmd
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
         self.placements = placements
@@ -80,7 +97,7 @@ class ShardState:
     # Making the unit.
 
     def _shard(self, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
-        spec, whole_spec = sharded_spec(parameter, self.mesh, shard_dim)
+        spec, whole_spec = sharded_spec(parameter, self.mesh, self.spmd, shard_dim)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         return ShardedParameter(
             name=places[0].name,
@@ -191,12 +208,13 @@ class ShardState:
         # Weak: the unit has the leaf, by a way that the garbage collector can't see.
         unit_of, engine_of = weakref.ref(self.unit), weakref.ref(engine)
         whole_spec = parameter.whole_spec
+        data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
 
         def collect(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             unit, engine = unit_of(), engine_of()
             if gradient is not None and unit is not None and engine is not None:
-                engine.gradient(unit, i, local_gradient(gradient, whole_spec))
+                engine.gradient(unit, i, local_gradient(gradient, whole_spec, data_parallel))
 
         parameter.whole.register_post_accumulate_grad_hook(collect)
 
@@ -207,7 +225,9 @@ class ShardState:
         if self.unit is None:
             return True
         return all(
-            place.module._parameters[place.name] is parameter.sharded for parameter in self.parameters for place in parameter.places
+            place.module._parameters[place.name] is parameter.sharded
+            for parameter in self.parameters
+            for place in parameter.places
         ) and all(parameter.local.is_meta or self._owns(i) for i, parameter in enumerate(self.parameters))
 
     def _owns(self, i: int) -> bool:
@@ -232,9 +252,10 @@ class ShardState:
             )
         if all(value._local_tensor.is_meta for value in found):
             return
-        had_memory = self.unit.allocated
+        if any(value.dtype != p.dtype for value, p in zip(found, self.parameters, strict=True)):
+            self._remake_unit(found)
         locals_ = [value._local_tensor for value in found]
-        if not had_memory:
+        if not self.unit.allocated:
             self.unit.allocate()
         for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
             assert value is not None
@@ -251,13 +272,20 @@ class ShardState:
         if self.model is not None:
             self.model.engine.main_parameters_changed()
 
-    def states_below(self) -> Iterator[tuple[str, ShardState]]:
-        """This state and all below its module, with their names."""
-        return states_in(self.modules[0])
+    def states_below(self) -> Iterator[tuple[str, ShardState, ShardState | None]]:
+        """This state and all below its modules: see states_in."""
+        return states_in(*self.modules)
 
-    def state_of_submodule(self, name: str) -> ShardState | None:
-        """The state of the module of that name."""
-        return state_of(self.modules[0].get_submodule(name))
+    def _remake_unit(self, values: list[nn.Parameter]) -> None:
+        """The parameters have other dtypes: another unit takes the place of this one, and the model is formed anew."""
+        if self.model is not None:
+            self.model.dissolve()
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.dtype = value.dtype
+            parameter.sharded = value
+            parameter.spec = value._spec
+            parameter.whole = None
+        self.unit = self._make_unit()
 
     # Hooks.
 
@@ -279,9 +307,9 @@ class ShardState:
         return self._form(provisional=False)
 
     def _form(self, *, provisional: bool) -> Model:
-        if len(self.modules) > 1:
+        if len(self.modules) > 1 and not provisional:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        for name, state in self.states_below():
+        for name, state, _ in self.states_below():
             if state.model is None:
                 continue
             if not state.model.provisional:
@@ -292,7 +320,7 @@ class ShardState:
             state.model.dissolve()
         if self.reshard_after_forward_is_automatic and not provisional:
             self.set_reshard_after_forward(False)
-        for _, state in self.states_below():
+        for _, state, _ in self.states_below():
             if not state.shows_its_parameters():
                 state.adopt_registered()
         self._refuse_shared_parameters()
@@ -301,18 +329,18 @@ class ShardState:
 
     def _name_parameters(self) -> None:
         names = {id(p): name for name, p in self.modules[0].named_parameters(remove_duplicate=False)}
-        for _, state in self.states_below():
+        for _, state, _ in self.states_below():
             for parameter in state.parameters:
                 parameter.name = names.get(id(parameter.sharded), parameter.name)
 
     def _refuse_shared_parameters(self) -> None:
         seen = set()
-        for _, state in self.states_below():
+        for _, state, _ in self.states_below():
             for parameter in state.parameters:
                 if parameter.identity in seen:
                     raise ValueError(
-                        f"Parameter '{parameter.name}' is shared with a parameter that another call of fully_shard manages; "
-                        "tied parameters belong to one group: fully_shard([module_a, module_b])"
+                        f"Parameter '{parameter.name}' is shared with a parameter already managed by another FSDP group: tied "
+                        "parameters belong to one call, fully_shard([module_a, module_b])"
                     )
                 seen.add(parameter.identity)
 
@@ -360,8 +388,11 @@ class ShardState:
 
     def leave_forward(self) -> None:
         """All modules of the unit have run."""
-        if self.unit is not None and self.reshards_after_forward:
-            self.unit.hide()
+        if self.unit is None or not self.reshards_after_forward:
+            return
+        self.unit.hide()
+        if self.model is not None and self.model.leaves_at_once:
+            self.model.engine.leave_now(self.unit)
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.mesh.device.type == "cpu" or not (args or kwargs):
@@ -426,8 +457,12 @@ class ShardState:
         assert self.unit is not None
         assert self.model is not None
         gradients = self.model.engine.take_gradients(self.unit)
-        if self.all_reduce_hook is not None and self.unit.last_gradients is not None:
-            self.all_reduce_hook(self.unit.last_gradients)
+        present = next((gradient for gradient in gradients if gradient is not None), None)
+        if self.all_reduce_hook is not None and present is not None:
+            # All of them lie in one storage.
+            self.all_reduce_hook(
+                torch.empty(0, dtype=present.dtype, device=present.device).set_(present.untyped_storage())
+            )
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
                 continue

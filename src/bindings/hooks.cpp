@@ -86,8 +86,16 @@ std::vector<std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownU
   for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
   const auto gradients = model.engine().take_gradients(unit);
   if (gradients.empty()) return taken;
+  const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < taken.size(); ++i) {
-    if (has_gradient[i]) taken[i] = hooked.gradient_shard(gradients, i);
+    if (!has_gradient[i]) continue;
+    const auto gradient = hooked.gradient_shard(gradients, i);
+    // As FSDP2's: the sum has the dtype in which it was made, there on the wire. (Ours was added up in fp32.)
+    const auto& format = unit.formats[unit.layout.placements()[i].sub_buffer];
+    if (c10::elementSize(format.wire_gradient) < c10::elementSize(format.main_gradient)) {
+      gradient.copy_(gradient.to(format.wire_gradient));
+    }
+    taken[i] = gradient;
   }
   return taken;
 }
@@ -174,6 +182,10 @@ void bind_hooks(py::module_& module) {
       .def("hide", &ShownUnit::hide)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
       .def("set_prefetch", &set_prefetch)
+      .def(
+          "set_mesh", [](ShownUnit& self, const DeviceMesh& mesh) { self.hooked()->set_mesh(mesh); }, kNoGil)
+      .def(
+          "set_separate_reduce_group", [](ShownUnit& self, bool separate) { self.hooked()->set_separate_reduce_group(separate); }, kNoGil)
       .def_property(
           "gathered_in_backward", [](const ShownUnit& self) { return self.hooked()->gathered_in_backward; },
           [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })

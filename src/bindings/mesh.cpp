@@ -4,8 +4,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/python_communicator.h"
+#include "bindings/visible_communicator.h"
 #include "comm/device_mesh_state.h"
-#include "comm/null_communicator.h"
 #include "comm/store_mesh.h"
 
 namespace py = pybind11;
@@ -13,34 +13,68 @@ namespace py = pybind11;
 namespace fsdp::bindings {
 namespace {
 
+/// Makes the collectives of Python along one dimension, over so many neighbours.
+class PythonCollectives {
+ public:
+  explicit PythonCollectives(py::function make)
+      : make_(new py::function(std::move(make)), [](py::function* function) {
+          const py::gil_scoped_acquire gil;
+          delete function;
+        }) {}
+
+  std::shared_ptr<PythonCommunicator> operator()(std::size_t dimension, std::int64_t position, std::int64_t neighbours) const {
+    const py::gil_scoped_acquire gil;
+    return std::make_shared<PythonCommunicator>((*make_)(dimension, neighbours), static_cast<int>(position % neighbours),
+                                                static_cast<int>(neighbours));
+  }
+
+ private:
+  std::shared_ptr<py::function> make_;
+};
+
+/// A mesh with connections of its own between the ranks of each row.
 DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string prefix, std::int64_t rank, std::int64_t world_size,
-                     std::vector<std::string> dims, std::vector<std::vector<std::int64_t>> rows, const at::Device& device, double timeout) {
-  return comm::make_store_mesh({.store = store,
-                                .prefix = std::move(prefix),
-                                .rank = rank,
-                                .world_size = world_size,
-                                .dims = std::move(dims),
-                                .rows = std::move(rows),
-                                .device = device,
-                                .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))});
+                     std::vector<std::string> dims, std::vector<std::vector<std::int64_t>> rows, const at::Device& device, double timeout,
+                     py::function make) {
+  const PythonCollectives collectives(std::move(make));
+  const py::gil_scoped_release no_gil;
+  const auto own = comm::make_store_mesh({.store = store,
+                                          .prefix = std::move(prefix),
+                                          .rank = rank,
+                                          .world_size = world_size,
+                                          .dims = std::move(dims),
+                                          .rows = std::move(rows),
+                                          .device = device,
+                                          .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))});
+  auto state = std::make_shared<DeviceMesh::State>();
+  state->device = device;
+  state->rank = rank;
+  state->dims = own.dims();
+  for (std::size_t d = 0; d < state->dims.size(); ++d) {
+    const auto name = state->dims[d].name;
+    const auto size = state->dims[d].size;
+    const auto position = own.coordinate(name);
+    state->coordinates.push_back(position);
+    state->communicators.push_back(std::make_shared<VisibleCommunicator>(own.communicator(name), collectives(d, position, size)));
+    state->make_communicator.emplace_back([own, name, collectives, d, position](std::int64_t neighbours) {
+      return std::make_shared<VisibleCommunicator>(own.new_communicator(name, neighbours), collectives(d, position, neighbours));
+    });
+  }
+  return DeviceMesh(std::move(state));
 }
 
-/// `make(d, ranks)` gives the collectives along dimension d, over so many neighbours.
 DeviceMesh make_python_mesh(std::int64_t rank, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
-                            const std::vector<std::int64_t>& coordinates, const at::Device& device, const py::function& make) {
+                            const std::vector<std::int64_t>& coordinates, const at::Device& device, py::function make) {
+  const PythonCollectives collectives(std::move(make));
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = device;
   state->rank = rank;
   state->coordinates = coordinates;
   for (std::size_t d = 0; d < dims.size(); ++d) {
     state->dims.push_back({dims[d], sizes[d]});
-    const auto communicator = [make = std::make_shared<py::function>(make), d, position = coordinates[d]](std::int64_t neighbours) {
-      const py::gil_scoped_acquire gil;
-      return std::make_shared<PythonCommunicator>((*make)(d, neighbours), static_cast<int>(position % neighbours),
-                                                  static_cast<int>(neighbours));
-    };
-    state->communicators.push_back(communicator(sizes[d]));
-    state->make_communicator.emplace_back(communicator);
+    state->communicators.push_back(collectives(d, coordinates[d], sizes[d]));
+    state->make_communicator.emplace_back(
+        [collectives, d, position = coordinates[d]](std::int64_t neighbours) { return collectives(d, position, neighbours); });
   }
   return DeviceMesh(std::move(state));
 }
@@ -55,8 +89,11 @@ void bind_mesh(py::module_& module) {
         return sizes;
       });
   module.def("make_mesh", &make_mesh, py::arg("store"), py::arg("prefix"), py::arg("rank"), py::arg("world_size"), py::arg("dims"),
-             py::arg("rows"), py::arg("device"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
-             "A mesh with connections of its own between the ranks of each row, which meet by the store.");
+             py::arg("rows"), py::arg("device"), py::arg("timeout"), py::arg("make"),
+             "A mesh with connections of its own between the ranks of each row, which meet by the store. make(dimension, neighbours) "
+             "gives the collectives for when they are to be visible.");
+  module.def("collectives_are_visible", &collectives_are_visible, "Collectives go through torch.distributed, where others see them.");
+  module.def("set_collectives_replaced", &set_collectives_replaced, "Functions of torch.distributed have been replaced by a program.");
   module.def("make_python_mesh", &make_python_mesh, py::arg("rank"), py::arg("dims"), py::arg("sizes"), py::arg("coordinates"),
              py::arg("device"), py::arg("make"), "A mesh over collectives of Python: make(dimension, neighbours).");
 }

@@ -132,6 +132,14 @@ std::vector<Box> boxes_of_slice(std::span<const std::int64_t> shape, std::int64_
   return boxes;
 }
 
+std::vector<Box> boxes_of_slice(const Box& box, std::int64_t offset, std::int64_t numel) {
+  auto boxes = boxes_of_slice(box.sizes, offset, numel);
+  for (auto& part : boxes) {
+    for (std::size_t d = 0; d < part.offsets.size(); ++d) part.offsets[d] += box.offsets[d];
+  }
+  return boxes;
+}
+
 std::optional<Box> intersection(const Box& a, const Box& b) {
   if (a.sizes.size() != b.sizes.size()) {
     throw Error("boxes of " + std::to_string(a.sizes.size()) + " and " + std::to_string(b.sizes.size()) +
@@ -154,10 +162,10 @@ std::vector<Run> runs_to_box(const Box& source, const Box& destination) {
   return runs;
 }
 
-std::vector<Run> runs_to_slice(const Box& source, std::span<const std::int64_t> shape, std::int64_t offset, std::int64_t numel) {
+std::vector<Run> runs_to_slice(const Box& source, std::span<const Box> slice) {
   std::vector<Run> runs;
   std::int64_t base = 0;
-  for (const Box& part : boxes_of_slice(shape, offset, numel)) {
+  for (const Box& part : slice) {
     append_runs(source, part, base, runs);
     base += ckpt::numel(part.sizes);
   }

@@ -34,6 +34,9 @@ void check_within(const Box& box, std::span<const std::int64_t> shape);
 /// data is therefore a part of the slice, and where it begins is the sum of the sizes before it.
 std::vector<Box> boxes_of_slice(std::span<const std::int64_t> shape, std::int64_t offset, std::int64_t numel);
 
+/// The same for elements [offset, offset + numel) of a box, as boxes of the tensor that it is a part of.
+std::vector<Box> boxes_of_slice(const Box& box, std::int64_t offset, std::int64_t numel);
+
 /// What two boxes of one tensor share; nothing if that has no element.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
@@ -49,7 +52,7 @@ struct Run {
 /// How the elements of box `source` get to box `destination` of the same tensor: the fewest runs, ascending in both.
 std::vector<Run> runs_to_box(const Box& source, const Box& destination);
 
-/// The same for a destination that is elements [offset, offset + numel) of a tensor of this shape.
-std::vector<Run> runs_to_slice(const Box& source, std::span<const std::int64_t> shape, std::int64_t offset, std::int64_t numel);
+/// The same for a destination that is a slice of the tensor or of a box of it: what boxes_of_slice() gives.
+std::vector<Run> runs_to_slice(const Box& source, std::span<const Box> slice);
 
 }  // namespace fsdp::ckpt

@@ -69,11 +69,17 @@ std::uint32_t update_by_tables(std::uint32_t state, const char* data, std::size_
 
 #if defined(__x86_64__)
 
-/// The factors that move 128 bits of a message on by `bits`: for its earlier and its later half.
-__m128i fold_factors(std::uint64_t bits) {
-  const std::array<std::uint64_t, 2> factors = {std::uint64_t{power_of_x(bits + 32)} << 1, std::uint64_t{power_of_x(bits - 32)} << 1};
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(factors.data()));
+// Folding (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009): four vectors hold a message
+// of the same remainder as all bytes so far. Of what is left of it at the end, the next narrower way takes the remainder. The vectors have
+// names, as compilers keep arrays in memory at -O2.
+
+/// The factors that move each 128 bits of a message on by `bits`: for their earlier and their later half.
+using Factors = std::array<std::uint64_t, 2>;
+constexpr Factors factors_for(std::uint64_t bits) {
+  return {std::uint64_t{power_of_x(bits + 32)} << 1, std::uint64_t{power_of_x(bits - 32)} << 1};
 }
+
+inline __m128i load128(const void* data) { return _mm_loadu_si128(static_cast<const __m128i*>(data)); }
 
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold(__m128i value, __m128i factors, __m128i next) {
   const __m128i earlier = _mm_clmulepi64_si128(value, factors, 0x00);
@@ -81,40 +87,104 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold(__m128i value, __m1
   return _mm_xor_si128(_mm_xor_si128(earlier, later), next);
 }
 
-inline __m128i load(const char* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
-
-/// Folding (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009): four vectors hold a message
-/// of the same remainder as all bytes so far. What is left of it at the end goes through the tables.
-__attribute__((target("pclmul,sse4.1"))) std::uint32_t update_by_folding(std::uint32_t state, const char* data, std::size_t length) {
-  static const __m128i by_four = fold_factors(4 * 128);
-  static const __m128i by_one = fold_factors(128);
-  __m128i lanes[4] = {load(data), load(data + 16), load(data + 32), load(data + 48)};
-  lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(state)));
-  const __m128i factors = by_four;
+__attribute__((target("pclmul,sse4.1"))) std::uint32_t update_by_128(std::uint32_t state, const char* data, std::size_t length) {
+  if (length < 64) return update_by_tables(state, data, length);
+  static constexpr Factors kByFour = factors_for(4 * 128);
+  static constexpr Factors kByOne = factors_for(128);
+  const __m128i by_four = load128(kByFour.data());
+  const __m128i by_one = load128(kByOne.data());
+  __m128i a = _mm_xor_si128(load128(data), _mm_cvtsi32_si128(static_cast<int>(state)));
+  __m128i b = load128(data + 16);
+  __m128i c = load128(data + 32);
+  __m128i d = load128(data + 48);
   for (data += 64, length -= 64; length >= 64; data += 64, length -= 64) {
-    for (std::size_t i = 0; i < 4; ++i) lanes[i] = fold(lanes[i], factors, load(data + 16 * i));
+    a = fold(a, by_four, load128(data));
+    b = fold(b, by_four, load128(data + 16));
+    c = fold(c, by_four, load128(data + 32));
+    d = fold(d, by_four, load128(data + 48));
   }
-  __m128i all = lanes[0];
-  for (std::size_t i = 1; i < 4; ++i) all = fold(all, by_one, lanes[i]);
-  for (; length >= 16; data += 16, length -= 16) all = fold(all, by_one, load(data));
+  __m128i all = fold(fold(fold(a, by_one, b), by_one, c), by_one, d);
+  for (; length >= 16; data += 16, length -= 16) all = fold(all, by_one, load128(data));
   std::array<char, 16> rest{};
   std::memcpy(rest.data(), &all, sizeof(all));
   return update_by_tables(update_by_tables(0, rest.data(), rest.size()), data, length);
 }
 
-#endif
-
-std::uint32_t update(std::uint32_t crc, std::span<const char> data) {
-#if defined(__x86_64__)
-  static const bool can_fold = __builtin_cpu_supports("pclmul") != 0 && __builtin_cpu_supports("sse4.1") != 0;
-  if (can_fold && data.size() >= 64) return ~update_by_folding(~crc, data.data(), data.size());
-#endif
-  return ~update_by_tables(~crc, data.data(), data.size());
+__attribute__((target("avx2,vpclmulqdq"))) inline __m256i load256(const char* data) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
 }
+
+__attribute__((target("avx2,vpclmulqdq"))) inline __m256i fold(__m256i value, __m256i factors, __m256i next) {
+  const __m256i earlier = _mm256_clmulepi64_epi128(value, factors, 0x00);
+  const __m256i later = _mm256_clmulepi64_epi128(value, factors, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(earlier, later), next);
+}
+
+__attribute__((target("avx2,vpclmulqdq"))) std::uint32_t update_by_256(std::uint32_t state, const char* data, std::size_t length) {
+  if (length < 128) return update_by_128(state, data, length);
+  static constexpr Factors kByFour = factors_for(4 * 256);
+  static constexpr Factors kByOne = factors_for(256);
+  const __m256i by_four = _mm256_broadcastsi128_si256(load128(kByFour.data()));
+  const __m256i by_one = _mm256_broadcastsi128_si256(load128(kByOne.data()));
+  __m256i a = _mm256_xor_si256(load256(data), _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(state))));
+  __m256i b = load256(data + 32);
+  __m256i c = load256(data + 64);
+  __m256i d = load256(data + 96);
+  for (data += 128, length -= 128; length >= 128; data += 128, length -= 128) {
+    a = fold(a, by_four, load256(data));
+    b = fold(b, by_four, load256(data + 32));
+    c = fold(c, by_four, load256(data + 64));
+    d = fold(d, by_four, load256(data + 96));
+  }
+  __m256i all = fold(fold(fold(a, by_one, b), by_one, c), by_one, d);
+  for (; length >= 32; data += 32, length -= 32) all = fold(all, by_one, load256(data));
+  std::array<char, 32> rest{};
+  std::memcpy(rest.data(), &all, sizeof(all));
+  return update_by_tables(update_by_tables(0, rest.data(), rest.size()), data, length);
+}
+
+__attribute__((target("avx512f,vpclmulqdq"))) inline __m512i load512(const char* data) { return _mm512_loadu_si512(data); }
+
+__attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i value, __m512i factors, __m512i next) {
+  constexpr int kXorOfThree = 0x96;
+  const __m512i earlier = _mm512_clmulepi64_epi128(value, factors, 0x00);
+  const __m512i later = _mm512_clmulepi64_epi128(value, factors, 0x11);
+  return _mm512_ternarylogic_epi64(earlier, later, next, kXorOfThree);
+}
+
+__attribute__((target("avx512f,vpclmulqdq"))) std::uint32_t update_by_512(std::uint32_t state, const char* data, std::size_t length) {
+  if (length < 256) return update_by_128(state, data, length);
+  static constexpr Factors kByFour = factors_for(4 * 512);
+  static constexpr Factors kByOne = factors_for(512);
+  constexpr __mmask16 kAllLanes = 0xFFFF;  // gcc 12 warns of the broadcast without a mask
+  const __m512i by_four = _mm512_maskz_broadcast_i32x4(kAllLanes, load128(kByFour.data()));
+  const __m512i by_one = _mm512_maskz_broadcast_i32x4(kAllLanes, load128(kByOne.data()));
+  __m512i a = _mm512_xor_si512(load512(data), _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
+  __m512i b = load512(data + 64);
+  __m512i c = load512(data + 128);
+  __m512i d = load512(data + 192);
+  for (data += 256, length -= 256; length >= 256; data += 256, length -= 256) {
+    a = fold(a, by_four, load512(data));
+    b = fold(b, by_four, load512(data + 64));
+    c = fold(c, by_four, load512(data + 128));
+    d = fold(d, by_four, load512(data + 192));
+  }
+  __m512i all = fold(fold(fold(a, by_one, b), by_one, c), by_one, d);
+  for (; length >= 64; data += 64, length -= 64) all = fold(all, by_one, load512(data));
+  std::array<char, 64> rest{};
+  std::memcpy(rest.data(), &all, sizeof(all));
+  _mm256_zeroupper();  // Else SSE's instructions are slow from here on; gcc 12 leaves it out.
+  return update_by_tables(update_by_128(0, rest.data(), rest.size()), data, length);
+}
+
+#endif
 
 }  // namespace
 
-std::uint32_t crc32(std::uint32_t crc, std::span<const char> data) { return update(crc, data); }
+std::uint32_t crc32(std::uint32_t crc, std::span<const char> data) {
+  static const detail::Crc32Way fastest = detail::crc32_ways().back();
+  return ~fastest.update(~crc, data.data(), data.size());
+}
 
 std::uint32_t combine_crc32(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t length_b) {
   // Most lengths are those of a block, one after the other.
@@ -130,7 +200,17 @@ std::uint32_t combine_crc32(std::uint32_t crc_a, std::uint32_t crc_b, std::uint6
 }
 
 namespace detail {
-std::uint32_t portable_crc32(std::uint32_t crc, std::span<const char> data) { return ~update_by_tables(~crc, data.data(), data.size()); }
+std::vector<Crc32Way> crc32_ways() {
+  std::vector<Crc32Way> ways = {{"tables", update_by_tables}};
+#if defined(__x86_64__)
+  const bool has_wide = __builtin_cpu_supports("vpclmulqdq") != 0;
+  if (__builtin_cpu_supports("pclmul") == 0 || __builtin_cpu_supports("sse4.1") == 0) return ways;
+  ways.push_back({"128 bits", update_by_128});
+  if (has_wide && __builtin_cpu_supports("avx2") != 0) ways.push_back({"256 bits", update_by_256});
+  if (has_wide && __builtin_cpu_supports("avx512f") != 0) ways.push_back({"512 bits", update_by_512});
+#endif
+  return ways;
+}
 }  // namespace detail
 
 }  // namespace fsdp::ckpt

@@ -4,15 +4,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <chrono>
-#include <cstdio>
 #include <optional>
-#include <system_error>
 #include <utility>
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
+#include "checkpoint/digits.h"
 #include "checkpoint/step_names.h"
 #include "fsdp/error.h"
 
@@ -34,15 +32,8 @@ constexpr std::size_t kFirstLine = kFirstWords.size() + kLengthDigits + 1;
 constexpr std::string_view kSaved = "saved ";
 // Some 30 bytes per file.
 constexpr std::int64_t kMostHead = std::int64_t{64} << 20;
-constexpr std::size_t kDigits = 8;  // of a checksum
-constexpr std::size_t kLastLine = 4 + kDigits + 1;
+constexpr std::size_t kLastLine = 4 + kHexDigits + 1;
 constexpr std::size_t kSumBytes = 4;
-
-std::string hexadecimal(std::uint32_t value) {
-  char text[kDigits + 1];
-  std::snprintf(text, sizeof(text), "%08x", value);
-  return text;
-}
 
 void make_folders(const fs::path& path, FileSystem& files) {
   if (is_there(path, files)) return;
@@ -110,23 +101,15 @@ const std::string& checked_name(const std::string& name) {
   return name;
 }
 
-template <typename Number>
-std::optional<Number> number_of(std::string_view text, int base = 10) {
-  Number number = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), number, base);
-  if (text.empty() || result.ec != std::errc() || result.ptr != text.data() + text.size() || number < 0) return std::nullopt;
-  return number;
-}
-
 /// "<size> <name> <CRC-32 of its checksums>": a name may have spaces, what stands around it has none.
 std::optional<SidecarEntry> entry_in(std::string_view line) {
   const std::size_t before_name = line.find(' ');
   const std::size_t after_name = line.rfind(' ');
   if (before_name == std::string_view::npos || before_name + 1 >= after_name) return std::nullopt;
-  const auto size = number_of<std::int64_t>(line.substr(0, before_name));
-  const auto sums = number_of<std::uint32_t>(line.substr(after_name + 1), 16);
+  const auto size = number_in<std::int64_t>(line.substr(0, before_name));
+  const auto sums = number_in<std::uint32_t>(line.substr(after_name + 1), 16);
   SidecarEntry entry{.name = std::string(line.substr(before_name + 1, after_name - before_name - 1))};
-  if (!size || !sums || line.size() - after_name - 1 != kDigits || entry.name.find('/') != std::string::npos) return std::nullopt;
+  if (!size || !sums || line.size() - after_name - 1 != kHexDigits || entry.name.find('/') != std::string::npos) return std::nullopt;
   entry.size = *size;
   entry.sums_crc32 = *sums;
   return entry;
@@ -147,7 +130,7 @@ std::uint32_t sum_at(std::string_view bytes, std::size_t at) {
 // "<size> <name> <checksums>": a name may have spaces, what stands around it has none.
 std::string line_of(const ListedFile& listed) {
   std::string line = std::to_string(listed.size) + " " + checked_name(listed.name) + " ";
-  line.reserve(line.size() + listed.crc32.size() * kDigits);
+  line.reserve(line.size() + listed.crc32.size() * kHexDigits);
   for (const std::uint32_t sum : listed.crc32) line += hexadecimal(sum);
   return line;
 }
@@ -158,14 +141,15 @@ ListedFile listed_in(std::string_view line) {
   const std::size_t after_name = line.rfind(' ');
   if (before_name == std::string_view::npos || before_name + 1 >= after_name) fail();
   ListedFile listed{std::string(line.substr(before_name + 1, after_name - before_name - 1))};
-  const auto size = std::from_chars(line.data(), line.data() + before_name, listed.size);
+  const auto size = number_in<std::int64_t>(line.substr(0, before_name));
   std::string_view sums = line.substr(after_name + 1);
-  const bool has_size = size.ec == std::errc() && size.ptr == line.data() + before_name && listed.size >= 0;
-  const bool has_sums = sums.size() % kDigits == 0 && static_cast<std::int64_t>(sums.size() / kDigits) == blocks_of(listed.size);
-  if (!has_size || listed.name.find('/') != std::string::npos || !has_sums) fail();
-  for (; !sums.empty(); sums.remove_prefix(kDigits)) {
-    const auto sum = std::from_chars(sums.data(), sums.data() + kDigits, listed.crc32.emplace_back(), 16);
-    if (sum.ec != std::errc() || sum.ptr != sums.data() + kDigits) fail();
+  listed.size = size.value_or(0);
+  const bool has_sums = sums.size() % kHexDigits == 0 && static_cast<std::int64_t>(sums.size() / kHexDigits) == blocks_of(listed.size);
+  if (!size || listed.name.find('/') != std::string::npos || !has_sums) fail();
+  for (; !sums.empty(); sums.remove_prefix(kHexDigits)) {
+    const auto sum = number_in<std::uint32_t>(sums.substr(0, kHexDigits), 16);
+    if (!sum) fail();
+    listed.crc32.push_back(*sum);
   }
   return listed;
 }
@@ -259,9 +243,8 @@ void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, Fi
     for (const std::uint32_t sum : file.crc32) append_sum(bytes, sum);
     lines += std::to_string(file.size) + " " + checked_name(file.name) + " " + hexadecimal(crc32(0, bytes)) + "\n";
   }
-  char length[kLengthDigits + 1];
-  std::snprintf(length, sizeof(length), "%0*zu", static_cast<int>(kLengthDigits), kFirstLine + lines.size() + kLastLine);
-  std::string head = std::string(kFirstWords) + length + "\n" + lines;
+  const std::size_t length = kFirstLine + lines.size() + kLastLine;
+  std::string head = std::string(kFirstWords) + padded(length, kLengthDigits) + "\n" + lines;
   head += "end " + hexadecimal(crc32(0, head)) + "\n";
   File sidecar = File::create(temporary / kSidecar, files);
   auto end = static_cast<std::int64_t>(head.size());
@@ -321,7 +304,7 @@ Sidecar read_sidecar(const ReadAt& read, std::int64_t size, const std::string& f
   if (size < static_cast<std::int64_t>(kFirstLine + kLastLine)) fail("it is cut off");
   read(0, head);
   if (!head.starts_with(kFirstWords)) fail("it does not begin with '" + std::string(kFirstWords) + "'");
-  const auto length = number_of<std::int64_t>(std::string_view(head).substr(kFirstWords.size(), kLengthDigits));
+  const auto length = number_in<std::int64_t>(std::string_view(head).substr(kFirstWords.size(), kLengthDigits));
   if (!length || *length < static_cast<std::int64_t>(kFirstLine + kLastLine) || *length > std::min(size, kMostHead)) {
     fail("it does not say how long its head is");
   }
@@ -339,7 +322,7 @@ Sidecar read_sidecar(const ReadAt& read, std::int64_t size, const std::string& f
     return line;
   };
   const std::string_view first = next_line();
-  const auto saved = first.starts_with(kSaved) ? number_of<std::int64_t>(first.substr(kSaved.size())) : std::nullopt;
+  const auto saved = first.starts_with(kSaved) ? number_in<std::int64_t>(first.substr(kSaved.size())) : std::nullopt;
   if (!saved) fail("it does not say when it was saved");
   sidecar.saved = *saved;
   while (!rest.empty()) {
@@ -370,14 +353,23 @@ ListedFile read_sums(const fs::path& step, const SidecarEntry& entry, FileSystem
   return listed;
 }
 
-std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
+std::string fault_in_sizes(const fs::path& step, const Sidecar& sidecar, FileSystem& files) {
   try {
-    for (const SidecarEntry& listed : read_sidecar(step, files).files) {
+    for (const SidecarEntry& listed : sidecar.files) {
       struct stat status {};
       if (files.stat((step / listed.name).c_str(), &status) != 0) throw_errno("look at", step / listed.name);
       if (status.st_size != listed.size) return other_size(listed.name, status.st_size, listed.size);
     }
     return "";
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return error.what();
+  }
+}
+
+std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
+  try {
+    return fault_in_sizes(step, read_sidecar(step, files), files);
   } catch (const SystemError& error) {
     if (!error.is_missing()) throw;
     return error.what();

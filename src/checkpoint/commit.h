@@ -134,6 +134,8 @@ ListedFile read_sums(const std::filesystem::path& step, const SidecarEntry& entr
 /// What is wrong with a step: its sidecar is missing or damaged, or something that it lists is missing or has another size. Empty if
 /// nothing is. Contents are not read: see verify_step(). Throws SystemError if the system does not let it be told.
 std::string fault_in_sizes(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
+/// The same of what a sidecar lists that has been read.
+std::string fault_in_sizes(const std::filesystem::path& step, const Sidecar& sidecar, FileSystem& files = FileSystem::current());
 inline bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::current()) {
   return fault_in_sizes(step, files).empty();
 }

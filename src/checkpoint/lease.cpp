@@ -5,20 +5,18 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <condition_variable>
-#include <cstdio>
 #include <fstream>
 #include <iterator>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <set>
 #include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "checkpoint/digits.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -37,18 +35,10 @@ std::int64_t nanoseconds(system_clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-std::string stamp(system_clock::time_point time) {
-  char text[kStampDigits + 1];
-  std::snprintf(text, sizeof(text), "%020lld", static_cast<long long>(nanoseconds(time)));
-  return text;
-}
+std::string stamp(system_clock::time_point time) { return padded(static_cast<std::uint64_t>(nanoseconds(time)), kStampDigits); }
 
-std::string random_digits() {
-  static thread_local std::random_device random;
-  char text[17];
-  std::snprintf(text, sizeof(text), "%08x%08x", random(), random());
-  return text;
-}
+/// What no other lease or process has.
+std::string unique_token() { return random_digits() + random_digits(); }
 
 /// A file of /proc; empty if there is none.
 std::string system_text(const fs::path& path) {
@@ -62,7 +52,7 @@ std::string this_machine() {
   std::erase(boot, '\n');
   std::error_code error;
   const fs::path processes = fs::read_symlink("/proc/self/ns/pid", error);
-  return boot.empty() || error ? random_digits() : boot + "/" + processes.string();
+  return boot.empty() || error ? unique_token() : boot + "/" + processes.string();
 }
 
 /// When a process began, in the system's units; nothing if it has ended.
@@ -109,14 +99,6 @@ std::string_view value_of(std::string_view text, const std::string& key) {
   if (line == std::string_view::npos) return {};
   text.remove_prefix(line + key.size() + 2);
   return text.substr(0, text.find('\n'));
-}
-
-template <typename Number>
-std::optional<Number> number_in(std::string_view text) {
-  Number number = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (result.ec != std::errc() || result.ptr != text.data() + text.size()) return std::nullopt;
-  return number;
 }
 
 /// Whether the process that the text names still holds its lease; nothing if it runs elsewhere.
@@ -173,7 +155,7 @@ struct Lease::Renewal {
     }
   }
 
-  const std::string token = random_digits();
+  const std::string token = unique_token();
   File file;
   std::thread thread;  // a writer may be within one call for minutes
   std::mutex mutex;

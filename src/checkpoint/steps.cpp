@@ -26,16 +26,19 @@ std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSyst
     step.state = Step::State::kForeign;
     return is_there(path / kMetadataFile, files) ? std::optional(step) : std::nullopt;
   }
-  step.fault = fault_in_sizes(path, files);
-  if (!step.fault.empty()) step.state = Step::State::kDamaged;
   try {
-    step.saved = read_sidecar(path, files).saved;
-  } catch (const DamageError&) {
-    // Unknown.
+    const Sidecar sidecar = read_sidecar(path, files);
+    step.saved = sidecar.saved;
+    step.fault = fault_in_sizes(path, sidecar, files);
+  } catch (const DamageError& error) {
+    step.fault = error.what();
   } catch (const SystemError& error) {
     if (!error.is_missing()) throw;
     return std::nullopt;  // Another process has removed it just now.
   }
+  if (step.fault.empty()) return step;
+  if (!is_there(path / kSidecar, files)) return std::nullopt;  // The same: what is missing went with it.
+  step.state = Step::State::kDamaged;
   return step;
 }
 

@@ -62,6 +62,7 @@ struct CommStats {
   std::int64_t reduce_scatter_bytes = 0;
   std::int64_t scatter_bytes = 0;
   std::int64_t control_bytes = 0;
+  std::int64_t control_messages = 0;  ///< In which control_bytes went.
   std::int64_t all_gathers = 0;
   std::int64_t reduce_scatters = 0;
   std::int64_t scatters = 0;
@@ -92,6 +93,12 @@ class Communicator {
   /// Small host-side exchange: returns a CPU tensor [size, ...] with every rank's `value` (a contiguous CPU tensor of equal shape and
   /// dtype on all ranks), in rank order. Blocks.
   virtual at::Tensor exchange(const at::Tensor& value, const Label& label) = 0;
+
+  /// Rank `root`'s text on all ranks; what the others give does not matter. Blocks.
+  virtual std::string broadcast(const std::string& text, int root, const Label& label) = 0;
+
+  /// Every rank's text, one after the other in rank order, on rank 0; nothing on the others. Blocks.
+  virtual std::string gather(const std::string& text, const Label& label) = 0;
 
   /// Compares a text (model description) across ranks: throws Error on every rank, naming two ranks and the first lines that differ.
   virtual void expect_equal(const std::string& text, const Label& label) = 0;

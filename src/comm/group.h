@@ -70,7 +70,7 @@ class Group {
   bool is_hopeless(int peer);
 
   /// Turns the exception being handled into a CommError that names the collective, and makes every later collective of this row fail at
-  /// once, on all ranks (see the note). Call it inside a catch block.
+  /// once, on all ranks (see the note). Where an earlier one has failed, it names that. Call it inside a catch block, or if failed().
   CommError failure(const Label& label);
 
   bool failed() const { return !first_failure_.empty(); }

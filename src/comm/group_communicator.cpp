@@ -1,18 +1,21 @@
 #include "comm/group_communicator.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <iostream>
+#include <numeric>
 #include <sstream>
 
 #include "base/stable_hash.h"
 #include "comm/parts.h"
-#include "comm/transfers.h"
 
 namespace fsdp::comm {
 namespace {
@@ -62,9 +65,8 @@ void GroupPending::wait() {
   if (state_ == State::kDone) return;
   if (state_ == State::kFailed) throw CommError(error_);
   group_->check_process(label_);
+  if (group_->failed()) fail();  // Also where everything is here already: all ranks see the same of it.
   try {
-    // Also where everything is here already: all ranks see the same of it.
-    if (group_->failed()) throw RowFailure("an earlier collective failed");
     group_->compare_headers(call_);
     finish();
     state_ = State::kDone;
@@ -113,57 +115,110 @@ Call GroupCommunicator::begin(const Label& label, std::int64_t bytes, std::uint6
 
 at::Tensor GroupCommunicator::exchange(const at::Tensor& value, const Label& label) {
   const Call call = begin(label, static_cast<std::int64_t>(value.nbytes()), static_cast<std::uint64_t>(value.scalar_type()));
-  at::Tensor all = exchange_now(value, tags::data(call, 0), call, label);
-  stats_.control_bytes += (size() - 1) * static_cast<std::int64_t>(value.nbytes());
-  return all;
+  return exchange_now(value, tags::data(call, 0), call, label);
 }
 
+// In rounds: each rank sends what it has, the values of so many ranks from itself on, to the rank that is so many before it, and gets as
+// many more. As many bytes as in messages from each to each, in only log2(size) messages.
 at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label) {
   std::vector<std::int64_t> shape = {size()};
   shape.insert(shape.end(), value.sizes().begin(), value.sizes().end());
   const std::int64_t numel = value.numel();
-  at::Tensor all = at::empty(shape, value.options());
-  if (numel > 0) {
-    std::memcpy(static_cast<char*>(all.mutable_data_ptr()) + static_cast<std::size_t>(rank()) * value.nbytes(), value.const_data_ptr(),
-                value.nbytes());
-  }
-  if (size() == 1) return all;
+  at::Tensor from_own = at::empty(shape, value.options());  // this rank's first, then the next one's, ...
+  if (numel > 0) std::memcpy(from_own.mutable_data_ptr(), value.const_data_ptr(), value.nbytes());
+  if (size() == 1) return from_own;
+  const auto of_round = [&](int have) { return std::min(have, size() - have) * numel; };
   Transfers transfers(*group_);
   try {
-    for (int k = 1; k < size() && numel > 0; ++k) {
-      const int peer = (rank() + k) % size();
-      transfers.receive(flat_view(all, peer * numel, numel), peer, tag);
+    for (int have = 1; have < size() && numel > 0; have *= 2) {
+      transfers.receive(flat_view(from_own, have * numel, of_round(have)), (rank() + have) % size(), tag);
     }
-    for (int k = 1; k < size() && numel > 0; ++k) transfers.send(flat_view(value, 0, numel), (rank() + size() - k) % size(), tag);
+    std::size_t round = 0;
+    for (int have = 1; have < size() && numel > 0; have *= 2) {
+      transfers.wait_receives(round++);
+      send(transfers, flat_view(from_own, 0, of_round(have)), (rank() + size() - have) % size(), tag);
+      if (have == 1) group_->compare_headers(call);
+    }
+    if (numel == 0) group_->compare_headers(call);
+    transfers.wait_receives();
+    transfers.wait_sends();
+  } catch (...) {
+    throw group_->failure(label);
+  }
+  at::Tensor all = at::empty(shape, value.options());
+  const auto* bytes = static_cast<const char*>(from_own.const_data_ptr());
+  const auto nbytes = static_cast<std::ptrdiff_t>(value.nbytes());
+  std::rotate_copy(bytes, bytes + (size() - rank()) * nbytes, bytes + size() * nbytes, static_cast<char*>(all.mutable_data_ptr()));
+  return all;
+}
+
+/// A message that CommStats counts.
+void GroupCommunicator::send(Transfers& transfers, const at::Tensor& bytes, int peer, int tag) {
+  transfers.send(bytes, peer, tag);
+  stats_.control_bytes += static_cast<std::int64_t>(bytes.nbytes());
+  ++stats_.control_messages;
+}
+
+// Down a tree: counted from the root, a rank gets it from the one whose number lacks its lowest bit. As many messages in all as from the
+// root to each, of which no rank sends more than log2(size).
+std::string GroupCommunicator::broadcast(const std::string& text, int root, const Label& label) {
+  const Call call = begin(label, 0, static_cast<std::uint64_t>(root));
+  if (size() == 1) return text;
+  const int own = (rank() - root + size()) % size();
+  // Ranks [own, own + below), as far as there are so many, get it from this one.
+  const int below = own == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(size()))) : own & -own;
+  const auto rank_at = [&](int number) { return (number + root) % size(); };
+  const at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong);
+  std::string received = text;
+  Transfers transfers(*group_);
+  const auto pass_on = [&](const at::Tensor& buffer, std::size_t message) {
+    const int tag = tags::data(call, message);
+    if (own != 0) transfers.receive(buffer, rank_at(own - below), tag);
+    group_->compare_headers(call);
+    transfers.wait_receives();
+    for (int child = below / 2; child > 0; child /= 2) {
+      if (own + child < size()) send(transfers, buffer, rank_at(own + child), tag);
+    }
+  };
+  try {
+    pass_on(length, 0);
+    received.resize(static_cast<std::size_t>(length.const_data_ptr<std::int64_t>()[0]));
+    const auto bytes = at::from_blob(received.data(), {static_cast<std::int64_t>(received.size())}, at::kByte);
+    if (!received.empty()) pass_on(bytes, 1);
+    transfers.wait_sends();
+  } catch (...) {
+    throw group_->failure(label);
+  }
+  return received;
+}
+
+// One message from each rank, to the one that needs it. Fewer would have to be gathered on the way: rank 0 would receive as much, and most
+// texts would travel several times, through the memory of ranks that do not need them.
+std::string GroupCommunicator::gather(const std::string& text, const Label& label) {
+  const auto lengths = exchange(at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong), label);
+  const Call call = begin(label, 0, 0);
+  if (size() == 1) return text;
+  const int tag = tags::data(call, 0);
+  const std::span of_ranks(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(size()));
+  std::string all = text;
+  if (rank() == 0) all.resize(static_cast<std::size_t>(std::accumulate(of_ranks.begin(), of_ranks.end(), std::int64_t{0})));
+  const auto bytes = at::from_blob(all.data(), {static_cast<std::int64_t>(all.size())}, at::kByte);
+  Transfers transfers(*group_);
+  try {
+    auto begin = static_cast<std::int64_t>(text.size());
+    for (int peer = 1; peer < size() && rank() == 0; ++peer) {
+      const auto length = of_ranks[static_cast<std::size_t>(peer)];
+      if (length > 0) transfers.receive(flat_view(bytes, begin, length), peer, tag);
+      begin += length;
+    }
+    if (rank() != 0 && !text.empty()) send(transfers, bytes, 0, tag);
     group_->compare_headers(call);
     transfers.wait_receives();
     transfers.wait_sends();
   } catch (...) {
     throw group_->failure(label);
   }
-  return all;
-}
-
-std::string GroupCommunicator::broadcast(const std::string& text, std::int64_t length, int root, int tag, const Label& label) {
-  at::Tensor buffer = at::zeros({std::max<std::int64_t>(length, 1)}, at::kByte);
-  char* bytes = static_cast<char*>(buffer.mutable_data_ptr());
-  if (rank() == root) std::memcpy(bytes, text.data(), text.size());
-  Transfers transfers(*group_);
-  try {
-    if (rank() != root) {
-      transfers.receive(buffer, root, tag);
-    } else {
-      for (int peer = 0; peer < size(); ++peer) {
-        if (peer != root) transfers.send(buffer, peer, tag);
-      }
-      stats_.control_bytes += (size() - 1) * buffer.numel();
-    }
-    transfers.wait_receives();
-    transfers.wait_sends();
-  } catch (...) {
-    throw group_->failure(label);
-  }
-  return {bytes, static_cast<std::size_t>(length)};
+  return rank() == 0 ? all : std::string();
 }
 
 void GroupCommunicator::expect_equal(const std::string& text, const Label& label) {
@@ -173,13 +228,12 @@ void GroupCommunicator::expect_equal(const std::string& text, const Label& label
   mine.mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(stable_hash(text));
   mine.mutable_data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(text.size());
   const at::Tensor all = exchange_now(mine, tags::data(call, 0), call, label);
-  stats_.control_bytes += (size() - 1) * static_cast<std::int64_t>(mine.nbytes());
   const std::int64_t* facts = all.const_data_ptr<std::int64_t>();
   for (int other = 1; other < size(); ++other) {
     const std::int64_t* fact = facts + 2 * other;
     if (fact[0] == facts[0] && fact[1] == facts[1]) continue;
-    const std::string first = broadcast(text, facts[1], 0, tags::data(call, 1), label);
-    const std::string second = broadcast(text, fact[1], other, tags::data(call, 2), label);
+    const std::string first = broadcast(text, 0, label);
+    const std::string second = broadcast(text, other, label);
     throw Error(describe(label) + ": rank 0 and rank " + std::to_string(other) +
                 (size() < group_->row.world_size ? " of '" + group_->row.dim + "'" : "") +
                 " differ. Every rank must build the same model and pass the same options." + first_differences(first, second, 0, other));
@@ -190,7 +244,6 @@ void GroupCommunicator::barrier() {
   constexpr Label kBarrier = {.operation = "barrier", .unit = {}};
   const Call call = begin(kBarrier, 0, 0);
   exchange_now(at::zeros({1}, at::kByte), tags::data(call, 0), call, kBarrier);
-  stats_.control_bytes += size() - 1;
 }
 
 void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {
@@ -198,7 +251,6 @@ void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {
   std::memcpy(record.mutable_data_ptr(), &mine, sizeof(Call));
   // The headers of the calls before this one are compared on the way: they agree, as the ranks have got here.
   const at::Tensor all = exchange_now(record, tags::comparison(mine.number), mine, label);
-  stats_.control_bytes += (size() - 1) * static_cast<std::int64_t>(sizeof(Call));
   std::vector<Call> calls(static_cast<std::size_t>(size()));
   std::memcpy(calls.data(), all.const_data_ptr(), all.nbytes());
   const auto other = std::find_if(calls.begin() + 1, calls.end(), [&](const Call& call) { return call != calls[0]; });

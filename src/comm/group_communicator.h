@@ -11,6 +11,7 @@
 
 #include "comm/communicator.h"
 #include "comm/group.h"
+#include "comm/transfers.h"
 
 namespace fsdp::comm {
 
@@ -51,6 +52,8 @@ class GroupCommunicator : public Communicator {
   int size() const final { return group_->row.size(); }
 
   at::Tensor exchange(const at::Tensor& value, const Label& label) final;
+  std::string broadcast(const std::string& text, int root, const Label& label) final;
+  std::string gather(const std::string& text, const Label& label) final;
   void expect_equal(const std::string& text, const Label& label) final;
   void barrier() final;
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
@@ -71,7 +74,7 @@ class GroupCommunicator : public Communicator {
   /// or (debug mode) if the ranks are about to do different things.
   Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
   at::Tensor exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label);
-  std::string broadcast(const std::string& text, std::int64_t length, int root, int tag, const Label& label);
+  void send(Transfers& transfers, const at::Tensor& bytes, int peer, int tag);
   void compare_calls(const Call& mine, const Label& label);
 
   const std::shared_ptr<Group> group_;

@@ -39,4 +39,10 @@ at::Tensor NullCommunicator::exchange(const at::Tensor& value, const Label& labe
   return at::stack(std::vector<at::Tensor>(static_cast<std::size_t>(size_), value));
 }
 
+std::string NullCommunicator::gather(const std::string& text, const Label& label) {
+  std::string all;
+  for (int rank = 0; rank_ == 0 && rank < size_; ++rank) all += text;
+  return all;
+}
+
 }  // namespace fsdp::comm

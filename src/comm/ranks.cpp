@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <cstring>
 #include <exception>
+#include <string_view>
 #include <utility>
 
 #include "fsdp/error.h"
@@ -14,6 +16,23 @@ std::vector<std::shared_ptr<Communicator>> rows_of(const DeviceMesh& mesh) {
   std::vector<std::shared_ptr<Communicator>> rows;
   for (const auto& dim : mesh.dims()) rows.push_back(mesh.communicator(dim.name));
   return rows;
+}
+
+/// Texts, each behind its length.
+std::string packed(const std::string& text) {
+  const auto length = static_cast<std::int64_t>(text.size());
+  return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
+}
+
+std::vector<std::string> unpacked(std::string_view texts) {
+  std::vector<std::string> all;
+  while (!texts.empty()) {
+    std::int64_t length = 0;
+    std::memcpy(&length, texts.data(), sizeof(length));
+    all.emplace_back(texts.substr(sizeof(length), static_cast<std::size_t>(length)));
+    texts.remove_prefix(sizeof(length) + static_cast<std::size_t>(length));
+  }
+  return all;
 }
 
 }  // namespace
@@ -40,13 +59,28 @@ at::Tensor Ranks::exchange(const at::Tensor& values, const Label& label) const {
   return all.reshape({size(), values.numel()});
 }
 
+// The rows along the outermost dimension first: afterwards the first rank of each row along the next one has it.
+std::string Ranks::broadcast(const std::string& text, const Label& label) const {
+  auto known = index() == 0 ? text : std::string();
+  for (const auto& row : rows_) known = row->broadcast(known, 0, label);
+  return known;
+}
+
+std::vector<std::string> Ranks::gather(const std::string& text, const Label& label) const {
+  auto texts = packed(text);
+  for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) texts = (*row)->gather(texts, label);
+  return index() == 0 ? unpacked(texts) : std::vector<std::string>();
+}
+
 // Row by row, what an earlier one has found included: less to send than with exchange.
 void Ranks::unite(std::span<std::uint8_t> bits, const Label& label) const {
   const auto own = at::from_blob(bits.data(), {static_cast<std::int64_t>(bits.size())}, at::kByte);
   for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) {
     const auto all = (*row)->exchange(own, label);
     const auto* bytes = all.const_data_ptr<std::uint8_t>();
-    for (std::size_t i = 0; i < static_cast<std::size_t>(all.numel()); ++i) bits[i % bits.size()] |= bytes[i];
+    for (int rank = 0; rank < (*row)->size(); ++rank, bytes += bits.size()) {
+      for (std::size_t i = 0; i < bits.size(); ++i) bits[i] |= bytes[i];
+    }
   }
 }
 

@@ -28,6 +28,10 @@ class Ranks {
 
   /// Every rank's values (a CPU tensor of equal shape and dtype on all), as rows of a CPU tensor [size(), numel], by index.
   at::Tensor exchange(const at::Tensor& values, const Label& label) const;
+  /// The first rank's text, on all.
+  std::string broadcast(const std::string& text, const Label& label) const;
+  /// Every rank's text, by index, on the first rank; nothing on the others.
+  std::vector<std::string> gather(const std::string& text, const Label& label) const;
   /// Sets the bits that some rank has set. As many on all ranks.
   void unite(std::span<std::uint8_t> bits, const Label& label) const;
   /// True on all ranks if `ok` is true on all of them.

@@ -128,6 +128,13 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
   }
 }
 
+void Engine::leave_now(Unit& unit) {
+  const auto lock = this->lock();
+  if (std::erase(occupied_, &unit) == 0 || unit.use == UseState::kPinned) return;
+  guarded([&] { leave(unit); });
+  if (current_ == &unit) current_ = unit.parent;
+}
+
 /// Departs from one unit. What an option keeps after forward has work before it until backward has been in it.
 void Engine::leave(Unit& unit) {
   const bool by_backward = backward_ == BackwardState::kRunning && unit.use == UseState::kInUse;
@@ -197,9 +204,10 @@ void Engine::set_use(Unit& unit, UseState state) {
   unit.use = state;
 }
 
-/// Frees the unit, whatever it was kept for.
+/// Frees the unit, whatever it was kept for. The computation is not in it any more.
 void Engine::evict(Unit& unit) {
   set_use(unit, UseState::kUnused);
+  if (current_ == &unit) current_ = nullptr;
   std::erase(occupied_, &unit);
   std::erase(ahead_, &unit);
   gatherer_.evict(unit);
@@ -318,7 +326,6 @@ void Engine::start_unshard(Unit& unit) {
 void Engine::reshard(Unit& unit) {
   const auto lock = this->lock();
   guarded([&] { evict(unit); });
-  if (current_ == &unit) current_ = nullptr;
 }
 
 void Engine::reset() {
@@ -415,7 +422,6 @@ void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
     gatherer_.outdate_copies(unit);
     evict(unit);
   });
-  if (!whole.empty() && current_ == &unit) current_ = nullptr;
 }
 
 void Engine::main_shards_changed() {

@@ -63,6 +63,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// An operator is about to use all of these units at once [Present before use]. Within a backward, `phase` tells the operators of the
   /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
   void enter(std::span<Unit* const> units, Phase phase);
+  /// The unit's use has ended: departs from it now, and not only when another unit is entered.
+  void leave_now(Unit& unit);
   /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
   void wrote(Unit& unit);
   /// A gradient of this rank for one parameter, of any strides. Its operators must need no unit: the engine's lock is held while it is
@@ -122,9 +124,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_prefetch_depth(int depth);
   /// With false, the ends of backwards leave reductions under way.
   void set_is_last_backward(bool last) { is_last_backward_ = last; }
-  /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, which own their memory: the unit has none then, as
-  /// after zero_grad(). Empty if nothing was reduced. For triggers whose users hold gradients themselves; call it between backwards, when
-  /// nothing is under way.
+  /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: the unit has
+  /// none then, as after zero_grad(). Empty if nothing was reduced. For triggers whose users hold gradients themselves; call it between
+  /// backwards, when nothing is under way.
   std::vector<at::Tensor> take_gradients(Unit& unit);
   /// Waits for the reductions that a backward left under way.
   void finish_gradient_sync();

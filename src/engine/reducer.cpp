@@ -187,13 +187,7 @@ void Reducer::reduce(GradientAccumulator& gradients) {
 }
 
 void Reducer::begin(Reduction reduction) {
-  for (std::size_t i = 0; i + 1 < reductions_.size();) {
-    if (advance(reductions_[i])) {
-      reductions_.erase(reductions_.begin() + static_cast<std::ptrdiff_t>(i));
-    } else {
-      ++i;
-    }
-  }
+  advance_all_but(1);
   start(reductions_.emplace_back(std::move(reduction)));
 }
 
@@ -329,6 +323,16 @@ bool Reducer::advance(Reduction& reduction) {
   return false;
 }
 
+void Reducer::advance_all_but(std::size_t newest) {
+  for (std::size_t i = 0; i + newest < reductions_.size();) {
+    if (advance(reductions_[i])) {
+      reductions_.erase(reductions_.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      ++i;
+    }
+  }
+}
+
 bool Reducer::under_way(const GradientAccumulator& gradients) const {
   return std::any_of(reductions_.begin(), reductions_.end(), [&](const Reduction& r) { return r.gradients == &gradients; });
 }
@@ -346,16 +350,7 @@ void Reducer::complete_oldest_inner() {
 }
 
 void Reducer::drain() {
-  while (!reductions_.empty()) {
-    // One hop of each in turn, so that they overlap.
-    for (std::size_t i = 0; i < reductions_.size();) {
-      if (advance(reductions_[i])) {
-        reductions_.erase(reductions_.begin() + static_cast<std::ptrdiff_t>(i));
-      } else {
-        ++i;
-      }
-    }
-  }
+  while (!reductions_.empty()) advance_all_but(0);  // one hop of each in turn, so that they overlap
   if (std::exchange(copies_to_host_, false)) memory::synchronize(device_);
 }
 

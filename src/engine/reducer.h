@@ -103,6 +103,8 @@ class Reducer {
   void take_result(GradientAccumulator& gradients);
   /// Completes the hop, and starts the next one; true if there is none.
   bool advance(Reduction& reduction);
+  /// The same for all reductions but the `newest` last ones; those without a next hop go.
+  void advance_all_but(std::size_t newest);
   void complete_oldest_inner();
   std::size_t inner_under_way() const;
   void release_unreduced(GradientAccumulator& gradients);

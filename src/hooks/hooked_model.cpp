@@ -88,8 +88,7 @@ void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std
 
 void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {
   watch_backward();
-  const auto cut = unit.spec().parameters[i].shard_dim;
-  engine_->gradient(unit.unit(), i, cut == 0 ? gradient : gradient.movedim(cut, 0));
+  engine_->gradient(unit.unit(), i, unit.as_stored(i, gradient));
 }
 
 /// Announces a backward that the engine does not know yet, and queues its end as autograd's final callback. The callback, and with it the

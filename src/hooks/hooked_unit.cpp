@@ -12,20 +12,47 @@
 namespace fsdp::hooks {
 namespace {
 
-engine::SubBufferFormat format_of(const ParameterSpec& parameter, const UnitSpec& spec) {
-  const auto own = parameter.dtype;
-  engine::SubBufferFormat format{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own};
-  if (!c10::isFloatingType(own)) return format;
-  format.compute = spec.param_dtype.value_or(own);
-  format.wire_gradient = spec.reduce_dtype.value_or(format.compute);
+/// In memory, and on the wire: one rank's slices one behind the other, then the next rank's. With the first dimension cut these are just
+/// the rows; with another one, a dimension of its own for the ranks.
+std::vector<std::int64_t> stored_shape(const ParameterSpec& parameter, std::int64_t ranks) {
+  auto shape = parameter.shape;
+  if (parameter.shard_dim == 0) return shape;
+  auto& cut = shape[static_cast<std::size_t>(parameter.shard_dim)];
+  if (cut % ranks != 0) {
+    throw Error("parameter '" + parameter.name + "': " + std::to_string(cut) + " slices along dimension " +
+                std::to_string(parameter.shard_dim) + " do not divide by " + std::to_string(ranks) + " ranks");
+  }
+  cut /= ranks;
+  shape.insert(shape.begin(), ranks);
+  return shape;
+}
+
+/// Puts the ranks' slices along a dimension that is not the first into their places, so that whole parameters are contiguous.
+std::shared_ptr<const GatherFormat> interleaved(const ParameterSpec& parameter, at::ScalarType compute) {
+  auto format = std::make_shared<GatherFormat>();
+  format->block_bytes = static_cast<std::int64_t>(c10::elementSize(compute));
+  format->pre_all_gather = [compute](const at::Tensor& main, const at::Tensor& wire) { wire.view(compute).copy_(main); };
+  format->post_all_gather = [compute, cut = parameter.shard_dim, shape = parameter.shape](const at::Tensor& wire, const at::Tensor& whole) {
+    const auto ranks = wire.size(0);
+    auto slices = shape;
+    slices[static_cast<std::size_t>(cut)] /= ranks;
+    auto sizes = slices;
+    sizes.insert(sizes.begin(), ranks);
+    // [ranks, ..., slices, ...] to [..., ranks, slices, ...].
+    whole.view(shape).unflatten(cut, {ranks, -1}).copy_(wire.view(compute).view(sizes).movedim(0, cut));
+  };
   return format;
 }
 
-/// With the dimension that is cut first.
-std::vector<std::int64_t> rows_first(const ParameterSpec& parameter) {
-  auto shape = parameter.shape;
-  std::rotate(shape.begin(), shape.begin() + parameter.shard_dim, shape.begin() + parameter.shard_dim + 1);
-  return shape;
+engine::SubBufferFormat format_of(const ParameterSpec& parameter, const UnitSpec& spec) {
+  const auto own = parameter.dtype;
+  engine::SubBufferFormat format{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own};
+  if (c10::isFloatingType(own)) {
+    format.compute = spec.param_dtype.value_or(own);
+    format.wire_gradient = spec.reduce_dtype.value_or(format.compute);
+  }
+  if (parameter.shard_dim != 0) format.gather = interleaved(parameter, format.compute);
+  return format;
 }
 
 layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks) {
@@ -33,7 +60,7 @@ layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks) {
   for (const auto& parameter : spec.parameters) {
     if (parameter.shape.empty()) throw Error("parameter '" + parameter.name + "' is a scalar, which has no rows to shard");
     parameters.push_back({.name = parameter.name,
-                          .shape = rows_first(parameter),
+                          .shape = stored_shape(parameter, ranks),
                           .dtype = static_cast<std::int32_t>(parameters.size()),  // a sub-buffer of its own
                           .itemsize = static_cast<std::int64_t>(c10::elementSize(parameter.dtype)),
                           .trainable = parameter.trainable,
@@ -73,7 +100,7 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
     engine::UnitParameter entry;
     entry.name = parameter.name;
     entry.position = parameters.size();
-    entry.shape = rows_first(parameter);
+    entry.shape = stored_shape(parameter, inner_size(spec_.mesh));
     entry.global_shape = entry.shape;
     entry.global_offset.assign(entry.shape.size(), 0);
     entry.dtype = parameter.dtype;
@@ -83,6 +110,22 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
   owned_ = std::make_unique<engine::Unit>(spec_.name, std::move(parameters), std::move(layout), std::move(formats), spec_.options,
                                           communicators_of(spec_), memory::empty_storage(spec_.mesh.device()));
   unit_ = owned_.get();
+}
+
+at::Tensor HookedUnit::as_stored(std::size_t i, const at::Tensor& whole) const {
+  const auto cut = spec_.parameters[i].shard_dim;
+  if (cut == 0) return whole;
+  return whole.unflatten(cut, {inner_size(spec_.mesh), -1}).movedim(cut, 0);
+}
+
+void HookedUnit::set_mesh(const DeviceMesh& mesh) {
+  spec_.mesh = mesh;
+  unit_->communicators = communicators_of(spec_);
+}
+
+void HookedUnit::set_separate_reduce_group(bool separate) {
+  spec_.separate_reduce_group = separate;
+  unit_->communicators.reduce = separate ? spec_.mesh.new_communicator(spec_.mesh.dims().back().name) : unit_->communicators.gather;
 }
 
 std::vector<std::int64_t> HookedUnit::shard_shape(std::size_t i) const {
@@ -105,24 +148,13 @@ void HookedUnit::allocate() {
   for (std::size_t i = 0; i < spec_.parameters.size(); ++i) shards_.push_back(make_shard(i));
 }
 
-/// A tensor of parameter i's form: `rows` of it along the dimension that is cut lie one behind the other from `byte_offset` on.
-at::Tensor HookedUnit::shaped(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype, std::size_t i) const {
-  const auto& parameter = spec_.parameters[i];
-  const auto shape = storage.unsafeGetStorageImpl() == unit_->full.storage.unsafeGetStorageImpl() ? parameter.shape : shard_shape(i);
-  const auto cut = static_cast<std::size_t>(parameter.shard_dim);
-  // In memory, the dimension that is cut is the outermost.
-  std::vector<std::int64_t> strides(shape.size());
-  std::int64_t stride = 1;
-  for (std::size_t d = shape.size(); d-- > 0;) {
-    if (d == cut) continue;
-    strides[d] = stride;
-    stride *= std::max<std::int64_t>(shape[d], 1);
-  }
-  strides[cut] = stride;
+/// A contiguous tensor over memory that may come and go.
+at::Tensor HookedUnit::tensor_at(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype,
+                                 const std::vector<std::int64_t>& shape) {
   const auto meta = c10::scalarTypeToTypeMeta(dtype);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::computeDispatchKey(dtype, at::kStrided, storage.device())), meta);
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, strides);
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, at::kStrided, storage.device()));
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, meta);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
   tensor.unsafeGetTensorImpl()->set_storage_offset(byte_offset / static_cast<std::int64_t>(meta.itemsize()));
   return tensor;
 }
@@ -138,14 +170,15 @@ at::Tensor HookedUnit::make_shard(std::size_t i) const {
   const bool in_replica = main.storage().unsafeGetStorageImpl() == unit_->full.storage.unsafeGetStorageImpl();
   const auto& memory = in_replica ? unit_->replica_memory : unit_->main_memory;
   const auto itemsize = static_cast<std::int64_t>(main.itemsize());
-  return shaped(memory.storage(), memory.storage_offset() + (main.storage_offset() + slice.offset) * itemsize, main.scalar_type(), i);
+  return tensor_at(memory.storage(), memory.storage_offset() + (main.storage_offset() + slice.offset) * itemsize, main.scalar_type(),
+                   shard_shape(i));
 }
 
 at::Tensor HookedUnit::whole(std::size_t i) const {
   const auto& placement = unit_->layout.placements()[i];
   const auto& part = unit_->full.parts[placement.sub_buffer];
-  return shaped(unit_->full.storage, (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize()),
-                part.scalar_type(), i);
+  return tensor_at(unit_->full.storage, (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize()),
+                   part.scalar_type(), spec_.parameters[i].shape);
 }
 
 void HookedUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {
@@ -156,7 +189,7 @@ at::Tensor HookedUnit::gradient_shard(const std::vector<at::Tensor>& gradients, 
   const auto slice = unit_->main_slice(i);
   const auto& part = gradients[slice.sub_buffer];
   const auto itemsize = static_cast<std::int64_t>(part.itemsize());
-  return shaped(part.storage(), (part.storage_offset() + slice.offset) * itemsize, part.scalar_type(), i);
+  return tensor_at(part.storage(), (part.storage_offset() + slice.offset) * itemsize, part.scalar_type(), shard_shape(i));
 }
 
 std::unique_ptr<engine::Unit> HookedUnit::release() {

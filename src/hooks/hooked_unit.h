@@ -47,6 +47,11 @@ class HookedUnit {
   engine::Unit& unit() { return *unit_; }
   const engine::Unit& unit() const { return *unit_; }
 
+  /// Other communicators over the same ranks. Not while something is under way.
+  void set_mesh(const DeviceMesh& mesh);
+  /// Reductions get a process group of their own, or share that of gathers again. Collective over the mesh.
+  void set_separate_reduce_group(bool separate);
+
   /// Rows, or slices along shard_dim, that this rank owns of parameter i.
   std::vector<std::int64_t> shard_shape(std::size_t i) const;
   /// Gives the main parameters memory, set to zero.
@@ -59,6 +64,8 @@ class HookedUnit {
   at::Tensor whole(std::size_t i) const;
   /// The tensor that modules show as the whole parameter i, and autograd accumulates into: over the memory of whole(i).
   void set_leaf(std::size_t i, const at::Tensor& leaf);
+  /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
+  at::Tensor as_stored(std::size_t i, const at::Tensor& whole) const;
   /// Of what Engine::take_gradients gave: parameter i's, in the shape of its shard. Shares their memory.
   at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
 
@@ -75,7 +82,8 @@ class HookedUnit {
 
  private:
   at::Tensor make_shard(std::size_t i) const;
-  at::Tensor shaped(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype, std::size_t i) const;
+  static at::Tensor tensor_at(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype,
+                              const std::vector<std::int64_t>& shape);
 
   UnitSpec spec_;
   std::unique_ptr<engine::Unit> owned_;

@@ -83,7 +83,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
       folder = step->path();
       ckpt::create_safetensors(folder, plan);
     });
-    const fs::path shared = ranks.gather(folder.string(), "export: its folder")[0];
+    const fs::path shared = ranks.broadcast(folder.string(), "export: its folder");
     ranks.together(what, [&] { write_own(shared, plan, items, options); });
     ranks.together(what, [&] {
       if (!leads) return;

@@ -10,9 +10,6 @@
 #include <string_view>
 #include <utility>
 
-#include "checkpoint/commit.h"
-#include "checkpoint/printable.h"
-#include "checkpoint/steps.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
@@ -21,10 +18,13 @@
 #include "state/snapshot.h"
 #include "state/source.h"
 #include "state/state_items.h"
+#include "state/texts.h"
 
 namespace fsdp {
 namespace {
 
+using state::Fields;
+using state::lines;
 using state::Ranks;
 using state::StateItem;
 
@@ -39,12 +39,6 @@ std::string text_of(const std::vector<std::int64_t>& shape) {
   std::string text;
   for (const auto size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
   return text.empty() ? "[]" : text + "]";
-}
-
-std::string lines(const std::vector<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += "\n    " + name;
-  return text;
 }
 
 std::string rank_prefix(std::int64_t rank) { return std::string(kRankExtraPrefix) + std::to_string(rank) + "."; }
@@ -149,12 +143,32 @@ class Loading {
     throw Error(path_ + ": '" + stored + "' is no number");
   }
 
-  /// How often a parameter was updated, whose optimizer keeps state of these `kinds`. Nothing if the checkpoint does not say: then that is
-  /// noted as missing.
+  /// How often parameters were updated, as far as the checkpoint has counts. One rank reads them for all, which take them.
+  std::string read_counts(const std::vector<std::string>& parameters) {
+    std::string text;
+    for (const auto& parameter : parameters) {
+      const auto key = std::string(kOptimizerPrefix) + "state." + parameter + ".step";
+      if (is_ignored(key)) continue;
+      if (const auto count = number(key)) text += parameter + '\0' + std::to_string(static_cast<std::int64_t>(*count)) + '\0';
+    }
+    return text;
+  }
+  void take_counts(const std::string& text) {
+    for (Fields fields(text); !fields.at_end();) {
+      const auto parameter = fields.next();
+      counts_[parameter] = std::stoll(fields.next());
+    }
+  }
+
+  /// How often a parameter was updated, by the counts that were taken; its optimizer keeps state of these `kinds`. Nothing if the
+  /// checkpoint does not say: then that is noted as missing.
   std::optional<std::int64_t> updates(const std::string& parameter, const std::vector<optim::StateKind>& kinds) {
     const auto prefix = std::string(kOptimizerPrefix) + "state." + parameter + ".";
     if (is_ignored(prefix + "step")) return std::nullopt;
-    if (const auto count = number(prefix + "step")) return static_cast<std::int64_t>(*count);
+    if (const auto count = counts_.find(parameter); count != counts_.end()) {
+      expect(prefix + "step");
+      return count->second;
+    }
     const bool has_state = std::any_of(kinds.begin(), kinds.end(), [&](const auto& kind) { return has(prefix + kind.name); });
     // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
     const bool counts = kinds.size() > 1 || (kinds.size() == 1 && kinds.front().name != "momentum_buffer");
@@ -277,6 +291,7 @@ class Loading {
   std::set<std::string> used_;
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
+  std::map<std::string, std::int64_t> counts_;      // of a parameter's updates
   std::optional<std::set<std::string>> in_groups_;  // the parameters of the optimizer that was saved
 };
 
@@ -293,8 +308,13 @@ class Steps {
     }
   }
 
+  std::string read(Loading& loading) const {
+    std::vector<std::string> parameters;
+    for (const auto& [parameter, before] : before_) parameters.push_back(parameter);
+    return loading.read_counts(parameters);
+  }
   /// Counts that the checkpoint has not stay as they are.
-  void read(Loading& loading) {
+  void set(Loading& loading) {
     std::map<std::string, std::int64_t> steps;
     for (const auto& [parameter, before] : before_) {
       steps[parameter] = loading.updates(parameter, before.kinds).value_or(before.steps);
@@ -323,6 +343,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
   std::optional<Loading> loading;
   std::optional<Steps> steps;
+  std::string counts;  // of updates
   std::optional<double> lr_factor;
   std::optional<GradScalerState> grad_scaler;
   std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
@@ -339,7 +360,14 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
           throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
         }
         steps.emplace(*optimizer);
-        steps->read(*loading);
+        if (ranks.index() == 0) counts = steps->read(*loading);
+      }
+    });
+    if (optimizer != nullptr) counts = ranks.broadcast(counts, "checkpoint: how often parameters were updated");
+    ranks.together("nothing was loaded:", [&] {
+      if (optimizer != nullptr) {
+        loading->take_counts(counts);
+        steps->set(*loading);
         for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
         for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
         if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
@@ -380,95 +408,12 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   return loaded;
 }
 
-/// What rank 0 sees in a folder: ranks that look for themselves may see different things.
-struct FoundSteps {
-  std::vector<ckpt::Step> complete;  ///< Newest first.
-  std::vector<ckpt::Step> others;
-};
-
-FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
-  std::string text;
-  ranks.together("nothing was loaded:", [&] {
-    if (ranks.index() != 0) return;
-    for (const auto& step : ckpt::find_steps(folder)) {
-      const auto state = std::to_string(static_cast<int>(step.state));
-      for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
-        text += field + '\0';
-      }
-    }
-  });
-  text = ranks.gather(text, "the checkpoints of a folder")[0];
-  FoundSteps found;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const auto field = [&] {
-      const auto end = text.find('\0', begin);
-      auto value = text.substr(begin, end - begin);
-      begin = end + 1;
-      return value;
-    };
-    ckpt::Step step;
-    step.state = static_cast<ckpt::Step::State>(std::stoi(field()));
-    step.saved = std::stoll(field());
-    step.name.number = std::stoull(field());
-    step.path = field();
-    step.fault = field();
-    auto& kind = step.state == ckpt::Step::State::kComplete ? found.complete : found.others;
-    kind.insert(kind.begin(), std::move(step));
-  }
-  return found;
-}
-
-/// Tells of the steps that are newer than the one that is taken (null: none is) and are not complete.
-void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<std::string>& skipped) {
-  for (const auto& step : found.others) {
-    const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);
-    if (!is_newer) continue;
-    skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
-                                                ? ": it was written by Python, or has lost its checksums; load() takes it by its path"
-                                                : ": it is damaged: " + ckpt::printable(step.fault)));
-  }
-}
-
-std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
-  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
-  const auto found = find_together(folder, ranks);
-  std::vector<std::string> skipped;
-  for (const auto& step : found.complete) {
-    std::optional<Loaded> loaded;
-    try {
-      loaded = load_all(step.path.string(), module, optimizer, options);
-    } catch (const ckpt::DamageError& error) {
-      skipped.push_back(step.path.string() + ": " + error.what());
-      continue;
-    }
-    note_others(found, &step, skipped);
-    if (!skipped.empty()) TORCH_WARN("fsdp: load_latest took ", loaded->path, " and not what is newer:", lines(skipped));
-    loaded->skipped = std::move(skipped);
-    return loaded;
-  }
-  note_others(found, nullptr, skipped);
-  const auto is_damaged = [](const ckpt::Step& step) { return step.state == ckpt::Step::State::kDamaged; };
-  if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
-    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(skipped));
-  }
-  if (!skipped.empty()) TORCH_WARN("fsdp: load_latest found nothing of this library's in ", folder, ":", lines(skipped));
-  return std::nullopt;
-}
-
 }  // namespace
 
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options) { return load_all(path, module, nullptr, options); }
 
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
   return load_all(path, module, &optimizer, options);
-}
-
-std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options) {
-  return load_newest(folder, module, nullptr, options);
-}
-
-std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
-  return load_newest(folder, module, &optimizer, options);
 }
 
 std::vector<ExtraState> read_rank_extra(const std::string& path) {
@@ -481,11 +426,6 @@ std::vector<ExtraState> read_rank_extra(const std::string& path) {
   if (ranks == nullptr || *ranks < 0) throw Error(path + ": '" + state::kRanks + "' is no number of ranks");
   for (std::int64_t rank = 0; rank < *ranks; ++rank) all.push_back(extra_below(*source, rank_prefix(rank)));
   return all;
-}
-
-std::optional<std::string> latest(const std::string& folder) {
-  const auto found = ckpt::latest_step(folder);
-  return found ? std::optional(found->string()) : std::nullopt;
 }
 
 }  // namespace fsdp

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 
 #include "checkpoint/commit.h"
 #include "checkpoint/printable.h"
@@ -13,61 +12,17 @@
 namespace fsdp::state {
 namespace {
 
-/// Every rank's tensor, stacked by index.
-at::Tensor exchange(const std::vector<std::shared_ptr<comm::Communicator>>& communicators, const at::Tensor& mine, const char* operation) {
-  const comm::Label label{.operation = operation, .unit = "(checkpoint)"};
-  auto all = mine;
-  for (auto communicator = communicators.rbegin(); communicator != communicators.rend(); ++communicator) {
-    all = (*communicator)->exchange(all.reshape({-1}), label);
-  }
-  return all.reshape({-1, mine.numel()});
-}
+comm::Label label_of(const char* operation) { return {.operation = operation, .unit = "(checkpoint)"}; }
 
-/// Texts, each behind its length.
-std::string packed(const std::string& text) {
-  const auto length = static_cast<std::int64_t>(text.size());
-  return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
-}
-
-std::vector<std::string> unpacked(std::string_view texts) {
-  std::vector<std::string> all;
-  while (!texts.empty()) {
-    std::int64_t length = 0;
-    std::memcpy(&length, texts.data(), sizeof(length));
-    all.emplace_back(texts.substr(sizeof(length), static_cast<std::size_t>(length)));
-    texts.remove_prefix(sizeof(length) + static_cast<std::size_t>(length));
-  }
-  return all;
-}
-
-/// Every rank's bytes, one after the other, on the row's first rank; nothing on the others.
-std::string at_first_of_row(comm::Communicator& row, const std::string& mine, c10::Device device, const comm::Label& label) {
-  const auto lengths = row.exchange(at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), label).reshape({-1});
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  const auto nothing = at::empty({0}, options);
-  const bool is_first = row.rank() == 0;
-  std::vector<at::Tensor> received;
-  std::vector<std::unique_ptr<comm::Pending>> pending;
-  for (int from = 1; from < row.size(); ++from) {
-    comm::ScatterPart part;
-    if (row.rank() == from) {
-      part.shards.assign(static_cast<std::size_t>(row.size()), nothing);
-      const auto bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
-      std::copy(mine.begin(), mine.end(), static_cast<char*>(bytes.mutable_data_ptr()));  // perhaps nothing, to nowhere
-      part.shards[0] = bytes.to(device);
+std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, Ranks::Groups groups) {
+  std::vector<std::shared_ptr<comm::Communicator>> rows;
+  for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
+    if (!mesh.defined()) continue;
+    for (const auto& dim : mesh.dims()) {
+      rows.push_back(groups == Ranks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
     }
-    part.into = is_first ? at::empty({lengths[from].item<std::int64_t>()}, options) : nothing;
-    if (is_first) received.push_back(part.into);
-    pending.push_back(row.scatter({&part, 1}, from, label));
   }
-  for (const auto& one : pending) one->wait();
-  if (!is_first) return {};
-  auto all = mine;
-  for (const auto& text : received) {
-    const auto bytes = text.cpu();
-    all.append(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
-  }
-  return all;
+  return rows;
 }
 
 /// How the text of a failure begins.
@@ -87,37 +42,28 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-Ranks::Ranks(const engine::Engine& engine, Groups groups) : device_(engine.device()) {
-  for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
-    if (!mesh.defined()) continue;
-    for (const auto& dim : mesh.dims()) {
-      communicators_.push_back(groups == Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
-      index_ = index_ * dim.size + mesh.coordinate(dim.name);
-    }
-    size_ *= mesh.size();
-  }
-}
+Ranks::Ranks(const engine::Engine& engine, Groups groups) : ranks_(rows_of(engine, groups)) {}
+
+std::string Ranks::broadcast(const std::string& text, const char* operation) const { return ranks_.broadcast(text, label_of(operation)); }
 
 std::vector<std::string> Ranks::gather(const std::string& mine, const char* operation) const {
-  const auto lengths = exchange(communicators_, at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), operation);
+  return ranks_.gather(mine, label_of(operation));
+}
+
+std::vector<std::string> Ranks::gather_everywhere(const std::string& mine, const char* operation) const {
+  const auto label = label_of(operation);
+  const auto lengths = ranks_.exchange(at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), label);
   const auto longest = lengths.max().item<std::int64_t>();
-  std::vector<std::string> all(static_cast<std::size_t>(size_));
+  std::vector<std::string> all(static_cast<std::size_t>(size()));
   if (longest == 0) return all;
   const auto padded = at::zeros({longest}, at::kByte);
   std::memcpy(padded.data_ptr(), mine.data(), mine.size());
-  const auto texts = exchange(communicators_, padded, operation);
-  for (std::int64_t rank = 0; rank < size_; ++rank) {
+  const auto texts = ranks_.exchange(padded, label);
+  for (std::int64_t rank = 0; rank < size(); ++rank) {
     all[static_cast<std::size_t>(rank)].assign(reinterpret_cast<const char*>(texts.const_data_ptr<std::uint8_t>()) + rank * longest,
                                                static_cast<std::size_t>(lengths.const_data_ptr<std::int64_t>()[rank]));
   }
   return all;
-}
-
-std::vector<std::string> Ranks::gather_at_first(const std::string& mine, const char* operation) const {
-  const comm::Label label{.operation = operation, .unit = "(checkpoint)"};
-  auto texts = packed(mine);
-  for (auto row = communicators_.rbegin(); row != communicators_.rend(); ++row) texts = at_first_of_row(**row, texts, device_, label);
-  return index_ == 0 ? unpacked(texts) : std::vector<std::string>();
 }
 
 void Ranks::together(const std::string& what, const std::function<void()>& work) const {
@@ -131,7 +77,7 @@ void Ranks::together(const std::string& what, const std::function<void()>& work)
 }
 
 void Ranks::agree(const std::exception_ptr& failure, const std::string& what) const {
-  const auto failures = gather(text_of(failure), "checkpoint: did all ranks succeed");
+  const auto failures = gather_everywhere(text_of(failure), "checkpoint: did all ranks succeed");
   std::string text;
   bool is_damage = true;
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {

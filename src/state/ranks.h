@@ -3,13 +3,11 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/ranks.h"
 #include "engine/engine.h"
-#include "fsdp/device_mesh.h"
 
 namespace fsdp::state {
 
@@ -23,15 +21,16 @@ class Ranks {
   /// All that hold parts of the engine's model: of its mesh, and of its tensor-parallel pieces.
   Ranks(const engine::Engine& engine, Groups groups);
 
-  std::int64_t size() const { return size_; }
+  std::int64_t size() const { return ranks_.size(); }
   /// This rank's position: the tensor-parallel one varies slowest, the mesh's last dimension fastest.
-  std::int64_t index() const { return index_; }
+  std::int64_t index() const { return ranks_.index(); }
 
-  /// Every rank's bytes, by index. Collective. Throws CommError.
+  /// Rank 0's bytes on all. Collective. Throws CommError.
+  std::string broadcast(const std::string& text, const char* operation) const;
+
+  /// Every rank's bytes, by index, on rank 0; nothing on the others: they may be large where there are many ranks. Collective. Throws
+  /// CommError.
   std::vector<std::string> gather(const std::string& mine, const char* operation) const;
-
-  /// The same for rank 0 alone, others get nothing: for what is large when there are many ranks.
-  std::vector<std::string> gather_at_first(const std::string& mine, const char* operation) const;
 
   /// Runs `work` on each rank; then agree(). Collective, but for `work`.
   void together(const std::string& what, const std::function<void()>& work) const;
@@ -41,10 +40,10 @@ class Ranks {
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:
-  std::vector<std::shared_ptr<comm::Communicator>> communicators_;  // outermost dimension first
-  c10::Device device_;                                              // what the communicators speak of lies there
-  std::int64_t size_ = 1;
-  std::int64_t index_ = 0;
+  /// Every rank's bytes on all.
+  std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
+
+  comm::Ranks ranks_;
 };
 
 }  // namespace fsdp::state

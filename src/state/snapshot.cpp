@@ -35,8 +35,7 @@ void add(Snapshot& snapshot, const StateItem& item) {
   }
   if (item.own_numel == 0) return;
   std::int64_t begin = item.own_begin;
-  for (auto& box : ckpt::boxes_of_slice(item.box.sizes, item.offset + item.own_begin, item.own_numel)) {
-    for (std::size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] += item.box.offsets[d];
+  for (auto& box : ckpt::boxes_of_slice(item.box, item.offset + item.own_begin, item.own_numel)) {
     const auto numel = ckpt::numel(box.sizes);
     tensor.chunks.push_back({.box = std::move(box), .bytes = item.values.narrow(0, begin, numel).view(at::kByte), .guarded = item.guarded});
     begin += numel;

@@ -25,17 +25,6 @@ namespace fs = std::filesystem;
 
 using ckpt::DcpTensor;
 
-/// How the elements of a stored box get to elements [offset, offset + numel) of another one.
-std::vector<ckpt::Run> runs_to(const ckpt::Box& stored, const ckpt::Box& box, std::int64_t offset, std::int64_t numel) {
-  std::vector<ckpt::Run> runs;
-  for (auto run : ckpt::runs_to_box(stored, box)) {
-    const auto begin = std::max(run.destination, offset);
-    const auto end = std::min(run.destination + run.length, offset + numel);
-    if (begin < end) runs.push_back({run.source + begin - run.destination, begin - offset, end - begin});
-  }
-  return runs;
-}
-
 /// Mapped apart from malloc's heap where it is large: it goes soon.
 at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t numel) {
   return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
@@ -217,8 +206,9 @@ std::unique_ptr<Source> open_source(const std::string& path) {
 
 void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to) {
   std::vector<std::pair<std::int64_t, std::int64_t>> covered;  // [begin, end) of `to`
+  const auto slice = ckpt::boxes_of_slice(box, offset, to.numel());
   for (auto& part : source_.boxes(name)) {
-    auto runs = runs_to(part.box, box, offset, to.numel());
+    auto runs = ckpt::runs_to_slice(part.box, slice);
     if (runs.empty()) continue;
     for (const auto& run : runs) covered.emplace_back(run.destination, run.destination + run.length);
     wanted_boxes_.push_back({wanted_.size(), std::move(part), std::move(runs)});

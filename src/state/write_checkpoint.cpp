@@ -95,7 +95,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     check_retention(options);
     if (leads) step = ckpt::begin_step(target);
   });
-  const fs::path folder = ranks.gather(step ? step->path().string() : "", "checkpoint: its folder")[0];
+  const fs::path folder = ranks.broadcast(step ? step->path().string() : "", "checkpoint: its folder");
 
   std::string part;
   fs::path replaced;
@@ -105,7 +105,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
       part = packed(metadata, file);
       phases.end(Phase::kWrite, file.size);
     });
-    const auto parts = ranks.gather_at_first(part, "checkpoint: what ranks wrote");
+    const auto parts = ranks.gather(part, "checkpoint: what ranks wrote");
     ranks.together(what, [&] {
       if (!leads) return;
       std::vector<DcpMetadata> metadata;

@@ -136,7 +136,25 @@ TEST(Runs, AreTheFewestIntoASlice) {
         for (std::int64_t length = 0; offset + length <= all; ++length) {
           std::vector<std::int64_t> slice(static_cast<std::size_t>(length));
           std::iota(slice.begin(), slice.end(), offset);
-          ASSERT_EQ(runs_to_slice(source, shape, offset, length), brute_force_runs(from, slice));
+          ASSERT_EQ(runs_to_slice(source, boxes_of_slice(shape, offset, length)), brute_force_runs(from, slice));
+        }
+      }
+    }
+  }
+}
+
+TEST(Runs, IntoASliceOfABoxAreThoseIntoIt) {
+  const Shape shape = {3, 4, 2};
+  const std::vector<Box> boxes = all_boxes(shape);
+  for (const Box& box : boxes) {
+    const std::vector<std::int64_t> to = elements(box, shape);
+    const std::int64_t all = numel(box.sizes);
+    for (const std::int64_t offset : {std::int64_t{0}, all / 3, all - 1}) {
+      for (const std::int64_t length : {std::int64_t{0}, (all - offset) / 2, all - offset}) {
+        const std::vector<Box> slice = boxes_of_slice(box, offset, length);
+        const std::vector<std::int64_t> wanted(to.begin() + offset, to.begin() + offset + length);
+        for (std::size_t i = 0; i < boxes.size(); i += 7) {
+          ASSERT_EQ(runs_to_slice(boxes[i], slice), brute_force_runs(elements(boxes[i], shape), wanted));
         }
       }
     }
@@ -147,8 +165,8 @@ TEST(Runs, OfWholeTensorsAreOne) {
   const Shape shape = {1 << 20, 3, 1 << 10};
   const std::vector<ckpt::Run> one = {{0, 0, numel(shape)}};
   EXPECT_EQ(runs_to_box(whole(shape), whole(shape)), one);
-  EXPECT_EQ(runs_to_slice(whole(shape), shape, 0, numel(shape)), one);
-  EXPECT_EQ(runs_to_slice(whole(shape), shape, 5, 1 << 30), (std::vector<ckpt::Run>{{5, 0, 1 << 30}}));
+  EXPECT_EQ(runs_to_slice(whole(shape), boxes_of_slice(shape, 0, numel(shape))), one);
+  EXPECT_EQ(runs_to_slice(whole(shape), boxes_of_slice(shape, 5, 1 << 30)), (std::vector<ckpt::Run>{{5, 0, 1 << 30}}));
 }
 
 TEST(Boxes, WhatDoesNotFitIsAnError) {

@@ -111,6 +111,43 @@ TEST(Steps, TellsWhatIsNotComplete) {
   expect("5", Step::State::kForeign, "");
 }
 
+/// Counts how often a sidecar is opened; a file of a step that is looked at may go just then, with its folder.
+class WatchedFiles : public FileSystem {
+ public:
+  std::map<std::string, int> opened;
+  fs::path goes;
+
+  int open(const char* path, int flags, mode_t mode) override {
+    if (fs::path(path).filename() == kSidecar) ++opened[fs::path(path).parent_path().filename()];
+    return FileSystem::open(path, flags, mode);
+  }
+  int stat(const char* path, struct stat* status) override {
+    if (fs::path(path).parent_path() == goes && fs::path(path).filename() == "__0_0.distcp") fs::remove_all(goes);
+    return FileSystem::stat(path, status);
+  }
+};
+
+TEST(Steps, ReadsEachSidecarOnce) {
+  const TemporaryFolder folder;
+  for (const char* name : {"1", "2", "3"}) save_step(folder.path() / name, name);
+  fs::resize_file(folder.path() / "2/__0_0.distcp", 0);
+  fs::resize_file(folder.path() / "3" / kSidecar, 30);
+  WatchedFiles files;
+  EXPECT_EQ(find_steps(folder.path(), {}, files).size(), 3U);
+  EXPECT_EQ(files.opened, (std::map<std::string, int>{{"1", 1}, {"2", 1}, {"3", 1}}));
+}
+
+// By another process, between its sidecar and its files.
+TEST(Steps, WhatGoesMeanwhileIsNone) {
+  const TemporaryFolder folder;
+  for (const char* name : {"1", "2"}) save_step(folder.path() / name, name);
+  WatchedFiles files;
+  files.goes = folder.path() / "2";
+  const std::vector<Step> steps = find_steps(folder.path(), {}, files);
+  ASSERT_EQ(steps.size(), 1U);
+  EXPECT_EQ(steps.front().path, folder.path() / "1");
+}
+
 TEST(Steps, PruneKeepsTheNewestAndWhatItDoesNotKnow) {
   const TemporaryFolder folder;
   for (const char* name : {"1", "2", "3", "10"}) save_step(folder.path() / name, name);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -33,7 +34,7 @@ std::shared_ptr<Communicator> world(MeshOptions options = {}) {
 }
 
 TEST(GroupCommunicator, ExchangesValuesInRankOrder) {
-  for (const int size : {1, 2, 3, 4}) {
+  for (const int size : {1, 2, 3, 4, 5, 7}) {
     run_ranks(size, [size](int rank) {
       const auto communicator = world();
       communicator->reset_stats();
@@ -41,7 +42,45 @@ TEST(GroupCommunicator, ExchangesValuesInRankOrder) {
       ASSERT_EQ(all.sizes(), (std::vector<std::int64_t>{size, 1, 2}));
       for (int r = 0; r < size; ++r) EXPECT_EQ(all[r][0][1].item<double>(), 10.0 * r);
       EXPECT_EQ(communicator->stats().control_bytes, (size - 1) * 16);
+      EXPECT_EQ(communicator->stats().control_messages, std::bit_width(static_cast<unsigned>(size - 1)));
       EXPECT_EQ(communicator->exchange(torch::empty({0}), {.operation = "nothing", .unit = {}}).numel(), 0);
+    });
+  }
+}
+
+TEST(GroupCommunicator, BroadcastsTheTextOfAnyRank) {
+  for (const int size : {1, 2, 3, 4, 5, 6}) {
+    run_ranks(size, [size](int rank) {
+      const auto communicator = world();
+      const auto rounds = std::bit_width(static_cast<unsigned>(size - 1));
+      for (int root = 0; root < size; ++root) {
+        communicator->reset_stats();
+        const std::string text(100'000, static_cast<char>('a' + root));
+        EXPECT_EQ(communicator->broadcast(rank == root ? text : "of another", root, {.operation = "text", .unit = {}}), text);
+        const auto& stats = communicator->stats();
+        EXPECT_LE(stats.control_messages, 2 * rounds);
+        if (rank == root) EXPECT_EQ(stats.control_bytes, rounds * (8 + 100'000));
+        const auto sent = communicator->exchange(at::full({1}, stats.control_bytes, at::kLong), {.operation = "sum", .unit = {}});
+        EXPECT_EQ(sent.sum().item<std::int64_t>(), (size - 1) * (8 + 100'000));
+        EXPECT_EQ(communicator->broadcast("", root, {.operation = "no text", .unit = {}}), "");
+      }
+    });
+  }
+}
+
+TEST(GroupCommunicator, GathersTextsOnTheFirstRank) {
+  for (const int size : {1, 2, 3, 5}) {
+    run_ranks(size, [size](int rank) {
+      const auto communicator = world();
+      communicator->reset_stats();
+      const auto text_of = [](int of) { return std::string(static_cast<std::size_t>(of * 10'000), static_cast<char>('a' + of)); };
+      std::string expected;
+      for (int of = 0; of < size && rank == 0; ++of) expected += text_of(of);
+      EXPECT_EQ(communicator->gather(text_of(rank), {.operation = "texts", .unit = {}}), expected);
+      const auto rounds = std::bit_width(static_cast<unsigned>(size - 1));
+      EXPECT_EQ(communicator->stats().control_messages, rounds + (rank == 0 ? 0 : 1));
+      EXPECT_EQ(communicator->stats().control_bytes, (size - 1) * 8 + rank * 10'000);
+      EXPECT_EQ(communicator->gather(rank == 0 ? "first" : "", {.operation = "texts", .unit = {}}), rank == 0 ? "first" : "");
     });
   }
 }

@@ -131,6 +131,11 @@ TEST_P(GroupOfSize, ModelsWithTheSameUnitsAreToldApart) {
 
 TEST_P(GroupOfSize, HostExchangesAreCollectivesToo) {
   expect_divergence(GetParam(), {.odd = is_one,
+                                 .one = [](Communicator& c) { c.broadcast("text", 0, {.operation = "text", .unit = {}}); },
+                                 .other = [](Communicator& c) { c.gather("text", {.operation = "texts", .unit = {}}); },
+                                 .one_text = "text",
+                                 .other_text = "texts"});
+  expect_divergence(GetParam(), {.odd = is_one,
                                  .one = [](Communicator& c) { c.barrier(); },
                                  .other = [](Communicator& c) { c.exchange(torch::ones({3}), {.operation = "norms", .unit = {}}); },
                                  .one_text = "barrier",

@@ -36,6 +36,9 @@ TEST(NullCommunicator, TakesPeersToAgree) {
   NullCommunicator communicator(0, 3);
   const at::Tensor all = communicator.exchange(torch::tensor({1, 2}), {.operation = "flags", .unit = {}});
   EXPECT_TRUE(at::equal(all, torch::tensor({{1, 2}, {1, 2}, {1, 2}})));
+  EXPECT_EQ(communicator.broadcast("text", 2, {.operation = "text", .unit = {}}), "text");
+  EXPECT_EQ(communicator.gather("ab", {.operation = "texts", .unit = {}}), "ababab");
+  EXPECT_EQ(NullCommunicator(1, 3).gather("ab", {.operation = "texts", .unit = {}}), "");
   communicator.expect_equal("model", {.operation = "description", .unit = {}});
   communicator.barrier();
 }

@@ -52,6 +52,19 @@ TEST(Ranks, OfOneRowOnly) {
   });
 }
 
+TEST(Ranks, TextsReachAllAndTheFirst) {
+  run_ranks(4, [](int rank) {
+    const auto mesh = grid();
+    const Ranks turned({mesh.communicator("dp_shard"), mesh.communicator("dp_outer")});
+    for (const auto& ranks : {Ranks(mesh), turned}) {
+      const auto index = std::to_string(ranks.index());
+      EXPECT_EQ(ranks.broadcast("of " + index, kLabel), "of 0");
+      const auto all = ranks.gather(rank == 3 ? "" : "of " + index, kLabel);
+      EXPECT_EQ(all, rank == 0 ? (std::vector<std::string>{"of 0", "of 1", "of 2", ""}) : std::vector<std::string>());
+    }
+  });
+}
+
 TEST(Ranks, UniteBits) {
   run_ranks(4, [](int rank) {
     std::array<std::uint8_t, 3> bits{};

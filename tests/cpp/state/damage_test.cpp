@@ -17,13 +17,13 @@
 #include "checkpoint/commit.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
+#include "support/checkpoint_test.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
 #include "support/stored.h"
-#include "support/temporary_folder.h"
 #include "support/training.h"
 
 namespace damage_test {
@@ -36,6 +36,7 @@ using fsdp::testing::FaultyFiles;
 using fsdp::testing::flip_bit;
 using fsdp::testing::has;
 using fsdp::testing::message_of;
+using fsdp::testing::on_rank_0;
 using fsdp::testing::run_ranks;
 using fsdp::testing::Training;
 
@@ -53,9 +54,7 @@ class Flipped {
 
  private:
   void toggle() {
-    mesh_.barrier();
-    if (mesh_.rank() == 0) flip_bit(path_, offset_, static_cast<int>(offset_ % 8));
-    mesh_.barrier();
+    on_rank_0(mesh_, [this] { flip_bit(path_, offset_, static_cast<int>(offset_ % 8)); });
   }
 
   const fsdp::DeviceMesh& mesh_;
@@ -63,16 +62,18 @@ class Flipped {
   std::int64_t offset_;
 };
 
+class Damage : public fsdp::testing::CheckpointTest {
+ protected:
+  const std::string path = CheckpointTest::path("1");
+  /// Of files with many blocks.
+  const fsdp::testing::StackOptions large{.width = 200, .hidden = {1500, 1500}};
+};
+
 // Records' descriptions, data, checksums and padding, plain values, metadata, the sidecar itself.
-TEST(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
-  const fsdp::testing::TemporaryFolder folder;
-  const auto path = (folder.path() / "1").string();
+TEST_F(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
   run_ranks(kRanks, [&] {
-    Training run;
-    run.train(0, 1);
-    fsdp::save(path, *run.model, *run.optimizer, {{"step", std::int64_t{1}}});
-    Training other({}, adamw(), 12);
-    other.train(0, 1);
+    const Training run = trained_and_saved(path, {}, {{"step", std::int64_t{1}}});
+    Training other = trained_otherwise();
     const auto before = other.handle->full_parameters();
     const auto mesh = other.mesh;
     for (const std::string name : {"__0_0.distcp", "__1_0.distcp", ".metadata", ".fsdp-checksums"}) {
@@ -90,8 +91,7 @@ TEST(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
     }
     expect_same_bits(other.handle->full_parameters(), before);
     // It trains on as if nothing had been, and loads what is whole again.
-    Training untouched({}, adamw(), 12);
-    untouched.train(0, 1);
+    Training untouched = trained_otherwise();
     untouched.train(1, 2);
     other.train(1, 2);
     expect_same_bits(other.handle->full_parameters(), untouched.handle->full_parameters());
@@ -101,16 +101,10 @@ TEST(Damage, AFlippedBitAnywhereIsOneErrorAndChangesNothing) {
 }
 
 // The same where files have many blocks: each is compared with its own checksum.
-TEST(Damage, AFlippedBitInAnyBlockOfLargeFilesIsOneError) {
-  const fsdp::testing::TemporaryFolder folder;
-  const auto path = (folder.path() / "1").string();
-  const fsdp::testing::StackOptions large{.width = 200, .hidden = {1500, 1500}};
+TEST_F(Damage, AFlippedBitInAnyBlockOfLargeFilesIsOneError) {
   run_ranks(kRanks, [&] {
-    Training run({}, adamw(), 11, large);
-    run.train(0, 1);
-    fsdp::save(path, *run.model, *run.optimizer);
-    Training other({}, adamw(), 12, large);
-    other.train(0, 1);
+    const Training run = trained_and_saved(path, large);
+    Training other = trained_otherwise(large);
     const auto before = other.handle->full_parameters();
     for (const std::string name : {"__0_0.distcp", "__1_0.distcp"}) {
       const auto size = static_cast<std::int64_t>(fs::file_size(fs::path(path) / name));
@@ -133,14 +127,9 @@ TEST(Damage, AFlippedBitInAnyBlockOfLargeFilesIsOneError) {
   });
 }
 
-TEST(Damage, IsReportedByWhoNeedsIt) {
-  const fsdp::testing::TemporaryFolder folder;
-  const auto path = (folder.path() / "1").string();
-  const fsdp::testing::StackOptions large{.width = 200, .hidden = {1500, 1500}};
+TEST_F(Damage, IsReportedByWhoNeedsIt) {
   run_ranks(kRanks, [&] {
-    Training run({}, adamw(), 11, large);
-    run.train(0, 1);
-    fsdp::save(path, *run.model, *run.optimizer);
+    const Training run = trained_and_saved(path, large);
     const auto file = fs::path(path) / "__1_0.distcp";
     const auto size = static_cast<std::int64_t>(fs::file_size(file));
     ASSERT_GT(size, 6 * fsdp::ckpt::kSummedBlock);
@@ -164,15 +153,10 @@ TEST(Damage, IsReportedByWhoNeedsIt) {
 
 // A disk that fails while a checkpoint is being checked changes nothing. One that fails later is the only fault that leaves a model that
 // has to be loaded again; both are one error on every rank.
-TEST(Damage, ADiskThatFailsInTheMiddle) {
-  const fsdp::testing::TemporaryFolder folder;
-  const auto path = (folder.path() / "1").string();
+TEST_F(Damage, ADiskThatFailsInTheMiddle) {
   run_ranks(kRanks, [&](int rank) {
-    Training run;
-    run.train(0, 1);
-    fsdp::save(path, *run.model, *run.optimizer);
-    Training other({}, adamw(), 12);
-    other.train(0, 1);
+    Training run = trained_and_saved(path);
+    Training other = trained_otherwise();
     bool ended = false;
     int unchanged = 0;
     int changed = 0;

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "fsdp/save_load.h"
+#include "support/checkpoint_test.h"
 #include "support/collected_warnings.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
-#include "support/temporary_folder.h"
 #include "support/training.h"
 
 namespace load_latest_test {
@@ -24,29 +24,24 @@ namespace fs = std::filesystem;
 using fsdp::testing::flip_bit;
 using fsdp::testing::has;
 using fsdp::testing::message_of;
+using fsdp::testing::on_rank_0;
 using fsdp::testing::run_ranks;
 using fsdp::testing::Training;
 
 constexpr int kRanks = 2;
 
-class LoadLatest : public ::testing::Test {
+class LoadLatest : public fsdp::testing::CheckpointTest {
  protected:
-  std::string path(const std::string& name) const { return (folder.path() / name).string(); }
-
   /// Saves steps 1 to `last`, and damages files on rank 0.
   template <typename Damage>
   void save(Training& run, std::int64_t last, const Damage& damage) const {
     for (std::int64_t step = 1; step <= last; ++step) {
       fsdp::save(path("step-" + std::to_string(step)), *run.model, *run.optimizer, {{"step", step}});
     }
-    run.mesh.barrier();
-    if (run.mesh.rank() == 0) damage();
-    run.mesh.barrier();
+    on_rank_0(run.mesh, damage);
   }
 
   static std::int64_t step_of(const fsdp::Loaded& loaded) { return std::get<std::int64_t>(loaded.extra.at("step")); }
-
-  fsdp::testing::TemporaryFolder folder;
 };
 
 TEST_F(LoadLatest, TakesTheStepBeforeADamagedOneAndSaysSoOnEveryRank) {
@@ -102,9 +97,7 @@ TEST_F(LoadLatest, TellsOfNewerOnesThatPythonWrote) {
     EXPECT_EQ(step_of(*loaded), 2);
     ASSERT_EQ(loaded->skipped.size(), 1);
     EXPECT_TRUE(has(loaded->skipped[0], path("step-9") + ": it was written by Python")) << loaded->skipped[0];
-    run.mesh.barrier();
-    if (run.mesh.rank() == 0) fs::remove_all(path("step-2"));
-    run.mesh.barrier();
+    on_rank_0(run.mesh, [&] { fs::remove_all(path("step-2")); });
     fsdp::testing::CollectedWarnings warnings;
     EXPECT_FALSE(fsdp::load_latest(folder.path(), *run.model, *run.optimizer));
     EXPECT_TRUE(has(warnings.text(), "step-9")) << warnings.text();

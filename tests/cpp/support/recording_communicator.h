@@ -47,6 +47,14 @@ class RecordingCommunicator final : public comm::Communicator {
     log_->push_back("exchange");
     return inner_->exchange(value, label);
   }
+  std::string broadcast(const std::string& text, int root, const comm::Label& label) override {
+    log_->push_back("broadcast");
+    return inner_->broadcast(text, root, label);
+  }
+  std::string gather(const std::string& text, const comm::Label& label) override {
+    log_->push_back("gather");
+    return inner_->gather(text, label);
+  }
   void expect_equal(const std::string& text, const comm::Label& label) override { inner_->expect_equal(text, label); }
   void barrier() override { inner_->barrier(); }
 

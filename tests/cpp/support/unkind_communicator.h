@@ -102,6 +102,14 @@ class UnkindCommunicator final : public comm::Communicator {
     state_->delay();
     return counted([&] { return inner_->exchange(value, label); });
   }
+  std::string broadcast(const std::string& text, int root, const comm::Label& label) override {
+    state_->delay();
+    return counted([&] { return inner_->broadcast(text, root, label); });
+  }
+  std::string gather(const std::string& text, const comm::Label& label) override {
+    state_->delay();
+    return counted([&] { return inner_->gather(text, label); });
+  }
   void expect_equal(const std::string& text, const comm::Label& label) override {
     state_->delay();
     counted([&] { inner_->expect_equal(text, label); });
@@ -250,6 +258,7 @@ class UnkindCommunicator final : public comm::Communicator {
         stats.reduce_scatter_bytes += after.reduce_scatter_bytes - before.reduce_scatter_bytes;
         stats.scatter_bytes += after.scatter_bytes - before.scatter_bytes;
         stats.control_bytes += after.control_bytes - before.control_bytes;
+        stats.control_messages += after.control_messages - before.control_messages;
         stats.all_gathers += after.all_gathers - before.all_gathers;
         stats.reduce_scatters += after.reduce_scatters - before.reduce_scatters;
         stats.scatters += after.scatters - before.scatters;

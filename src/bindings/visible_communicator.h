@@ -1,0 +1,47 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "comm/communicator.h"
+
+namespace fsdp::bindings {
+
+/// Collectives by the engine's own connections, except while somebody looks: under a dispatch mode (CommDebugMode counts collectives), or
+/// where a program has replaced functions of torch.distributed. Then each of them is one call there, as FSDP2's are. All ranks must look,
+/// or none. Small exchanges are always the engine's own.
+class VisibleCommunicator final : public comm::Communicator {
+ public:
+  VisibleCommunicator(std::shared_ptr<comm::Communicator> own, std::shared_ptr<comm::Communicator> python)
+      : own_(std::move(own)), python_(std::move(python)) {}
+
+  int rank() const override { return own_->rank(); }
+  int size() const override { return own_->size(); }
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return own_->staging_numel(shard_numel); }
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
+    return own_->staging_numel(shard_numel, wire_dtype);
+  }
+
+  std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
+  std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
+  std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override;
+  at::Tensor exchange(const at::Tensor& value, const comm::Label& label) override;
+  void expect_equal(const std::string& text, const comm::Label& label) override;
+  void barrier() override;
+
+ private:
+  template <typename Call>
+  auto counted(const Call& call);
+
+  std::shared_ptr<comm::Communicator> own_;
+  std::shared_ptr<comm::Communicator> python_;
+};
+
+/// Somebody looks, on this thread.
+bool collectives_are_visible();
+/// Programs have replaced functions of torch.distributed (or no more).
+void set_collectives_replaced(bool replaced);
+
+}  // namespace fsdp::bindings

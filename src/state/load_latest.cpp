@@ -1,0 +1,110 @@
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/commit.h"
+#include "checkpoint/printable.h"
+#include "checkpoint/steps.h"
+#include "fsdp/error.h"
+#include "fsdp/fsdp_module.h"
+#include "fsdp/save_load.h"
+#include "state/ranks.h"
+#include "state/texts.h"
+
+namespace fsdp {
+namespace {
+
+using state::Fields;
+using state::lines;
+using state::Ranks;
+
+/// What rank 0 sees in a folder: ranks that look for themselves may see different things.
+struct FoundSteps {
+  std::vector<ckpt::Step> complete;  ///< Newest first.
+  std::vector<ckpt::Step> others;
+};
+
+FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
+  std::string text;
+  ranks.together("nothing was loaded:", [&] {
+    if (ranks.index() != 0) return;
+    for (const auto& step : ckpt::find_steps(folder)) {
+      const auto state = std::to_string(static_cast<int>(step.state));
+      for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
+        text += field + '\0';
+      }
+    }
+  });
+  text = ranks.broadcast(text, "the checkpoints of a folder");
+  FoundSteps found;
+  for (Fields fields(text); !fields.at_end();) {
+    ckpt::Step step;
+    step.state = static_cast<ckpt::Step::State>(std::stoi(fields.next()));
+    step.saved = std::stoll(fields.next());
+    step.name.number = std::stoull(fields.next());
+    step.path = fields.next();
+    step.fault = fields.next();
+    auto& kind = step.state == ckpt::Step::State::kComplete ? found.complete : found.others;
+    kind.insert(kind.begin(), std::move(step));
+  }
+  return found;
+}
+
+/// Tells of the steps that are newer than the one that is taken (null: none is) and are not complete.
+void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<std::string>& skipped) {
+  for (const auto& step : found.others) {
+    const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);
+    if (!is_newer) continue;
+    skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
+                                                ? ": it was written by Python, or has lost its checksums; load() takes it by its path"
+                                                : ": it is damaged: " + ckpt::printable(step.fault)));
+  }
+}
+
+std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
+  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
+  const auto found = find_together(folder, ranks);
+  std::vector<std::string> skipped;
+  for (const auto& step : found.complete) {
+    std::optional<Loaded> loaded;
+    try {
+      const auto path = step.path.string();
+      loaded = optimizer != nullptr ? load(path, module, *optimizer, options) : load(path, module, options);
+    } catch (const ckpt::DamageError& error) {
+      skipped.push_back(step.path.string() + ": " + error.what());
+      continue;
+    }
+    note_others(found, &step, skipped);
+    if (!skipped.empty()) TORCH_WARN("fsdp: load_latest took ", loaded->path, " and not what is newer:", lines(skipped));
+    loaded->skipped = std::move(skipped);
+    return loaded;
+  }
+  note_others(found, nullptr, skipped);
+  const auto is_damaged = [](const ckpt::Step& step) { return step.state == ckpt::Step::State::kDamaged; };
+  if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
+    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(skipped));
+  }
+  if (!skipped.empty()) TORCH_WARN("fsdp: load_latest found nothing of this library's in ", folder, ":", lines(skipped));
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options) {
+  return load_newest(folder, module, nullptr, options);
+}
+
+std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
+  return load_newest(folder, module, &optimizer, options);
+}
+
+std::optional<std::string> latest(const std::string& folder) {
+  const auto found = ckpt::latest_step(folder);
+  return found ? std::optional(found->string()) : std::nullopt;
+}
+
+}  // namespace fsdp
