@@ -42,12 +42,6 @@ def differences(
     return "\n".join(lines[:5])
 
 
-def same_arithmetic(case: str, options: Options) -> bool:
-    """Whether FSDP2 and libfsdp add up in one order and in one dtype on two ranks."""
-    narrow = (options.reduce or options.compute or torch.float32) != torch.float32
-    return one_order(case, options, 2) and not narrow
-
-
 def one_order(case: str, options: Options, world: int) -> bool:
     """Whether gradients can be added up in one order only.
 
@@ -70,15 +64,15 @@ def assert_same_runs(got: list[Run], expected: list[Run]) -> None:
         assert not (text := differences(where + "buffer", mine.buffers, other.buffers, {})), text
 
 
-def assert_follows_replica(case: str, implementation: str, options: Options, runs: list[Run]) -> None:
+def assert_follows_replica(case: str, options: Options, runs: list[Run]) -> None:
     """Each step of a run is what plain arithmetic makes of the parameters that the run had there.
 
     So each step is compared by itself, and errors do not add up over steps. Where sums have one order, gradients must
     be equal to the last bit. Elsewhere implementations add in orders of their own: of n terms, each of two sums is
-    wrong by at most n u times the terms' magnitudes, u being half of eps. libfsdp adds up in fp32 whatever travels.
+    wrong by at most n u times the terms' magnitudes, u being half of eps.
     """
     world = len(runs)
-    replica = Replica(case, options, world, sum_dtype=torch.float32 if implementation == "libfsdp" else None)
+    replica = Replica(case, options, world)
     eps = torch.finfo(options.reduce or options.compute or torch.float32).eps
     run = runs[0]
     for number, step in enumerate(run.steps):

@@ -149,9 +149,8 @@ def train(case_name: str, implementation: str, options: Options) -> Run:
 class Replica:
     """The same training in one process without any sharding: a copy of the model for each rank's part of the batch."""
 
-    def __init__(self, case_name: str, options: Options, world: int, sum_dtype: torch.dtype | None = None) -> None:
-        """`sum_dtype`: in which gradients are added up over ranks; by default that in which they travel."""
-        self.case, self.options, self.world, self.sum_dtype = CASES[case_name], options, world, sum_dtype
+    def __init__(self, case_name: str, options: Options, world: int) -> None:
+        self.case, self.options, self.world = CASES[case_name], options, world
         self.models = [seeded(self.case) for _ in range(world)]
         self.optimizer = make_optimizer(options, self.models[0].parameters())
 
@@ -169,7 +168,7 @@ class Replica:
             by_micro.append(list(gradients))
         for name, parameter in self.parameters().items():
             table = [[of_rank[name] for of_rank in ranks] for ranks in by_micro]
-            of_it.add(name, table, parameter.dtype, self.sum_dtype, self.options.sync)
+            of_it.add(name, table, parameter.dtype, self.options.sync)
         return of_it
 
     def of_rank(self, number: int, micro: int, rank: int) -> tuple[float, Gradients]:
@@ -203,14 +202,7 @@ class Backward:
     gradients: Gradients = field(default_factory=dict)
     magnitudes: dict[str, Tensor] = field(default_factory=dict)  # Of what is added up in `gradients`, over the ranks.
 
-    def add(
-        self,
-        name: str,
-        table: list[list[Tensor | None]],
-        dtype: torch.dtype,
-        sum_dtype: torch.dtype | None,
-        sync: str,
-    ) -> None:
+    def add(self, name: str, table: list[list[Tensor | None]], dtype: torch.dtype, sync: str) -> None:
         """A parameter, with its gradients by microbatch and rank: the sum over microbatches of the means over ranks."""
         parts = [[g for g in ranks if g is not None] for ranks in table]
         if not any(parts):
@@ -219,7 +211,6 @@ class Backward:
         world = len(table[0])
         if sync == "last":  # First the sum over microbatches, on each rank.
             parts = [[functools.reduce(torch.add, of_rank) for of_rank in zip(*parts, strict=True)]]
-        terms = [[g.to(sum_dtype or g.dtype) for g in ranks] for ranks in parts]
-        means = [(functools.reduce(torch.add, ranks) / world).to(dtype) for ranks in terms]
+        means = [(functools.reduce(torch.add, ranks) / world).to(dtype) for ranks in parts]
         self.gradients[name] = functools.reduce(torch.add, means)
         self.magnitudes[name] = sum((g.abs().to(dtype) for ranks in parts for g in ranks), torch.zeros(())) / world
