@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from support import hugging_face
 
 # FSDP2 itself as an implementation checks the tests.
