@@ -15,6 +15,7 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from libfsdp import _C
 from libfsdp._model import Model
+from libfsdp._outputs import cast_floating, tensors_with_gradient
 from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_gradient, rows_of, sharded_spec
 
 if TYPE_CHECKING:
@@ -404,12 +405,22 @@ class ShardState:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.mp_policy.cast_forward_inputs:
             return args, kwargs
-        cast = functools.partial(_cast_floating, dtype)
+        cast = functools.partial(cast_floating, dtype)
         return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.mp_policy.output_dtype
-        return output if dtype is None else _apply_to_tensors(functools.partial(_cast_floating, dtype), output)
+        return output if dtype is None else _apply_to_tensors(functools.partial(cast_floating, dtype), output)
+
+    # FSDP2's names for what programs ask of a state.
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None until a forward has told."""
+        return None if self.model is None or self.model.provisional else self.model.states[0] is self
+
+    def _lazy_init(self) -> None:
+        self.model_of_forward()
 
     # What users tell.
 
@@ -473,23 +484,3 @@ class ShardState:
                 sharded.grad._local_tensor.add_(gradient)
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)
-
-
-def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
-    """All tensors in a module's output that backward may come by."""
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    if isinstance(output, torch.Tensor):
-        collect(output)
-    else:
-        _apply_to_tensors(collect, output)
-    return found
-
-
-def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
