@@ -13,7 +13,7 @@ from support.comparison import assert_follows_replica, assert_same_runs, one_ord
 from support.marks import IMPLEMENTATIONS, needs_transformers
 from support.models import CASES as OWN_MODELS
 from support.ranks import Ranks
-from support.training import CASES, Options, Run, train
+from support.training import CASES, Options, Run, api, mesh_of, train
 
 StartRanks = Callable[[int], Ranks]
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -112,3 +112,18 @@ def test_four_ranks_follow_the_replica(runs: Runs, case: str, options: str, impl
 def test_equals_fsdp2_on_two_ranks(runs: Runs, case: str, options: str) -> None:
     chosen = OPTIONS[options]
     assert_same_runs(runs.get(case, "libfsdp", chosen, 2), runs.get(case, "fsdp2", chosen, 2))
+
+
+def shard_a_scalar(implementation: str) -> str:
+    """What fully_shard says to a parameter without dimensions."""
+    model = torch.nn.Linear(3, 3)
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the texts are compared)
+        api(implementation).fully_shard(model, mesh=mesh_of(1))
+    return str(raised.value)
+
+
+def test_a_scalar_parameter_is_the_same_error(ranks: StartRanks) -> None:
+    ours, theirs = (ranks(2).run(shard_a_scalar, implementation)[0] for implementation in ("libfsdp", "fsdp2"))
+    assert ours == theirs
+    assert "scale" in ours
