@@ -1,5 +1,6 @@
 #include "bindings/python_communicator.h"
 
+#include <algorithm>
 #include <functional>
 #include <utility>
 
@@ -163,13 +164,35 @@ at::Tensor PythonCommunicator::exchange(const at::Tensor& value, const comm::Lab
   return all;
 }
 
-void PythonCommunicator::expect_equal(const std::string& text, const comm::Label& label) {
-  const auto hash = static_cast<std::int64_t>(std::hash<std::string>{}(text));
-  const auto all = exchange(at::tensor({hash}, at::kLong), label);
+std::vector<std::string> PythonCommunicator::texts_of_all(const std::string& text, const comm::Label& label) {
+  const auto sizes = exchange(at::tensor({static_cast<std::int64_t>(text.size())}, at::kLong), label);
+  auto padded = text;
+  padded.resize(static_cast<std::size_t>(std::max<std::int64_t>(sizes.max().item<std::int64_t>(), 1)));
+  const auto bytes = at::from_blob(padded.data(), {static_cast<std::int64_t>(padded.size())}, at::TensorOptions(at::kByte));
+  const auto all = exchange(bytes, label);
+  std::vector<std::string> texts;
   for (int rank = 0; rank < size_; ++rank) {
-    if (all[rank].item<std::int64_t>() != all[0].item<std::int64_t>()) {
-      throw Error(std::string(label.operation) + ": ranks 0 and " + std::to_string(rank) + " differ; here: " + text);
-    }
+    texts.emplace_back(static_cast<const char*>(all[rank].const_data_ptr()), static_cast<std::size_t>(sizes[rank].item<std::int64_t>()));
+  }
+  return texts;
+}
+
+std::string PythonCommunicator::broadcast(const std::string& text, int root, const comm::Label& label) {
+  return texts_of_all(rank_ == root ? text : "", label)[static_cast<std::size_t>(root)];
+}
+
+std::string PythonCommunicator::gather(const std::string& text, const comm::Label& label) {
+  std::string all;
+  for (const auto& part : texts_of_all(text, label)) all += part;
+  return rank_ == 0 ? all : "";
+}
+
+void PythonCommunicator::expect_equal(const std::string& text, const comm::Label& label) {
+  const auto texts = texts_of_all(text, label);
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank] == texts[0]) continue;
+    throw Error(std::string(label.operation) + ": ranks 0 and " + std::to_string(rank) + " differ: \"" + texts[0] + "\" and \"" +
+                texts[rank] + "\"");
   }
 }
 

@@ -49,6 +49,12 @@ at::Tensor VisibleCommunicator::exchange(const at::Tensor& value, const comm::La
   return all;
 }
 
+std::string VisibleCommunicator::broadcast(const std::string& text, int root, const comm::Label& label) {
+  return own_->broadcast(text, root, label);
+}
+
+std::string VisibleCommunicator::gather(const std::string& text, const comm::Label& label) { return own_->gather(text, label); }
+
 void VisibleCommunicator::expect_equal(const std::string& text, const comm::Label& label) { own_->expect_equal(text, label); }
 
 void VisibleCommunicator::barrier() { own_->barrier(); }

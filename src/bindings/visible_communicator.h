@@ -28,6 +28,8 @@ class VisibleCommunicator final : public comm::Communicator {
   std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
   std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override;
   at::Tensor exchange(const at::Tensor& value, const comm::Label& label) override;
+  std::string broadcast(const std::string& text, int root, const comm::Label& label) override;
+  std::string gather(const std::string& text, const comm::Label& label) override;
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
 
