@@ -240,6 +240,7 @@ void bind_hooks(py::module_& module) {
       .def("unshard", of(&engine::Engine::unshard), kNoGil)
       .def("start_unshard", of(&engine::Engine::start_unshard), kNoGil)
       .def("reshard", of(&engine::Engine::reshard), kNoGil)
+      .def("leave_now", of(&engine::Engine::leave_now), kNoGil)
       .def(
           "reset", [](HookedModel& model) { model.engine().reset(); }, kNoGil)
       .def(

@@ -17,6 +17,7 @@ from support.models import Case, Transformer, next_token_loss, tokens
 from support.ranks import Ranks
 from support.training import Options, batch_of, make_optimizer, seeded, shard
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 StartRanks = Callable[[int], Ranks]
 Stats = dict[str, int]
@@ -223,3 +224,20 @@ def test_hsdp_gathers_and_reduces_within_a_row_and_adds_up_over_the_other_dimens
         assert seen.step["all_gather_bytes"] == gathered // 2 + whole // 2
         assert seen.step["reduce_scatter_bytes"] == whole // 2
         assert (seen.step["all_gathers"], seen.step["reduce_scatters"]) == (2 * BLOCKS + UNITS, UNITS)
+
+
+def count_collectives(implementation: str, options: Options) -> dict[str, int]:
+    """Those of a third step, as torch's own tool sees them."""
+    model = shard(seeded(CASE), CASE, implementation, options)
+    for step in range(2):
+        CASE.loss(model, batch_of(CASE, step, 0, dist.get_rank())).backward()
+    with CommDebugMode() as seen:
+        CASE.loss(model, batch_of(CASE, 2, 0, dist.get_rank())).backward()
+    return {str(operator): count for operator, count in seen.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("options", [RESHARD, KEEP], ids=["reshard", "keep"])
+def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(ranks: StartRanks, options: Options) -> None:
+    ours, theirs = (ranks(2).run(count_collectives, implementation, options) for implementation in ("libfsdp", "fsdp2"))
+    assert ours == theirs
+    assert sum(ours[0].values()) == (3 * BLOCKS + 2 if options.reshard is None else 2 * UNITS)
