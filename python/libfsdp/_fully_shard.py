@@ -88,7 +88,8 @@ def fully_shard(
     for one in modules:
         if state_of(one) is not None:
             raise AssertionError(
-                f"fully_shard has already been applied to {type(one).__name__}: call it once per module"
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has already been "
+                f"applied to the following module:\n{one}"
             )
     managed = _managed_modules(modules, ignored_params)
     parameters = _managed_parameters(managed, ignored_params or set())
@@ -392,7 +393,16 @@ class FSDPModule:
         state = self._get_fsdp_state()
         if stream is not None and state.mesh.replicates:
             raise ValueError("stream cannot be set when using native HSDP")
-        state.all_reduce_hook = hook
+        if stream is None:
+            state.all_reduce_hook = hook
+            return
+        device = torch.get_device_module(state.mesh.device.type)
+
+        def on_stream(gradients: torch.Tensor) -> None:
+            with device.stream(stream):
+                hook(gradients)
+
+        state.all_reduce_hook = on_stream
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""

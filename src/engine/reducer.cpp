@@ -426,10 +426,17 @@ void Reducer::release_main_gradient(Unit& unit) {
 std::vector<at::Tensor> Reducer::take_main_gradient(Unit& unit) {
   std::vector<at::Tensor> taken;
   if (!unit.main_gradient_valid) return taken;
+  auto* const memory = unit.main_gradient_memory->get();
+  const auto device = unit.main_gradient_buffer.storage.device();
+  c10::DataPtr owned(
+      memory, new std::shared_ptr<c10::DataPtr>(unit.main_gradient_memory),
+      [](void* owner) { delete static_cast<std::shared_ptr<c10::DataPtr>*>(owner); }, device);
+  const auto bytes = static_cast<std::size_t>(unit.main_gradient_buffer.bytes);
+  const c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(owned), nullptr,
+                                                                   /*resizable=*/false));
   for (const auto& part : unit.main_gradient) {
-    const auto owner = unit.main_gradient_memory;
-    taken.push_back(at::from_blob(
-        part.mutable_data_ptr(), part.sizes(), [owner](void*) {}, part.options()));
+    const auto offset = part.storage_offset() * static_cast<std::int64_t>(part.itemsize());
+    taken.push_back(view_of(storage, part.scalar_type(), offset, part.sizes()));
   }
   release_main_gradient(unit);
   return taken;
