@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -21,7 +21,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train train-python test large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,10 @@ train-python: $(BUILD_DIR)/build.ninja  ## Train a small GPT from Python, on two
 test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
 
+peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## PyTorch's FSDP2 tests against FSDP2 and libfsdp; TESTS=its folder test/, ARGS="--subset FILE"
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
+	PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS) --results $(BUILD_DIR)/peers $(ARGS)
+
 large: build  ## Tests that take minutes and 10 GB of memory
 	ctest --test-dir $(BUILD_DIR) -C large -L large --output-on-failure --no-tests=error $(ARGS)
 
@@ -65,7 +69,7 @@ mutants: | $(STAMP)-build $(STAMP)-clang  ## Break the library, one change at a 
 	python tests/mutants/mutants.py run . $(BUILD_DIR)-mutants --jobs $(JOBS) $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY))
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
-	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender $(ARGS)
+	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender --package $(BUILD_DIR)/python $(ARGS)
 
 format: $(STAMP)-format  ## Rewrite all C++ files in the project's format
 	clang-format -i $(CXX_FILES)

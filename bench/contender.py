@@ -1,4 +1,4 @@
-"""One rank of a Python contender: FSDP2, DDP, plain training, or c10d's collectives.
+"""One rank of a Python contender: libfsdp's package, FSDP2, DDP, plain training, or c10d's collectives.
 
 bench/run.py starts the ranks with torchrun's variables and drives each through stdin: a line `VERB COUNT` is answered
 by one line of JSON on stdout. Between two lines the process sleeps in a read. contender.cpp speaks the same protocol.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 Reply = dict[str, Any]
-CONTENDERS = ("fsdp2", "fsdp2_no_reshard", "fsdp2_instant", "ddp", "local", "collectives")
+CONTENDERS = (
+    *("libfsdp_python", "libfsdp_python_no_reshard", "fsdp2", "fsdp2_no_reshard", "fsdp2_instant"),
+    *("ddp", "local", "collectives"),
+)
 COLLECTIVE_NUMEL = 16 * 1024 * 1024  # fp32 elements of the whole buffer: 64 MiB.
 
 
@@ -160,6 +164,14 @@ def join_ranks(fake_world: int) -> None:
         dist.init_process_group("gloo")
 
 
+def fully_shard_of(contender: str) -> Callable[..., Any]:
+    """torch's own, or that of libfsdp's package, which run.py puts on the path."""
+    if not contender.startswith("libfsdp"):
+        return fully_shard
+    libfsdp: Any = importlib.import_module("libfsdp")
+    return cast(Callable[..., Any], libfsdp.fully_shard)
+
+
 def wrap(contender: str, model: GPT) -> nn.Module:
     """The model as the contender trains it: each block is a unit; embedding, norm and head are the root's."""
     if contender == "local":
@@ -167,9 +179,10 @@ def wrap(contender: str, model: GPT) -> nn.Module:
     if contender == "ddp":
         return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard = fully_shard_of(contender)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=contender != "fsdp2_no_reshard")
-    fully_shard(model, mesh=mesh)  # The root stays gathered from forward into backward, as is FSDP2's default.
+        shard(block, mesh=mesh, reshard_after_forward=not contender.endswith("_no_reshard"))
+    shard(model, mesh=mesh)  # The root stays gathered from forward into backward, as is FSDP2's default.
     if contender == "fsdp2_instant":
         for module in (model, *model.blocks):
             module.set_custom_all_gather(InstantCollective())

@@ -24,6 +24,8 @@ TRAINERS = {
     "libfsdp": ("cpp", "libfsdp"),
     "libfsdp_no_reshard": ("cpp", "libfsdp_no_reshard"),
     "local_cpp": ("cpp", "local"),
+    "libfsdp_python": ("python", "libfsdp_python"),
+    "libfsdp_python_no_reshard": ("python", "libfsdp_python_no_reshard"),
     "fsdp2": ("python", "fsdp2"),
     "fsdp2_no_reshard": ("python", "fsdp2_no_reshard"),
     "ddp": ("python", "ddp"),
@@ -32,10 +34,11 @@ TRAINERS = {
 # For host time: those that shard over a world of which one rank is there, and, for each, the same model unsharded.
 LONE_RANKS = {
     "libfsdp": ("cpp", "libfsdp"),
+    "libfsdp_python": ("python", "libfsdp_python"),
     "fsdp2": ("python", "fsdp2"),
     "fsdp2_instant": ("python", "fsdp2_instant"),
 }
-HOST_BASELINES = {"libfsdp": "local_cpp", "fsdp2": "local", "fsdp2_instant": "local"}
+HOST_BASELINES = {"libfsdp": "local_cpp", "libfsdp_python": "local", "fsdp2": "local", "fsdp2_instant": "local"}
 COLLECTIVES = {"libfsdp": ("cpp", "collectives"), "c10d": ("python", "collectives")}
 LOCALS = ("local", "local_cpp")
 REFERENCES = ("fsdp2", "ddp")

@@ -92,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of each case")
     parser.add_argument("--quick", action="store_true", help="about two minutes: few rounds, to see that all works")
     parser.add_argument("--binary", type=Path, default=ROOT / "build/bench/bench_contender", help="the C++ contender")
+    parser.add_argument("--package", type=Path, default=ROOT / "build/python", help="the folder of libfsdp's package")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "bench/results/latest.json", help="JSON; .md and .png beside it"
     )
@@ -119,6 +120,8 @@ def main() -> int:
     """Measures, writes the files, prints the table."""
     args = parse_arguments()
     torch.set_num_threads(1)
+    path = (str(args.package.resolve()), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # All contenders inherit it.
     machine = describe_machine()
     try:
         rows = measure_all(args)

@@ -98,7 +98,8 @@ case $target in
     (need_python_headers) || echo "setup: going on without Python's headers; the Python package is not built" >&2
     ;;
   test)
-    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11'
+    # transformers (180 MB with what it needs) has the models that the Python package is tested with, expecttest what PyTorch's tests need.
+    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' expecttest hypothesis
     command -v mpirun >/dev/null || (apt_install openmpi-bin) || echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;
   bench) need_python_packages matplotlib ;;

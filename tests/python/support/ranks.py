@@ -1,0 +1,126 @@
+"""Ranks for tests: processes that stay, so that many tests pay for one start.
+
+`Ranks(2).run(function, argument)` calls function(argument) on each rank and returns what each has returned, by rank.
+The function is one of a module that the ranks can import; arguments and results are pickled. A rank that raises, dies
+or takes too long makes run() raise RankError with all tracebacks, and ends all ranks; the next run() starts new ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from end_of_rank import end_rank
+
+LIMIT = 120.0  # Seconds for one call, on a busy machine.
+AFTER_FAILURE = 5.0  # Seconds that the other ranks have to say what they have seen of a failure.
+
+
+class RankError(AssertionError):
+    """What went wrong, by rank."""
+
+
+def serve(rank: int, size: int, store: str, calls: Connection, results: Connection) -> None:
+    """A rank: answers calls until there are no more."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT)
+    )
+    while True:
+        try:
+            function, arguments = pickle.loads(calls.recv_bytes())
+        except EOFError:
+            end_rank()
+        try:
+            answer = pickle.dumps((True, function(*arguments)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        results.send_bytes(answer)
+
+
+class Ranks:
+    """The ranks of a process group on Gloo, each a process with one thread for its operators."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[BaseProcess] = []
+        self._calls: list[Connection] = []
+        self._results: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
+        """What function(*arguments) returns on each rank."""
+        if not self._processes:
+            self._start()
+        call = pickle.dumps((function, arguments))
+        for connection in self._calls:
+            connection.send_bytes(call)
+        answers, failed = self._collect(time.monotonic() + limit)
+        if failed:
+            self.end()
+            texts = (f"rank {rank} of {self.size}: {text}" for rank, text in sorted(failed.items()))
+            raise RankError("\n".join(texts))
+        return [answers[rank] for rank in range(self.size)]
+
+    def end(self) -> None:
+        """Ends all ranks, whatever they do."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in (*self._calls, *self._results):
+            connection.close()
+        self._processes, self._calls, self._results = [], [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp(prefix="fsdp-ranks-")) / "store"
+        for rank in range(self.size):
+            theirs, ours = context.Pipe(duplex=False)
+            result, answer = context.Pipe(duplex=False)
+            arguments = (rank, self.size, str(store), theirs, answer)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # The rank has its own; ours would hide that it has died.
+            answer.close()
+            self._processes.append(process)
+            self._calls.append(ours)
+            self._results.append(result)
+
+    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+        answers: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        while len(answers) + len(failed) < self.size:
+            waiting = {c: r for r, c in enumerate(self._results) if r not in answers and r not in failed}
+            ready = wait_for_any(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = "no answer in time" if not failed else "no answer after the failure of another rank"
+                return answers, failed | dict.fromkeys(waiting.values(), late)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting[connection]
+                try:
+                    succeeded, answer = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join()
+                    succeeded, answer = False, f"died with exit code {self._processes[rank].exitcode}"
+                if succeeded:
+                    answers[rank] = answer
+                else:
+                    failed[rank] = answer
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
+        return answers, failed

@@ -1,0 +1,129 @@
+"""Training with libfsdp's Python package against torch's FSDP2 and against a plain replica in one process.
+
+The same runs with FSDP2 as the implementation check the harness itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.comparison import assert_follows_replica, assert_same_runs, one_order
+from support.marks import IMPLEMENTATIONS, needs_transformers
+from support.models import CASES as OWN_MODELS
+from support.ranks import Ranks
+from support.training import CASES, Options, Run, api, mesh_of, train
+
+StartRanks = Callable[[int], Ranks]
+bf16, fp32 = torch.bfloat16, torch.float32
+
+# Each on two ranks, where all sums have one order and results are equal to the last bit.
+OPTIONS = {
+    "default": Options(),
+    "sgd": Options(optimizer="sgd"),
+    "reshard": Options(reshard=True),
+    "no_reshard": Options(reshard=False),
+    "bf16": Options(compute=bf16, reduce=fp32),
+    "bf16_wire": Options(compute=bf16),
+    "fp32_on_bf16_wire": Options(reduce=bf16),
+    "offload": Options(offload=True),
+    "reduce_each": Options(microbatches=3),
+    "reduce_last": Options(microbatches=3, sync="last"),
+    "reduce_last_bf16": Options(microbatches=3, sync="last", compute=bf16, reduce=fp32),
+    "mark_last": Options(microbatches=2, mark_last=True),
+    "reduce_last_no_reshard": Options(microbatches=2, sync="last", mark_last=True, reshard=False),
+    "clip": Options(clip=0.01),
+}
+# On four ranks, each of which may add up in an order of its own.
+OPTIONS_ON_4 = {
+    "default": Options(),
+    "reshard_to_2": Options(reshard=2),
+    "hsdp": Options(replicas=2),
+    "hsdp_no_reshard": Options(replicas=2, reshard=False),
+    "hsdp_reduce_last": Options(replicas=2, microbatches=2, sync="last"),
+    "bf16": Options(compute=bf16, reduce=fp32),
+    "clip": Options(clip=0.01),
+}
+
+
+def one_order_on_two(case: str, options: Options) -> bool:
+    """Whether both must add up the same numbers in the same order."""
+    return one_order(case, options, 2)
+
+
+def pairs(wanted: Callable[[str, Options], bool] = lambda case, options: True) -> list[object]:
+    """Each model with the default options, and each of the options with the transformer and one other model."""
+    chosen = [(case, "default") for case in CASES]
+    chosen += [(case, name) for name in OPTIONS for case in ("transformer", "nested") if name != "default"]
+    chosen += [("unused", "reduce_last"), ("unused", "bf16"), ("batch_norm", "reduce_last"), ("tied", "no_reshard")]
+    chosen += [("odd_shapes", "offload"), ("hf_llama", "bf16"), ("hf_mixtral", "bf16"), ("hf_t5", "bf16")]
+    return [as_parameter(case, name) for case, name in chosen if wanted(case, OPTIONS[name])]
+
+
+def pairs_on_4() -> list[object]:
+    """Shapes that four ranks cut unevenly, and each of the options."""
+    chosen = [(case, "default") for case in ("mlp", "odd_shapes", "unused", "hf_qwen2")]
+    chosen += [("transformer", name) for name in OPTIONS_ON_4] + [("odd_shapes", "hsdp")]
+    return [as_parameter(case, name) for case, name in chosen]
+
+
+def as_parameter(case: str, options: str) -> object:
+    """With a readable id, and the condition that the model has."""
+    return pytest.param(case, options, id=f"{case}-{options}", marks=() if case in OWN_MODELS else needs_transformers)
+
+
+class Runs:
+    """Training runs, each made once."""
+
+    def __init__(self, ranks: StartRanks) -> None:
+        self.ranks = ranks
+        self.made: dict[tuple[str, str, Options, int], list[Run]] = {}
+
+    def get(self, case: str, implementation: str, options: Options, world: int) -> list[Run]:
+        """By rank."""
+        key = (case, implementation, options, world)
+        if key not in self.made:
+            self.made[key] = self.ranks(world).run(train, case, implementation, options)
+        return self.made[key]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: StartRanks) -> Runs:
+    """All runs of this module."""
+    return Runs(ranks)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("case", "options"), pairs())
+def test_two_ranks_follow_the_replica(runs: Runs, case: str, options: str, implementation: str) -> None:
+    chosen = OPTIONS[options]
+    assert_follows_replica(case, chosen, runs.get(case, implementation, chosen, 2))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("case", "options"), pairs_on_4())
+def test_four_ranks_follow_the_replica(runs: Runs, case: str, options: str, implementation: str) -> None:
+    chosen = OPTIONS_ON_4[options]
+    assert_follows_replica(case, chosen, runs.get(case, implementation, chosen, 4))
+
+
+@pytest.mark.parametrize(("case", "options"), pairs(one_order_on_two))
+def test_equals_fsdp2_on_two_ranks(runs: Runs, case: str, options: str) -> None:
+    chosen = OPTIONS[options]
+    assert_same_runs(runs.get(case, "libfsdp", chosen, 2), runs.get(case, "fsdp2", chosen, 2))
+
+
+def shard_a_scalar(implementation: str) -> str:
+    """What fully_shard says to a parameter without dimensions."""
+    model = torch.nn.Linear(3, 3)
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the texts are compared)
+        api(implementation).fully_shard(model, mesh=mesh_of(1))
+    return str(raised.value)
+
+
+def test_a_scalar_parameter_is_the_same_error(ranks: StartRanks) -> None:
+    ours, theirs = (ranks(2).run(shard_a_scalar, implementation)[0] for implementation in ("libfsdp", "fsdp2"))
+    assert ours == theirs
+    assert "scale" in ours

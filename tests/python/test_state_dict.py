@@ -1,0 +1,183 @@
+"""State of sharded models and optimizers: the same DTensors as FSDP2's, and checkpoints that both read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.marks import IMPLEMENTATIONS
+from support.ranks import Ranks
+from support.states import assert_same_state, flatten, train_more, trained
+from support.training import CASES, Options, full, seeded, shard
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+StartRanks = Callable[[int], Ranks]
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+MODELS = ("mlp", "tied", "batch_norm", "nested", "odd_shapes")
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def compare_with_fsdp2(case: str, implementation: str, options: Options) -> None:
+    """Parameters, gradients and state_dict, before and after training."""
+    ours, _ = trained(case, implementation, options, steps=0)
+    theirs, _ = trained(case, "fsdp2", options, steps=0)
+    assert_same_state(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+    for name, parameter in ours.named_parameters():
+        assert isinstance(parameter, torch.nn.Parameter), name
+        assert isinstance(parameter.data, DTensor), name
+    ours, _ = trained(case, implementation, options)
+    theirs, _ = trained(case, "fsdp2", options)
+    if options.replicas == 1 and dist.get_world_size() == 2:
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+
+
+@each_implementation
+@pytest.mark.parametrize("case", MODELS)
+def test_the_same_dtensors_as_fsdp2_on_two_ranks(ranks: StartRanks, case: str, implementation: str) -> None:
+    ranks(2).run(compare_with_fsdp2, case, implementation, Options())
+
+
+@each_implementation
+@pytest.mark.parametrize("options", [Options(), Options(replicas=2)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("case", ["mlp", "odd_shapes"])
+def test_the_same_dtensors_as_fsdp2_on_four_ranks(
+    ranks: StartRanks, case: str, options: Options, implementation: str
+) -> None:
+    """odd_shapes has 5 rows, 3 rows and 1 row for 4 ranks."""
+    ranks(4).run(compare_with_fsdp2, case, implementation, options)
+
+
+def compare_optimizers(case: str, implementation: str) -> None:
+    """The optimizer's state as torch.distributed.checkpoint asks for it."""
+    states = []
+    for name in (implementation, "fsdp2"):
+        model, optimizer = trained(case, name)
+        states.append([get_optimizer_state_dict(model, optimizer, options=o) for o in (StateDictOptions(), FULL)])
+    for ours, theirs in zip(*states, strict=True):
+        assert_same_state(ours, theirs)
+    assert any(isinstance(value, DTensor) for value in flatten(states[0][0]).values())
+
+
+@each_implementation
+@pytest.mark.parametrize("case", ["mlp", "odd_shapes"])
+def test_the_same_optimizer_state_as_fsdp2(ranks: StartRanks, case: str, implementation: str) -> None:
+    ranks(2).run(compare_optimizers, case, implementation)
+
+
+def whole_state_on_rank_0(case: str, implementation: str) -> None:
+    """full_state_dict: plain tensors, on rank 0 alone; and back, sent by rank 0."""
+    model, _ = trained(case, implementation)
+    expected = {name: full(value) for name, value in model.state_dict().items()}
+    from_rank_0: list[Any] = [expected]  # Running statistics differ by rank.
+    dist.broadcast_object_list(from_rank_0, src=0)
+    state = get_model_state_dict(model, options=FULL)
+    assert list(state) == (list(expected) if dist.get_rank() == 0 else [])
+    for name, value in state.items():
+        assert type(value) is Tensor, f"{name}: {type(value)}"
+        assert torch.equal(value, expected[name]), name
+    fresh, _ = trained(case, implementation, steps=0)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(fresh, state, options=options)
+    assert_same_state({name: full(value) for name, value in fresh.state_dict().items()}, from_rank_0[0])
+
+
+@each_implementation
+@pytest.mark.parametrize("case", ["transformer", "batch_norm", "odd_shapes"])
+def test_full_state_dict_on_rank_0_and_back(ranks: StartRanks, case: str, implementation: str) -> None:
+    ranks(2).run(whole_state_on_rank_0, case, implementation)
+
+
+def save(case: str, implementation: str, folder: str) -> list[float]:
+    """Saves after two steps; the losses of the two that follow."""
+    model, optimizer = trained(case, implementation)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    return train_more(model, optimizer, case, range(2, 4))
+
+
+def load(case: str, implementation: str, folder: str) -> list[float]:
+    """The losses of two steps after loading into another model."""
+    model, optimizer = trained(case, implementation, steps=1)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train_more(model, optimizer, case, range(2, 4))
+
+
+@pytest.mark.parametrize("reader", IMPLEMENTATIONS)
+@pytest.mark.parametrize("writer", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", ["mlp", "odd_shapes"])
+def test_training_goes_on_from_a_checkpoint_of_either(
+    ranks: StartRanks, tmp_path: Path, case: str, writer: str, reader: str
+) -> None:
+    losses = ranks(2).run(save, case, writer, str(tmp_path / "step"))
+    assert ranks(2).run(load, case, reader, str(tmp_path / "step")) == losses
+
+
+def save_model(case: str, implementation: str, folder: str) -> dict[str, Tensor]:
+    """Saves the model alone, by its own state_dict."""
+    model, _ = trained(case, implementation)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def load_model(case: str, implementation: str, folder: str) -> dict[str, Tensor]:
+    """Loads it in place, as dcp.load does, and by load_state_dict."""
+    model, _ = trained(case, implementation, steps=0)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("reader", IMPLEMENTATIONS)
+@pytest.mark.parametrize("writer", IMPLEMENTATIONS)
+def test_two_ranks_save_and_four_load(ranks: StartRanks, tmp_path: Path, writer: str, reader: str) -> None:
+    saved = ranks(2).run(save_model, "odd_shapes", writer, str(tmp_path / "step"))
+    for loaded in ranks(4).run(load_model, "odd_shapes", reader, str(tmp_path / "step")):
+        assert_same_state(loaded, saved[0])
+
+
+def fill_a_model_without_memory(case_name: str, implementation: str, assign: bool) -> None:
+    """A model on the meta device, sharded, then given values from a whole state."""
+    case = CASES[case_name]
+    plain = seeded(case)
+    with torch.device("meta"):
+        model = case.build()
+    model = shard(model, case, implementation, Options())
+    assert all(p.is_meta for p in model.parameters())
+    if not assign:
+        model.to_empty(device="cpu")
+        set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    else:
+        expected = shard(seeded(case), case, implementation, Options())
+        model.load_state_dict(expected.state_dict(), assign=True)
+    reference = shard(plain, case, "fsdp2", Options())
+    assert_same_state(model.state_dict(), reference.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    losses = [train_more(m, o, case_name, range(2)) for m, o in zip((model, reference), optimizers, strict=True)]
+    assert losses[0] == losses[1]
+
+
+@each_implementation
+@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+def test_a_model_without_memory_gets_its_values(ranks: StartRanks, implementation: str, assign: bool) -> None:
+    ranks(2).run(fill_a_model_without_memory, "transformer", implementation, assign)
