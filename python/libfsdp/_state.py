@@ -467,13 +467,9 @@ class ShardState:
         """What was reduced becomes the shards' gradients, added to those that they have."""
         assert self.unit is not None
         assert self.model is not None
-        gradients = self.model.engine.take_gradients(self.unit)
-        present = next((gradient for gradient in gradients if gradient is not None), None)
-        if self.all_reduce_hook is not None and present is not None:
-            # All of them lie in one storage.
-            self.all_reduce_hook(
-                torch.empty(0, dtype=present.dtype, device=present.device).set_(present.untyped_storage())
-            )
+        gradients, together = self.model.engine.take_gradients(self.unit)
+        if self.all_reduce_hook is not None and together is not None:
+            self.all_reduce_hook(together)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
                 continue

@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+
 #include "bindings/bindings.h"
 #include "bindings/shown_unit.h"
 #include "comm/communicator.h"
@@ -77,15 +79,15 @@ void on_backward_end(HookedModel& model, py::function callback) {
   });
 }
 
-/// Per parameter: its gradient, or nothing.
-std::vector<std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownUnit& shown) {
+/// Per parameter: its gradient, or nothing. And all of them as one flat tensor, if they have one dtype.
+std::pair<std::vector<std::optional<at::Tensor>>, std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownUnit& shown) {
   auto& hooked = *shown.hooked();
   auto& unit = hooked.unit();
   std::vector<std::optional<at::Tensor>> taken(unit.parameters.size());
   std::vector<bool> has_gradient;
   for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
   const auto gradients = model.engine().take_gradients(unit);
-  if (gradients.empty()) return taken;
+  if (gradients.empty()) return {taken, std::nullopt};
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < taken.size(); ++i) {
     if (!has_gradient[i]) continue;
@@ -97,7 +99,10 @@ std::vector<std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownU
     }
     taken[i] = gradient;
   }
-  return taken;
+  const auto& first = gradients.front();
+  const auto alike = [&](const at::Tensor& part) { return part.scalar_type() == first.scalar_type(); };
+  if (!std::all_of(gradients.begin(), gradients.end(), alike)) return {taken, std::nullopt};
+  return {taken, at::empty({0}, first.options()).set_(first.storage())};
 }
 
 void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {

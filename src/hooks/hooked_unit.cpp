@@ -148,6 +148,15 @@ void HookedUnit::allocate() {
   for (std::size_t i = 0; i < spec_.parameters.size(); ++i) shards_.push_back(make_shard(i));
 }
 
+/// A contiguous tensor over a part of `memory`, which lives as long as it. It has a storage of its own that begins where it does: code that
+/// copies or saves a tensor by its storage takes nothing else along.
+at::Tensor HookedUnit::part_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
+                               const std::vector<std::int64_t>& shape) {
+  auto* const bytes = static_cast<char*>(memory.mutable_data_ptr()) + byte_offset;
+  return at::from_blob(
+      bytes, shape, [memory](void*) {}, at::TensorOptions().dtype(dtype).device(memory.device()));
+}
+
 /// A contiguous tensor over memory that may come and go.
 at::Tensor HookedUnit::tensor_at(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype,
                                  const std::vector<std::int64_t>& shape) {
@@ -170,8 +179,7 @@ at::Tensor HookedUnit::make_shard(std::size_t i) const {
   const bool in_replica = main.storage().unsafeGetStorageImpl() == unit_->full.storage.unsafeGetStorageImpl();
   const auto& memory = in_replica ? unit_->replica_memory : unit_->main_memory;
   const auto itemsize = static_cast<std::int64_t>(main.itemsize());
-  return tensor_at(memory.storage(), memory.storage_offset() + (main.storage_offset() + slice.offset) * itemsize, main.scalar_type(),
-                   shard_shape(i));
+  return part_of(memory, (main.storage_offset() + slice.offset) * itemsize, main.scalar_type(), shard_shape(i));
 }
 
 at::Tensor HookedUnit::whole(std::size_t i) const {
@@ -188,8 +196,7 @@ void HookedUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {
 at::Tensor HookedUnit::gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const {
   const auto slice = unit_->main_slice(i);
   const auto& part = gradients[slice.sub_buffer];
-  const auto itemsize = static_cast<std::int64_t>(part.itemsize());
-  return tensor_at(part.storage(), (part.storage_offset() + slice.offset) * itemsize, part.scalar_type(), shard_shape(i));
+  return part_of(part, slice.offset * static_cast<std::int64_t>(part.itemsize()), part.scalar_type(), shard_shape(i));
 }
 
 std::unique_ptr<engine::Unit> HookedUnit::release() {
