@@ -27,6 +27,7 @@ from libfsdp._fully_shard import (  # noqa: E402
     share_comm_ctx,
 )
 from libfsdp._install import install, installed, uninstall  # noqa: E402
+from libfsdp._statistics import memory_stats, wire_stats  # noqa: E402
 
 __version__: str = _C.version
 
@@ -42,7 +43,9 @@ __all__ = [
     "fully_shard",
     "install",
     "installed",
+    "memory_stats",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",
+    "wire_stats",
 ]

@@ -19,6 +19,8 @@ from support.training import Options, batch_of, make_optimizer, seeded, shard
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+import libfsdp
+
 StartRanks = Callable[[int], Ranks]
 Stats = dict[str, int]
 BLOCKS = 4
@@ -29,8 +31,7 @@ bf16, fp32 = torch.bfloat16, torch.float32
 
 def stats_of(model: Any) -> Stats:
     """The engine's counts so far, and what it holds now."""
-    engine = model._get_fsdp_state().model.engine
-    return {**engine.wire_stats(), **engine.memory_stats()}
+    return {**libfsdp.wire_stats(model), **libfsdp.memory_stats(model)}
 
 
 def whole_bytes(modules: list[nn.Module], dtype: torch.dtype, ranks: int) -> int:

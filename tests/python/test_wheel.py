@@ -6,6 +6,7 @@ build folder, as deep as that, because what ccache knows a file by has its path 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,13 @@ import torch
 SOURCE = Path(__file__).parents[2]
 BUILD = os.environ.get("FSDP_WHEEL_BUILD_DIR")
 
-pytestmark = pytest.mark.skipif(BUILD is None, reason="ctest says where to build: FSDP_WHEEL_BUILD_DIR")
+pytestmark = [
+    pytest.mark.skipif(BUILD is None, reason="ctest says where to build: FSDP_WHEEL_BUILD_DIR"),
+    pytest.mark.skipif(
+        shutil.which("ccache") is None and "FSDP_TEST_WHEEL" not in os.environ,
+        reason="compiles the library once more, which takes minutes without ccache: install that, or set FSDP_TEST_WHEEL=1",
+    ),
+]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
