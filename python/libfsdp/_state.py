@@ -293,7 +293,8 @@ class ShardState:
     def _register_hooks(self) -> None:
         for module in self.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, prepend=False)
+            # Also after a forward that raised: its module is not to be left with whole parameters.
+            module.register_forward_hook(self.post_forward, always_call=True)
             module.register_state_dict_pre_hook(self._show_shards_to)
             module.register_load_state_dict_pre_hook(self._show_shards_to)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ def weak_method(method: Any) -> Callable[..., Any]:
     """The method, without keeping its object: the garbage collector can't see what the engine keeps."""
     reference = weakref.WeakMethod(method)
 
-    @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         target = reference()
         return None if target is None else target(*args, **kwargs)

@@ -1,0 +1,111 @@
+"""What a model leaves behind when it goes, and what an exception leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from libfsdp import fully_shard
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class MayFail(nn.Module):
+    """A layer whose forward raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("told to fail")
+        return torch.tanh(self.layer(x))
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Passes its input on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("told to fail")
+
+
+def model() -> nn.Sequential:
+    """Two units and a root without parameters of its own."""
+    torch.manual_seed(0)
+    sharded = nn.Sequential(MayFail(), MayFail())
+    for layer in sharded:
+        fully_shard(layer)
+    fully_shard(sharded)
+    return sharded
+
+
+def gradients(sharded: nn.Module) -> list[torch.Tensor]:
+    """Of one backward from none."""
+    sharded.zero_grad()
+    sharded(torch.ones(2, 4)).sum().backward()
+    return [p.grad.to_local().clone() for p in sharded.parameters()]
+
+
+def test_a_model_that_goes_takes_all_along() -> None:
+    # An LSTM's parameters are set by its own __setattr__, which keeps them in a list, too.
+    sharded = nn.Sequential(nn.Linear(8, 6), nn.LSTM(6, 3))
+    fully_shard(sharded[0])
+    fully_shard(sharded)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    for _ in range(2):
+        sharded(torch.randn(5, 8))[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sharded._get_fsdp_state()
+    left = [weakref.ref(thing) for thing in (sharded, state, state.model, state.model.engine, state.unit)]
+    del sharded, optimizer, state
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
+
+
+def test_a_forward_that_raised_leaves_nothing() -> None:
+    sharded = model()
+    expected = gradients(sharded)
+    sharded[1].fails = True
+    with pytest.raises(ValueError, match="told to fail"):
+        sharded(torch.ones(2, 4))
+    sharded[1].fails = False
+    assert all(map(torch.equal, gradients(sharded), expected))
+
+
+def test_a_backward_that_raised_leaves_nothing() -> None:
+    sharded = model()
+    expected = gradients(sharded)
+    sharded.zero_grad()
+    with pytest.raises(RuntimeError, match="told to fail"):
+        sharded[1](FailsInBackward.apply(sharded[0](torch.ones(2, 4)))).sum().backward()
+    assert all(map(torch.equal, gradients(sharded), expected))
+
+
+def test_a_gradient_that_is_kept_stays_as_it_is() -> None:
+    sharded = model()
+    expected = gradients(sharded)
+    kept = [p.grad for p in sharded.parameters()]
+    sharded.zero_grad()
+    sharded(3 * torch.ones(2, 4)).sum().backward()
+    assert all(torch.equal(gradient.to_local(), value) for gradient, value in zip(kept, expected, strict=True))
