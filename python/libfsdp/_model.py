@@ -59,18 +59,25 @@ class Model:
             if state.unit is not None:
                 state.unit.hide()
 
-    def begin_forward(self, root: ShardState) -> None:
-        """The first of a model's modules begins its forward: in most programs the root."""
-        self.forward_root = root
+    def begin_forward(self, root: ShardState) -> Model:
+        """The first of a model's modules begins its forward: in most programs the root.
+
+        Returns:
+            This model, or the one that was formed in its place because parameters have other dtypes, or are trained now.
+        """
         for state in self.states:
             state.modules_to_run.clear()
             if state.unit is not None and not state.unit.has_its_parameters():
                 state.adopt_registered()
+        if root.model is not self:
+            return root.model_of_forward().begin_forward(root)
+        self.forward_root = root
         _C.set_collectives_replaced(are_replaced())
         # Who counts collectives is to see the ones that are needed, and no predictions.
         self.leaves_at_once = _C.collectives_are_visible()
         self.engine.set_prefetch_depth(0 if self.leaves_at_once else 1)
         self.engine.begin_forward()
+        return self
 
     def end_forward(self) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on."""

@@ -45,6 +45,7 @@ class ShardedParameter:
         whole_spec: of the whole DTensor, if the parameter is tensor-parallel.
         identity: equal for parameters that were one object before they were sharded.
         sharded: the parameter that the modules have between steps.
+        trainable: the unit has room for its gradient.
         whole: the parameter that they have while they compute.
     """
 
@@ -57,6 +58,7 @@ class ShardedParameter:
     whole_spec: DTensorSpec | None
     identity: int
     sharded: nn.Parameter = field(repr=False)
+    trainable: bool = True
     whole: nn.Parameter | None = field(default=None, repr=False)
 
     def make_dtensor(self, local: torch.Tensor) -> DTensor:

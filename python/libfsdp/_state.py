@@ -116,10 +116,9 @@ class ShardState:
         size = self.reshard_after_forward
         is_size = not isinstance(size, bool) and 1 < size < self.mesh.shard_size
         param_dtype, reduce_dtype = self.mp_policy.param_dtype, self.mp_policy.reduce_dtype
-        given = [
-            (p.name, list(p.shape), p.shard_dim, p.dtype, p.sharded.requires_grad and p.dtype.is_floating_point)
-            for p in self.parameters
-        ]
+        for parameter in self.parameters:
+            parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
+        given = [(p.name, list(p.shape), p.shard_dim, p.dtype, p.trainable) for p in self.parameters]
         return _C.Unit(
             type(self.modules[0]).__name__,
             given,
@@ -253,7 +252,8 @@ class ShardState:
             )
         if all(value._local_tensor.is_meta for value in found):
             return
-        if any(value.dtype != p.dtype for value, p in zip(found, self.parameters, strict=True)):
+        pairs = list(zip(found, self.parameters, strict=True))
+        if any(value.dtype != p.dtype or (value.requires_grad and not p.trainable) for value, p in pairs):
             self._remake_unit(found)
         locals_ = [value._local_tensor for value in found]
         if not self.unit.allocated:
@@ -278,7 +278,7 @@ class ShardState:
         return states_in(*self.modules)
 
     def _remake_unit(self, values: list[nn.Parameter]) -> None:
-        """The parameters have other dtypes: another unit takes the place of this one, and the model is formed anew."""
+        """The parameters have other dtypes, or are trained now: another unit takes the place of this one, and the model is formed anew."""
         if self.model is not None:
             self.model.dissolve()
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -357,7 +357,7 @@ class ShardState:
             return self._cast_inputs(args, kwargs)
         if not self.modules_to_run:
             if model.forward_root is None or model.forward_root is self:
-                model.begin_forward(self)
+                model = model.begin_forward(self)
                 args, kwargs = self._move_inputs(args, kwargs)
             if len(self.modules) > 1:
                 self.modules_to_run.update(self.modules)

@@ -51,7 +51,9 @@ void ShownUnit::hide() {
 }
 
 bool ShownUnit::has_its_parameters() const {
-  for (const auto& parameter : parameters_) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = parameters_[i];
+    if (!hooked_->spec().parameters[i].trainable && THPVariable_Unpack(parameter.shard.ptr()).requires_grad()) return false;
     const auto& expected = shown_ == Shown::kWhole ? parameter.whole : parameter.shard;
     for (const auto& place : parameter.places) {
       if (PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) != expected.ptr()) return false;

@@ -27,7 +27,8 @@ class ShownUnit {
   void show();
   void hide();
   Shown shown() const { return shown_; }
-  /// False if some module has another parameter in a place than the one that it was given.
+  /// False if some module has another parameter in a place than the one that it was given, or if one that was frozen when the unit was made
+  /// is to be trained now.
   bool has_its_parameters() const;
 
   const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }

@@ -1,7 +1,8 @@
-"""What a model leaves behind when it goes, and what an exception leaves behind."""
+"""What a model leaves behind when it goes, what an exception leaves behind, and what changes between steps."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -109,3 +110,25 @@ def test_a_gradient_that_is_kept_stays_as_it_is() -> None:
     sharded.zero_grad()
     sharded(3 * torch.ones(2, 4)).sum().backward()
     assert all(torch.equal(gradient.to_local(), value) for gradient, value in zip(kept, expected, strict=True))
+
+
+def test_parameters_are_frozen_and_trained_again_between_steps() -> None:
+    torch.manual_seed(0)
+    sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded[0].weight.requires_grad_(False)
+    plain = copy.deepcopy(sharded)
+    for layer in sharded:
+        fully_shard(layer)
+    fully_shard(sharded)
+    for trained in (False, True, False, True):
+        for models in (sharded, plain):
+            models[0].weight.requires_grad_(trained)
+            models[1].bias.requires_grad_(not trained)
+            models.zero_grad()
+            models(torch.ones(2, 4)).square().sum().backward()
+        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.equal(ours.grad.to_local(), theirs.grad)
+        with torch.no_grad():
+            for parameter in (*sharded.parameters(), *plain.parameters()):
+                parameter.mul_(0.5)
