@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
+# Shards of main parameters are DTensors with Shard placements in each of them.
+_PLACEMENTS = ("optim_grads_params", "optim_grads", "optim")
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -60,7 +62,7 @@ def fully_shard(
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: which dimensions of ``mesh``, then a mesh of all ranks on which the parameters are DTensors already, are
             data-parallel: those that shard, those that replicate.
-        placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads", "optim" or "no_shard" (ZeRO-2, 1, 0).
+        placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads" or "optim" (ZeRO-2, 1).
 
     Returns:
         What was given, with its class changed to one that is an :class:`FSDPModule`, too.
@@ -72,6 +74,8 @@ def fully_shard(
     """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+    if placements not in _PLACEMENTS:
+        raise ValueError(f"placements '{placements}' are none of {', '.join(_PLACEMENTS)}")
     mesh = mesh or default_mesh()
     spmd = None
     if dp_mesh_dims is not None:
@@ -309,9 +313,9 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, the next backwards leave reductions under way, and gradients appear after one with True."""
         state = self._get_fsdp_state()
-        model = state.model or state.model_of_forward()
-        model.is_last_backward = is_last_backward
-        model.engine.set_is_last_backward(is_last_backward)
+        state.is_last_backward = is_last_backward
+        if state.model is not None:
+            state.model.set_is_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backwards add up gradients on this rank, without communication, until one with True.
@@ -438,7 +442,7 @@ class FSDPModule:
             unit.gathered_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next forward's gathers wait for this event instead of for all that the stream holds. Serves once."""
+        """The root's next forward waits for this event before it gathers. Serves once."""
         self._get_fsdp_state().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -446,9 +450,12 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, on shards: what it gives becomes the shards' values."""
+        state = self._get_fsdp_state()
         self.reshard()
+        if state.model is not None:
+            state.model.dissolve()  # The engine keeps the tensors, which nobody else may while they are exchanged.
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        self._get_fsdp_state().adopt_registered()
+        state.adopt_registered()
         return result
 
 

@@ -7,9 +7,6 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed._composable.fsdp as composable
-import torch.distributed.fsdp as fsdp
-import torch.distributed.fsdp._fully_shard as implementation
 import torch.distributed.fsdp._fully_shard._fully_shard as functions
 
 from libfsdp import _fully_shard as ours
@@ -44,14 +41,11 @@ def install() -> None:
             continue
         mine = getattr(ours, name)
         for module in list(sys.modules.values()):
-            if module is None or getattr(module, "__name__", "").startswith("libfsdp"):
-                continue
-            if module.__dict__.get(name) is theirs if hasattr(module, "__dict__") else False:
+            names = getattr(module, "__dict__", {})
+            if names.get(name) is theirs and not names.get("__name__", "").startswith("libfsdp"):
                 _replaced.append((module, name, theirs))
                 setattr(module, name, mine)
         logger.info("libfsdp: torch.distributed.fsdp.%s is libfsdp's now", name)
-    for package in (fsdp, composable, implementation):
-        logger.debug("libfsdp: installed into %s", package.__name__)
 
 
 def uninstall() -> None:

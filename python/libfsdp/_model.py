@@ -31,16 +31,15 @@ class Model:
         below = list(root.states_below())
         self.states = [state for _, state, _ in below]
         self.forward_root: ShardState | None = None
-        self.is_last_backward = True
         self.leaves_at_once = False
         self.engine = _C.Model(
             root.mesh.engine_mesh, next(_model_numbers), prefetch_depth=1, keep_gathered_bytes=0, report_nan=False
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
+        self.set_is_last_backward(root.is_last_backward)
         position_of: dict[ShardState, int] = {}
-        for name, state, enclosing in below:
+        for _, state, enclosing in below:
             state.model = self
-            state.name = name
             if state.unit is not None:
                 while enclosing is not None and enclosing not in position_of:  # it has no parameters of its own
                     enclosing = next((around for _, inner, around in below if inner is enclosing), None)
@@ -50,6 +49,11 @@ class Model:
                 state.connect(self.engine)
         for state in self.states:
             state.apply_prefetch_lists()
+
+    def set_is_last_backward(self, last: bool) -> None:
+        """With False, the ends of backwards leave reductions under way."""
+        self.is_last_backward = last
+        self.engine.set_is_last_backward(last)
 
     def dissolve(self) -> None:
         """Gives the units back, for another engine to take. Their shards stay as they are."""
@@ -72,6 +76,7 @@ class Model:
         if root.model is not self:
             return root.model_of_forward().begin_forward(root)
         self.forward_root = root
+        root.wait_for_optimizer()
         _C.set_collectives_replaced(are_replaced())
         # Who counts collectives is to see the ones that are needed, and no predictions.
         self.leaves_at_once = _C.collectives_are_visible()

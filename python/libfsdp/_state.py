@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from libfsdp._spmd import SpmdMesh
 
 _ATTRIBUTE = "_libfsdp_state"
+# What users set on a unit; a unit that takes the place of another one has them, too.
+_OPTIONS = (
+    "reshard_after_backward",
+    "requires_gradient_sync",
+    "requires_all_reduce",
+    "gradient_divide_factor",
+    "gathered_in_backward",
+)
 
 
 def state_of(module: nn.Module) -> ShardState | None:
@@ -81,10 +89,10 @@ class ShardState:
         self.offload_policy = offload_policy
         self.placements = placements
         self.model: Model | None = None
-        self.name = ""
         self.modules_to_run: set[nn.Module] = set()
         self.post_optim_event: torch.Event | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.is_last_backward = True
         self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
         self.reshard_after_forward_is_automatic = reshard_after_forward is None
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
@@ -261,9 +269,8 @@ class ShardState:
         for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
             assert value is not None
             shard = self.unit.shard(i)
-            if local.data_ptr() != shard.data_ptr() or local.is_meta:
-                if not local.is_meta:
-                    shard.copy_(local)
+            if not local.is_meta and local.data_ptr() != shard.data_ptr():
+                shard.copy_(local)
                 value._local_tensor = shard.detach()
             if value is not self.parameters[i].sharded:
                 self._set_sharded(i, value)
@@ -286,7 +293,10 @@ class ShardState:
             parameter.sharded = value
             parameter.spec = value._spec
             parameter.whole = None
-        self.unit = self._make_unit()
+        assert self.unit is not None
+        before, self.unit = self.unit, self._make_unit()
+        for option in _OPTIONS:
+            setattr(self.unit, option, getattr(before, option))
 
     # Hooks.
 
@@ -456,6 +466,12 @@ class ShardState:
         if self.model is not None:
             self.model.engine.reshard(self.unit)
 
+    def wait_for_optimizer(self) -> None:
+        """Orders the stream that gathers follow behind the event that the user gave for it, once."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            torch.get_device_module(self.mesh.device.type).current_stream().wait_event(event)
+
     def apply_prefetch_lists(self) -> None:
         """Tells the engine what the user listed, if it is there."""
         if self.unit is None or self.model is None:
@@ -468,7 +484,7 @@ class ShardState:
         """What was reduced becomes the shards' gradients, added to those that they have."""
         assert self.unit is not None
         assert self.model is not None
-        gradients, together = self.model.engine.take_gradients(self.unit)
+        gradients, together = self.model.engine.take_gradients(self.unit, self.all_reduce_hook is not None)
         if self.all_reduce_hook is not None and together is not None:
             self.all_reduce_hook(together)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

@@ -7,9 +7,9 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shown_unit.h"
-#include "comm/communicator.h"
 #include "engine/autograd_phase.h"
 #include "fsdp/error.h"
+#include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
 
 namespace py = pybind11;
@@ -79,8 +79,9 @@ void on_backward_end(HookedModel& model, py::function callback) {
   });
 }
 
-/// Per parameter: its gradient, or nothing. And all of them as one flat tensor, if they have one dtype.
-std::pair<std::vector<std::optional<at::Tensor>>, std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownUnit& shown) {
+/// Per parameter: its gradient, or nothing. And, if `together`, all of them as one flat tensor, where they have one dtype.
+std::pair<std::vector<std::optional<at::Tensor>>, std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownUnit& shown,
+                                                                                            bool together) {
   auto& hooked = *shown.hooked();
   auto& unit = hooked.unit();
   std::vector<std::optional<at::Tensor>> taken(unit.parameters.size());
@@ -101,7 +102,7 @@ std::pair<std::vector<std::optional<at::Tensor>>, std::optional<at::Tensor>> tak
   }
   const auto& first = gradients.front();
   const auto alike = [&](const at::Tensor& part) { return part.scalar_type() == first.scalar_type(); };
-  if (!std::all_of(gradients.begin(), gradients.end(), alike)) return {taken, std::nullopt};
+  if (!together || !std::all_of(gradients.begin(), gradients.end(), alike)) return {taken, std::nullopt};
   return {taken, at::empty({0}, first.options()).set_(first.storage())};
 }
 
@@ -131,27 +132,13 @@ py::dict memory_stats(HookedModel& model) {
 }
 
 py::dict wire_stats(HookedModel& model) {
-  std::vector<comm::Communicator*> counted;
-  comm::CommStats sum;
-  for (const auto& unit : model.engine().units()) {
-    for (auto* communicator : {unit->communicators.gather.get(), unit->communicators.reduce.get(), unit->communicators.outer.get(),
-                               unit->communicators.post_forward.get()}) {
-      if (communicator == nullptr || std::find(counted.begin(), counted.end(), communicator) != counted.end()) continue;
-      counted.push_back(communicator);
-      const auto& stats = communicator->stats();
-      sum.all_gather_bytes += stats.all_gather_bytes;
-      sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
-      sum.control_bytes += stats.control_bytes;
-      sum.all_gathers += stats.all_gathers;
-      sum.reduce_scatters += stats.reduce_scatters;
-    }
-  }
+  const auto stats = FSDPModule(model.shared_engine(), 0).wire_stats();
   py::dict result;
-  result["all_gather_bytes"] = sum.all_gather_bytes;
-  result["reduce_scatter_bytes"] = sum.reduce_scatter_bytes;
-  result["control_bytes"] = sum.control_bytes;
-  result["all_gathers"] = sum.all_gathers;
-  result["reduce_scatters"] = sum.reduce_scatters;
+  result["all_gather_bytes"] = stats.all_gather_bytes;
+  result["reduce_scatter_bytes"] = stats.reduce_scatter_bytes;
+  result["control_bytes"] = stats.control_bytes;
+  result["all_gathers"] = stats.all_gathers;
+  result["reduce_scatters"] = stats.reduce_scatters;
   return result;
 }
 
@@ -194,10 +181,7 @@ void bind_hooks(py::module_& module) {
       .def_property(
           "gathered_in_backward", [](const ShownUnit& self) { return self.hooked()->gathered_in_backward; },
           [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })
-      .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); })
-      .def_property_readonly("shows_whole", [](const ShownUnit& self) { return self.shown() == Shown::kWhole; })
-      .def_property_readonly("is_whole",
-                             [](const ShownUnit& self) { return self.hooked()->unit().state == engine::ParameterState::kPresent; });
+      .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); });
   bind_option(unit, "reshard_after_forward", &engine::UnitOptions::reshard_after_forward);
   bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
   bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);
@@ -249,19 +233,13 @@ void bind_hooks(py::module_& module) {
       .def(
           "reset", [](HookedModel& model) { model.engine().reset(); }, kNoGil)
       .def(
-          "zero_grad", [](HookedModel& model) { model.engine().zero_grad(); }, kNoGil)
-      .def(
-          "finish_gradient_sync", [](HookedModel& model) { model.engine().finish_gradient_sync(); }, kNoGil)
-      .def(
           "main_parameters_changed", [](HookedModel& model) { model.engine().main_parameters_changed(); }, kNoGil)
       .def(
           "set_is_last_backward", [](HookedModel& model, bool last) { model.engine().set_is_last_backward(last); }, kNoGil)
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)
-      .def("wire_stats", &wire_stats)
-      .def(
-          "retire", [](HookedModel& model) { model.engine().retire(); }, kNoGil);
+      .def("wire_stats", &wire_stats);
   module.def("inside_backward", &engine::inside_backward, "True inside of a backward.");
 }
 

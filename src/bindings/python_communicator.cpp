@@ -53,7 +53,7 @@ at::Tensor flat(const at::Tensor& tensor, bool as_bytes) {
   return as_bytes ? elements.view(at::kByte) : elements;
 }
 
-std::runtime_error named(const comm::Label& label, const std::string& text) {
+CommError named(const comm::Label& label, const std::string& text) {
   return CommError(std::string(label.operation) + " of unit '" + std::string(label.unit) + "': " + text);
 }
 

@@ -26,13 +26,11 @@ class ShownUnit {
   void add_place(std::size_t i, pybind11::dict parameters, pybind11::str name, pybind11::object module);
   void show();
   void hide();
-  Shown shown() const { return shown_; }
   /// False if some module has another parameter in a place than the one that it was given, or if one that was frozen when the unit was made
   /// is to be trained now.
   bool has_its_parameters() const;
 
   const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
-  const pybind11::object& shard(std::size_t i) const { return parameters_[i].shard; }
 
  private:
   struct Place {

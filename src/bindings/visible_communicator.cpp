@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <atomic>
+
 namespace fsdp::bindings {
 namespace {
 

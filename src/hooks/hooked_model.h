@@ -47,7 +47,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   void gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient);
 
   engine::Engine& engine() { return *engine_; }
-  const std::vector<std::shared_ptr<HookedUnit>>& units() const { return units_; }
+  const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }
 
  private:
   void watch_backward();
@@ -55,7 +55,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
   std::vector<at::Tensor> watched_;
-  std::int64_t versions_ = 0;  // the sum of their versions when a forward began last
+  std::int64_t versions_ = -1;  // the sum of their versions when a forward began last; at first, what no sum is
   std::function<void()> backward_ended_;
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/buffer.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
@@ -157,17 +158,6 @@ at::Tensor HookedUnit::part_of(const at::Tensor& memory, std::int64_t byte_offse
       bytes, shape, [memory](void*) {}, at::TensorOptions().dtype(dtype).device(memory.device()));
 }
 
-/// A contiguous tensor over memory that may come and go.
-at::Tensor HookedUnit::tensor_at(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype,
-                                 const std::vector<std::int64_t>& shape) {
-  const auto meta = c10::scalarTypeToTypeMeta(dtype);
-  const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, at::kStrided, storage.device()));
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, meta);
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  tensor.unsafeGetTensorImpl()->set_storage_offset(byte_offset / static_cast<std::int64_t>(meta.itemsize()));
-  return tensor;
-}
-
 const at::Tensor& HookedUnit::shard(std::size_t i) const {
   if (!allocated()) throw Error("internal: unit '" + spec_.name + "' has no memory yet");
   return shards_[i];
@@ -185,8 +175,8 @@ at::Tensor HookedUnit::make_shard(std::size_t i) const {
 at::Tensor HookedUnit::whole(std::size_t i) const {
   const auto& placement = unit_->layout.placements()[i];
   const auto& part = unit_->full.parts[placement.sub_buffer];
-  return tensor_at(unit_->full.storage, (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize()),
-                   part.scalar_type(), spec_.parameters[i].shape);
+  const auto offset = (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize());
+  return engine::view_of(unit_->full.storage, part.scalar_type(), offset, spec_.parameters[i].shape);
 }
 
 void HookedUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {

@@ -84,8 +84,6 @@ class HookedUnit {
   at::Tensor make_shard(std::size_t i) const;
   static at::Tensor part_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
                             const std::vector<std::int64_t>& shape);
-  static at::Tensor tensor_at(const c10::Storage& storage, std::int64_t byte_offset, at::ScalarType dtype,
-                              const std::vector<std::int64_t>& shape);
 
   UnitSpec spec_;
   std::unique_ptr<engine::Unit> owned_;

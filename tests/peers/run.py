@@ -90,14 +90,19 @@ def last_error(text: str) -> str:
     return (lines[0] if lines else text.strip()[-200:])[:200]
 
 
-def judge_fsdp2(test: str, outcome: Outcome | None) -> Verdict:
-    """Where FSDP2 itself fails for want of an accelerator, the test is not applicable."""
+def without_failure(outcome: Outcome | None) -> Verdict:
+    """Of a test that did not run, passed, or was skipped."""
     if outcome is None:
         return Verdict("not run")
     if outcome.outcome == "passed":
         return Verdict("passed")
-    if outcome.outcome == "skipped":
-        return Verdict("not applicable", outcome.text.removeprefix("Skipped: "))
+    return Verdict("not applicable", outcome.text.removeprefix("Skipped: "))
+
+
+def judge_fsdp2(test: str, outcome: Outcome | None) -> Verdict:
+    """Where FSDP2 itself fails for want of an accelerator, the test is not applicable."""
+    if outcome is None or outcome.outcome in ("passed", "skipped"):
+        return without_failure(outcome)
     for pattern, reason in NEEDS:
         if found := re.search(pattern, outcome.text):
             return Verdict("not applicable", found.expand(reason))
@@ -108,12 +113,8 @@ def judge_fsdp2(test: str, outcome: Outcome | None) -> Verdict:
 
 def judge(test: str, outcome: Outcome | None, fsdp2: Verdict, private: Iterable[str]) -> Verdict:
     """Another implementation has the excuses of FSDP2, and one more: it lacks FSDP2's private classes."""
-    if outcome is None:
-        return Verdict("not run")
-    if outcome.outcome == "passed":
-        return Verdict("passed")
-    if outcome.outcome == "skipped":
-        return Verdict("not applicable", outcome.text.removeprefix("Skipped: "))
+    if outcome is None or outcome.outcome in ("passed", "skipped"):
+        return without_failure(outcome)
     if fsdp2.word == "not applicable":
         return fsdp2
     if private:

@@ -1,0 +1,142 @@
+"""What options and methods of a sharded module change: counts, order and values, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import libfsdp
+from libfsdp import fully_shard
+
+StartRanks = Callable[[int], Ranks]
+
+
+def model(**options: Any) -> Any:
+    """Two units and a root."""
+    torch.manual_seed(0)
+    sharded = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
+    fully_shard(sharded[0], **options)
+    fully_shard(sharded[2], **options)
+    return fully_shard(sharded, **options)
+
+
+def step(sharded: Any, scale: float = 1.0) -> list[torch.Tensor]:
+    """One backward of this rank's own batch: the whole gradients."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    (scale * sharded(torch.randn(3, 4, generator=generator))).sum().backward()
+    return [p.grad.full_tensor() for p in sharded.parameters()]
+
+
+def train(placements: str) -> tuple[list[torch.Tensor], int]:
+    """Three steps: the parameters, and the all-gathers of the last one."""
+    sharded = model(placements=placements)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    before = 0
+    for _ in range(3):
+        before = libfsdp.wire_stats(sharded)["all_gathers"] if sharded._get_fsdp_state().model else 0
+        step(sharded)
+        optimizer.step()
+        optimizer.zero_grad()
+    gathers = libfsdp.wire_stats(sharded)["all_gathers"] - before
+    return [p.full_tensor() for p in sharded.parameters()], gathers
+
+
+def test_placements_train_the_same_and_gather_less(ranks: StartRanks) -> None:
+    for of_rank in zip(*(ranks(2).run(train, p) for p in ("optim_grads_params", "optim_grads", "optim")), strict=True):
+        (expected, gathers), *others = of_rank
+        assert gathers == 4  # the root, two blocks, and the first of these again in backward
+        for parameters, fewer in others:
+            assert all(map(torch.equal, parameters, expected))
+            assert fewer < gathers or fewer == 3 + 3  # replicated gradients are gathered, too
+
+
+def refuse_placements() -> str:
+    with pytest.raises(ValueError, match="no_shard") as raised:
+        model(placements="no_shard")
+    return str(raised.value)
+
+
+def test_unknown_placements_are_refused(ranks: StartRanks) -> None:
+    assert all("optim_grads" in text for text in ranks(2).run(refuse_placements))
+
+
+def control() -> None:
+    expected = step(model())
+
+    factored = model()
+    for module in (factored, factored[0], factored[2]):
+        module.set_gradient_divide_factor(8.0)
+    assert all(torch.equal(4 * ours, value) for ours, value in zip(step(factored), expected, strict=True))
+    # What was set stays set where another dtype makes the unit anew.
+    factored.to(torch.float64)
+    factored.zero_grad()
+    for ours, value in zip(step(factored.to(torch.float32)), expected, strict=True):
+        torch.testing.assert_close(4 * ours, value)
+
+    hooked, seen = model(), []
+
+    def tenfold(gradients: torch.Tensor) -> None:
+        seen.append(gradients.numel())
+        gradients.mul_(10)
+
+    hooked[0].set_all_reduce_hook(tenfold)
+    found = step(hooked)
+    assert len(seen) == 1
+    assert all(torch.equal(ours, 10 * value) for ours, value in zip(found[:2], expected[:2], strict=True))
+    assert all(map(torch.equal, found[2:], expected[2:]))
+
+    custom, calls = model(), []
+
+    def gather(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        calls.append(input_tensor.numel())
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    custom[0].set_custom_all_gather(gather)
+    assert all(map(torch.equal, step(custom), expected))
+    assert len(calls) == 2  # forward and backward
+
+    last = model()
+    last.set_is_last_backward(False)  # before the first forward has told what the root is
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    last(torch.randn(3, 4, generator=generator)).sum().backward()
+    assert all(p.grad is None for p in last.parameters())
+    last.set_is_last_backward(True)
+    for ours, value in zip(step(last), expected, strict=True):
+        torch.testing.assert_close(ours, 2 * value)
+
+    separate = model()
+    separate.set_separate_reduce_scatter_group()
+    assert all(map(torch.equal, step(separate), expected))
+
+    whole = model(reshard_after_forward=False)
+    step(whole)
+    before = libfsdp.wire_stats(whole)["all_gathers"]
+    whole.zero_grad()
+    step(whole)
+    assert libfsdp.wire_stats(whole)["all_gathers"] - before == 3
+
+
+def test_controls(ranks: StartRanks) -> None:
+    ranks(2).run(control)
+
+
+def leave_on_meta() -> None:
+    with torch.device("meta"):
+        sharded = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(sharded)
+    first = sharded[0].weight
+    value = DTensor.from_local(torch.ones(2, 4), first.device_mesh, first.placements)
+    sharded.load_state_dict({"0.weight": value}, assign=True, strict=False)
+    with pytest.raises(RuntimeError, match=r"materialized from meta device.*1\.weight"):
+        sharded(torch.ones(2, 4))
+
+
+def test_what_stays_on_meta_is_an_error_and_not_zero(ranks: StartRanks) -> None:
+    ranks(2).run(leave_on_meta)
