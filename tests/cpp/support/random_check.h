@@ -7,6 +7,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <stdexcept>
@@ -19,6 +20,10 @@
 
 // One random case: trained twice with the library, and once by plain replicas.
 namespace fsdp::testing {
+
+/// MKL rounds a matrix product by where its operands lie in memory, and parameters that are cut anywhere lie elsewhere in a unit's buffer
+/// than alone. Set before the first product; a value that the user gave stays.
+inline const bool products_ignore_addresses = setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/0) == 0;
 
 /// Largest absolute value; 0 if there is none. NaN where `tensor` has one.
 inline double largest(const at::Tensor& tensor) { return tensor.numel() == 0 ? 0 : tensor.detach().abs().max().item<double>(); }
