@@ -106,8 +106,7 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
         return replace(_over_python(mesh, rows, shards), is_own=True)
     key = (shards, *(row.group.group_name for row in rows if row.group is not None))
     if key not in world.meshes:
-        fast = mesh.device_type == "cpu" and all(_is_gloo(row.group) for row in rows if row.group is not None)
-        world.meshes[key] = _over_store(mesh, rows, shards, world) if fast else _over_python(mesh, rows, shards)
+        world.meshes[key] = _make(mesh, rows, shards, world)
     made = world.meshes[key]
     return made if made.mesh == mesh else replace(made, mesh=mesh)
 
@@ -119,11 +118,22 @@ def _rows_of(mesh: DeviceMesh, shards: bool) -> list[_Row]:
     return rows if shards else [*rows, _Row("(this rank)", [dist.get_rank()], None)]
 
 
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """The group's ranks are processes that talk by Gloo: none written in Python, none that only pretends."""
+def _make(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
+    groups = [row.group for row in rows if row.group is not None]
+    if mesh.device_type == "cpu" and all(_is_of(group, "ProcessGroupGloo", mesh) for group in groups):
+        return _over_store(mesh, rows, shards, world)
+    if all(_is_of(group, "FakeProcessGroup", mesh) for group in groups):
+        return _over_python(mesh, rows, shards, _C.make_fake_mesh)
+    return _over_python(mesh, rows, shards)
+
+
+def _is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
+    """The group is torch's own, with this backend of C++ for the mesh's device: nothing of it is written in Python."""
     if type(group) is not dist.ProcessGroup:
         return False
-    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+    return isinstance(
+        group._get_backend(torch.device(mesh.device_type)), getattr(torch._C._distributed_c10d, backend, ())
+    )
 
 
 def _over_store(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
@@ -145,10 +155,12 @@ def _over_store(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorl
     return ShardingMesh(mesh, engine_mesh, shards)
 
 
-def _over_python(mesh: DeviceMesh, rows: list[_Row], shards: bool) -> ShardingMesh:
+def _over_python(
+    mesh: DeviceMesh, rows: list[_Row], shards: bool, make: Callable[..., _C.Mesh] = _C.make_python_mesh
+) -> ShardingMesh:
     device = device_of(mesh)
     collectives = tuple(Collectives(row.group, device) for row in rows)
-    engine_mesh = _C.make_python_mesh(
+    engine_mesh = make(
         rank=dist.get_rank(),
         dims=[row.name for row in rows],
         sizes=[len(row.ranks) for row in rows],

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings/bindings.h"
+#include "bindings/fake_communicator.h"
 #include "bindings/python_communicator.h"
 #include "bindings/visible_communicator.h"
 #include "comm/device_mesh_state.h"
@@ -63,20 +64,35 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
   return DeviceMesh(std::move(state));
 }
 
-DeviceMesh make_python_mesh(std::int64_t rank, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
-                            const std::vector<std::int64_t>& coordinates, const at::Device& device, py::function make) {
-  const PythonCollectives collectives(std::move(make));
+/// A mesh of which this process knows its own place only: its communicators come from `make(dimension, position, neighbours)`.
+template <typename Make>
+DeviceMesh mesh_of(std::int64_t rank, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
+                   const std::vector<std::int64_t>& coordinates, const at::Device& device, const Make& make) {
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = device;
   state->rank = rank;
   state->coordinates = coordinates;
   for (std::size_t d = 0; d < dims.size(); ++d) {
     state->dims.push_back({dims[d], sizes[d]});
-    state->communicators.push_back(collectives(d, coordinates[d], sizes[d]));
+    state->communicators.push_back(make(d, coordinates[d], sizes[d]));
     state->make_communicator.emplace_back(
-        [collectives, d, position = coordinates[d]](std::int64_t neighbours) { return collectives(d, position, neighbours); });
+        [make, d, position = coordinates[d]](std::int64_t neighbours) { return make(d, position, neighbours); });
   }
   return DeviceMesh(std::move(state));
+}
+
+DeviceMesh make_python_mesh(std::int64_t rank, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
+                            const std::vector<std::int64_t>& coordinates, const at::Device& device, py::function make) {
+  return mesh_of(rank, dims, sizes, coordinates, device, PythonCollectives(std::move(make)));
+}
+
+DeviceMesh make_fake_mesh(std::int64_t rank, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
+                          const std::vector<std::int64_t>& coordinates, const at::Device& device, py::function make) {
+  const auto visible = [collectives = PythonCollectives(std::move(make))](std::size_t d, std::int64_t position, std::int64_t neighbours) {
+    auto own = std::make_shared<FakeCommunicator>(static_cast<int>(position % neighbours), static_cast<int>(neighbours));
+    return std::make_shared<VisibleCommunicator>(std::move(own), collectives(d, position, neighbours));
+  };
+  return mesh_of(rank, dims, sizes, coordinates, device, visible);
 }
 
 }  // namespace
@@ -96,6 +112,9 @@ void bind_mesh(py::module_& module) {
   module.def("set_collectives_replaced", &set_collectives_replaced, "Functions of torch.distributed have been replaced by a program.");
   module.def("make_python_mesh", &make_python_mesh, py::arg("rank"), py::arg("dims"), py::arg("sizes"), py::arg("coordinates"),
              py::arg("device"), py::arg("make"), "A mesh over collectives of Python: make(dimension, neighbours).");
+  module.def("make_fake_mesh", &make_fake_mesh, py::arg("rank"), py::arg("dims"), py::arg("sizes"), py::arg("coordinates"),
+             py::arg("device"), py::arg("make"),
+             "As make_python_mesh, of peers that are not there: collectives of Python only where they are visible.");
 }
 
 }  // namespace fsdp::bindings

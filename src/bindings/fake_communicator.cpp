@@ -1,0 +1,25 @@
+#include "bindings/fake_communicator.h"
+
+#include <array>
+
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
+
+namespace fsdp::bindings {
+
+std::unique_ptr<comm::Pending> FakeCommunicator::all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) {
+  for (const auto& part : parts) comm::copy_own_shard(part, rank());
+  return NullCommunicator::all_gather(parts, label);
+}
+
+std::unique_ptr<comm::Pending> FakeCommunicator::reduce_scatter(std::span<const comm::ReducePart> parts, double scale,
+                                                                const comm::Label& label) {
+  for (const auto& part : parts) {
+    const auto numel = part.out.numel();
+    const std::array<at::Tensor, 1> own = {comm::flat_view(part.unreduced, rank() * numel, numel)};
+    comm::rank_order_sum(own, part.out, scale, part.accumulate);
+  }
+  return NullCommunicator::reduce_scatter(parts, scale, label);
+}
+
+}  // namespace fsdp::bindings

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "comm/null_communicator.h"
+
+namespace fsdp::bindings {
+
+/// Stands for torch's "fake" process group, whose peers are not there: a gather fills this rank's own region and leaves the others as they
+/// are, a reduction sums this rank's own terms. (torch's fills all regions with this rank's shard, at a cost that grows with the ranks.)
+class FakeCommunicator final : public comm::NullCommunicator {
+ public:
+  using comm::NullCommunicator::NullCommunicator;
+
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return 0; }
+  std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
+  std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
+};
+
+}  // namespace fsdp::bindings
