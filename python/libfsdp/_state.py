@@ -208,6 +208,7 @@ class ShardState:
         parameter = self.parameters[i]
         assert parameter.whole is not None
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
+        self.unit.set_wrap(i, functools.partial(DTensor, spec=parameter.spec, requires_grad=False))
         engine.watch_version(parameter.sharded)
         engine.watch_version(parameter.local)
         if parameter.whole_spec is None:
@@ -479,21 +480,8 @@ class ShardState:
         for in_backward, states in self.prefetch.items():
             self.unit.set_prefetch(in_backward, [state.unit for state in states if state.unit is not None])
 
-    @torch.no_grad()
     def deliver_gradients(self) -> None:
         """What was reduced becomes the shards' gradients, added to those that they have."""
         assert self.unit is not None
         assert self.model is not None
-        gradients, together = self.model.engine.take_gradients(self.unit, self.all_reduce_hook is not None)
-        if self.all_reduce_hook is not None and together is not None:
-            self.all_reduce_hook(together)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            sharded = parameter.sharded
-            if sharded.grad is None:
-                sharded.grad = parameter.make_dtensor(gradient)
-            else:
-                sharded.grad._local_tensor.add_(gradient)
-            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(sharded)
+        self.model.engine.deliver_gradients(self.unit, self.all_reduce_hook)

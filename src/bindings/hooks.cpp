@@ -79,18 +79,22 @@ void on_backward_end(HookedModel& model, py::function callback) {
   });
 }
 
-/// Per parameter: its gradient, or nothing. And, if `together`, all of them as one flat tensor, where they have one dtype.
-std::pair<std::vector<std::optional<at::Tensor>>, std::optional<at::Tensor>> take_gradients(HookedModel& model, ShownUnit& shown,
-                                                                                            bool together) {
-  auto& hooked = *shown.hooked();
+/// Of a unit: per parameter its gradient, or nothing; and the memory of them all, where they have one dtype.
+struct TakenGradients {
+  std::vector<std::optional<at::Tensor>> of_parameters;
+  std::optional<at::Tensor> together;
+};
+
+TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked) {
   auto& unit = hooked.unit();
-  std::vector<std::optional<at::Tensor>> taken(unit.parameters.size());
+  TakenGradients taken;
+  taken.of_parameters.resize(unit.parameters.size());
   std::vector<bool> has_gradient;
   for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
   const auto gradients = model.engine().take_gradients(unit);
-  if (gradients.empty()) return {taken, std::nullopt};
+  if (gradients.empty()) return taken;
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < taken.size(); ++i) {
+  for (std::size_t i = 0; i < has_gradient.size(); ++i) {
     if (!has_gradient[i]) continue;
     const auto gradient = hooked.gradient_shard(gradients, i);
     // As FSDP2's: the sum has the dtype in which it was made, there on the wire. (Ours was added up in fp32.)
@@ -98,12 +102,23 @@ std::pair<std::vector<std::optional<at::Tensor>>, std::optional<at::Tensor>> tak
     if (c10::elementSize(format.wire_gradient) < c10::elementSize(format.main_gradient)) {
       gradient.copy_(gradient.to(format.wire_gradient));
     }
-    taken[i] = gradient;
+    taken.of_parameters[i] = gradient;
   }
   const auto& first = gradients.front();
   const auto alike = [&](const at::Tensor& part) { return part.scalar_type() == first.scalar_type(); };
-  if (!together || !std::all_of(gradients.begin(), gradients.end(), alike)) return {taken, std::nullopt};
-  return {taken, at::empty({0}, first.options()).set_(first.storage())};
+  if (std::all_of(gradients.begin(), gradients.end(), alike)) taken.together = at::empty({0}, first.options()).set_(first.storage());
+  return taken;
+}
+
+/// What was reduced of a unit becomes its shards' gradients. `hook`, if it is not None, gets them all before, as one flat tensor.
+void deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& hook) {
+  TakenGradients taken;
+  {
+    const py::gil_scoped_release no_gil;
+    taken = take_gradients(model, *shown.hooked());
+  }
+  if (!hook.is_none() && taken.together) hook(*taken.together);
+  shown.deliver(taken.of_parameters);
 }
 
 void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
@@ -170,6 +185,7 @@ void bind_hooks(py::module_& module) {
       .def("set_leaf", [](ShownUnit& self, std::size_t i, const at::Tensor& leaf) { self.hooked()->set_leaf(i, leaf); })
       .def("set_parameters", &ShownUnit::set_parameters)
       .def("add_place", &ShownUnit::add_place)
+      .def("set_wrap", &ShownUnit::set_wrap)
       .def("show", &ShownUnit::show)
       .def("hide", &ShownUnit::hide)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
@@ -225,7 +241,7 @@ void bind_hooks(py::module_& module) {
              const py::gil_scoped_release no_gil;
              model.gradient(*unit.hooked(), i, gradient);
            })
-      .def("take_gradients", &take_gradients, kNoGil)
+      .def("deliver_gradients", &deliver_gradients)
       .def("unshard", of(&engine::Engine::unshard), kNoGil)
       .def("start_unshard", of(&engine::Engine::start_unshard), kNoGil)
       .def("reshard", of(&engine::Engine::reshard), kNoGil)

@@ -62,4 +62,23 @@ bool ShownUnit::has_its_parameters() const {
   return true;
 }
 
+void ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!gradients[i]) continue;
+    auto& parameter = parameters_[i];
+    const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
+    if (shard.grad().defined()) {
+      const py::object local = py::object(parameter.shard.attr("grad")).attr("_local_tensor");
+      THPVariable_Unpack(local.ptr()).add_(*gradients[i]);
+    } else {
+      const py::object gradient = parameter.wrap(*gradients[i]);
+      shard.mutable_grad() = THPVariable_Unpack(gradient.ptr());
+    }
+    if (!torch::autograd::impl::post_acc_grad_hooks(shard)) continue;
+    const py::list hooks(parameter.shard.attr("_post_accumulate_grad_hooks").attr("values")());
+    for (const auto hook : hooks) hook(parameter.shard);
+  }
+}
+
 }  // namespace fsdp::bindings

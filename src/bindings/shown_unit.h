@@ -3,6 +3,7 @@
 #include <torch/extension.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,13 @@ class ShownUnit {
   /// is to be trained now.
   bool has_its_parameters() const;
 
+  /// How Python wraps a tensor of this rank's rows of parameter i as a gradient of its shard. Refers to nothing that refers to the unit:
+  /// the garbage collector does not see this way.
+  void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = std::move(wrap); }
+  /// Reduced gradients, where there are any, become those of the shards, or are added to them; then the shards' hooks on accumulated
+  /// gradients run.
+  void deliver(const std::vector<std::optional<at::Tensor>>& gradients);
+
   const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
 
  private:
@@ -42,6 +50,7 @@ class ShownUnit {
     pybind11::object shard;
     pybind11::object whole;
     std::vector<Place> places;
+    pybind11::object wrap;
   };
   void put(Shown form);
 
