@@ -1,7 +1,11 @@
 #include "comm/pairwise_communicator.h"
 
+#include <ATen/ops/empty.h>
+
+#include <cstring>
 #include <vector>
 
+#include "comm/bundle.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 #include "comm/transfers.h"
@@ -13,41 +17,80 @@ namespace {
 int nth_source(const Row& row, int k) { return (row.rank + k) % row.size(); }
 int nth_target(const Row& row, int k) { return (row.rank + row.size() - k) % row.size(); }
 
+/// Bytes [rank * bytes, (rank + 1) * bytes) of a 1-D tensor of one dtype or another.
+char* region_of(const at::Tensor& tensor, int rank, std::int64_t bytes) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + rank * bytes;
+}
+
+at::Tensor bytes_for(const Bundle& bundle, int ranks) { return at::empty({ranks * bundle.bytes()}, at::kByte); }
+
 class PairwiseGather final : public GroupPending {
  public:
   PairwiseGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
-      : GroupPending(std::move(group), call, label), transfers_(*group_), parts_(parts.begin(), parts.end()) {}
+      : GroupPending(std::move(group), call, label),
+        transfers_(*group_),
+        parts_(parts.begin(), parts.end()),
+        bundle_(shard_bytes(parts), group_->row.size()) {}
   ~PairwiseGather() override { settle(); }
 
  protected:
   void post() override {
     const Row& row = group_->row;
-    const std::size_t messages = parts_.size() * static_cast<std::size_t>(row.size() - 1);
+    const std::size_t messages = (bundle_.alone().size() + 1) * static_cast<std::size_t>(row.size() - 1);
     transfers_.reserve(messages, messages);
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const int together = tags::data(call_, parts_.size());
+    if (bundle_.bytes() > 0) {
+      received_ = bytes_for(bundle_, row.size());
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(flat_view(received_, peer * bundle_.bytes(), bundle_.bytes()), peer, together);
+      }
+    }
+    for (const auto i : bundle_.alone()) {
       const std::int64_t numel = parts_[i].shard.numel();
-      if (numel == 0) continue;
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_source(row, k);
         transfers_.receive(flat_view(parts_[i].full, peer * numel, numel), peer, tags::data(call_, i));
       }
     }
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
-      const std::int64_t numel = parts_[i].shard.numel();
-      if (numel == 0) continue;
-      for (int k = 1; k < row.size(); ++k) transfers_.send(flat_view(parts_[i].shard, 0, numel), nth_target(row, k), tags::data(call_, i));
+    if (bundle_.bytes() > 0) {
+      const auto mine = flat_view(received_, row.rank * bundle_.bytes(), bundle_.bytes());
+      for (const auto& [i, offset, bytes] : bundle_.together()) {
+        std::memcpy(region_of(mine, 0, 0) + offset, parts_[i].shard.const_data_ptr(), static_cast<std::size_t>(bytes));
+      }
+      for (int k = 1; k < row.size(); ++k) transfers_.send(mine, nth_target(row, k), together);
+    }
+    for (const auto i : bundle_.alone()) {
+      const auto shard = flat_view(parts_[i].shard, 0, parts_[i].shard.numel());
+      for (int k = 1; k < row.size(); ++k) transfers_.send(shard, nth_target(row, k), tags::data(call_, i));
     }
     for (const GatherPart& part : parts_) copy_own_shard(part, row.rank);  // While the messages travel.
   }
   void finish() override {
+    const Row& row = group_->row;
     transfers_.wait_receives();
+    for (const auto& [i, offset, bytes] : bundle_.together()) {
+      for (int peer = 0; peer < row.size(); ++peer) {
+        if (peer == row.rank) continue;
+        std::memcpy(region_of(parts_[i].full, peer, bytes), region_of(received_, peer, bundle_.bytes()) + offset,
+                    static_cast<std::size_t>(bytes));
+      }
+    }
     transfers_.wait_sends();
   }
   void forget() noexcept override { transfers_.forget(); }
 
  private:
+  static std::vector<std::int64_t> shard_bytes(std::span<const GatherPart> parts) {
+    std::vector<std::int64_t> bytes;
+    for (const auto& part : parts) bytes.push_back(static_cast<std::int64_t>(part.shard.nbytes()));
+    return bytes;
+  }
+
   Transfers transfers_;
   const std::vector<GatherPart> parts_;
+  const Bundle bundle_;
+  at::Tensor received_;  // the bundles of all ranks, in rank order, this one's too
 };
 
 class PairwiseReduce final : public GroupPending {
@@ -56,6 +99,7 @@ class PairwiseReduce final : public GroupPending {
       : GroupPending(std::move(group), call, label),
         transfers_(*group_),
         parts_(parts.begin(), parts.end()),
+        bundle_(shard_bytes(parts), group_->row.size()),
         sources_(static_cast<std::size_t>(group_->row.size())),
         scale_(scale) {}
   ~PairwiseReduce() override { settle(); }
@@ -63,19 +107,36 @@ class PairwiseReduce final : public GroupPending {
  protected:
   void post() override {
     const Row& row = group_->row;
-    const std::size_t messages = parts_.size() * static_cast<std::size_t>(row.size() - 1);
+    const std::size_t messages = (bundle_.alone().size() + 1) * static_cast<std::size_t>(row.size() - 1);
     transfers_.reserve(messages, messages);
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const int together = tags::data(call_, parts_.size());
+    if (bundle_.bytes() > 0) {
+      sent_ = bytes_for(bundle_, row.size());
+      received_ = bytes_for(bundle_, row.size());
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(flat_view(received_, peer * bundle_.bytes(), bundle_.bytes()), peer, together);
+      }
+    }
+    for (const auto i : bundle_.alone()) {
       const std::int64_t numel = parts_[i].out.numel();
-      if (numel == 0) continue;
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_source(row, k);
         transfers_.receive(flat_view(parts_[i].staging, staging_slot(peer) * numel, numel), peer, tags::data(call_, i));
       }
     }
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
+    if (bundle_.bytes() > 0) {
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_target(row, k);
+        const auto theirs = flat_view(sent_, peer * bundle_.bytes(), bundle_.bytes());
+        for (const auto& [i, offset, bytes] : bundle_.together()) {
+          std::memcpy(region_of(theirs, 0, 0) + offset, region_of(parts_[i].unreduced, peer, bytes), static_cast<std::size_t>(bytes));
+        }
+        transfers_.send(theirs, peer, together);
+      }
+    }
+    for (const auto i : bundle_.alone()) {
       const std::int64_t numel = parts_[i].out.numel();
-      if (numel == 0) continue;
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_target(row, k);
         transfers_.send(flat_view(parts_[i].unreduced, peer * numel, numel), peer, tags::data(call_, i));
@@ -85,12 +146,19 @@ class PairwiseReduce final : public GroupPending {
 
   // Sums each part as soon as it is here, while those behind it travel.
   void finish() override {
+    const Row& row = group_->row;
+    const auto peers = static_cast<std::size_t>(row.size() - 1);
     std::size_t receives = 0;
-    for (const ReducePart& part : parts_) {
-      if (part.out.numel() == 0) continue;
-      receives += sources_.size() - 1;
-      transfers_.wait_receives(receives);
-      sum(part);
+    if (bundle_.bytes() > 0) {
+      transfers_.wait_receives(receives += peers);
+      for (const auto& [i, offset, bytes] : bundle_.together()) {
+        sum(parts_[i], [&, offset = offset](int peer) { return region_of(received_, peer, bundle_.bytes()) + offset; });
+      }
+    }
+    for (const auto i : bundle_.alone()) {
+      transfers_.wait_receives(receives += peers);
+      const auto bytes = shard_bytes(parts_[i]);
+      sum(parts_[i], [&](int peer) { return region_of(parts_[i].staging, staging_slot(peer), bytes); });
     }
     transfers_.wait_sends();
   }
@@ -98,15 +166,22 @@ class PairwiseReduce final : public GroupPending {
 
  private:
   // Staging holds the peers' parts in rank order, without a hole for this rank's.
-  std::int64_t staging_slot(int peer) const { return peer < group_->row.rank ? peer : peer - 1; }
+  int staging_slot(int peer) const { return peer < group_->row.rank ? peer : peer - 1; }
 
-  void sum(const ReducePart& part) {
+  static std::int64_t shard_bytes(const ReducePart& part) {
+    return part.out.numel() * static_cast<std::int64_t>(part.unreduced.itemsize());
+  }
+  static std::vector<std::int64_t> shard_bytes(std::span<const ReducePart> parts) {
+    std::vector<std::int64_t> bytes;
+    for (const auto& part : parts) bytes.push_back(shard_bytes(part));
+    return bytes;
+  }
+
+  template <typename FromPeer>
+  void sum(const ReducePart& part, const FromPeer& from_peer) {
     const int own = group_->row.rank;
-    const std::int64_t bytes = part.out.numel() * static_cast<std::int64_t>(part.unreduced.itemsize());
     for (int rank = 0; rank < group_->row.size(); ++rank) {
-      const at::Tensor& from = rank == own ? part.unreduced : part.staging;
-      const std::int64_t slot = rank == own ? own : staging_slot(rank);
-      sources_[static_cast<std::size_t>(rank)] = static_cast<const char*>(from.const_data_ptr()) + slot * bytes;
+      sources_[static_cast<std::size_t>(rank)] = rank == own ? region_of(part.unreduced, own, shard_bytes(part)) : from_peer(rank);
     }
     rank_order_sum(sources_, part.unreduced.scalar_type(), part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), scale_,
                    part.accumulate);
@@ -114,6 +189,9 @@ class PairwiseReduce final : public GroupPending {
 
   Transfers transfers_;
   const std::vector<ReducePart> parts_;
+  const Bundle bundle_;
+  at::Tensor sent_;      // the bundles for all ranks, in rank order
+  at::Tensor received_;  // theirs
   std::vector<const void*> sources_;
   const double scale_;
 };
