@@ -83,6 +83,7 @@ class ShardState:
         spmd: SpmdMesh | None,
     ) -> None:
         self.modules = modules
+        self.class_names = [type(module).__name__ for module in modules]  # before fully_shard changes them
         self.mesh = mesh
         self.spmd = spmd
         self.mp_policy = mp_policy
@@ -128,7 +129,7 @@ class ShardState:
             parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
         given = [(p.name, list(p.shape), p.shard_dim, p.dtype, p.trainable) for p in self.parameters]
         return _C.Unit(
-            type(self.modules[0]).__name__,
+            ", ".join(self.class_names),
             given,
             self.mesh.engine_mesh,
             placements=self.placements,
@@ -337,14 +338,23 @@ class ShardState:
             if not state.shows_its_parameters():
                 state.adopt_registered()
         self._refuse_shared_parameters()
-        self._name_parameters()
+        self._name_units()
         return Model(self, provisional=provisional)
 
-    def _name_parameters(self) -> None:
-        names = {id(p): name for name, p in self.modules[0].named_parameters(remove_duplicate=False)}
+    def _name_units(self) -> None:
+        """As they are named from here: in errors and profiles."""
+        root = self.modules[0]
+        names = {id(p): name for name, p in root.named_parameters(remove_duplicate=False)}
+        module_names = {module: name for name, module in root.named_modules()}
         for _, state, _ in self.states_below():
             for parameter in state.parameters:
                 parameter.name = names.get(id(parameter.sharded), parameter.name)
+            if state.unit is not None:
+                modules = [
+                    module_names.get(module) or class_name
+                    for module, class_name in zip(state.modules, state.class_names, strict=True)
+                ]
+                state.unit.rename(", ".join(modules), [parameter.name for parameter in state.parameters])
 
     def _refuse_shared_parameters(self) -> None:
         seen = set()
@@ -385,7 +395,7 @@ class ShardState:
         if torch.is_grad_enabled() and self.unit is not None:
             outputs = tensors_with_gradient(output)
             if any(tensor._base is not None for tensor in outputs):
-                names = ", ".join(type(module).__name__ for module in self.modules)
+                names = ", ".join(self.class_names)
                 warnings.warn(
                     f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place operation on it would drop the hook "
                     "by which backward gathers the module's parameters: use out-of-place operations, or clone() it first",

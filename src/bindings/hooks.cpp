@@ -182,6 +182,8 @@ void bind_hooks(py::module_& module) {
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
       .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })
       .def("whole", [](ShownUnit& self, std::size_t i) { return self.hooked()->whole(i); })
+      .def("rename", [](ShownUnit& self, std::string name,
+                        std::vector<std::string> parameters) { self.hooked()->rename(std::move(name), std::move(parameters)); })
       .def("set_leaf", [](ShownUnit& self, std::size_t i, const at::Tensor& leaf) { self.hooked()->set_leaf(i, leaf); })
       .def("set_parameters", &ShownUnit::set_parameters)
       .def("add_place", &ShownUnit::add_place)

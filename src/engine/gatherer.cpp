@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 
 #include <utility>
 
@@ -9,6 +10,7 @@ namespace fsdp::engine {
 
 void Gatherer::start(Unit& unit) {
   if (unit.state != ParameterState::kSharded) return;
+  RECORD_USER_SCOPE("FSDP::all_gather (" + unit.name + ")");
   const at::NoGradGuard no_grad;
   if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
   std::vector<comm::GatherPart> parts;

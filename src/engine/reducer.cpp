@@ -1,6 +1,7 @@
 #include "engine/reducer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -201,7 +202,8 @@ void Reducer::start(Reduction& reduction) {
   const auto sub_buffers = gradients.reduced.size();
   const bool accumulate = unit.main_gradient_valid;
   switch (reduction.hop) {
-    case Hop::kInnerReduce:
+    case Hop::kInnerReduce: {
+      RECORD_USER_SCOPE("FSDP::post_backward_reduce (" + unit.name + ")");
       if (unit.communicators.outer) {
         gradients.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
       } else if (!reduction.in_place) {
@@ -219,6 +221,7 @@ void Reducer::start(Reduction& reduction) {
       }
       reduction.pending = unit.communicators.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
       break;
+    }
     case Hop::kOuterReduce:
       allocate_reduced(gradients);
       gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);

@@ -1,5 +1,6 @@
 #include "hooks/hooked_model.h"
 
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -52,6 +53,7 @@ void HookedModel::dissolve() {
 }
 
 void HookedModel::begin_forward() {
+  RECORD_USER_SCOPE("FSDP::root_pre_forward");
   if (!engine::inside_backward()) engine_->recover();
   std::int64_t versions = 0;
   for (const auto& tensor : watched_) versions += static_cast<std::int64_t>(tensor._version());
@@ -61,6 +63,7 @@ void HookedModel::begin_forward() {
 void HookedModel::enter(HookedUnit& unit) {
   if (engine::inside_backward()) watch_backward();
   const auto phase = engine::current_phase();
+  RECORD_USER_SCOPE((phase == engine::Phase::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
   if (unit.unit().in_use(phase) && engine_->follows_current_stream()) return;
   const std::array<engine::Unit*, 1> units{&unit.unit()};
   engine_->enter(units, phase);
@@ -73,6 +76,7 @@ void HookedModel::enter_backward(HookedUnit& unit) {
 }
 
 void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs) {
+  RECORD_USER_SCOPE("FSDP::post_forward (" + unit->unit().name + ")");
   for (const auto& output : outputs) {
     output.register_hook([model = weak_from_this(), unit = std::weak_ptr(unit)](const at::Tensor&) {
       const auto self = model.lock();
@@ -99,6 +103,7 @@ void HookedModel::watch_backward() {
   const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
   if (!engine_->begin_backward(alive, of)) return;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
+    RECORD_USER_SCOPE("FSDP::root_post_backward_callback");
     self->engine_->end_backward();
     if (self->backward_ended_) self->backward_ended_();
   });

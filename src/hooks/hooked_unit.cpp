@@ -119,6 +119,11 @@ at::Tensor HookedUnit::as_stored(std::size_t i, const at::Tensor& whole) const {
   return whole.unflatten(cut, {inner_size(spec_.mesh), -1}).movedim(cut, 0);
 }
 
+void HookedUnit::rename(std::string name, std::vector<std::string> parameters) {
+  unit_->name = spec_.name = std::move(name);
+  for (std::size_t i = 0; i < parameters.size(); ++i) unit_->parameters[i].name = spec_.parameters[i].name = std::move(parameters[i]);
+}
+
 void HookedUnit::set_mesh(const DeviceMesh& mesh) {
   spec_.mesh = mesh;
   unit_->communicators = communicators_of(spec_);

@@ -47,6 +47,9 @@ class HookedUnit {
   engine::Unit& unit() { return *unit_; }
   const engine::Unit& unit() const { return *unit_; }
 
+  /// How errors and profiles name the unit and its parameters: fully qualified, once the root is known. The same on all ranks. Not while
+  /// something is under way.
+  void rename(std::string name, std::vector<std::string> parameters);
   /// Other communicators over the same ranks. Not while something is under way.
   void set_mesh(const DeviceMesh& mesh);
   /// Reductions get a process group of their own, or share that of gathers again. Collective over the mesh.

@@ -1,0 +1,47 @@
+"""The names of ranges in profiles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from support.ranks import Ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from libfsdp import fully_shard
+
+StartRanks = Callable[[int], Ranks]
+
+
+def profile_step() -> Counter[str]:
+    """How often each range comes in the third step of two blocks and a root."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
+    fully_shard(model[0])
+    fully_shard(model[2])
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        model(torch.ones(3, 4)).sum().backward()
+    return Counter(event.name for event in profiled.events() if event.name.startswith("FSDP::"))
+
+
+def test_ranges_have_the_names_of_fsdp2(ranks: StartRanks) -> None:
+    for found in ranks(2).run(profile_step):
+        assert found == {
+            "FSDP::root_pre_forward": 1,
+            "FSDP::root_post_backward_callback": 1,
+            # The root stays gathered from forward to backward, the last block is still there, the first one is gathered twice.
+            "FSDP::all_gather (Sequential)": 1,
+            "FSDP::all_gather (2)": 1,
+            "FSDP::all_gather (0)": 2,
+            **{
+                f"FSDP::{what} ({unit})": 1
+                for what in ("pre_forward", "post_forward", "pre_backward", "post_backward_reduce")
+                for unit in ("Sequential", "0", "2")
+            },
+        }
