@@ -91,7 +91,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Times, int]:
         for contender in contenders:
             contender.ask("step", 1)  # The optimizer's state is there after one.
         for number in range(arguments.rounds + 1):
-            for name, contender in (("libfsdp", contenders[0]), ("dcp", contenders[1]), ("plain", contenders[1])):
+            turns = [("libfsdp", contenders[0]), ("dcp", contenders[1]), ("plain", contenders[1])]
+            first = number % len(turns)  # Nobody always writes to the disk that another one has just filled.
+            for name, contender in (*turns[first:], *turns[:first]):
 
                 def note(metric: str, milliseconds: float, name: str = name, number: int = number) -> None:
                     print(f"round {number} {name:8} {metric:28} {milliseconds:8.0f} ms", file=sys.stderr)
@@ -115,7 +117,11 @@ def table(times: Times, size: int) -> str:
     lines += ["", "| | ratio | target |", "|---|---|---|"]
     for metric in RATES:
         ratio = median_of["dcp", metric] / median_of["libfsdp", metric]
-        lines.append(f"| {metric}: DCP's time / libfsdp's | {ratio:.2f} | at least 1.5 |")
+        target = "" if metric == "load, cold" else "at least 2.0"
+        lines.append(f"| {metric}: DCP's time / libfsdp's | {ratio:.2f} | {target} |")
+    delayed = "async save, step delayed"
+    ratio = median_of["libfsdp", delayed] / median_of["dcp", delayed]
+    lines.append(f"| {delayed}: libfsdp's / DCP's | {ratio:.2f} | at most 0.6 |")
     blocked = median_of["libfsdp", "async save, blocked"] / median_of["libfsdp", "save"]
     lines.append(f"| libfsdp: blocked by an async save / a save | {blocked:.2f} | at most 0.2 |")
     blocked = median_of["dcp", "async save, blocked"] / median_of["dcp", "save"]
