@@ -9,6 +9,7 @@ import torch
 
 from libfsdp import _C
 from libfsdp._collectives import are_replaced
+from libfsdp._compile import untraced
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Model:
             if not torch.is_grad_enabled() and state.unit is not None and state.reshards_after_forward:
                 self.engine.reshard(state.unit)
 
+    @untraced
     def _end_backward(self) -> None:
         self.forward_root = None
         for state in self.states:
@@ -104,6 +106,13 @@ class Model:
                 state.deliver_gradients()
             if state.unit.reshard_after_backward:
                 state.unit.hide()
+
+    def reduce_collected(self) -> None:
+        """Between backwards: reduces what those without synchronization have collected, and delivers it."""
+        for state in self.states:
+            state.collect_left_gradients()
+        self.engine.reduce_collected()
+        self.engine.set_prefetch_depth(0 if self.leaves_at_once else 1)
 
     def reset(self) -> None:
         """After an exception: frees what was gathered, drops gradients that are not reduced."""

@@ -18,6 +18,7 @@ from libfsdp._spmd import spmd_specs
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
+    from libfsdp import _C
     from libfsdp._mesh import ShardingMesh
     from libfsdp._spmd import SpmdMesh
 
@@ -104,6 +105,21 @@ def sharded_spec(
     all_dims = DeviceMesh._concatenate([mesh.mesh, whole.mesh])
     placements = (*replicate, shard, *whole.placements)
     return DTensorSpec(all_dims, placements, tensor_meta=whole.tensor_meta), whole
+
+
+def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], values: list[torch.Tensor]) -> None:
+    """torch.func.functional_call has put tensors into the modules for one call: these may be the shards once more.
+
+    Raises:
+        RuntimeError: if they have other values.
+    """
+    for i, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if local.data_ptr() != unit.shard(i).data_ptr():
+            raise RuntimeError(
+                f"functional_call with other values for sharded parameter '{parameter.name}': a sharded module computes with its own "
+                "parameters; write the values to it in place, or leave it out of fully_shard (ignored_params)"
+            )
 
 
 def local_gradient(gradient: torch.Tensor, whole: DTensorSpec, data_parallel: frozenset[int]) -> torch.Tensor:

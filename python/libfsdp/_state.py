@@ -14,9 +14,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from libfsdp import _C
+from libfsdp._as_fsdp2_state import AsFSDP2State
+from libfsdp._compile import untraced
 from libfsdp._model import Model
 from libfsdp._outputs import cast_floating, tensors_with_gradient
-from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_gradient, rows_of, sharded_spec
+from libfsdp._sharded_parameter import (
+    Place,
+    ShardedParameter,
+    check_values_of_a_call,
+    identity_of,
+    local_gradient,
+    rows_of,
+    sharded_spec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +76,7 @@ def states_in(*modules: nn.Module) -> Iterator[tuple[str, ShardState, ShardState
         yield from walk(module, "", None)
 
 
-class ShardState:
+class ShardState(AsFSDP2State):
     """The modules of one call of fully_shard, with the unit of their parameters (None if they have none)."""
 
     def __init__(
@@ -220,6 +230,7 @@ class ShardState:
         whole_spec = parameter.whole_spec
         data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
 
+        @untraced
         def collect(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             unit, engine = unit_of(), engine_of()
@@ -252,8 +263,11 @@ class ShardState:
         """
         if self.unit is None:
             return
+        registered = [place.module._parameters[place.name] for place in (p.places[0] for p in self.parameters)]
+        found = [p.sharded if now is p.whole else now for p, now in zip(self.parameters, registered, strict=True)]
         self.unit.hide()
-        found = [place.module._parameters[place.name] for place in (p.places[0] for p in self.parameters)]
+        if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
+            return check_values_of_a_call(self.unit, self.parameters, found)
         if any(value is None or not isinstance(value, DTensor) for value in found):
             names = [p.name for p, value in zip(self.parameters, found, strict=True) if not isinstance(value, DTensor)]
             raise RuntimeError(
@@ -320,6 +334,7 @@ class ShardState:
             return self.model
         return self._form(provisional=False)
 
+    @torch.inference_mode(False)  # what is made here serves later forwards, too
     def _form(self, *, provisional: bool) -> Model:
         if len(self.modules) > 1 and not provisional:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
@@ -367,6 +382,7 @@ class ShardState:
                     )
                 seen.add(parameter.identity)
 
+    @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -387,6 +403,7 @@ class ShardState:
             model.engine.enter(self.unit)
         return args, kwargs
 
+    @untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After a module's forward: it shows shards again, and backward will enter the unit by way of the output."""
         model = self.model
@@ -433,16 +450,6 @@ class ShardState:
     def _cast_output(self, output: Any) -> Any:
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _apply_to_tensors(functools.partial(cast_floating, dtype), output)
-
-    # FSDP2's names for what programs ask of a state.
-
-    @property
-    def _is_root(self) -> bool | None:
-        """None until a forward has told."""
-        return None if self.model is None or self.model.provisional else self.model.states[0] is self
-
-    def _lazy_init(self) -> None:
-        self.model_of_forward()
 
     # What users tell.
 

@@ -46,6 +46,9 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// One gradient of this rank.
   void gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient);
 
+  /// Between backwards: reduces what earlier ones without synchronization have collected, and ends as a backward does.
+  void reduce_collected();
+
   engine::Engine& engine() { return *engine_; }
   const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }
 

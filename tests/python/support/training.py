@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,14 @@ def api(implementation: str) -> Any:
     return torch_fsdp if implementation == "fsdp2" else importlib.import_module(implementation)
 
 
+def installed(implementation: str) -> AbstractContextManager[None]:
+    """Within it, programs that import FSDP2's names from torch get those of the implementation."""
+    if implementation == "fsdp2":
+        return nullcontext()
+    of_it: AbstractContextManager[None] = importlib.import_module(implementation).installed()
+    return of_it
+
+
 def seeded(case: Case) -> nn.Module:
     """The case's model, the same wherever it is built."""
     torch.manual_seed(0)
@@ -122,6 +131,11 @@ def train(case_name: str, implementation: str, options: Options) -> Run:
     """A rank's part of a training run: called on all ranks alike."""
     case = CASES[case_name]
     model = shard(seeded(case), case, implementation, options)
+    return train_sharded(model, case, options)
+
+
+def train_sharded(model: Any, case: Case, options: Options, call: Callable[..., Any] | None = None) -> Run:
+    """As train, of a sharded model, which is called by `call` if that is given."""
     optimizer = make_optimizer(options, model.parameters())
     steps = []
     for number in range(options.steps):
@@ -132,7 +146,7 @@ def train(case_name: str, implementation: str, options: Options) -> Run:
                 model.set_requires_gradient_sync(last)
             if options.mark_last:
                 model.set_is_last_backward(last)
-            loss = case.loss(model, batch_of(case, number, micro, dist.get_rank()))
+            loss = case.loss(model if call is None else call, batch_of(case, number, micro, dist.get_rank()))
             loss.backward()
             step.losses.append(loss.item())
         step.gradients = full_gradients(model)
