@@ -1,10 +1,8 @@
 #include "fsdp/gradient_norm.h"
 
-#include <ATen/Dispatch.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -14,75 +12,13 @@
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
+#include "optim/norm.h"
 #include "optim/shard_optimizer.h"
 
 namespace fsdp {
 namespace {
 
-/// A p-norm is taken apart: each piece of the gradients adds up its elements' powers, pieces are merged in the order of the ranks, and the
-/// root is taken at the end. For p = inf the sum is a maximum, and there is no root.
-class Norm {
- public:
-  Norm(double p, const char* function) : p_(p) {
-    if (!(p > 0)) {
-      throw Error(std::string(function) + ": norm_type must be positive or infinity, got " + std::to_string(p));
-    }
-  }
-
-  double of_piece(const at::Tensor& piece) const {
-    // Frozen parameters may have any dtype.
-    const bool common = piece.is_floating_point() && piece.element_size() > 1;
-    if (!piece.is_cpu() || !common) {
-      const auto magnitudes = (piece.is_complex() ? piece.abs() : piece.to(at::kDouble).abs()).to(at::kDouble);
-      if (std::isinf(p_)) return piece.numel() == 0 ? 0 : magnitudes.max().item<double>();
-      return magnitudes.pow(p_).sum().item<double>();
-    }
-    return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, piece.scalar_type(), "norm", [&] {
-      const auto* data = piece.const_data_ptr<scalar_t>();
-      if (p_ == 2)
-        return fold(
-            data, piece.numel(), [](double x) { return x * x; }, add);
-      if (p_ == 1)
-        return fold(
-            data, piece.numel(), [](double x) { return std::abs(x); }, add);
-      if (std::isinf(p_))
-        return fold(
-            data, piece.numel(), [](double x) { return std::abs(x); }, larger);
-      return fold(
-          data, piece.numel(), [this](double x) { return std::pow(std::abs(x), p_); }, add);
-    });
-  }
-  double merge(double a, double b) const { return std::isinf(p_) ? larger(a, b) : add(a, b); }
-  double finish(double merged) const {
-    if (p_ == 2) return std::sqrt(merged);
-    return p_ == 1 || std::isinf(p_) ? merged : std::pow(merged, 1 / p_);
-  }
-
- private:
-  static double add(double a, double b) { return a + b; }
-  /// NaN wins.
-  static double larger(double a, double b) { return b > a || std::isnan(b) ? b : a; }
-
-  /// With independent partial results, so that the compiler can use vector registers; the order is fixed by the number of elements alone.
-  template <typename T, typename Term, typename Merge>
-  static double fold(const T* data, std::int64_t numel, const Term& term, const Merge& merge) {
-    constexpr std::int64_t kLanes = 8;
-    std::array<double, kLanes> partial{};
-    std::int64_t i = 0;
-    for (; i + kLanes <= numel; i += kLanes) {
-      for (std::int64_t lane = 0; lane < kLanes; ++lane) {
-        auto& to = partial[static_cast<std::size_t>(lane)];
-        to = merge(to, term(static_cast<double>(data[i + lane])));
-      }
-    }
-    for (; i < numel; ++i) partial[0] = merge(partial[0], term(static_cast<double>(data[i])));
-    double merged = 0;
-    for (const double part : partial) merged = merge(merged, part);
-    return merged;
-  }
-
-  double p_;
-};
+using optim::Norm;
 
 /// The norms of those parameters that are `counted`: of their places in the sub-buffers that `buffers_of` gives, which may be none; the
 /// parameter is then left out.

@@ -2,11 +2,10 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "fsdp/error.h"
+#include "optim/muon_step.h"
 #include "optim/parameterwise.h"
 
 namespace fsdp {
@@ -40,36 +39,13 @@ void refuse_cut_matrices(const MuonOptions& options, const engine::Engine& engin
   }
 }
 
-/// The nearest (semi-)orthogonal matrix, roughly: U V' for a matrix U S V'. Each iteration maps every singular value s to a s + b s^3 +
-/// c s^5, which draws those between 0 and 1 into a neighbourhood of 1, the small ones fast.
-at::Tensor orthogonalized(const at::Tensor& matrix, const MuonOptions& options) {
-  const auto [a, b, c] = options.ns_coefficients;
-  at::Tensor x = matrix.to(options.ns_dtype.value_or(matrix.is_cpu() ? at::kFloat : at::kBFloat16));
-  // The shorter side first: its Gram matrix is the smaller one.
-  const bool tall = x.size(0) > x.size(1);
-  if (tall) x = x.t();
-  x = x / x.norm().clamp_min(options.eps);  // no singular value is larger than this norm
-  for (int step = 0; step < options.ns_steps; ++step) {
-    const auto gram = x.matmul(x.t());
-    const auto polynomial = at::addmm(gram, gram, gram, /*beta=*/b, /*alpha=*/c);
-    x = at::addmm(x, polynomial, x, /*beta=*/a);
-  }
-  return tall ? x.t() : x;
-}
-
 void update(const MuonOptions& options, const optim::Group& group, double lr, ParameterPiece& piece) {
   const std::vector<std::int64_t> matrix = {piece.shape().front(), piece.value.numel() / piece.shape().front()};
   auto value = piece.value.view(matrix);
   const auto gradient = piece.gradient.view(matrix);
   auto momentum = piece.state.front().view(matrix);
-  momentum.lerp_(gradient.to(momentum.scalar_type()), 1 - options.momentum);
-  const auto direction = options.nesterov ? gradient.to(momentum.scalar_type()).lerp(momentum, options.momentum) : momentum;
-  const auto rows = static_cast<double>(matrix[0]);
-  const auto columns = static_cast<double>(matrix[1]);
-  const double scale = options.adjust_lr == AdjustLR::kOriginal ? std::sqrt(std::max(1.0, rows / columns))  //
-                                                                : 0.2 * std::sqrt(std::max(rows, columns));
-  value.mul_(1 - lr * group.weight_decay);
-  value.add_(orthogonalized(direction, options), -lr * scale);
+  const auto direction = optim::muon_direction(momentum, gradient, options);
+  optim::muon_update(value, optim::orthogonalized(direction, options), lr, group.weight_decay, options.adjust_lr, matrix[0], matrix[1]);
 }
 
 }  // namespace

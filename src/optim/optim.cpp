@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "optim/fused.h"
 #include "optim/shard_optimizer.h"
 
 namespace fsdp {
@@ -14,28 +15,16 @@ using optim::Elementwise;
 using optim::require;
 using optim::Segment;
 
-/// The fused kernels take segments of one dtype.
-std::map<at::ScalarType, std::vector<Segment*>> by_dtype(const std::vector<Segment*>& segments) {
-  std::map<at::ScalarType, std::vector<Segment*>> parts;
-  for (auto* segment : segments) parts[segment->value.scalar_type()].push_back(segment);
-  return parts;
-}
-
-struct Lists {
-  std::vector<at::Tensor> values, gradients, steps;
-  std::vector<std::vector<at::Tensor>> states;
-};
-
-Lists lists_of(const std::vector<Segment*>& segments) {
-  Lists lists;
-  lists.states.resize(segments.front()->state.size());
+optim::StepTensors tensors_of(const std::vector<Segment*>& segments) {
+  optim::StepTensors tensors;
+  tensors.states.resize(segments.front()->state.size());
   for (auto* segment : segments) {
-    lists.values.push_back(segment->value);
-    lists.gradients.push_back(segment->gradient.to(segment->value.scalar_type()));
-    lists.steps.push_back(segment->step);
-    for (std::size_t s = 0; s < segment->state.size(); ++s) lists.states[s].push_back(segment->state[s]);
+    tensors.values.push_back(segment->value);
+    tensors.gradients.push_back(segment->gradient);
+    tensors.steps.push_back(segment->step);
+    for (std::size_t s = 0; s < segment->state.size(); ++s) tensors.states[s].push_back(segment->state[s]);
   }
-  return lists;
+  return tensors;
 }
 
 std::unique_ptr<optim::Part> sgd(std::shared_ptr<engine::Engine> engine, const SGDOptions& options, const std::vector<ParamGroup>& groups) {
@@ -43,15 +32,17 @@ std::unique_ptr<optim::Part> sgd(std::shared_ptr<engine::Engine> engine, const S
   require(!options.nesterov || (options.momentum > 0 && options.dampening == 0), "SGD: nesterov needs momentum and no dampening");
   const auto update = [options](const optim::Group& group, double lr, std::vector<Segment*>& segments) {
     // The first update of a segment sets its momentum to the gradient instead of damping it in, as torch does.
-    std::map<std::pair<at::ScalarType, bool>, std::vector<Segment*>> parts;
-    for (auto* segment : segments) {
-      parts[{segment->value.scalar_type(), segment->step.item<float>() == 1}].push_back(segment);
-    }
-    for (auto& [key, part] : parts) {
-      auto lists = lists_of(part);
-      at::_fused_sgd_(lists.values, lists.gradients, options.momentum != 0 ? lists.states[0] : std::vector<at::Tensor>{},
-                      group.weight_decay, options.momentum, lr, options.dampening, options.nesterov, /*maximize=*/false,
-                      /*is_first_step=*/key.second);
+    std::map<bool, std::vector<Segment*>> parts;
+    for (auto* segment : segments) parts[segment->step.item<float>() == 1].push_back(segment);
+    for (auto& [is_first, part] : parts) {
+      auto tensors = tensors_of(part);
+      tensors.steps.clear();
+      optim::step_sgd(tensors, {.lr = lr,
+                                .momentum = options.momentum,
+                                .dampening = options.dampening,
+                                .weight_decay = group.weight_decay,
+                                .nesterov = options.nesterov,
+                                .is_first = is_first});
     }
   };
   return std::make_unique<Elementwise>(
@@ -87,12 +78,11 @@ std::unique_ptr<optim::Part> optim::adamw(std::shared_ptr<engine::Engine> engine
   require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW: betas must lie in [0, 1)");
   require(options.eps >= 0, "AdamW: eps must be at least 0");
   const auto update = [options](const Group& group, double lr, std::vector<Segment*>& segments) {
-    for (auto& [dtype, part] : by_dtype(segments)) {
-      auto lists = lists_of(part);
-      at::_fused_adamw_(lists.values, lists.gradients, lists.states[0], lists.states[1], /*max_exp_avg_sqs=*/{}, lists.steps, lr,
-                        std::get<0>(options.betas), std::get<1>(options.betas), group.weight_decay, options.eps, /*amsgrad=*/false,
-                        /*maximize=*/false);
-    }
+    step_adam(tensors_of(segments), {.lr = lr,
+                                     .beta1 = std::get<0>(options.betas),
+                                     .beta2 = std::get<1>(options.betas),
+                                     .weight_decay = group.weight_decay,
+                                     .eps = options.eps});
   };
   return std::make_unique<Elementwise>(std::move(engine), Groups({options.lr, options.weight_decay}, groups),
                                        std::vector<StateKind>{{"exp_avg"}, {"exp_avg_sq"}}, adam_settings(options.betas, options.eps),

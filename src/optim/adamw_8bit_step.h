@@ -1,0 +1,24 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "optim/fused.h"
+
+namespace fsdp::optim {
+
+/// Part of a parameter that is cut between blocks, dense and on the CPU: fp32, bf16 or fp16.
+struct QuantizedPart {
+  at::Tensor value;
+  at::Tensor gradient;
+  /// For each of the two moments: codes (uint8, one per element), and the largest magnitude of each block (fp32).
+  std::vector<at::Tensor> state;
+};
+
+/// One step of AdamW (AdamStep's weight decay is decoupled, without amsgrad and maximize) on a state of 8 bits. `steps`: updates, this one
+/// included.
+void step_adamw_8bit(const QuantizedPart& part, const AdamStep& step, std::int64_t steps);
+
+}  // namespace fsdp::optim

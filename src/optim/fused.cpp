@@ -1,0 +1,115 @@
+#include "optim/fused.h"
+
+#include <torch/torch.h>
+
+#include <map>
+#include <optional>
+#include <sstream>
+#include <tuple>
+#include <utility>
+
+#include "fsdp/error.h"
+
+namespace fsdp::optim {
+namespace {
+
+/// The kernels take lists of one dtype on one device.
+using Place = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+
+/// Entries that share a place, as the kernels want them: dense, an entry's tensors in one order of elements, gradients of the value's
+/// dtype. Copies where they are otherwise.
+struct Batch {
+  std::vector<at::Tensor> values, gradients, steps;
+  std::vector<std::vector<at::Tensor>> states;
+  std::optional<at::Tensor> grad_scale;
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_copy_back;  // to, from
+};
+
+at::Tensor like(const at::Tensor& value, const at::Tensor& tensor, bool is_written, Batch& batch) {
+  if (tensor.sizes() != value.sizes()) {
+    std::ostringstream text;
+    text << "a parameter's part of the shape " << value.sizes() << " has state or a gradient of the shape " << tensor.sizes();
+    throw Error(text.str());
+  }
+  if (tensor.scalar_type() == value.scalar_type() && tensor.strides() == value.strides()) return tensor;
+  auto copy = at::empty_strided(value.sizes(), value.strides(), value.options()).copy_(tensor);
+  if (is_written) batch.to_copy_back.emplace_back(tensor, copy);
+  return copy;
+}
+
+std::map<Place, Batch> batches_of(const StepTensors& tensors) {
+  std::map<Place, Batch> batches;
+  // Counts on the host are few different numbers: the device gets one tensor for each, not one for each entry.
+  std::map<std::pair<Place, double>, at::Tensor> counts;
+  for (std::size_t i = 0; i < tensors.values.size(); ++i) {
+    auto value = tensors.values[i];
+    if (value.numel() == 0) continue;
+    const Place place{value.scalar_type(), value.device().type(), value.device().index()};
+    auto& batch = batches[place];
+    if (!value.is_non_overlapping_and_dense()) {
+      value = value.contiguous();
+      batch.to_copy_back.emplace_back(tensors.values[i], value);
+    }
+    batch.values.push_back(value);
+    batch.gradients.push_back(like(value, tensors.gradients[i], /*is_written=*/tensors.grad_scale.defined(), batch));
+    batch.states.resize(tensors.states.size());
+    for (std::size_t s = 0; s < tensors.states.size(); ++s) {
+      batch.states[s].push_back(like(value, tensors.states[s][i], /*is_written=*/true, batch));
+    }
+    if (tensors.grad_scale.defined() && !batch.grad_scale) batch.grad_scale = tensors.grad_scale.to(value.device());
+    if (tensors.steps.empty()) continue;
+    const auto& steps = tensors.steps[i];
+    if (steps.device() == value.device() && steps.scalar_type() == at::kFloat) {
+      batch.steps.push_back(steps);
+      continue;
+    }
+    auto& shared = counts[{place, steps.item<double>()}];
+    if (!shared.defined()) shared = steps.to(value.device(), at::kFloat);
+    batch.steps.push_back(shared);
+  }
+  return batches;
+}
+
+template <typename Kernel>
+void run(const StepTensors& tensors, const Kernel& kernel) {
+  for (auto& [place, batch] : batches_of(tensors)) {
+    kernel(batch);
+    for (const auto& [to, from] : batch.to_copy_back) to.copy_(from);
+  }
+}
+
+}  // namespace
+
+void step_adam(const StepTensors& tensors, const AdamStep& step) {
+  const auto kernel = [&](auto&& fused, Batch& batch) {
+    fused(batch.values, batch.gradients, batch.states[0], batch.states[1], step.amsgrad ? batch.states[2] : std::vector<at::Tensor>{},
+          batch.steps, step.lr, step.beta1, step.beta2, step.weight_decay, step.eps, step.amsgrad, step.maximize, batch.grad_scale,
+          /*found_inf=*/std::nullopt);
+  };
+  run(tensors, [&](Batch& batch) {
+    if (step.decoupled) {
+      kernel([](auto&&... arguments) { at::_fused_adamw_(arguments...); }, batch);
+    } else {
+      kernel([](auto&&... arguments) { at::_fused_adam_(arguments...); }, batch);
+    }
+  });
+}
+
+void step_sgd(const StepTensors& tensors, const SGDStep& step) {
+  run(tensors, [&](Batch& batch) {
+    at::_fused_sgd_(batch.values, batch.gradients, step.momentum != 0 ? batch.states[0] : std::vector<at::Tensor>{}, step.weight_decay,
+                    step.momentum, step.lr, step.dampening, step.nesterov, step.maximize, step.is_first, batch.grad_scale,
+                    /*found_inf=*/std::nullopt);
+  });
+}
+
+void count_step(const at::Tensor& steps) {
+  if (steps.is_cpu() && steps.scalar_type() == at::kFloat) {
+    *steps.mutable_data_ptr<float>() += 1;  // without the dispatcher, for each of thousands of parameters
+    steps.unsafeGetTensorImpl()->bump_version();
+  } else {
+    steps.add_(1);
+  }
+}
+
+}  // namespace fsdp::optim

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace fsdp::optim {
+
+/// What a step reads and writes, entry by entry: parts of parameters, with their gradients and state. Entries may differ in dtype and
+/// device.
+struct StepTensors {
+  std::vector<at::Tensor> values;
+  std::vector<at::Tensor> gradients;            ///< Of any floating-point dtype.
+  std::vector<std::vector<at::Tensor>> states;  ///< [kind][entry], each like its value.
+  std::vector<at::Tensor> steps;  ///< 0-D: the number of updates, this one included. Empty where the algorithm does not count them.
+  at::Tensor grad_scale;          ///< If defined, gradients are divided by it first, in place.
+};
+
+struct AdamStep {
+  double lr = 0;
+  double beta1 = 0;
+  double beta2 = 0;
+  double weight_decay = 0;
+  double eps = 0;
+  bool decoupled = true;  ///< Weight decay as AdamW's; else it is added to the gradient.
+  bool amsgrad = false;   ///< There is a third kind of state: the largest second moment so far.
+  bool maximize = false;
+};
+
+struct SGDStep {
+  double lr = 0;
+  double momentum = 0;  ///< If not 0, there is one kind of state.
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  bool maximize = false;
+  bool is_first = false;  ///< The momentum becomes the gradient; it is not read.
+};
+
+/// One step by ATen's fused kernels: the same bits as torch.optim's with fused=True on the same tensors.
+void step_adam(const StepTensors& tensors, const AdamStep& step);
+void step_sgd(const StepTensors& tensors, const SGDStep& step);
+
+/// One more update.
+void count_step(const at::Tensor& steps);
+
+}  // namespace fsdp::optim

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace fsdp::optim {
+
+/// A p-norm is taken apart: each piece of the gradients adds up its elements' powers, pieces are merged in the order of the ranks, and the
+/// root is taken at the end. For p = inf the sum is a maximum, and there is no root.
+class Norm {
+ public:
+  /// Throws Error, which begins with `function`, if p is not positive.
+  Norm(double p, const char* function);
+  double of_piece(const at::Tensor& piece) const;
+  /// Merged. On a device other than the CPU, the host waits once.
+  double of_pieces(const std::vector<at::Tensor>& pieces) const;
+  double merge(double a, double b) const;
+  double finish(double merged) const;
+
+ private:
+  double p_;
+};
+
+}  // namespace fsdp::optim
