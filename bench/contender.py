@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch, fill_parameters
+from optimizer_steps import OPTIONS, WORLD, OptimizerSteps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +30,7 @@ Reply = dict[str, Any]
 CONTENDERS = (
     *("libfsdp_python", "libfsdp_python_no_reshard", "fsdp2", "fsdp2_no_reshard", "fsdp2_instant"),
     *("ddp", "local", "collectives"),
+    *(f"optimizer_{kind}" for kind in OPTIONS),
 )
 COLLECTIVE_NUMEL = 16 * 1024 * 1024  # fp32 elements of the whole buffer: 64 MiB.
 
@@ -199,13 +201,23 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def make_contender(args: argparse.Namespace) -> Trainer | Collectives | OptimizerSteps:
+    """What answers the lines."""
+    if args.contender == "collectives":
+        return Collectives()
+    if args.contender.startswith("optimizer_"):
+        join_ranks(WORLD)
+        return OptimizerSteps(args.contender.removeprefix("optimizer_"))
+    return Trainer(args)
+
+
 def main() -> None:
     """Answers lines until stdin ends."""
     args = parse_arguments()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # What libraries print goes to the log, not between the replies.
     torch.set_num_threads(1)
-    contender = Collectives() if args.contender == "collectives" else Trainer(args)
+    contender = make_contender(args)
     print(json.dumps({"parameters": contender.parameters}), file=replies)
     for line in sys.stdin:
         verb, count = line.split()

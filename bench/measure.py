@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fleet import BenchError, Contender, Fleet, Launch
 from gpt import GPTConfig
+from optimizer_steps import OPTIONS
 from theory import FORMULA, theory_mib
 
 RANKS = 2
@@ -39,6 +40,8 @@ LONE_RANKS = {
     "fsdp2_instant": ("python", "fsdp2_instant"),
 }
 HOST_BASELINES = {"libfsdp": "local_cpp", "libfsdp_python": "local", "fsdp2": "local", "fsdp2_instant": "local"}
+# AdamW over sharded parameters: torch's own in each of its ways, and libfsdp's.
+OPTIMIZERS = {kind: ("python", f"optimizer_{kind}") for kind in OPTIONS}
 COLLECTIVES = {"libfsdp": ("cpp", "collectives"), "c10d": ("python", "collectives")}
 LOCALS = ("local", "local_cpp")
 REFERENCES = ("fsdp2", "ddp")
@@ -239,6 +242,17 @@ def host_rows(case: ModelCase, samples: dict[str, Rounds]) -> list[Row]:
         *(row(case.name, name, "host_us_per_unit", "us", flat(rounds)) for name, rounds in added.items()),
         *ratio_rows(case.name, "host", added, HOST_REFERENCES),
     ]
+
+
+def measure_optimizers(pace: Pace, programs: Programs) -> list[Row]:
+    """(e) a step of AdamW on 2,000 small parameters, of which a lone rank has an eighth each."""
+    case = "optimizer2000"
+    with Fleet(programs.launches(OPTIMIZERS, (), ranks=1)) as contenders:
+        check_losses(case, warm_up(contenders, "step"), WARM_UP_STEPS)
+        rounds = interleave(case, [Turn(contender, "step") for contender in contenders], pace)
+    samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
+    rows = [row(case, name, "optimizer_ms", "ms", flat(of_it)) for name, of_it in samples.items()]
+    return rows + ratio_rows(case, "optimizer", samples, ("torch", "torch_foreach", "torch_fused"))
 
 
 def measure_collectives(pace: Pace, programs: Programs) -> list[Row]:

@@ -33,6 +33,7 @@ TARGETS = (
     Target("d512", "libfsdp", "rss_ratio_to_fsdp2", 0.6),
     Target("world8", "libfsdp", "host_ratio_to_fsdp2", 1 / 40),
     Target("world1024", "libfsdp", "host_ratio_to_fsdp2", 1 / 100),
+    Target("optimizer2000", "libfsdp", "optimizer_ratio_to_torch", 1 / 10),
 )
 
 
@@ -75,6 +76,7 @@ PANELS = (
     Panel("Memory, d=512", "d512", "rss_over_base_mib", "MiB, high water over base"),
     Panel("Host time added, world 8", "world8", "host_us_per_unit", "µs per unit and step"),
     Panel("Host time added, world 1,024", "world1024", "host_us_per_unit", "µs per unit and step"),
+    Panel("AdamW, 2,000 small parameters", "optimizer2000", "optimizer_ms", "ms"),
     Panel("All-gather, 64 MiB, 2 ranks", "collectives", "all_gather_ms", "ms"),
     Panel("Reduce-scatter, 64 MiB, 2 ranks", "collectives", "reduce_scatter_ms", "ms"),
 )
@@ -88,6 +90,10 @@ COLOURS = {
     "fsdp2": "#D55E00",
     "fsdp2_no_reshard": "#E69F00",
     "fsdp2_instant": "#E69F00",
+    "libfsdp_fuse": "#56B4E9",
+    "torch": "#D55E00",
+    "torch_foreach": "#E69F00",
+    "torch_fused": "#CC79A7",
     "ddp": "#009E73",
     "c10d": "#CC79A7",
 }

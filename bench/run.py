@@ -18,7 +18,7 @@ import report
 import torch
 from cases import MODELS
 from fleet import BenchError
-from measure import Pace, Programs, Row, measure_collectives, measure_host, measure_steps
+from measure import Pace, Programs, Row, measure_collectives, measure_host, measure_optimizers, measure_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +55,7 @@ CASES = {
     "world1024": host_case("world1024"),
     # FSDP2 would take ten seconds a step.
     "units4000": host_case("units4000", frozenset({"libfsdp", "local_cpp"})),
+    "optimizer2000": Case(measure_optimizers, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
     "collectives": Case(measure_collectives, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
 }
 

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import (  # noqa: E402
     OffloadPolicy,
 )
 
-from libfsdp import _C  # noqa: E402
+from libfsdp import _C, optim  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
+from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402
 from libfsdp._fully_shard import (  # noqa: E402
     FSDPModule,
     UnshardHandle,
@@ -28,6 +29,7 @@ from libfsdp._fully_shard import (  # noqa: E402
 )
 from libfsdp._install import install, installed, uninstall  # noqa: E402
 from libfsdp._statistics import memory_stats, wire_stats  # noqa: E402
+from libfsdp.optim._fused import fuse  # noqa: E402
 
 __version__: str = _C.version
 
@@ -40,10 +42,13 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "__version__",
+    "clip_grad_norm_",
     "fully_shard",
+    "fuse",
     "install",
     "installed",
     "memory_stats",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, module) {
   module.attr("torch_version") = FSDP_PYTHON_TORCH_VERSION;
   fsdp::bindings::bind_mesh(module);
   fsdp::bindings::bind_hooks(module);
+  fsdp::bindings::bind_optim(module);
 }

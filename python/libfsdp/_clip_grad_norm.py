@@ -1,0 +1,105 @@
+"""torch.nn.utils.clip_grad_norm_ without gathering anything but numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from libfsdp import _C
+from libfsdp._mesh import device_of
+from libfsdp.optim._preparing import prepare_gradient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales gradients in place so that their joint norm is at most ``max_norm``.
+
+    As torch.nn.utils.clip_grad_norm_, over DTensors of any meshes and over plain tensors. Each rank adds up its own part in
+    double precision; ranks tell each other one number per dimension of a mesh. Sums are made in the order of the ranks, so all
+    ranks have the same norm. Collective over the meshes of the parameters.
+
+    Args:
+        parameters: those whose gradients count; the same on all ranks. Those without a gradient are left out.
+        max_norm: the greatest norm.
+        norm_type: the p of the p-norm: positive, or infinity for the largest magnitude.
+        error_if_nonfinite: raise an error, and change nothing, if the norm is not finite.
+
+    Returns:
+        The norm before, a plain tensor without dimensions, in single precision (double if a gradient is).
+
+    Raises:
+        RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
+        Error: if ``norm_type`` is not positive.
+    """
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients: list[Tensor] = []
+    # By mesh and the dimensions of it that cut. Parameters without a gradient have theirs, too: all ranks make the same exchanges.
+    pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for parameter in chosen:
+        mesh, cut = _cut_of(parameter)
+        of_it = pieces.setdefault((mesh, cut), [])
+        if parameter.grad is None:
+            continue
+        prepare_gradient(parameter)
+        gradients.append(_C.local_of(parameter.grad))
+        of_it.append(gradients[-1])
+    total = _norm(pieces, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            "To disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    device = gradients[0].device if gradients else torch.device("cpu")
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norm = torch.tensor(total, dtype=dtype, device=device)
+    if gradients:
+        # torch's formula, in torch's precision.
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for where, of_device in by_device.items():
+            torch._foreach_mul_(of_device, factor.to(where))
+    return norm
+
+
+def _cut_of(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    placements = parameter.placements
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise ValueError(
+            f"a parameter of the shape {list(parameter.shape)} has the placements {placements}: a sum that is pending"
+        )
+    mesh = parameter.device_mesh
+    return mesh, tuple(d for d, p in enumerate(placements) if not isinstance(p, Replicate) and mesh.size(d) > 1)
+
+
+def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]], p: float) -> float:
+    sums = []
+    for (mesh, cut), gradients in pieces.items():
+        of_these = _C.power_sum(gradients, p)
+        for dimension in cut:
+            assert mesh is not None
+            group = mesh.get_group(dimension)
+            mine = torch.tensor([of_these], dtype=torch.float64, device=device_of(mesh))
+            every = mine.new_empty(dist.get_world_size(group))
+            dist.all_gather_into_tensor(every, mine, group=group)
+            of_these = _C.merge_power_sums(every.tolist(), p)
+        sums.append(of_these)
+    return _C.norm_of_power_sum(_C.merge_power_sums(sums, p), p)

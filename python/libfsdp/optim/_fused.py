@@ -1,0 +1,198 @@
+"""torch.optim's Adam, AdamW and SGD, stepped by one call of C++."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from libfsdp import _C
+from libfsdp.optim._preparing import is_skipped, loss_of, prepare_gradient, zeros_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+
+class Adam(torch.optim.Adam):
+    """torch.optim.Adam, stepped in C++.
+
+    Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
+    torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` and ``capturable`` are errors.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; see torch.optim.
+
+        Args:
+            closure: computes the loss anew, and gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        return _step(self, closure, _step_adam)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, stepped in C++.
+
+    Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
+    torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` and ``capturable`` are errors.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; see torch.optim.
+
+        Args:
+            closure: computes the loss anew, and gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        return _step(self, closure, _step_adam)
+
+
+class SGD(torch.optim.SGD):
+    """torch.optim.SGD, stepped in C++.
+
+    Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
+    torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` is an error.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; see torch.optim.
+
+        Args:
+            closure: computes the loss anew, and gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        return _step(self, closure, _step_sgd)
+
+
+_STEPPED: dict[type, type] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+
+
+def fuse(optimizer: _Optimizer) -> _Optimizer:
+    """From now on the optimizer steps in C++: it becomes one of this module's class.
+
+    Its groups, state, hooks and learning rate schedulers stay, those that were made before, too.
+
+    Args:
+        optimizer: exactly torch's Adam, AdamW or SGD.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: if it is of another class, or something else has replaced its ``step``.
+        ValueError: if a group is ``differentiable`` or ``capturable``.
+    """
+    if type(optimizer) in _STEPPED.values():
+        return optimizer
+    stepped = _STEPPED.get(type(optimizer))
+    if stepped is None:
+        raise TypeError(
+            f"fuse: {type(optimizer).__name__} is none of torch's Adam, AdamW and SGD; it may step otherwise than these. "
+            "Muon and AdamW8bit are classes of libfsdp.optim"
+        )
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise TypeError(f"fuse: {replaced!r} has replaced {type(optimizer).__name__}.step; call fuse before that")
+    for group in optimizer.param_groups:
+        _refuse_flags(optimizer, group)
+    optimizer.__class__ = stepped
+    optimizer._patch_step_function()
+    if replaced is not None:
+        # A scheduler's wrapper holds the step of the class that was.
+        optimizer.step = _tracked(optimizer)
+    return optimizer
+
+
+def _tracked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """As torch's schedulers wrap a step, to know whether it was called before theirs."""
+    optimizer_of = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        stepping = optimizer_of()
+        assert stepping is not None
+        stepping._opt_called = True
+        return type(stepping).step(stepping, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _refuse_flags(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    if group.get("differentiable"):
+        raise ValueError(f"{name}: differentiable=True needs a step that autograd records; use torch.optim.{name}")
+    if group.get("capturable"):
+        raise ValueError(
+            f"{name}: capturable=True is for steps within a graph capture, which a step in C++ is not; leave it out, or use "
+            f"torch.optim.{name}"
+        )
+
+
+def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, step: Callable[..., None]) -> Any:
+    loss = loss_of(closure)
+    for group in optimizer.param_groups:
+        _refuse_flags(optimizer, group)
+    if not is_skipped(optimizer):
+        step(optimizer, getattr(optimizer, "grad_scale", None))
+    return loss
+
+
+@torch.no_grad()
+def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> None:
+    groups, state = optimizer.param_groups, optimizer.state
+    call = functools.partial(_C.step_adam, type(optimizer).__name__, groups, state, grad_scale)
+    if to_prepare := call():
+        for g, i in to_prepare:
+            group = groups[g]
+            parameter = group["params"][i]
+            prepare_gradient(parameter)
+            make_adam_state(state[parameter], parameter, group)
+        if call():
+            raise RuntimeError("internal: state that was made is not there")
+
+
+def make_adam_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """What is missing of it, as torch's Adam makes it."""
+    if "step" not in state:
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group["fused"] else torch.float32
+        device = parameter.device if group["fused"] else "cpu"
+        state["step"] = torch.zeros((), dtype=dtype, device=device)
+    moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    for name in moments:
+        if name not in state:
+            state[name] = zeros_like(parameter)
+
+
+@torch.no_grad()
+def _step_sgd(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> None:
+    groups, state = optimizer.param_groups, optimizer.state
+    call = functools.partial(_C.step_sgd, type(optimizer).__name__, groups, state, grad_scale)
+    if to_prepare := call([]):
+        first = []
+        for g, i in to_prepare:
+            parameter = groups[g]["params"][i]
+            prepare_gradient(parameter)
+            if groups[g]["momentum"] != 0 and state[parameter].get("momentum_buffer") is None:
+                state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
+                first.append((g, i))
+        if call(first):
+            raise RuntimeError("internal: state that was made is not there")

@@ -1,0 +1,142 @@
+"""torch.optim.Muon on matrices that ranks have rows of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from libfsdp import _C
+from libfsdp.optim._preparing import loss_of, prepare_gradient, zeros_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+@dataclass
+class _Row:
+    """Matrices of one parameter group that are cut over the same ranks (or, without a process group, over none)."""
+
+    group: dist.ProcessGroup | None
+    rank: int = 0
+    ranks: int = 1
+    matrices: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+
+    def add(self, index: int, shape: torch.Size, dim: int) -> None:
+        self.matrices[index] = (*shape, dim, 0)
+
+    def share_out(self) -> None:
+        """Each matrix gets its owner: the largest first, each to the rank that has least to do."""
+        work = [0.0] * self.ranks
+        for index, (rows, columns, dim, _) in sorted(self.matrices.items(), key=lambda item: -_work(*item[1][:2])):
+            owner = work.index(min(work))
+            work[owner] += _work(rows, columns)
+            self.matrices[index] = (rows, columns, dim, owner)
+
+
+def _work(rows: int, columns: int) -> float:
+    """Of the iterations, up to a factor."""
+    return float(rows) * columns * min(rows, columns)
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, stepped in C++.
+
+    Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Of a sharded matrix each rank has some rows (or columns),
+    but its update needs all of it. Each matrix has an owner: its momentum's rows go there, in bfloat16, are made orthogonal
+    there, alone, and come back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks.
+
+    The result is that of torch's own on the whole matrix: to the last bit where each rank's part of it fills whole vector
+    registers (multiples of 64 bytes); elsewhere last bits of its last few elements may differ.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the matrices that have a gradient; see torch.optim. Collective.
+
+        Args:
+            closure: computes the loss anew, and gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: if a matrix is cut along several dimensions of its mesh.
+        """
+        loss = loss_of(closure)
+        with torch.no_grad():
+            for number, group in enumerate(self.param_groups):
+                for row in self._rows(number, group["params"]):
+                    self._step_row(number, group, row)
+        return loss
+
+    def _rows(self, number: int, parameters: list[Tensor]) -> list[_Row]:
+        """Known from the last step, unless the group has other parameters."""
+        known: dict[int, tuple[list[int], list[_Row]]] = self.__dict__.setdefault("_libfsdp_rows", {})
+        identities = [id(parameter) for parameter in parameters]
+        if number not in known or known[number][0] != identities:
+            known[number] = identities, _rows_of(parameters)
+        return known[number][1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_libfsdp_rows"}
+
+    def _step_row(self, number: int, group: dict[str, Any], row: _Row) -> None:
+        def begin() -> _C.MuonStep:
+            return _C.MuonStep("Muon", group, number, self.state, row.matrices, row.ranks, row.rank)
+
+        step = begin()
+        if step.to_prepare:
+            for i in step.to_prepare:
+                parameter = group["params"][i]
+                prepare_gradient(parameter)
+                if "momentum_buffer" not in self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
+            step = begin()
+        if step.is_empty:
+            return
+        to_ranks, from_ranks = step.numels()
+        received = _exchange(step.directions(), to_ranks, from_ranks, row.group)
+        step.apply(_exchange(step.orthogonalize(received), from_ranks, to_ranks, row.group))
+
+
+def _exchange(sent: Tensor, to_ranks: list[int], from_ranks: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return sent
+    received = sent.new_empty(sum(from_ranks))
+    dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=group)
+    return received
+
+
+def _rows_of(parameters: list[Tensor]) -> list[_Row]:
+    rows: dict[str, _Row] = {}
+    for index, parameter in enumerate(parameters):
+        group, dim = _cut_of(parameter, index)
+        name = "" if group is None else group.group_name
+        if name not in rows:
+            rows[name] = _Row(None) if group is None else _Row(group, dist.get_rank(group), dist.get_world_size(group))
+        rows[name].add(index, parameter.shape, dim)
+    for row in rows.values():
+        row.share_out()
+    return list(rows.values())
+
+
+def _cut_of(parameter: Tensor, index: int) -> tuple[dist.ProcessGroup | None, int]:
+    """Which ranks have parts of a parameter, and along which dimension; none if each has all of it."""
+    if not isinstance(parameter, DTensor):
+        return None, 0
+    placements = parameter.placements
+    cut = [d for d, p in enumerate(placements) if not isinstance(p, Replicate) and parameter.device_mesh.size(d) > 1]
+    if not cut:
+        return None, 0
+    placement = placements[cut[0]]
+    if len(cut) > 1 or type(placement) is not Shard:
+        raise ValueError(
+            f"Muon: parameter {index} of the shape {list(parameter.shape)} has the placements {placements}; a matrix may be "
+            "cut along one dimension of its mesh, by Shard. Leave it to another optimizer"
+        )
+    return parameter.device_mesh.get_group(cut[0]), placement.dim

@@ -1,0 +1,53 @@
+"""What a step in C++ finds missing, and Python makes: once, as a rule, for each parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a step returns."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """A GradScaler has found gradients that are not finite."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and found_inf.item() == 1
+
+
+def prepare_gradient(parameter: Tensor) -> None:
+    """Gives a gradient the parameter's placements, and waits for it."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor):
+        if not isinstance(gradient, DTensor):
+            raise RuntimeError(f"the gradient of a DTensor of the shape {list(parameter.shape)} is none")
+        if gradient.device_mesh != parameter.device_mesh or gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
+        if isinstance(gradient._local_tensor, AsyncCollectiveTensor):
+            gradient._local_tensor = gradient._local_tensor.wait()
+    elif isinstance(gradient, AsyncCollectiveTensor):
+        parameter.grad = gradient.wait()
+
+
+def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros that lie as a tensor does; of a DTensor, without the way through its dispatch."""
+    if not isinstance(tensor, DTensor):
+        return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.preserve_format)
+    local = torch.zeros_like(tensor._local_tensor, dtype=dtype, memory_format=torch.preserve_format)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -1,0 +1,97 @@
+// A run that begins in C++ goes on in Python, by the package, and back in C++: the same bits as one that never left C++.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "fsdp/save_load.h"
+#include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
+#include "support/stored.h"
+#include "support/temporary_folder.h"
+#include "test_paths.h"
+
+namespace python_package_test {
+
+using fsdp::testing::expect_same_bits;
+using fsdp::testing::run_ranks;
+using fsdp::testing::stored_tensors;
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+// On two ranks, each rank's rows of each parameter fill whole registers (or, of the last bias, none): there updates do not depend on where
+// a parameter is cut.
+constexpr int kRanks = 2;
+fsdp::testing::Stack make_stack() { return fsdp::testing::make_stack({.width = 32, .hidden = {64, 32}}); }
+
+/// Of both languages: parameters, state of the optimizer, and each rank's losses.
+Tensors of_both(Tensors tensors) {
+  std::erase_if(tensors, [](const auto& entry) {
+    return !entry.first.starts_with("model.") && !entry.first.starts_with("optim.state.") && !entry.first.starts_with("losses_");
+  });
+  return tensors;
+}
+
+/// Loads `source` (if not empty), trains steps first, first + 1, ..., and saves `target`. Losses go beside it: C++ saves rank 0's alone.
+void train_in_cpp(const std::string& source, const std::string& target, int first, int steps) {
+  run_ranks(kRanks, [&](int rank) {
+    auto model = make_stack();
+    fsdp::fully_shard(*model, {.mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}), .units = fsdp::testing::stack_units()});
+    fsdp::AdamW optimizer(*model, {.lr = 1e-2});
+    if (!source.empty()) fsdp::load(source, *model, optimizer);
+    std::vector<at::Tensor> losses;
+    for (int step = first; step < first + steps; ++step) {
+      const auto loss = fsdp::testing::stack_loss(model, step, rank);
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      losses.push_back(loss.detach());
+    }
+    fsdp::save(target, *model, optimizer);
+    torch::save(at::stack(losses), target + ".losses_" + std::to_string(rank));
+  });
+}
+
+void train_in_python(const std::string& source, const std::string& target, int first, int steps) {
+  const auto command = "PYTHONPATH=" + fsdp::testing::kPythonPackage + " " + fsdp::testing::kPython +
+                       " -W ignore -m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " +
+                       fsdp::testing::kPackagePeer + " " + source + " " + target + " " + std::to_string(first) + " " +
+                       std::to_string(steps);
+  ASSERT_EQ(std::system(command.c_str()), 0) << command;
+}
+
+Tensors of_cpp(const std::string& target) {
+  auto tensors = of_both(stored_tensors(target));
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto name = "losses_" + std::to_string(rank);
+    torch::load(tensors[name], target + "." + name);
+  }
+  return tensors;
+}
+
+TEST(PythonPackage, GoesOnWhereCppStoppedAndBack) {
+  if (!std::filesystem::exists(fsdp::testing::kPythonPackage + "/libfsdp")) GTEST_SKIP() << "this build has no Python package";
+  const fsdp::testing::TemporaryFolder folder;
+  const auto path = [&](const std::string& name) { return (folder.path() / name).string(); };
+  train_in_cpp("", path("cpp2"), 0, 2);
+  train_in_cpp(path("cpp2"), path("cpp4"), 2, 2);
+  train_in_python(path("cpp2"), path("python4"), 2, 2);
+  expect_same_bits(of_both(stored_tensors(path("python4"))), of_cpp(path("cpp4")));
+
+  train_in_cpp(path("cpp4"), path("cpp6"), 4, 2);
+  train_in_cpp(path("python4"), path("back6"), 4, 2);
+  train_in_python(path("python4"), path("python6"), 4, 2);
+  const auto expected = of_cpp(path("cpp6"));
+  expect_same_bits(of_cpp(path("back6")), expected);
+  expect_same_bits(of_both(stored_tensors(path("python6"))), expected);
+  EXPECT_EQ(expected.at("optim.state.entry.weight.step").item<float>(), 6);
+  EXPECT_EQ(expected.at("losses_1").numel(), 2);
+}
+
+}  // namespace python_package_test

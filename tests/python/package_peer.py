@@ -1,0 +1,79 @@
+"""The Python side of tests/cpp/state/python_package_test.cpp: goes on with the package where C++ has stopped, on as many ranks.
+
+    package_peer.py SOURCE TARGET FIRST STEPS    run by torchrun: loads SOURCE, trains steps FIRST to FIRST + STEPS - 1, saves
+                                                 TARGET, with the losses of each rank
+
+Exits with 0 if all went well.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from end_of_rank import end_rank
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import libfsdp
+
+WIDTH, HIDDEN = 32, (64, 32)
+
+
+class Block(nn.Module):
+    """StackBlock of tests/cpp/support/stack.h."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Stack of tests/cpp/support/stack.h."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def main(source: str, target: str, first: int, steps: int) -> None:
+    """Loads, trains and saves."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = Stack()
+    for block in model.blocks:
+        libfsdp.fully_shard(block)
+    libfsdp.fully_shard(model)
+    optimizer = libfsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    losses = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        loss = model(torch.randn(4, 3, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state, f"losses_{dist.get_rank()}": torch.stack(losses)}
+    dcp.save(state, checkpoint_id=target)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    end_rank()

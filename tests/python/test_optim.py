@@ -1,0 +1,357 @@
+"""libfsdp.optim's Adam, AdamW and SGD, and libfsdp.fuse: the same bits and the same state as torch.optim over FSDP2's DTensors."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.optimizers import ALIGNED, ODD, Shapes, give_gradients, sharded, train, whole_state
+from support.ranks import Ranks
+from support.states import assert_same_state, train_more
+from support.training import CASES, Options, full, seeded, shard
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import distribute_tensor
+
+import libfsdp
+
+StartRanks = Callable[[int], Ranks]
+Making = tuple[str, dict[str, Any]]
+OPTIMIZERS: dict[str, Making] = {
+    "adamw": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True}),
+    "adamw_maximize": ("AdamW", {"lr": 0.01, "betas": (0.5, 0.9), "maximize": True, "eps": 1e-3}),
+    "adam": ("Adam", {"lr": 0.01}),
+    "adam_weight_decay": ("Adam", {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "adam_decoupled": ("Adam", {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "adam_tensor_lr": ("Adam", {"lr": torch.tensor(0.01)}),
+    "sgd": ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
+    "sgd_momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+    "sgd_nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+}
+WAYS = ("optim", "fuse")
+each_optimizer = pytest.mark.parametrize("making", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def make(way: str, making: Making, parameters: Any, **more: Any) -> torch.optim.Optimizer:
+    """torch's own, ours, or torch's that has become ours."""
+    name, arguments = making
+    module = libfsdp.optim if way == "optim" else torch.optim
+    optimizer: torch.optim.Optimizer = getattr(module, name)(parameters, **{**arguments, **more})
+    return libfsdp.fuse(optimizer) if way == "fuse" else optimizer
+
+
+def halve_and_grow(more: nn.Parameter) -> Callable[[torch.optim.Optimizer], None]:
+    """A change of groups in the middle of a run."""
+
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / 2
+            group["weight_decay"] = 0.3
+        optimizer.add_param_group({"params": [more], "lr": 0.5})
+
+    return change
+
+
+def flags_of(making: Making) -> dict[str, Any]:
+    """With which torch has a step over DTensors whose bits are those of its fused kernel.
+
+    It has no fused SGD for DTensors. Its loop has the same bits, where registers are full.
+    """
+    return {} if making[0] == "SGD" else {"fused": True}
+
+
+def shapes_of(making: Making) -> Shapes:
+    """On which it has these bits."""
+    return ALIGNED if making[0] == "SGD" else ODD
+
+
+def compare_with_torch(making: Making, way: str, options: dict[str, Any]) -> None:
+    shapes = shapes_of(making)
+    mine, theirs = sharded("libfsdp", shapes, **options), sharded("fsdp2", shapes, **options)
+    optimizers = []
+    for parameters, of_way in ((mine, way), (theirs, "torch")):
+        optimizer = make(of_way, making, parameters[:-1], **flags_of(making))
+        train(parameters, optimizer, steps=6, change=halve_and_grow(parameters[-1]))
+        optimizers.append(optimizer)
+    assert_same_state([p.data for p in mine], [p.data for p in theirs])
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+    if making[1].get("momentum") != 0 and making[0] != "SGD":
+        assert optimizers[0].state_dict()["state"]
+
+
+@each_optimizer
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_as_torchs_over_fsdp2_on_two_ranks(ranks: StartRanks, making: Making, way: str) -> None:
+    ranks(2).run(compare_with_torch, making, way, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", {}),
+        ("adamw", {"replicas": 2}),
+        ("adamw", {"dtype": torch.bfloat16}),
+        ("sgd_momentum", {}),
+        ("sgd_momentum", {"replicas": 2}),
+    ],
+)
+def test_the_same_bits_as_torchs_over_fsdp2_on_four_ranks(
+    ranks: StartRanks, name: str, options: dict[str, Any]
+) -> None:
+    """Some ranks have nothing of some parameters."""
+    ranks(4).run(compare_with_torch, OPTIMIZERS[name], "optim", options)
+
+
+def compare_with_replica(making: Making, shapes: Any) -> list[float]:
+    """The greatest difference, in units of what a rounding in each step may add up to."""
+    results = []
+    for implementation in ("libfsdp", "replica"):
+        parameters = sharded(implementation, shapes)
+        way = "torch" if implementation == "replica" else "optim"
+        # torch's fused SGD fails where some parameters have a momentum already, and others not.
+        optimizer = make(way, making, parameters, **flags_of(making))
+        train(parameters, optimizer)
+        results.append(whole_state(parameters, optimizer))
+    assert results[0].keys() == results[1].keys()
+    eps = torch.finfo(torch.float32).eps
+    # Four steps. Gradients are below 5, updates below 2: of numbers of that size, a few roundings in each step.
+    return [(4 * 8 * eps * 5 / max((results[0][n] - v).abs().max().item(), 1e-30)) for n, v in results[1].items()]
+
+
+@each_optimizer
+def test_the_same_bits_as_of_whole_parameters_where_registers_are_full(ranks: StartRanks, making: Making) -> None:
+    for of_rank in ranks(4).run(compare_with_replica, making, ALIGNED):
+        assert min(of_rank) > 1e20, "some differ"
+
+
+def test_last_elements_differ_by_a_rounding_where_they_are_not(ranks: StartRanks) -> None:
+    for of_rank in ranks(4).run(compare_with_replica, OPTIMIZERS["adamw"], ODD):
+        assert min(of_rank) > 1
+
+
+def flags_do_not_matter(making: Making) -> None:
+    runs = []
+    for flags in ({"fused": True}, {"foreach": True}, {"foreach": False}, {}):
+        parameters = sharded("libfsdp", ODD)
+        optimizer = make("fuse", making, parameters, **flags)
+        train(parameters, optimizer)
+        runs.append(whole_state(parameters, optimizer))
+    for run in runs[1:]:
+        assert_same_state(run, runs[0])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+def test_foreach_and_fused_change_nothing(ranks: StartRanks, name: str) -> None:
+    ranks(2).run(flags_do_not_matter, OPTIMIZERS[name])
+
+
+def fuse_in_the_middle(making: Making) -> None:
+    """With a scheduler and hooks from before; the state goes on."""
+    runs = []
+    for fused in (False, True):
+        parameters = sharded("libfsdp", shapes_of(making))
+        optimizer = make("torch", making, parameters, **flags_of(making))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        told: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, told=told: told.append("pre"))
+        optimizer.register_step_post_hook(lambda *_, told=told: told.append("post"))
+        for step in range(4):
+            if fused and step == 2:
+                assert libfsdp.fuse(optimizer) is optimizer
+                assert libfsdp.fuse(optimizer) is optimizer
+                assert type(optimizer) is getattr(libfsdp.optim, making[0])
+            give_gradients(parameters, step)
+            assert optimizer.step(lambda: 3.5) == 3.5
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # "step was called before", and the like
+                schedule.step()
+        assert told == ["pre", "post"] * 4
+        runs.append((whole_state(parameters, optimizer), optimizer.state_dict()["param_groups"], schedule.state_dict()))
+    assert_same_state(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+def test_an_optimizer_is_fused_in_the_middle_of_a_run(ranks: StartRanks, name: str) -> None:
+    ranks(2).run(fuse_in_the_middle, OPTIMIZERS[name])
+
+
+def scale_with_infinities(making: Making) -> None:
+    """A step in which one rank alone finds an infinity, between two others; unscaled by hand in the last."""
+    runs = []
+    for implementation, way in (("libfsdp", "optim"), ("fsdp2", "torch")):
+        parameters = sharded(implementation, shapes_of(making))
+        optimizer = make(way, making, parameters, **flags_of(making))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        scales = []
+        for step in range(4):
+            scaler.scale(torch.ones(()))
+            give_gradients(parameters, step, scale=scaler.get_scale())
+            if step == 1 and torch.distributed.get_rank() == 1:
+                parameters[0].grad.to_local()[0, 0] = float("inf")
+            if step == 3:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert not hasattr(optimizer, "found_inf")
+        runs.append((whole_state(parameters, optimizer), scales))
+    assert_same_state(runs[0], runs[1])
+    assert runs[0][1] == [64, 32, 32, 64]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+def test_grad_scaler_skips_on_all_ranks(ranks: StartRanks, name: str) -> None:
+    ranks(2).run(scale_with_infinities, OPTIMIZERS[name])
+
+
+def trained(implementation: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    case = CASES["odd_shapes"]
+    model = shard(seeded(case), case, implementation, Options())
+    way = "optim" if implementation == "libfsdp" else "torch"
+    optimizer = make(way, OPTIMIZERS["adamw"], model.parameters(), fused=True)
+    train_more(model, optimizer, "odd_shapes", range(steps))
+    return model, optimizer
+
+
+def save(writer: str, folder: str) -> list[float]:
+    model, optimizer = trained(writer, 2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    return train_more(model, optimizer, "odd_shapes", range(2, 4))
+
+
+def load(reader: str, folder: str) -> list[float]:
+    model, optimizer = trained(reader, 1)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return train_more(model, optimizer, "odd_shapes", range(2, 4))
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("libfsdp", "fsdp2"), ("fsdp2", "libfsdp"), ("libfsdp", "libfsdp")])
+def test_training_goes_on_from_a_checkpoint_of_either(
+    ranks: StartRanks, tmp_path: Path, writer: str, reader: str
+) -> None:
+    losses = ranks(2).run(save, writer, str(tmp_path))
+    assert ranks(2).run(load, reader, str(tmp_path)) == losses
+    assert losses[0][0] != losses[0][1]
+
+
+def loads_its_state_dict() -> None:
+    """By torch.optim's own load_state_dict: the state is other objects afterwards."""
+    parameters = sharded("libfsdp", ODD)
+    optimizer = make("optim", OPTIMIZERS["adamw"], parameters)
+    train(parameters, optimizer)
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+    other = make("optim", OPTIMIZERS["adamw"], copies)
+    train(copies[:1], other, steps=1)
+    with torch.no_grad():
+        copies[0].copy_(parameters[0])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which shares what it is given
+    for of_either, its in ((parameters, optimizer), (copies, other)):
+        train(of_either, its)
+    assert_same_state(whole_state(copies, other), whole_state(parameters, optimizer))
+
+
+def test_load_state_dict(ranks: StartRanks) -> None:
+    ranks(2).run(loads_its_state_dict)
+
+
+def gradients_that_lie_otherwise() -> None:
+    """Replicated, transposed, of another dtype: placed, ordered and converted as the parameter is."""
+    results = []
+    for other in (False, True):
+        parameters = sharded("libfsdp", [(6, 4)])
+        optimizer = make("optim", OPTIMIZERS["sgd"], parameters)
+        give_gradients(parameters, 0)
+        gradient = parameters[0].grad
+        assert gradient is not None
+        if other:
+            mesh = gradient.device_mesh
+            whole = full(gradient).t().contiguous().t()
+            parameters[0].grad = distribute_tensor(whole, mesh, [torch.distributed.tensor.Replicate()])
+        optimizer.step()
+        results.append(full(parameters[0]))
+    assert torch.equal(results[0], results[1])
+
+
+def test_gradients_that_lie_otherwise_are_placed(ranks: StartRanks) -> None:
+    ranks(2).run(gradients_that_lie_otherwise)
+
+
+def test_plain_tensors_are_stepped_in_their_order_of_elements() -> None:
+    """A value that is not dense, gradient and state in another order than the value."""
+    base = torch.arange(48.0).view(6, 8)
+    results = []
+    for module in (torch.optim, libfsdp.optim):
+        values = [base.clone()[:, ::2], base.clone().t()]
+        parameters = [nn.Parameter(value) for value in values]
+        optimizer: torch.optim.Optimizer = module.AdamW(parameters, lr=0.1, foreach=False)
+        for step in range(3):
+            for number, p in enumerate(parameters):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            optimizer.step()
+        results.append([p.detach().clone() for p in parameters])
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that computes otherwise than its class says."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape)
+
+    def __init__(self, like: torch.Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0])
+
+
+def test_what_cannot_be_stepped_is_refused() -> None:
+    def step(parameter: torch.Tensor, gradient: torch.Tensor, **options: Any) -> None:
+        parameter.grad = gradient
+        libfsdp.optim.AdamW([("weight", parameter)], **options).step()
+
+    three = nn.Parameter(torch.ones(3))
+    with pytest.raises(
+        libfsdp.Error, match=r"AdamW: parameter 0 of group 0 \('weight'\) has a sparse gradient.*sparse=False"
+    ):
+        step(three, torch.ones(3).to_sparse())
+    with pytest.raises(libfsdp.Error, match=r"not of a real floating-point dtype. Use an optimizer of torch.optim"):
+        step(nn.Parameter(torch.ones(3, dtype=torch.complex64)), torch.ones(3, dtype=torch.complex64))
+    wrapped = nn.Parameter(Wrapped(torch.ones(3)), requires_grad=True)
+    with pytest.raises(
+        libfsdp.Error, match=r"is a Wrapped; plain tensors and DTensors of them.*Use an optimizer of torch.optim"
+    ):
+        step(wrapped, torch.ones(3))
+    with pytest.raises(
+        ValueError, match=r"AdamW: differentiable=True needs a step that autograd records; use torch.optim.AdamW"
+    ):
+        step(three, torch.ones(3), differentiable=True)
+    with pytest.raises(ValueError, match="AdamW: capturable=True is for steps within a graph capture"):
+        step(three, torch.ones(3), capturable=True)
+    with pytest.raises(ValueError, match="AdamW: capturable=True"):
+        libfsdp.fuse(torch.optim.AdamW([three], capturable=True))
+    with pytest.raises(TypeError, match="fuse: RMSprop is none of torch's Adam, AdamW and SGD"):
+        libfsdp.fuse(torch.optim.RMSprop([three]))
+    replaced = torch.optim.SGD([three], lr=0.1)
+    replaced.step = print
+    with pytest.raises(TypeError, match=r"has replaced SGD.step; call fuse before that"):
+        libfsdp.fuse(replaced)
+    state = libfsdp.optim.AdamW([three])
+    three.grad = torch.ones(3)
+    state.step()
+    state.state[three]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(libfsdp.Error, match=r"the shape \[3\] has state or a gradient of the shape \[2\]"):
+        state.step()

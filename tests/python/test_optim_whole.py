@@ -1,0 +1,196 @@
+"""What looks beyond single elements: libfsdp.optim's Muon against torch's on whole matrices, and AdamW8bit on cut parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.optimizers import Parameters, keep_alive, sharded, train, whole_state
+from support.ranks import Ranks
+from support.states import assert_same_state, describe, flatten
+from support.training import mesh_of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import libfsdp
+
+StartRanks = Callable[[int], Ranks]
+MATRICES = [(64, 16), (32, 64), (64, 64), (16, 128)]
+ODD_MATRICES = [(5, 3), (1, 9), (13, 7)]
+
+
+def by_columns(parameter: nn.Parameter) -> Shard | None:
+    """The second of them is cut along its second dimension."""
+    return Shard(1) if parameter.shape == (32, 64) else None
+
+
+def compare_muons(shapes: Any, replicas: int, exact: bool, options: dict[str, Any]) -> None:
+    mine, whole = sharded("libfsdp", shapes, replicas, shard_placement_fn=by_columns), sharded("replica", shapes)
+    results = []
+    for parameters, module in ((mine, libfsdp.optim), (whole, torch.optim)):
+        optimizer = module.Muon(parameters[:-1], lr=0.1, **options)
+
+        def change(optimizer: torch.optim.Optimizer, last: nn.Parameter = parameters[-1]) -> None:
+            optimizer.add_param_group({"params": [last], "lr": 0.02})
+
+        train(parameters, optimizer, steps=4, change=change)
+        results.append((whole_state(parameters, optimizer), optimizer))
+    (got, ours), (expected, theirs) = results
+    assert got.keys() == expected.keys()
+    assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+    eps = torch.finfo(torch.bfloat16).eps
+    for name, value in expected.items():
+        if exact:
+            assert torch.equal(got[name], value), name
+        else:
+            # An ulp of fp32 may turn a rounding to bf16; an update has elements below 2, times lr (and the shape's factor, below 2).
+            assert (got[name] - value).abs().max() <= 4 * 4 * eps * 0.1 * 2, name
+    for parameter in mine:
+        momentum = ours.state[parameter]["momentum_buffer"]
+        assert describe(momentum)[:5] == describe(parameter.data.detach())[:5]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": False, "weight_decay": 0.0, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}],
+    ids=["default", "plain", "rms"],
+)
+def test_muon_is_torchs_on_whole_matrices(ranks: StartRanks, options: dict[str, Any]) -> None:
+    ranks(2).run(compare_muons, MATRICES, 1, True, options)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_muon_is_torchs_on_four_ranks(ranks: StartRanks, replicas: int) -> None:
+    ranks(4).run(compare_muons, MATRICES, replicas, True, {})
+
+
+def test_muon_on_ranks_that_have_nothing_of_a_matrix(ranks: StartRanks) -> None:
+    ranks(4).run(compare_muons, ODD_MATRICES, 1, False, {})
+
+
+def traffic_of_muon() -> None:
+    parameters = sharded("libfsdp", MATRICES)
+    optimizer = libfsdp.optim.Muon(parameters, lr=0.1)
+    train(parameters, optimizer, steps=1)
+    with CommDebugMode() as seen:
+        train(parameters, optimizer, steps=1)
+    assert seen.get_total_counts() == 2
+
+
+def test_muon_exchanges_twice_per_step(ranks: StartRanks) -> None:
+    ranks(2).run(traffic_of_muon)
+
+
+def muon_refuses() -> str:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="Muon") as raised:
+        libfsdp.optim.Muon([weight]).step()
+    return str(raised.value)
+
+
+def test_muon_refuses_what_is_cut_twice(ranks: StartRanks) -> None:
+    assert "may be cut along one dimension of its mesh, by Shard. Leave it" in ranks(4).run(muon_refuses)[0]
+
+
+CUT = [(64, 256), (8, 1024), (64, 5), (4096,)]
+
+
+def compare_8bit(replicas: int, dtype: torch.dtype) -> None:
+    mine, whole = sharded("libfsdp", CUT, replicas, dtype=dtype), sharded("replica", CUT, dtype=dtype)
+    results = []
+    for parameters in (mine, whole):
+        optimizer = libfsdp.optim.AdamW8bit(parameters, lr=0.1, weight_decay=0.1)
+        train(parameters, optimizer)
+        results.append(whole_state(parameters, optimizer))
+    assert_same_state(results[0], results[1])
+    assert {name: results[0][f"0.{name}"].dtype for name in ("state1", "absmax1", "state2", "absmax2")} == {
+        "state1": torch.uint8,
+        "absmax1": torch.float32,
+        "state2": torch.uint8,
+        "absmax2": torch.float32,
+    }
+    assert results[0]["1.absmax1"].shape == (32,)
+    assert "2.exp_avg" in results[0], "below min_8bit_size"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bits_do_not_depend_on_the_cut(ranks: StartRanks, dtype: torch.dtype) -> None:
+    ranks(2).run(compare_8bit, 1, dtype)
+
+
+def test_8_bits_on_replicas(ranks: StartRanks) -> None:
+    ranks(4).run(compare_8bit, 2, torch.float32)
+
+
+def test_8_bits_follow_adamw() -> None:
+    """Within what a step of the map may lose: about a hundredth of each update, of lr each."""
+    results = []
+    for cls in (libfsdp.optim.AdamW8bit, torch.optim.AdamW):
+        parameters = sharded("replica", [(64, 256)])
+        train(
+            [*parameters, nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))], cls(parameters, lr=0.01), steps=4
+        )
+        results.append(parameters[0].detach())
+    difference = (results[0] - results[1]).abs()
+    assert difference.max() > 0
+    assert difference.mean() < 4 * 0.01 * 0.05
+
+
+def model_with_8_bits() -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
+    model = Parameters(CUT, torch.bfloat16)
+    libfsdp.fully_shard(model, mesh=mesh_of(1))
+    keep_alive.append(model)
+    parameters = list(model.parameters())
+    return model, libfsdp.optim.AdamW8bit(parameters, lr=0.1), parameters
+
+
+def checkpoint_of_8_bits(folder: str) -> None:
+    """Saved, and loaded by torch: codes stay codes, magnitudes fp32, also where parameters are bf16."""
+    model, optimizer, parameters = model_with_8_bits()
+    train(parameters, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    other, its, its_parameters = model_with_8_bits()
+    train(its_parameters, its, steps=2)
+    model_state, optimizer_state = get_state_dict(other, its)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(other, its, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    loaded, saved = (dict(sorted(flatten(of.state_dict()).items())) for of in (its, optimizer))
+    assert_same_state(loaded, saved)
+    for of_either, stepped in ((parameters, optimizer), (its_parameters, its)):
+        train(of_either, stepped)
+    assert_same_state(whole_state(its_parameters, its), whole_state(parameters, optimizer))
+
+
+def test_8_bits_are_saved_and_loaded(ranks: StartRanks, tmp_path: Path) -> None:
+    ranks(2).run(checkpoint_of_8_bits, str(tmp_path))
+
+
+def eight_bits_refuse() -> list[str]:
+    texts = []
+    for shape in ((64, 65), (65, 512), (63, 130)):
+        parameters = sharded("libfsdp", [shape])
+        assert isinstance(parameters[0], DTensor)
+        parameters[0].grad = torch.ones_like(parameters[0])
+        optimizer = libfsdp.optim.AdamW8bit(parameters)
+        with pytest.raises(ValueError, match="AdamW8bit") as raised:
+            optimizer.step()
+        texts.append(str(raised.value))
+        optimizer.param_groups[0]["min_8bit_size"] = 1 << 20
+        optimizer.step()
+    with pytest.raises(ValueError, match="Invalid beta"):
+        libfsdp.optim.AdamW8bit(parameters, betas=(1.0, 0.9))
+    return texts
+
+
+def test_8_bits_refuse_blocks_on_two_ranks(ranks: StartRanks) -> None:
+    for text in ranks(2).run(eight_bits_refuse)[0]:
+        assert "is cut within blocks of 256 elements, or into unequal numbers of them; put it into a group with" in text
