@@ -50,6 +50,7 @@ class Muon(torch.optim.Muon):
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Of a sharded matrix each rank has some rows (or columns),
     but its update needs all of it. Each matrix has an owner: its momentum's rows go there, in bfloat16, are made orthogonal
     there, alone, and come back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks.
+    These must have gradients of the same matrices, as libfsdp's have.
 
     The result is that of torch's own on the whole matrix: to the last bit where each rank's part of it fills whole vector
     registers (multiples of 64 bytes); elsewhere last bits of its last few elements may differ.
@@ -76,14 +77,12 @@ class Muon(torch.optim.Muon):
 
     def _rows(self, number: int, parameters: list[Tensor]) -> list[_Row]:
         """Known from the last step, unless the group has other parameters."""
-        known: dict[int, tuple[list[int], list[_Row]]] = self.__dict__.setdefault("_libfsdp_rows", {})
-        identities = [id(parameter) for parameter in parameters]
-        if number not in known or known[number][0] != identities:
-            known[number] = identities, _rows_of(parameters)
-        return known[number][1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_libfsdp_rows"}
+        known: dict[int, tuple[list[Tensor], list[_Row]]] = self.__dict__.setdefault("_libfsdp_rows", {})
+        of, rows = known.get(number, ([], []))
+        if len(of) != len(parameters) or any(a is not b for a, b in zip(of, parameters, strict=True)):
+            rows = _rows_of(parameters)
+            known[number] = list(parameters), rows
+        return rows
 
     def _step_row(self, number: int, group: dict[str, Any], row: _Row) -> None:
         def begin() -> _C.MuonStep:

@@ -25,7 +25,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """A GradScaler has found gradients that are not finite."""
     found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and found_inf.item() == 1
+    return found_inf is not None and found_inf.item() != 0
 
 
 def prepare_gradient(parameter: Tensor) -> None:
