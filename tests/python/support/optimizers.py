@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,17 @@ def give_gradients(parameters: Sequence[Tensor], step: int, without: Sequence[in
     """Each its own, but for those whose numbers are in `without`."""
     for number, parameter in enumerate(parameters):
         parameter.grad = None if number in without else gradient_of(parameter, number, step, scale)
+
+
+@contextmanager
+def without_torchs_steps() -> Iterator[None]:
+    """torch's own Adam and SGD can't step: what does, is C++."""
+    refusing = AssertionError("torch's own step was called")
+    with (
+        mock.patch("torch.optim.adam.adam", side_effect=refusing),
+        mock.patch("torch.optim.sgd.sgd", side_effect=refusing),
+    ):
+        yield
 
 
 Change = Callable[[torch.optim.Optimizer], None]
