@@ -11,15 +11,13 @@ _torch_version.require_same_binaries(
     _build_info.torch_version, torch.__version__, os.path.dirname(os.path.abspath(torch.__file__))
 )
 
-from torch.distributed.fsdp import (  # noqa: E402
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 
 from libfsdp import _C, optim  # noqa: E402
+from libfsdp._beyond import Float8Blocks  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
 from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402
+from libfsdp._finalization import GradientReductionHandle  # noqa: E402
 from libfsdp._fully_shard import (  # noqa: E402
     FSDPModule,
     UnshardHandle,
@@ -28,7 +26,10 @@ from libfsdp._fully_shard import (  # noqa: E402
     share_comm_ctx,
 )
 from libfsdp._install import install, installed, uninstall  # noqa: E402
-from libfsdp._statistics import memory_stats, wire_stats  # noqa: E402
+from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
+from libfsdp._placement import ShardPlacementResult  # noqa: E402
+from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
+from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 
 __version__: str = _C.version
@@ -38,8 +39,12 @@ __all__ = [
     "CommError",
     "Error",
     "FSDPModule",
+    "Float8Blocks",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
+    "UnitInfo",
     "UnshardHandle",
     "__version__",
     "clip_grad_norm_",
@@ -47,10 +52,12 @@ __all__ = [
     "fuse",
     "install",
     "installed",
+    "may_miss_backward_hooks",
     "memory_stats",
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",
+    "unit_info",
     "wire_stats",
 ]

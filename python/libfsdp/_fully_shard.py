@@ -6,16 +6,23 @@ import functools
 import types
 from collections import OrderedDict
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 
+from libfsdp import _C
+from libfsdp._beyond import Beyond, Float8Blocks
+from libfsdp._beyond import check as check_beyond
+from libfsdp._finalization import GradientReductionHandle
+from libfsdp._memory_of_group import refuse_symmetric_memory, use_memory_of_group
 from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
+from libfsdp._placement import ShardPlacementResult, placement_of
+from libfsdp._precision import MixedPrecisionPolicy
 from libfsdp._sharded_parameter import Place
 from libfsdp._spmd import spmd_mesh
 from libfsdp._state import ShardState, state_of, states_in
@@ -25,9 +32,11 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.tensor import Shard
 
 # Shards of main parameters are DTensors with Shard placements in each of them.
 _PLACEMENTS = ("optim_grads_params", "optim_grads", "optim")
+_OUTER_PLACEMENTS = ("no_shard", "optim")
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -36,12 +45,17 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # as FSDP2's; it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: str = "optim_grads_params",
+    outer_placements: str = "no_shard",
+    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None,
+    keep_gathered_bytes: int = 0,
+    report_nan_in_param_grad: bool = False,
+    follow_grad_dtype: bool | None = None,
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place.
 
@@ -56,26 +70,48 @@ def fully_shard(
         reshard_after_forward: True frees the parameters after forward and gathers them again in backward; False keeps them;
             a number keeps a copy between so many neighbouring ranks. None is True, except for the root.
         shard_placement_fn: the dimension that a parameter is cut along, as ``Shard(dim)``; None for the first one. A dimension
-            other than the first must be divisible by the number of ranks.
+            other than the first must be divisible by the number of ranks. A :class:`ShardPlacementResult` says over which
+            ranks, too: parameters on ranks of their own make up a unit of their own.
         mp_policy: dtypes of computation and of reductions.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: which dimensions of ``mesh``, then a mesh of all ranks on which the parameters are DTensors already, are
             data-parallel: those that shard, those that replicate.
         placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads" or "optim" (ZeRO-2, 1).
+        outer_placements: of the first of two dimensions: "no_shard" replicates (HSDP); "optim" cuts shards, and with them
+            gradients and optimizer state, over it as well (HFSDP), and only gathers of parameters stay within the second one.
+        gather_format: the bytes in which a parameter travels in gathers: :class:`Float8Blocks`, or None for the dtype of the
+            computation.
+        keep_gathered_bytes: of the root's call: so many bytes of whole parameters stay gathered from forward into backward, of
+            the units that forward used first.
+        report_nan_in_param_grad: of the root's call: each backward looks for NaN in gradients, and raises ``Error`` on all
+            ranks with the names of parameters, units and ranks.
+        follow_grad_dtype: gradients get the ``grad_dtype`` that was set on a parameter before this call, and travel in it
+            unless the policy has a reduce_dtype. None: as FSDP2 does, which follows it from torch 2.15 on.
 
     Returns:
         What was given, with its class changed to one that is an :class:`FSDPModule`, too.
 
     Raises:
-        ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, and a
-            ``reshard_after_forward`` that does not divide the ranks.
+        ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, a
+            ``reshard_after_forward`` that does not divide the ranks, and options that do not fit each other.
+        NotImplementedError: for uneven cuts along another dimension than the first, parameters that are not contiguous, and
+            options that parameters with ``fsdp_pre_all_gather`` can't have.
         AssertionError: if fully_shard was called on the module before.
     """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
     if placements not in _PLACEMENTS:
         raise ValueError(f"placements '{placements}' are none of {', '.join(_PLACEMENTS)}")
+    if outer_placements not in _OUTER_PLACEMENTS:
+        raise ValueError(f"outer_placements '{outer_placements}' are none of {', '.join(_OUTER_PLACEMENTS)}")
+    beyond = Beyond(
+        outer_sharded=outer_placements == "optim",
+        gather_format=gather_format,
+        follow_grad_dtype=follow_grad_dtype,
+        keep_gathered_bytes=keep_gathered_bytes,
+        report_nan=report_nan_in_param_grad,
+    )
     mesh = mesh or default_mesh()
     spmd = None
     if dp_mesh_dims is not None:
@@ -89,6 +125,7 @@ def fully_shard(
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     ranks = sharding_mesh(mesh, shards=spmd is None or bool(spmd.shard))
     _check_reshard_after_forward(reshard_after_forward, ranks)
+    check_beyond(beyond, ranks, placements, spmd=spmd is not None)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     for one in modules:
         if state_of(one) is not None:
@@ -99,17 +136,30 @@ def fully_shard(
     managed = _managed_modules(modules, ignored_params)
     parameters = _managed_parameters(managed, ignored_params or set())
     _move_to_device(managed, parameters, ranks.device, ignored_params or set())
-    ShardState(
-        modules,
-        ranks,
-        parameters,
-        reshard_after_forward=reshard_after_forward,
-        shard_dim_of=functools.partial(_shard_dim, shard_placement_fn, ranks),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        placements=placements,
-        spmd=spmd,
-    )
+    placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
+    dim_of = {parameter: dim for _, dim, parameter in placed}
+    others = {id(own.engine_mesh): own for own, _, _ in placed if own.engine_mesh is not ranks.engine_mesh}
+    if others and spmd is not None:
+        raise NotImplementedError("ShardPlacementResult is not supported together with dp_mesh_dims")
+
+    def make_state(own: ShardingMesh, companions: tuple[ShardState, ...]) -> ShardState:
+        _check_reshard_after_forward(reshard_after_forward, own)
+        on_these = {parameter for where, _, parameter in placed if where.engine_mesh is own.engine_mesh}
+        return ShardState(
+            modules,
+            own,
+            [(parameter, places) for parameter, places in parameters if parameter in on_these],
+            reshard_after_forward=reshard_after_forward,
+            shard_dim_of=dim_of.__getitem__,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            placements=placements,
+            spmd=spmd,
+            beyond=beyond,
+            companions=companions,
+        )
+
+    make_state(ranks, tuple(make_state(own, ()) for own in others.values()))
     for one in managed:
         one._is_fsdp_managed_module = True
         one._fsdp_use_orig_params = True
@@ -213,25 +263,6 @@ def _move_to_device(
                 buffer.data = buffer.to(device)
 
 
-def _shard_dim(
-    placement_of: Callable[[nn.Parameter], Shard | None] | None, ranks: ShardingMesh, parameter: nn.Parameter
-) -> int:
-    placement = placement_of(parameter) if placement_of is not None else None
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
-    if dim >= local.ndim:
-        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {local.shape}")
-    if dim > 0 and local.size(dim) % ranks.shard_size != 0:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {local.size()} (world size: {ranks.shard_size})"
-        )
-    return dim
-
-
 _constructs_original = True
 
 
@@ -249,14 +280,14 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 class UnshardHandle:
     """Waits for what ``FSDPModule.unshard(async_op=True)`` has started."""
 
-    def __init__(self, state: ShardState | None = None) -> None:
-        self._state = state
+    def __init__(self, states: Sequence[ShardState] = ()) -> None:
+        self._states = states
 
     def wait(self) -> None:
         """Returns when the module shows its whole parameters. A module's own forward waits, too."""
-        if self._state is not None:
-            self._state.wait_for_unshard()
-            self._state = None
+        for state in self._states:
+            state.wait_for_unshard()
+        self._states = ()
 
 
 class FSDPModule:
@@ -281,12 +312,14 @@ class FSDPModule:
 
     def _states(self, recurse: bool) -> list[ShardState]:
         if not recurse:
-            return [self._get_fsdp_state()]
+            state = self._get_fsdp_state()
+            return [state, *state.companions]
         return [state for _, state, _ in states_in(cast("nn.Module", self))]
 
     def reshard(self) -> None:
         """Frees the module's whole parameters, and shows shards. Not recursive."""
-        self._get_fsdp_state().reshard()
+        for state in self._states(recurse=False):
+            state.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the module's parameters. Not recursive.
@@ -294,9 +327,10 @@ class FSDPModule:
         Args:
             async_op: return at once, with a handle to wait on.
         """
-        state = self._get_fsdp_state()
-        state.unshard(wait=not async_op)
-        return UnshardHandle(state) if async_op else None
+        states = self._states(recurse=False)
+        for state in states:
+            state.unshard(wait=not async_op)
+        return UnshardHandle(states) if async_op else None
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: frees what was gathered, and drops gradients that are not reduced.
@@ -316,6 +350,49 @@ class FSDPModule:
         state.is_last_backward = is_last_backward
         if state.model is not None:
             state.model.set_is_last_backward(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """With True, backwards end without reducing what they have left; ``finalize_backward`` does, once for all of them.
+
+        Call it on the root, between backwards.
+
+        Raises:
+            RuntimeError: inside of a backward, and on a module that is not the root.
+        """
+        self._root_state("set_manual_backward_finalization").set_manual_finalization(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduces what backwards have left: with manual finalization, or without synchronization before that was set again.
+
+        Call it on the root, on all ranks, when the last backward has ended; parameters then have their gradients.
+
+        Args:
+            async_op: return at once, with a handle to wait on.
+
+        Raises:
+            RuntimeError: inside of a backward, on a module that is not the root, and while an earlier handle was not waited
+                for.
+        """
+        model = self._root_state("finalize_backward").model
+        if model is None:
+            return GradientReductionHandle() if async_op else None
+        return model.finalize_backward(async_op=async_op)
+
+    def _root_state(self, method: str) -> ShardState:
+        state = self._get_fsdp_state()
+        if _C.inside_backward():
+            raise RuntimeError(f"{method} cannot be called inside of a backward")
+        if state.model is not None and state.model.states[0] is not state:
+            raise RuntimeError(f"{method} must be called on the root FSDP module")
+        return state
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """With True, whole parameters keep their memory while they are resharded, and so lie where they lay (CUDA graphs).
+
+        Their values are gathered anew all the same. With False, the memory is freed again.
+        """
+        for state in self._states(recurse):
+            state.set_keeps_storage(keep)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backwards add up gradients on this rank, without communication, until one with True.
@@ -360,15 +437,16 @@ class FSDPModule:
         for module in modules:
             if not isinstance(module, FSDPModule):
                 raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-        state = self._get_fsdp_state()
-        state.prefetch[in_backward] = [module._get_fsdp_state() for module in modules]
-        state.apply_prefetch_lists()
+        listed = [state for module in modules for state in module._states(recurse=False)]
+        for state in self._states(recurse=False):
+            state.prefetch[in_backward] = listed
+            state.apply_prefetch_lists()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """By how much the sum of the ranks' gradients is divided, in place of their number."""
-        unit = self._get_fsdp_state().unit
-        if unit is not None:
-            unit.gradient_divide_factor = float(factor)
+        for state in self._states(recurse=False):
+            if state.unit is not None:
+                state.unit.gradient_divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor."""
@@ -376,10 +454,12 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers of this module's unit go through ``comm``, an object as FSDP2's AllGather."""
+        self._refuse_memory_of_group("set_custom_all_gather")
         self._custom_collectives().custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reductions of this module's unit go through ``comm``, an object as FSDP2's ReduceScatter."""
+        self._refuse_memory_of_group("set_custom_reduce_scatter")
         self._custom_collectives().custom_reduce_scatter = comm
 
     def _custom_collectives(self) -> Any:
@@ -390,6 +470,38 @@ class FSDPModule:
             if state.unit is not None:
                 state.unit.set_mesh(state.mesh.engine_mesh)
         return state.mesh.collectives[-1]
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """With True, buffers of collectives come from the process group's own allocator, where its backend has one (NCCL).
+
+        Backends without one, Gloo among them, are as before.
+
+        Raises:
+            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
+        """
+        for state in self._states(recurse=False):
+            use_memory_of_group(state, enable=enable)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Buffers of gathers lie in symmetric memory, which NCCL has faster collectives for. Not possible yet: see Raises.
+
+        Raises:
+            ValueError: for another backend than NCCL.
+            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
+            NotImplementedError: in any other case; the module stays as it is.
+        """
+        if backend != "NCCL":
+            raise ValueError(
+                f"set_symm_mem_for_comm: the backend of symmetric memory can only be NCCL, not {backend!r}"
+            )
+        for state in self._states(recurse=False):
+            refuse_symmetric_memory(state)
+
+    def _refuse_memory_of_group(self, method: str) -> None:
+        if any(state.memory_of_group for state in self._states(recurse=False)):
+            raise AssertionError(
+                f"cannot call {method}() when set_allocate_memory_from_process_group_for_comm() is in effect"
+            )
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward.
@@ -437,9 +549,9 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather the module's parameters: for those whose values backward does not need."""
-        unit = self._get_fsdp_state().unit
-        if unit is not None:
-            unit.gathered_in_backward = unshard_in_backward
+        for state in self._states(recurse=False):
+            if state.unit is not None:
+                state.unit.gathered_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The root's next forward waits for this event before it gathers. Serves once."""
@@ -455,7 +567,8 @@ class FSDPModule:
         if state.model is not None:
             state.model.dissolve()  # The engine keeps the tensors, which nobody else may while they are exchanged.
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        state.adopt_registered()
+        for one in self._states(recurse=False):
+            one.adopt_registered()
         return result
 
 
@@ -484,7 +597,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Modules of several roots that run together (pipeline stages) share streams and order of communication.
 
-    Collectives of one mesh's ranks have one order in any case; this checks its arguments.
+    They do in any case: streams belong to process groups, which all modules on the same ranks share, and collectives of the same
+    ranks have one order. This checks its arguments.
+
+    Raises:
+        ValueError: if one of the modules is not sharded.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed.fsdp._fully_shard._fully_shard as functions
 
 from libfsdp import _fully_shard as ours
+from libfsdp._precision import torch_has_override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +24,8 @@ _NAMES = (
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "disable_fsdp_module_new_init",
+    # Where torch's own lacks param_dtype_override_fn, programs of its newer versions can be run all the same.
+    *(() if torch_has_override else ("MixedPrecisionPolicy",)),
 )
 _replaced: list[tuple[Any, str, Any]] = []
 

@@ -41,12 +41,27 @@ class ShardingMesh:
         return device_of(self.mesh)
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The dimension that shards."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        assert self.mesh.mesh_dim_names is not None
+        return self.mesh[self.mesh.mesh_dim_names[-1]]
+
+    @property
     def shard_size(self) -> int:
         return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
 
     @property
     def shard_rank(self) -> int:
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
+
+    def piece(self, *, outer_sharded: bool) -> tuple[int, int]:
+        """How many pieces a parameter is cut into, and which is this rank's. The inner dimension cuts first."""
+        if not outer_sharded:
+            return self.shard_size, self.shard_rank
+        outer = self.mesh.size(0)
+        return self.shard_size * outer, self.shard_rank * outer + self.mesh.get_local_rank(0)
 
     @property
     def replicates(self) -> bool:
@@ -87,6 +102,7 @@ class _OfWorld:
 
     meshes: dict[tuple[Any, ...], ShardingMesh] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
+    neighbours: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
 
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfWorld] = weakref.WeakKeyDictionary()
@@ -109,6 +125,15 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
         world.meshes[key] = _make(mesh, rows, shards, world)
     made = world.meshes[key]
     return made if made.mesh == mesh else replace(made, mesh=mesh)
+
+
+def neighbours_mesh(mesh: DeviceMesh, neighbours: int) -> DeviceMesh:
+    """The ranks of a mesh as rows of so many neighbours. Made once; collective over all ranks when it is."""
+    known = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld()).neighbours
+    key = (neighbours, *mesh.mesh.flatten().tolist())
+    if key not in known:
+        known[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, neighbours))
+    return known[key]
 
 
 def _rows_of(mesh: DeviceMesh, shards: bool) -> list[_Row]:

@@ -10,6 +10,8 @@ import torch
 from libfsdp import _C
 from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
+from libfsdp._finalization import GradientReductionHandle
+from libfsdp._missed import MissedUnits
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
@@ -34,10 +36,17 @@ class Model:
         self.forward_root: ShardState | None = None
         self.leaves_at_once = False
         self.engine = _C.Model(
-            root.mesh.engine_mesh, next(_model_numbers), prefetch_depth=1, keep_gathered_bytes=0, report_nan=False
+            root.mesh.engine_mesh,
+            next(_model_numbers),
+            prefetch_depth=1,
+            keep_gathered_bytes=root.beyond.keep_gathered_bytes,
+            report_nan=root.beyond.report_nan,
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
         self.set_is_last_backward(root.is_last_backward)
+        self.set_manual_finalization(root.manual_finalization)
+        self._finalization: GradientReductionHandle | None = None
+        self._missed = MissedUnits([(name, state) for name, state, _ in below])
         position_of: dict[ShardState, int] = {}
         for _, state, enclosing in below:
             state.model = self
@@ -55,6 +64,37 @@ class Model:
         """With False, the ends of backwards leave reductions under way."""
         self.is_last_backward = last
         self.engine.set_is_last_backward(last)
+
+    def set_manual_finalization(self, enabled: bool) -> None:
+        """With True, the ends of backwards reduce nothing, until finalize_backward."""
+        self.manual_finalization = enabled
+        self.engine.set_manual_finalization(enabled)
+
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
+        """Reduces what backwards have left, and gives it to the shards, at once or by the handle."""
+        if self._finalization is not None:
+            raise RuntimeError("finalize_backward was called before: wait on the previous handle first")
+        for state in self.states:
+            state.collect_left_gradients()
+        self.engine.finalize_backward(not async_op)
+        if async_op:
+            self._finalization = GradientReductionHandle(self)
+            return self._finalization
+        self._deliver_gradients()
+        return None
+
+    def finish_finalization(self, handle: GradientReductionHandle) -> None:
+        """Waits for what finalize_backward has started."""
+        if self._finalization is not handle:
+            return
+        self._finalization = None
+        self.engine.finish_gradient_sync()
+        self._deliver_gradients()
+
+    def _deliver_gradients(self) -> None:
+        for state in self.states:
+            if state.unit is not None:
+                state.deliver_gradients()
 
     def dissolve(self) -> None:
         """Gives the units back, for another engine to take. Their shards stay as they are."""
@@ -98,11 +138,12 @@ class Model:
     @untraced
     def _end_backward(self) -> None:
         self.forward_root = None
+        self._missed.tell(self.engine.take_missed())
         for state in self.states:
             state.modules_to_run.clear()
             if state.unit is None:
                 continue
-            if self.is_last_backward:
+            if self.is_last_backward and not self.manual_finalization:
                 state.deliver_gradients()
             if state.unit.reshard_after_backward:
                 state.unit.hide()
@@ -116,6 +157,7 @@ class Model:
 
     def reset(self) -> None:
         """After an exception: frees what was gathered, drops gradients that are not reduced."""
+        self._finalization = None
         self.engine.reset()
         self.forward_root = None
         for state in self.states:

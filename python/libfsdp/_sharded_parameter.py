@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from libfsdp._spmd import spmd_specs
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.placement_types import Placement
 
     from libfsdp import _C
@@ -46,8 +47,13 @@ class ShardedParameter:
         whole_spec: of the whole DTensor, if the parameter is tensor-parallel.
         identity: equal for parameters that were one object before they were sharded.
         sharded: the parameter that the modules have between steps.
+        keeps_dtype: it is computed with in its own dtype, whatever the policy says of others.
+        float8_block: it travels in eight bits, so many elements with one scale; 0: as it is.
+        grad_dtype: of its gradient, where that is not its own.
+        kept: the parameter that modules have between forward and backward, where neighbours keep a copy.
+        extended: its tensor says itself how it is gathered.
         trainable: the unit has room for its gradient.
-        whole: the parameter that they have while they compute.
+        whole: the parameter that they have while they compute; of an extended one, when it has been gathered once.
     """
 
     name: str
@@ -59,12 +65,30 @@ class ShardedParameter:
     whole_spec: DTensorSpec | None
     identity: int
     sharded: nn.Parameter = field(repr=False)
+    keeps_dtype: bool = False
+    float8_block: int = 0
+    grad_dtype: torch.dtype | None = None
+    extended: bool = False
     trainable: bool = True
     whole: nn.Parameter | None = field(default=None, repr=False)
+    kept: nn.Parameter | None = field(default=None, repr=False)
 
     def make_dtensor(self, local: torch.Tensor) -> DTensor:
         """A DTensor of this parameter's placements over `local`."""
         return DTensor(local, self.spec, requires_grad=False)
+
+    @property
+    def gradient_spec(self) -> DTensorSpec:
+        """Of the gradient."""
+        if self.grad_dtype is None or self.spec.tensor_meta is None:
+            return self.spec
+        return replace(self.spec, tensor_meta=self.spec.tensor_meta._replace(dtype=self.grad_dtype))
+
+    def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """In which it is gathered and computed with."""
+        if not self.dtype.is_floating_point or self.keeps_dtype:
+            return self.dtype
+        return policy.param_dtype or self.dtype
 
     @property
     def local(self) -> torch.Tensor:
@@ -87,12 +111,14 @@ def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def sharded_spec(
-    parameter: nn.Parameter, mesh: ShardingMesh, spmd: SpmdMesh | None, shard_dim: int
+    parameter: nn.Parameter, mesh: ShardingMesh, spmd: SpmdMesh | None, shard_dim: int, *, outer_sharded: bool
 ) -> tuple[DTensorSpec, DTensorSpec | None]:
     """The placements of a parameter between steps, and those of its whole form if that is a DTensor, too."""
     if spmd is not None:
         return spmd_specs(parameter, spmd, shard_dim)
     replicate: tuple[Placement, ...] = (Replicate(),) if mesh.replicates else ()
+    if outer_sharded:  # The inner dimension cuts first, and the outer one each of its shards.
+        replicate = (_StridedShard(shard_dim, split_factor=mesh.shard_size),)
     if not isinstance(parameter, DTensor):
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
         return DTensorSpec(mesh.mesh, (*replicate, Shard(shard_dim)), tensor_meta=meta), None
@@ -115,7 +141,8 @@ def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], va
     """
     for i, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
         local = value._local_tensor if isinstance(value, DTensor) else value
-        if local.data_ptr() != unit.shard(i).data_ptr():
+        own = local is parameter.local if parameter.extended else local.data_ptr() == unit.shard(i).data_ptr()
+        if not own:
             raise RuntimeError(
                 f"functional_call with other values for sharded parameter '{parameter.name}': a sharded module computes with its own "
                 "parameters; write the values to it in place, or leave it out of fully_shard (ignored_params)"

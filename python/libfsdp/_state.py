@@ -15,9 +15,14 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from libfsdp import _C
 from libfsdp._as_fsdp2_state import AsFSDP2State
+from libfsdp._beyond import Beyond, check_parameter
 from libfsdp._compile import untraced
+from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
+from libfsdp._kept import kept_parameter
+from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model
 from libfsdp._outputs import cast_floating, tensors_with_gradient
+from libfsdp._precision import followed_grad_dtype, keeps_dtype
 from libfsdp._sharded_parameter import (
     Place,
     ShardedParameter,
@@ -31,6 +36,7 @@ from libfsdp._sharded_parameter import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from libfsdp._mesh import ShardingMesh
@@ -44,6 +50,7 @@ _OPTIONS = (
     "requires_all_reduce",
     "gradient_divide_factor",
     "gathered_in_backward",
+    "keeps_storage",
 )
 
 
@@ -66,9 +73,12 @@ def states_in(*modules: nn.Module) -> Iterator[tuple[str, ShardState, ShardState
         state = state_of(module)
         if state is not None:
             if state not in found:
-                found.add(state)
-                yield name, state, enclosing
-            enclosing = state
+                for one in (state, *state.companions):
+                    found.add(one)
+                    yield name, one, enclosing
+                    enclosing = one
+            else:
+                enclosing = (state, *state.companions)[-1]
         for child_name, child in module.named_children():
             yield from walk(child, f"{name}.{child_name}" if name else child_name, enclosing)
 
@@ -91,7 +101,14 @@ class ShardState(AsFSDP2State):
         offload_policy: OffloadPolicy,
         placements: str,
         spmd: SpmdMesh | None,
+        beyond: Beyond,
+        companions: tuple[ShardState, ...] = (),
     ) -> None:
+        """Makes the unit, and puts shards into the modules.
+
+        Args:
+            companions: of the same modules, made before: their parameters have other ranks.
+        """
         self.modules = modules
         self.class_names = [type(module).__name__ for module in modules]  # before fully_shard changes them
         self.mesh = mesh
@@ -99,14 +116,22 @@ class ShardState(AsFSDP2State):
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
         self.placements = placements
+        self.beyond = beyond
+        self.companions = companions
         self.model: Model | None = None
+        self.extension: ExtendedParameters | None = None
         self.modules_to_run: set[nn.Module] = set()
         self.post_optim_event: torch.Event | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.is_last_backward = True
+        self.manual_finalization = False
+        self.memory_of_group = False
+        self.kept_mesh: DeviceMesh | None = None
         self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
         self.reshard_after_forward_is_automatic = reshard_after_forward is None
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        if parameters and self.kept_size > 1:
+            self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
         self.parameters = [self._shard(parameter, places, shard_dim_of(parameter)) for parameter, places in parameters]
         self.unit: _C.Unit | None = self._make_unit() if parameters else None
         self._take_values([parameter for parameter, _ in parameters])
@@ -117,7 +142,9 @@ class ShardState(AsFSDP2State):
     # Making the unit.
 
     def _shard(self, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
-        spec, whole_spec = sharded_spec(parameter, self.mesh, self.spmd, shard_dim)
+        spec, whole_spec = sharded_spec(
+            parameter, self.mesh, self.spmd, shard_dim, outer_sharded=self.beyond.outer_sharded
+        )
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         return ShardedParameter(
             name=places[0].name,
@@ -129,27 +156,73 @@ class ShardState(AsFSDP2State):
             whole_spec=whole_spec,
             identity=identity_of(parameter),
             sharded=parameter,  # until there are shards
+            keeps_dtype=keeps_dtype(self.mp_policy, parameter),
+            float8_block=check_parameter(self.beyond, parameter, places[0].name, shard_dim, self.mesh),
+            grad_dtype=followed_grad_dtype(parameter, self.beyond.follow_grad_dtype),
+            extended=is_extended(local),
         )
 
     def _make_unit(self) -> _C.Unit:
-        size = self.reshard_after_forward
-        is_size = not isinstance(size, bool) and 1 < size < self.mesh.shard_size
-        param_dtype, reduce_dtype = self.mp_policy.param_dtype, self.mp_policy.reduce_dtype
+        size = self.kept_size
         for parameter in self.parameters:
             parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
-        given = [(p.name, list(p.shape), p.shard_dim, p.dtype, p.trainable) for p in self.parameters]
+        self._refuse_extensions(is_size=size > 1)
+        given = [
+            _C.ParameterSpec(
+                name=p.name,
+                shape=list(p.shape),
+                shard_dim=p.shard_dim,
+                dtype=p.dtype,
+                trainable=p.trainable,
+                param_dtype=p.compute_dtype(self.mp_policy),
+                grad_dtype=p.grad_dtype,
+                float8_block=p.float8_block,
+                extended=p.extended,
+            )
+            for p in self.parameters
+        ]
         return _C.Unit(
             ", ".join(self.class_names),
             given,
             self.mesh.engine_mesh,
             placements=self.placements,
             reshard_after_forward=self.reshards_after_forward,
-            reshard_after_forward_size=size if is_size else 0,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            offload=isinstance(self.offload_policy, CPUOffloadPolicy),
+            reshard_after_forward_size=size,
+            param_dtype=self.mp_policy.param_dtype,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            offload=self.offloads,
             separate_reduce_group=False,
+            outer_sharded=self.beyond.outer_sharded,
         )
+
+    def _refuse_extensions(self, *, is_size: bool) -> None:
+        """What cannot be had for parameters that are gathered in ways of their own."""
+        extended = [p for p in self.parameters if p.extended]
+        reasons = (
+            (is_size, "with a number for reshard_after_forward"),
+            (self.placements != "optim_grads_params", f"with placements '{self.placements}'"),
+            (self.beyond.outer_sharded, "with outer_placements 'optim'"),
+            (any(p.float8_block for p in extended), "together with a gather_format"),
+            (
+                any(p.shard_dim != 0 for p in extended),
+                "for parameters that are cut along another dimension than the first",
+            ),
+        )
+        for refused, when in reasons:
+            if refused and extended:
+                names = [p.name for p in extended]
+                raise NotImplementedError(f"fsdp_pre_all_gather (of parameters {names}) is not supported {when}")
+
+    @property
+    def kept_size(self) -> int:
+        """So many neighbours keep a copy between them after forward; 0: none do."""
+        size = self.reshard_after_forward
+        return size if not isinstance(size, bool) and 1 < size < self.mesh.shard_size else 0
+
+    @property
+    def offloads(self) -> bool:
+        """Shards, gradients and optimizer state lie in host memory."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -167,10 +240,13 @@ class ShardState(AsFSDP2State):
             self.unit.allocate()
         for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
             local = value._local_tensor if isinstance(value, DTensor) else value
-            if value.is_meta:
+            pieces, piece = self.mesh.piece(outer_sharded=self.beyond.outer_sharded)
+            begin, rows = rows_of(local.size(parameter.shard_dim), pieces, piece)
+            if parameter.extended:
+                shard = copy_of_rows(local.detach(), begin, rows, to_host=self.offloads)
+            elif value.is_meta:
                 shard = torch.empty(self.unit.shard_shape(i), dtype=value.dtype, device="meta")
             else:
-                begin, rows = rows_of(local.size(parameter.shard_dim), self.mesh.shard_size, self.mesh.shard_rank)
                 shard = self.unit.shard(i)
                 shard.copy_(local.detach().narrow(parameter.shard_dim, begin, rows))
             self._set_sharded(i, nn.Parameter(parameter.make_dtensor(shard), requires_grad=value.requires_grad))
@@ -180,6 +256,8 @@ class ShardState(AsFSDP2State):
         parameter = self.parameters[i]
         parameter.sharded = sharded
         sharded._libfsdp_identity = parameter.identity
+        if parameter.grad_dtype is not None:
+            sharded.grad_dtype = parameter.grad_dtype
 
     def _show_shards(self) -> None:
         for parameter in self.parameters:
@@ -197,31 +275,64 @@ class ShardState(AsFSDP2State):
             )
         for i, parameter in enumerate(self.parameters):
             if parameter.whole is None:
-                parameter.whole = self._make_whole(i)
+                if not parameter.extended:
+                    parameter.whole = self._make_whole(i, self.unit.whole(i))
                 for place in parameter.places:
                     module = place.module
                     plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
                     self.unit.add_place(i, module._parameters, place.name, None if plain else weakref.ref(module))
+                if self.kept_mesh is not None:
+                    parameter.kept = kept_parameter(parameter, i, self.unit, self.kept_mesh, self.mesh.shard_size)
+                    if parameter.kept is not None:
+                        self.unit.set_kept(i, parameter.kept)
             self._connect_parameter(engine, i)
+        self._connect_extension()
 
-    def _make_whole(self, i: int) -> nn.Parameter:
+    def _connect_extension(self) -> None:
+        extended = {i: p for i, p in enumerate(self.parameters) if p.extended}
+        if not extended or self.extension is not None:
+            return
+        assert self.unit is not None
+        self.extension = ExtendedParameters(
+            extended, self.mesh.shard_mesh, self.mesh.device, self.mp_policy, self._adopt_whole
+        )
+        self.extension.attach_to(self.unit)
+
+    def _adopt_whole(self, i: int, whole: torch.Tensor) -> None:
+        """An extended parameter has been gathered for the first time."""
+        assert self.model is not None
         assert self.unit is not None
         parameter = self.parameters[i]
-        whole: torch.Tensor = self.unit.whole(i)
+        parameter.whole = self._make_whole(i, whole)
+        self.unit.set_parameters(i, parameter.sharded, parameter.whole)
+        self._collect_gradients(self.model.engine, i)
+
+    def _make_whole(self, i: int, whole: torch.Tensor) -> nn.Parameter:
+        assert self.unit is not None
+        parameter = self.parameters[i]
         if parameter.whole_spec is not None:
             whole = DTensor(whole, parameter.whole_spec, requires_grad=False)
         leaf = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
-        self.unit.set_leaf(i, leaf._local_tensor if isinstance(leaf, DTensor) else leaf)
+        if parameter.grad_dtype is not None:
+            leaf.grad_dtype = self.mp_policy.reduce_dtype or parameter.grad_dtype
+        if not parameter.extended:
+            self.unit.set_leaf(i, leaf._local_tensor if isinstance(leaf, DTensor) else leaf)
         return leaf
 
     def _connect_parameter(self, engine: _C.Model, i: int) -> None:
         assert self.unit is not None
         parameter = self.parameters[i]
-        assert parameter.whole is not None
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
-        self.unit.set_wrap(i, functools.partial(DTensor, spec=parameter.spec, requires_grad=False))
+        self.unit.set_wrap(i, functools.partial(DTensor, spec=parameter.gradient_spec, requires_grad=False))
         engine.watch_version(parameter.sharded)
         engine.watch_version(parameter.local)
+        if parameter.whole is not None:
+            self._collect_gradients(engine, i)
+
+    def _collect_gradients(self, engine: _C.Model, i: int) -> None:
+        assert self.unit is not None
+        parameter = self.parameters[i]
+        assert parameter.whole is not None
         if parameter.whole_spec is None:
             engine.collect_gradients(self.unit, i, parameter.whole)
             return
@@ -253,7 +364,10 @@ class ShardState(AsFSDP2State):
 
     def _owns(self, i: int) -> bool:
         assert self.unit is not None
-        return self.unit.allocated and self.parameters[i].local.data_ptr() == self.unit.shard(i).data_ptr()
+        parameter = self.parameters[i]
+        if parameter.extended or is_extended(parameter.local):
+            return parameter.extended == is_extended(parameter.local)
+        return self.unit.allocated and parameter.local.data_ptr() == self.unit.shard(i).data_ptr()
 
     @torch.no_grad()
     def adopt_registered(self) -> None:
@@ -277,15 +391,20 @@ class ShardState(AsFSDP2State):
         if all(value._local_tensor.is_meta for value in found):
             return
         pairs = list(zip(found, self.parameters, strict=True))
-        if any(value.dtype != p.dtype or (value.requires_grad and not p.trainable) for value, p in pairs):
+        if any(
+            value.dtype != p.dtype
+            or (value.requires_grad and not p.trainable)
+            or is_extended(value._local_tensor) != p.extended
+            for value, p in pairs
+        ):
             self._remake_unit(found)
         locals_ = [value._local_tensor for value in found]
         if not self.unit.allocated:
             self.unit.allocate()
         for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
             assert value is not None
-            shard = self.unit.shard(i)
-            if not local.is_meta and local.data_ptr() != shard.data_ptr():
+            shard = local if self.parameters[i].extended else self.unit.shard(i)
+            if shard is not local and not local.is_meta and local.data_ptr() != shard.data_ptr():
                 shard.copy_(local)
                 value._local_tensor = shard.detach()
             if value is not self.parameters[i].sharded:
@@ -309,6 +428,8 @@ class ShardState(AsFSDP2State):
             parameter.sharded = value
             parameter.spec = value._spec
             parameter.whole = None
+            parameter.extended = is_extended(value._local_tensor)
+        self.extension = None
         assert self.unit is not None
         before, self.unit = self.unit, self._make_unit()
         for option in _OPTIONS:
@@ -348,7 +469,8 @@ class ShardState(AsFSDP2State):
                 )
             state.model.dissolve()
         if self.reshard_after_forward_is_automatic and not provisional:
-            self.set_reshard_after_forward(False)
+            for state in (self, *self.companions):
+                state.set_reshard_after_forward(False)
         for _, state, _ in self.states_below():
             if not state.shows_its_parameters():
                 state.adopt_registered()
@@ -431,8 +553,10 @@ class ShardState(AsFSDP2State):
         if self.unit is None or not self.reshards_after_forward:
             return
         self.unit.hide()
-        if self.model is not None and self.model.leaves_at_once:
+        if self.model is not None and (self.model.leaves_at_once or self.kept_mesh is not None):
             self.model.engine.leave_now(self.unit)
+            if self.kept_mesh is not None and torch.is_grad_enabled():
+                self.unit.show_kept()
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.mesh.device.type == "cpu" or not (args or kwargs):
@@ -453,8 +577,23 @@ class ShardState(AsFSDP2State):
 
     # What users tell.
 
+    def set_manual_finalization(self, enabled: bool) -> None:
+        """Of a root: backwards reduce nothing at their ends."""
+        self.manual_finalization = enabled
+        if self.model is not None:
+            self.model.set_manual_finalization(enabled)
+
+    def set_keeps_storage(self, keeps: bool) -> None:
+        """Whole parameters keep their memory while the modules show shards."""
+        if self.unit is None:
+            return
+        self.unit.keeps_storage = keeps
+        if self.model is not None:
+            self.model.engine.set_keeps_storage(self.unit, keeps)
+
     def set_reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward_is_automatic = False
+        self.kept_mesh = None
         self.reshard_after_forward = reshard
         if self.unit is not None:
             self.unit.reshard_after_forward = reshard

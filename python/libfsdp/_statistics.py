@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from libfsdp._fully_shard import FSDPModule
+from libfsdp._state import states_in
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from libfsdp._model import Model
@@ -36,6 +39,62 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
     return _model_of(module).engine.wire_stats()
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What one unit of a sharded model holds, as seen from this rank.
+
+    Attributes:
+        name: the module's; "(root)" for the root.
+        parameters: names, from the module that was asked.
+        whole_bytes: of the gathered parameters, without padding; those of extended parameters in the computation's dtype.
+        shard_bytes: of this rank's shards, which the optimizer updates.
+        param_dtypes: in which they are computed with, each once.
+        reshard_after_forward: as set: True, False, or a number of neighbours.
+        mesh: the sizes of its ranks' dimensions, by name.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    whole_bytes: int
+    shard_bytes: int
+    param_dtypes: tuple[torch.dtype, ...]
+    reshard_after_forward: bool | int
+    mesh: dict[str, int]
+
+
+def unit_info(module: nn.Module) -> list[UnitInfo]:
+    """The units in and below a sharded module, enclosing ones first.
+
+    Args:
+        module: sharded, or one that has sharded modules below it.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    states = [(name, state) for name, state, _ in states_in(module) if state.unit is not None]
+    if not states:
+        raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    units = []
+    for name, state in states:
+        mesh = state.mesh.mesh
+        dims = mesh.mesh_dim_names or tuple(f"dim_{dim}" for dim in range(mesh.ndim))
+        dtypes = [p.compute_dtype(state.mp_policy) for p in state.parameters]
+        sizes = [p.shape.numel() * dtype.itemsize for p, dtype in zip(state.parameters, dtypes, strict=True)]
+        units.append(
+            UnitInfo(
+                name=name or "(root)",
+                parameters=tuple(names.get(id(p.sharded), p.name) for p in state.parameters),
+                whole_bytes=sum(sizes),
+                shard_bytes=sum(p.local.numel() * p.local.element_size() for p in state.parameters),
+                param_dtypes=tuple(dict.fromkeys(dtypes)),
+                reshard_after_forward=state.reshard_after_forward,
+                mesh=dict(zip(dims, mesh.shape, strict=True)),
+            )
+        )
+    return units
 
 
 def _model_of(module: nn.Module) -> Model:

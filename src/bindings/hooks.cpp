@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "bindings/python_gather_extension.h"
 #include "bindings/shown_unit.h"
 #include "engine/autograd_phase.h"
 #include "fsdp/error.h"
@@ -26,12 +27,24 @@ std::optional<at::ScalarType> dtype_of(const py::object& dtype) {
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 
-using GivenParameter = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, py::object, bool>;
+hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> shape, std::int64_t shard_dim, const py::object& dtype,
+                                    bool trainable, const py::object& param_dtype, const py::object& grad_dtype, std::int64_t float8_block,
+                                    bool extended) {
+  return {.name = std::move(name),
+          .shape = std::move(shape),
+          .shard_dim = shard_dim,
+          .dtype = dtype_of(dtype).value(),
+          .trainable = trainable,
+          .param_dtype = dtype_of(param_dtype),
+          .grad_dtype = dtype_of(grad_dtype),
+          .float8_block = float8_block,
+          .extended = extended};
+}
 
-std::shared_ptr<ShownUnit> make_unit(std::string name, const std::vector<GivenParameter>& parameters, const DeviceMesh& mesh,
+std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::ParameterSpec> parameters, const DeviceMesh& mesh,
                                      const std::string& placements, bool reshard_after_forward, std::int64_t reshard_after_forward_size,
                                      const py::object& param_dtype, const py::object& reduce_dtype, bool offload,
-                                     bool separate_reduce_group) {
+                                     bool separate_reduce_group, bool outer_sharded) {
   hooks::UnitSpec spec;
   spec.name = std::move(name);
   spec.mesh = mesh;
@@ -42,10 +55,8 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, const std::vector<GivenPa
   spec.reduce_dtype = dtype_of(reduce_dtype);
   spec.reshard_after_forward_size = reshard_after_forward_size;
   spec.separate_reduce_group = separate_reduce_group;
-  for (const auto& [parameter, shape, shard_dim, dtype, trainable] : parameters) {
-    spec.parameters.push_back(
-        {.name = parameter, .shape = shape, .shard_dim = shard_dim, .dtype = dtype_of(dtype).value(), .trainable = trainable});
-  }
+  spec.options.outer_sharded_optimizer = outer_sharded;
+  spec.parameters = std::move(parameters);
   return std::make_shared<ShownUnit>(std::move(spec));
 }
 
@@ -174,10 +185,14 @@ void bind_hooks(py::module_& module) {
     }
   });
 
+  py::class_<hooks::ParameterSpec>(module, "ParameterSpec", "One parameter of a unit that is to be made.")
+      .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("shape"), py::arg("shard_dim"), py::arg("dtype"),
+           py::arg("trainable"), py::arg("param_dtype"), py::arg("grad_dtype"), py::arg("float8_block"), py::arg("extended"));
+
   py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "Unit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
            py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
-           py::arg("offload"), py::arg("separate_reduce_group"))
+           py::arg("offload"), py::arg("separate_reduce_group"), py::arg("outer_sharded"))
       .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
       .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })
@@ -185,9 +200,16 @@ void bind_hooks(py::module_& module) {
       .def("rename", [](ShownUnit& self, std::string name,
                         std::vector<std::string> parameters) { self.hooked()->rename(std::move(name), std::move(parameters)); })
       .def("set_leaf", [](ShownUnit& self, std::size_t i, const at::Tensor& leaf) { self.hooked()->set_leaf(i, leaf); })
+      .def("set_extension",
+           [](ShownUnit& self, py::function start, py::function finish, py::function free) {
+             self.hooked()->set_extension(std::make_shared<PythonGatherExtension>(std::move(start), std::move(finish), std::move(free)));
+           })
       .def("set_parameters", &ShownUnit::set_parameters)
       .def("add_place", &ShownUnit::add_place)
       .def("set_wrap", &ShownUnit::set_wrap)
+      .def("kept", [](ShownUnit& self, std::size_t i, const std::vector<std::int64_t>& shape) { return self.hooked()->kept(i, shape); })
+      .def("set_kept", &ShownUnit::set_kept)
+      .def("show_kept", &ShownUnit::show_kept)
       .def("show", &ShownUnit::show)
       .def("hide", &ShownUnit::hide)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
@@ -202,6 +224,7 @@ void bind_hooks(py::module_& module) {
       .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); });
   bind_option(unit, "reshard_after_forward", &engine::UnitOptions::reshard_after_forward);
   bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
+  bind_option(unit, "keeps_storage", &engine::UnitOptions::keeps_storage);
   bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);
   bind_option(unit, "requires_all_reduce", &engine::UnitOptions::requires_all_reduce);
   bind_option(unit, "gradient_divide_factor", &engine::UnitOptions::gradient_divide_factor);
@@ -255,6 +278,16 @@ void bind_hooks(py::module_& module) {
           "main_parameters_changed", [](HookedModel& model) { model.engine().main_parameters_changed(); }, kNoGil)
       .def(
           "set_is_last_backward", [](HookedModel& model, bool last) { model.engine().set_is_last_backward(last); }, kNoGil)
+      .def(
+          "set_manual_finalization", [](HookedModel& model, bool manual) { model.engine().set_manual_finalization(manual); }, kNoGil)
+      .def(
+          "finalize_backward", [](HookedModel& model, bool wait) { model.engine().finalize_backward(wait); }, kNoGil)
+      .def(
+          "finish_gradient_sync", [](HookedModel& model) { model.engine().finish_gradient_sync(); }, kNoGil)
+      .def(
+          "set_keeps_storage",
+          [](HookedModel& model, ShownUnit& unit, bool keeps) { model.engine().set_keeps_storage(unit.hooked()->unit(), keeps); }, kNoGil)
+      .def("take_missed", &HookedModel::take_missed)
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)

@@ -23,7 +23,7 @@ void ShownUnit::add_place(std::size_t i, py::dict parameters, py::str name, py::
 
 void ShownUnit::put(Shown form) {
   for (auto& parameter : parameters_) {
-    const auto& value = form == Shown::kWhole ? parameter.whole : parameter.shard;
+    const auto& value = parameter.as(form);
     for (auto& place : parameter.places) {
       if (place.module.is_none()) {
         if (PyDict_SetItem(place.parameters.ptr(), place.name.ptr(), value.ptr()) != 0) throw py::error_already_set();
@@ -35,26 +35,36 @@ void ShownUnit::put(Shown form) {
   shown_ = form;
 }
 
+/// Parameters may have been frozen, or trained again, since they were shown last.
+void ShownUnit::train_as_shards(Shown form) {
+  for (const auto& parameter : parameters_) {
+    const bool trained = THPVariable_Unpack(parameter.shard.ptr()).requires_grad();
+    const at::Tensor& other = THPVariable_Unpack(parameter.as(form).ptr());
+    if (other.requires_grad() != trained) other.requires_grad_(trained);
+  }
+}
+
 void ShownUnit::show() {
   if (shown_ == Shown::kWhole) return;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    // Frozen, or trained again, since.
-    const bool trained = THPVariable_Unpack(parameters_[i].shard.ptr()).requires_grad();
-    const at::Tensor& whole = THPVariable_Unpack(parameters_[i].whole.ptr());
-    if (whole.requires_grad() != trained) whole.requires_grad_(trained);
-  }
+  train_as_shards(Shown::kWhole);
   put(Shown::kWhole);
 }
 
+void ShownUnit::show_kept() {
+  if (!hooked_->unit().post_forward.live()) return;  // It stays whole, for one reason or another.
+  train_as_shards(Shown::kKept);
+  put(Shown::kKept);
+}
+
 void ShownUnit::hide() {
-  if (shown_ == Shown::kWhole) put(Shown::kShards);
+  if (shown_ != Shown::kShards) put(Shown::kShards);
 }
 
 bool ShownUnit::has_its_parameters() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     if (!hooked_->spec().parameters[i].trainable && THPVariable_Unpack(parameter.shard.ptr()).requires_grad()) return false;
-    const auto& expected = shown_ == Shown::kWhole ? parameter.whole : parameter.shard;
+    const auto& expected = parameter.as(shown_);
     for (const auto& place : parameter.places) {
       if (PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) != expected.ptr()) return false;
     }

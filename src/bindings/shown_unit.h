@@ -12,8 +12,12 @@
 
 namespace fsdp::bindings {
 
-/// Which form of a unit's parameters its modules have. Transitions: show() and hide().
-enum class Shown : std::uint8_t { kShards, kWhole };
+/// Which form of a unit's parameters its modules have. Transitions: show(), show_kept() and hide(), from any to any.
+enum class Shown : std::uint8_t {
+  kShards,
+  kWhole,
+  kKept,  ///< What this rank keeps after forward, where neighbours keep a copy between them.
+};
 
 /// A unit together with the modules of Python that have its parameters. All members need the GIL.
 class ShownUnit {
@@ -22,10 +26,13 @@ class ShownUnit {
 
   /// The parameter that modules have between steps, and the one that they have while they compute.
   void set_parameters(std::size_t i, pybind11::object shard, pybind11::object whole);
+  /// The parameter that modules have between forward and backward, where neighbours keep a copy; without one, they have the shard then.
+  void set_kept(std::size_t i, pybind11::object kept) { parameters_.at(i).kept = std::move(kept); }
   /// A module has parameter i as `name`: in its dictionary of parameters, which is written directly; or, where `module` (a weak reference)
   /// is given, by setattr, as the module does more than that when a parameter is set.
   void add_place(std::size_t i, pybind11::dict parameters, pybind11::str name, pybind11::object module);
   void show();
+  void show_kept();
   void hide();
   /// False if some module has another parameter in a place than the one that it was given, or if one that was frozen when the unit was made
   /// is to be trained now.
@@ -49,9 +56,17 @@ class ShownUnit {
   struct Parameter {
     pybind11::object shard;
     pybind11::object whole;
+    pybind11::object kept;
     std::vector<Place> places;
     pybind11::object wrap;
+
+    /// The shard stands in for a kept form that there is not.
+    const pybind11::object& as(Shown form) const {
+      if (form == Shown::kWhole) return whole;
+      return form == Shown::kKept && kept ? kept : shard;
+    }
   };
+  void train_as_shards(Shown form);
   void put(Shown form);
 
   std::shared_ptr<hooks::HookedUnit> hooked_;

@@ -273,16 +273,48 @@ void Engine::end_backward() {
       }
     }
     forget_moves();
-    reducer_.finish();
-    if (is_last_backward_ || options_.report_nan_in_param_grad) reducer_.drain();
+    if (!manual_finalization_) {
+      reducer_.finish();
+      if (is_last_backward_ || options_.report_nan_in_param_grad) reducer_.drain();
+    }
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
   schedule_.begin(Phase::kForward);
   pool_.end_step();
-  reducer_.validate();
   validate_parameters();  // [Validate at the end]
+  if (manual_finalization_) return;
+  reducer_.validate();
   guarded([&] { reducer_.report_nan(); });
+}
+
+void Engine::set_manual_finalization(bool manual) {
+  const auto lock = this->lock();
+  manual_finalization_ = manual;
+}
+
+void Engine::finalize_backward(bool wait) {
+  const auto lock = this->lock();
+  const at::NoGradGuard no_grad;
+  if (backward_ == BackwardState::kRunning) {
+    if (!backward_alive_.expired()) throw Error("finalize_backward() inside of a backward; call it when the backward has ended");
+    reset_locked();
+  }
+  guarded([&] {
+    reducer_.finish();
+    if (wait || options_.report_nan_in_param_grad) reducer_.drain();
+  });
+  pool_.end_step();
+  reducer_.validate();
+  guarded([&] { reducer_.report_nan(); });
+}
+
+void Engine::set_keeps_storage(Unit& unit, bool keeps) {
+  const auto lock = this->lock();
+  unit.options.keeps_storage = keeps;
+  if (keeps || unit.replicated_parameters() || unit.state != ParameterState::kSharded) return;
+  unit.free_whole();
+  if (unit.extension) unit.extension->free();
 }
 
 bool Engine::in_backward() {
@@ -465,6 +497,9 @@ std::vector<std::unique_ptr<Unit>> Engine::release() {
   reset_locked();
   main_parameters_.retire();
   reducer_.forget_units();
+  for (const auto& unit : units_) {
+    if (!unit->replicated_parameters()) unit->free_whole();  // Slots that units have kept are this engine's.
+  }
   return std::move(units_);
 }
 

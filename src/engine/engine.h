@@ -73,6 +73,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// A backward that holds `alive` for as long as it exists began. If one before it died of an exception, resets first [Nothing survives an
   /// exception]. False, and nothing has changed, if it is known already: one of several threads announces a backward, and its end.
   bool begin_backward(std::weak_ptr<void> alive, BackwardOf of);
+  /// With manual finalization, reductions that have begun stay under way, and what is collected stays collected: see finalize_backward.
   void end_backward();
   /// True between begin_backward and end_backward, unless it died.
   bool in_backward();
@@ -122,6 +123,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
+  /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
+  void set_manual_finalization(bool manual);
+  /// Between backwards: reduces all that is collected in units that require synchronization now, on whatever rank it is, and what backwards
+  /// have left under way goes on. With `wait` it has ended when this returns; else finish_gradient_sync waits. Collective. Throws Error
+  /// inside of a backward.
+  void finalize_backward(bool wait);
+  /// Whether the unit's whole parameters keep their memory, and so their addresses, while they are resharded.
+  void set_keeps_storage(Unit& unit, bool keeps);
   /// With false, the ends of backwards leave reductions under way.
   void set_is_last_backward(bool last) { is_last_backward_ = last; }
   /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: the unit has
@@ -165,6 +174,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineOptions options_;
   OneStream stream_;
   bool is_last_backward_ = true;
+  bool manual_finalization_ = false;
   memory::Accounting accounting_;
   memory::SlotPool pool_;
   std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it

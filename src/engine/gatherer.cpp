@@ -12,8 +12,9 @@ void Gatherer::start(Unit& unit) {
   if (unit.state != ParameterState::kSharded) return;
   RECORD_USER_SCOPE("FSDP::all_gather (" + unit.name + ")");
   const at::NoGradGuard no_grad;
-  if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
   std::vector<comm::GatherPart> parts;
+  if (unit.extension) parts = unit.extension->start();  // First: if it throws, nothing has begun.
+  if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
   if (unit.post_forward.live()) {
     for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
       parts.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
@@ -21,7 +22,9 @@ void Gatherer::start(Unit& unit) {
   } else {
     unit.wire.acquire(pool_, memory::Kind::kCommunication);
     if (unit.options.outer_sharded_optimizer) finish_shards(unit);
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) parts.push_back(part_to_gather(unit, k));
+    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
+      if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k));
+    }
     if (!unit.replicated_optimizer()) unit.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
   }
   unit.state = ParameterState::kGathering;
@@ -59,6 +62,10 @@ void Gatherer::finish(Unit& unit) {
     unit.post_forward.release();
   } else {
     widen(unit);
+  }
+  if (unit.extension) {
+    const at::NoGradGuard no_grad;
+    unit.extension->finish();
   }
   unit.state = ParameterState::kPresent;
 }
@@ -108,8 +115,10 @@ void Gatherer::free(Unit& unit) {
   if (unit.state == ParameterState::kGathering) finish(unit);
   write_back(unit);
   if (unit.replicated_parameters()) return;
-  unit.free_whole();
   unit.state = ParameterState::kSharded;
+  if (unit.options.keeps_storage) return;
+  unit.free_whole();
+  if (unit.extension) unit.extension->free();
 }
 
 void Gatherer::drop(Unit& unit) {

@@ -37,7 +37,9 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   const auto inner = inner_pieces().count;
   const auto world = layout.world_size();
 
-  lay_out(full, std::move(storage), all, [&](std::size_t k) { return Part{formats[k].compute, numel(k, world)}; });
+  lay_out(full, std::move(storage), all, [&](std::size_t k) {
+    return formats[k].extended ? Part{} : Part{formats[k].compute, numel(k, world)};
+  });
   free_whole();
   lay_out(wire, empty(), all, [&](std::size_t k) { return formats[k].gather ? Part{at::kByte, travelling_numel(k) * world} : Part{}; });
   if (communicators.post_forward) {
@@ -51,7 +53,7 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   }
   const auto empty_main = [&] { return memory::empty_storage(offloaded() ? c10::Device(at::kCPU) : device); };
   lay_out(main_buffer, empty_main(), all, [&](std::size_t k) {
-    return main_is_shared(k) ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)};
+    return main_is_shared(k) || formats[k].extended ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)};
   });
   for (std::size_t k = 0; k < all; ++k) {
     if (!main_is_shared(k)) {

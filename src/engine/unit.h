@@ -16,6 +16,7 @@
 
 #include "comm/communicator.h"
 #include "engine/buffer.h"
+#include "engine/gather_extension.h"
 #include "engine/schedule.h"
 #include "fsdp/gather_format.h"
 #include "fsdp/mixed_precision.h"
@@ -73,6 +74,7 @@ struct SubBufferFormat {
   at::ScalarType main_gradient = at::kFloat;        ///< Of the main gradients.
   at::ScalarType wire_gradient = at::kFloat;        ///< In which gradients travel.
   std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
+  bool extended = false;                            ///< Unit::extension has its main and whole parameters; they lie in no buffer.
 
   bool operator==(const SubBufferFormat&) const = default;
   /// What a gather brings is bit for bit what the main parameters hold.
@@ -85,6 +87,8 @@ struct UnitOptions {
   bool outer_sharded_optimizer = false;
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  /// Whole parameters are not freed, only outdated: they lie at the same addresses when they are gathered again.
+  bool keeps_storage = false;
   /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
   double gradient_divide_factor = 0;
   /// As given; what it means for the unit's parameters is in SubBufferFormat.
@@ -136,6 +140,7 @@ struct Unit {
   Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
   Buffer post_forward;  ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
   std::unique_ptr<comm::Pending> gather;
+  std::shared_ptr<GatherExtension> extension;  ///< Null: there are no extended sub-buffers.
 
   // Main parameters: the pieces that this rank's optimizer updates.
   std::vector<at::Tensor> main;  ///< Per sub-buffer, 1-D.

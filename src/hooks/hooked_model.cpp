@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/autograd_phase.h"
+#include "fsdp/error.h"
 
 namespace fsdp::hooks {
 namespace {
@@ -61,7 +62,10 @@ void HookedModel::begin_forward() {
 }
 
 void HookedModel::enter(HookedUnit& unit) {
-  if (engine::inside_backward()) watch_backward();
+  if (engine::inside_backward()) {
+    watch_backward();
+    unit.entered_in_backward = true;
+  }
   const auto phase = engine::current_phase();
   RECORD_USER_SCOPE((phase == engine::Phase::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
   if (unit.unit().in_use(phase) && engine_->follows_current_stream()) return;
@@ -70,6 +74,7 @@ void HookedModel::enter(HookedUnit& unit) {
 }
 
 void HookedModel::enter_backward(HookedUnit& unit) {
+  unit.entered_in_backward = true;
   if (!unit.gathered_in_backward) return watch_backward();
   enter(unit);
   if (unit.shown) unit.shown();
@@ -92,6 +97,7 @@ void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std
 
 void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {
   watch_backward();
+  if (!unit.entered_in_backward) unit.missed_in_backward = true;
   engine_->gradient(unit.unit(), i, unit.as_stored(i, gradient));
 }
 
@@ -112,9 +118,25 @@ void HookedModel::watch_backward() {
   if (!engine_->begin_backward(alive, of)) return;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
     RECORD_USER_SCOPE("FSDP::root_post_backward_callback");
-    self->engine_->end_backward();
+    try {
+      self->engine_->end_backward();
+    } catch (const CommError&) {
+      throw;
+    } catch (...) {  // A report on gradients: they are the user's all the same.
+      if (self->backward_ended_) self->backward_ended_();
+      throw;
+    }
     if (self->backward_ended_) self->backward_ended_();
   });
+}
+
+std::vector<std::size_t> HookedModel::take_missed() {
+  std::vector<std::size_t> missed;
+  for (std::size_t k = 0; k < units_.size(); ++k) {
+    if (std::exchange(units_[k]->missed_in_backward, false)) missed.push_back(k);
+    units_[k]->entered_in_backward = false;
+  }
+  return missed;
 }
 
 }  // namespace fsdp::hooks

@@ -7,6 +7,7 @@
 
 #include "engine/buffer.h"
 #include "fsdp/error.h"
+#include "fsdp/gather_format.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 
@@ -49,14 +50,18 @@ engine::SubBufferFormat format_of(const ParameterSpec& parameter, const UnitSpec
   const auto own = parameter.dtype;
   engine::SubBufferFormat format{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own};
   if (c10::isFloatingType(own)) {
-    format.compute = spec.param_dtype.value_or(own);
-    format.wire_gradient = spec.reduce_dtype.value_or(format.compute);
+    format.compute = parameter.param_dtype.value_or(spec.param_dtype.value_or(own));
+    format.wire_gradient = spec.reduce_dtype.value_or(parameter.grad_dtype.value_or(format.compute));
+    format.main_gradient = parameter.grad_dtype.value_or(own);
   }
+  if (parameter.float8_block > 0) format.gather = std::make_shared<GatherFormat>(float8_blocks(parameter.float8_block));
+  format.extended = parameter.extended;
   if (parameter.shard_dim != 0) format.gather = interleaved(parameter, format.compute);
   return format;
 }
 
-layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks) {
+/// `ranks`: over which the inner dimension cuts. `pieces`: over which both do.
+layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int64_t pieces) {
   std::vector<layout::ParameterSpec> parameters;
   for (const auto& parameter : spec.parameters) {
     if (parameter.shape.empty()) throw Error("parameter '" + parameter.name + "' is a scalar, which has no rows to shard");
@@ -67,7 +72,7 @@ layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks) {
                           .trainable = parameter.trainable,
                           .granularity = Granularity::rows()});
   }
-  return {std::move(parameters), ranks};
+  return {std::move(parameters), pieces};
 }
 
 std::int64_t inner_size(const DeviceMesh& mesh) { return mesh.dims().back().size; }
@@ -91,7 +96,9 @@ engine::UnitCommunicators communicators_of(const UnitSpec& spec) {
 }  // namespace
 
 HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
-  auto layout = layout_of(spec_, inner_size(spec_.mesh));
+  const auto ranks = inner_size(spec_.mesh);
+  if (spec_.options.outer_sharded_optimizer && !has_outer(spec_.mesh)) spec_.options.outer_sharded_optimizer = false;
+  auto layout = layout_of(spec_, ranks, spec_.options.outer_sharded_optimizer ? ranks * spec_.mesh.dims().front().size : ranks);
   std::vector<engine::SubBufferFormat> formats;
   for (const auto& part : layout.sub_buffers()) {
     formats.push_back(format_of(spec_.parameters[static_cast<std::size_t>(part.dtype)], spec_));
@@ -150,6 +157,7 @@ void HookedUnit::allocate() {
   unit_->main_memory =
       unit_->offloaded() ? memory::host_zeros(device, unit_->main_buffer.bytes) : memory::zeros(device, unit_->main_buffer.bytes);
   if (unit_->replicated_parameters()) unit_->replica_memory = memory::zeros(device, unit_->full.bytes);
+  if (unit_->options.outer_sharded_optimizer) unit_->shards_memory = memory::zeros(device, unit_->shards.bytes);
   shards_.clear();
   for (std::size_t i = 0; i < spec_.parameters.size(); ++i) shards_.push_back(make_shard(i));
 }
@@ -169,10 +177,14 @@ const at::Tensor& HookedUnit::shard(std::size_t i) const {
 }
 
 at::Tensor HookedUnit::make_shard(std::size_t i) const {
+  if (spec_.parameters[i].extended) return {};
   const auto slice = unit_->main_slice(i);
   const auto& main = unit_->main[slice.sub_buffer];
-  const bool in_replica = main.storage().unsafeGetStorageImpl() == unit_->full.storage.unsafeGetStorageImpl();
-  const auto& memory = in_replica ? unit_->replica_memory : unit_->main_memory;
+  const auto lies_in = [&](const engine::Buffer& buffer) {
+    return main.storage().unsafeGetStorageImpl() == buffer.storage.unsafeGetStorageImpl();
+  };
+  const bool in_shards = unit_->options.outer_sharded_optimizer && lies_in(unit_->shards);
+  const auto& memory = lies_in(unit_->full) ? unit_->replica_memory : in_shards ? unit_->shards_memory : unit_->main_memory;
   const auto itemsize = static_cast<std::int64_t>(main.itemsize());
   return part_of(memory, (main.storage_offset() + slice.offset) * itemsize, main.scalar_type(), shard_shape(i));
 }
@@ -182,6 +194,12 @@ at::Tensor HookedUnit::whole(std::size_t i) const {
   const auto& part = unit_->full.parts[placement.sub_buffer];
   const auto offset = (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize());
   return engine::view_of(unit_->full.storage, part.scalar_type(), offset, spec_.parameters[i].shape);
+}
+
+at::Tensor HookedUnit::kept(std::size_t i, const std::vector<std::int64_t>& shape) const {
+  const auto& part = unit_->post_forward.parts.at(unit_->layout.placements()[i].sub_buffer);
+  return engine::view_of(unit_->post_forward.storage, part.scalar_type(),
+                         part.storage_offset() * static_cast<std::int64_t>(part.itemsize()), shape);
 }
 
 void HookedUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {

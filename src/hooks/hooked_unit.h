@@ -21,12 +21,20 @@ struct ParameterSpec {
   std::int64_t shard_dim = 0;       ///< Cut along it as torch.chunk does: equal numbers of rows, the last ranks with fewer or none.
   at::ScalarType dtype = at::kFloat;
   bool trainable = true;
+  /// As UnitSpec's, for this parameter.
+  std::optional<at::ScalarType> param_dtype = {};
+  /// Of the gradient that its shard gets, and, unless the unit has a reduce_dtype, in which it travels; else what those would be anyway.
+  std::optional<at::ScalarType> grad_dtype = {};
+  /// It is gathered in float8, with a scale for each block of so many elements; 0: as it is. Only where the first dimension is cut, and
+  /// each row is a whole number of blocks.
+  std::int64_t float8_block = 0;
+  bool extended = false;  ///< Gathered by the unit's extension: it has no shard and no whole form here, only gradients.
 };
 
 struct UnitSpec {
   std::string name;
   std::vector<ParameterSpec> parameters;
-  DeviceMesh mesh;  ///< One dimension to shard over, or two: the first replicates (HSDP).
+  DeviceMesh mesh;  ///< One dimension to shard over, or two: the first replicates (HSDP), or cuts shards once more (HFSDP).
   engine::UnitOptions options;
   std::optional<at::ScalarType> param_dtype;   ///< In which the whole parameters are computed with; else their own.
   std::optional<at::ScalarType> reduce_dtype;  ///< In which gradients travel; else the dtype in which they are computed.
@@ -55,16 +63,22 @@ class HookedUnit {
   /// Reductions get a process group of their own, or share that of gathers again. Collective over the mesh.
   void set_separate_reduce_group(bool separate);
 
+  /// Gathers the extended parameters from now on.
+  void set_extension(std::shared_ptr<engine::GatherExtension> extension) { unit_->extension = std::move(extension); }
+
   /// Rows, or slices along shard_dim, that this rank owns of parameter i.
   std::vector<std::int64_t> shard_shape(std::size_t i) const;
   /// Gives the main parameters memory, set to zero.
   void allocate();
   bool allocated() const { return !shards_.empty() || spec_.parameters.empty(); }
   /// This rank's part of parameter i, over the main parameters; the memory lives as long as the tensor. Always the same tensor. Needs
-  /// allocate().
+  /// allocate(). Undefined for an extended parameter.
   const at::Tensor& shard(std::size_t i) const;
   /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
   at::Tensor whole(std::size_t i) const;
+  /// What this rank keeps of parameter i after forward, in the given shape, if neighbours keep a copy between them: over memory that comes
+  /// and goes. Equal parts of the whole one, in the order of its elements.
+  at::Tensor kept(std::size_t i, const std::vector<std::int64_t>& shape) const;
   /// The tensor that modules show as the whole parameter i, and autograd accumulates into: over the memory of whole(i).
   void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
@@ -77,6 +91,11 @@ class HookedUnit {
 
   /// False: backward does not need the values of the parameters.
   bool gathered_in_backward = true;
+
+  /// The running backward has entered the unit, or repeated its forward.
+  bool entered_in_backward = false;
+  /// The running backward gave it a gradient without that.
+  bool missed_in_backward = false;
 
   /// An engine takes the unit.
   std::unique_ptr<engine::Unit> release();

@@ -1,0 +1,94 @@
+"""What libfsdp's fully_shard takes beyond FSDP2's arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from libfsdp._mesh import ShardingMesh
+
+
+@dataclass(frozen=True)
+class Float8Blocks:
+    """Parameters travel in all-gathers in eight bits per element, with a scale of one byte for each block of elements.
+
+    A block of 32 takes 33 bytes instead of bfloat16's 64. (OCP Microscaling Formats: MXFP8.) The shards keep their dtype.
+
+    Attributes:
+        block: elements that share a scale; a multiple of 16.
+    """
+
+    block: int = 32
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Options of one call of fully_shard that are libfsdp's own.
+
+    Attributes:
+        outer_sharded: shards are cut over the outer dimension, too (HFSDP).
+        gather_format: in which a parameter travels; None: in the dtype of the computation.
+        follow_grad_dtype: gradients get the ``grad_dtype`` that users have set.
+        keep_gathered_bytes: of whole parameters, which stay from forward into backward; the root's counts.
+        report_nan: look for NaN in gradients; the root's counts.
+    """
+
+    outer_sharded: bool = False
+    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None
+    follow_grad_dtype: bool | None = None
+    keep_gathered_bytes: int = 0
+    report_nan: bool = False
+
+
+def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -> None:
+    """What the options ask for can be had on this mesh.
+
+    Raises:
+        ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, and for a
+            negative number of bytes.
+    """
+    if beyond.outer_sharded and (not ranks.replicates or spmd):
+        raise ValueError("outer_placements='optim' shards over the first of two dimensions: give a mesh that has two")
+    if beyond.outer_sharded and placements != "optim_grads_params":
+        raise ValueError(f"outer_placements='optim' needs placements 'optim_grads_params', not '{placements}'")
+    if beyond.keep_gathered_bytes < 0:
+        raise ValueError(f"keep_gathered_bytes is {beyond.keep_gathered_bytes}; give 0 (keep none) or more")
+
+
+def check_parameter(beyond: Beyond, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh) -> int:
+    """Elements of a block in which the parameter travels; 0: it travels as it is.
+
+    Raises:
+        ValueError: if its rows are no whole blocks, or do not divide by all ranks where the outer ones shard, too.
+    """
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if beyond.outer_sharded:
+        pieces = ranks.shard_size * ranks.mesh.size(0)
+        if isinstance(parameter, DTensor) or shard_dim != 0 or local.size(0) % pieces != 0:
+            raise ValueError(
+                f"outer_placements='optim': parameter '{name}' {tuple(local.shape)} must be an ordinary tensor, cut along "
+                f"its first dimension, which must divide by all {pieces} ranks"
+            )
+    form = beyond.gather_format(parameter) if beyond.gather_format is not None else None
+    if form is None:
+        return 0
+    row = local.numel() // max(local.size(0), 1)
+    if (
+        form.block <= 0
+        or form.block % 16 != 0
+        or row % form.block != 0
+        or shard_dim != 0
+        or not local.is_floating_point()
+    ):
+        raise ValueError(
+            f"gather_format: parameter '{name}' {tuple(local.shape)} must be of a floating-point dtype, cut along its first "
+            f"dimension, with rows of whole blocks of {form.block} elements (a multiple of 16)"
+        )
+    return form.block

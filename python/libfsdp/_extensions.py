@@ -1,0 +1,189 @@
+"""Parameters whose tensors say themselves how they are gathered: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from libfsdp._weak_method import weak_method
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from libfsdp import _C
+    from libfsdp._sharded_parameter import ShardedParameter
+
+
+def is_extended(local: torch.Tensor) -> bool:
+    """The tensor, or its class, says how it is gathered.
+
+    Raises:
+        AssertionError: if it has one of the two methods only.
+    """
+    pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if pre != post:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
+            f"{type(local)} has only one of them"
+        )
+    return pre
+
+
+def copy_of_rows(local: torch.Tensor, begin: int, rows: int, *, to_host: bool) -> torch.Tensor:
+    """Rows of a tensor of any class, in memory of their own."""
+    piece = local.narrow(0, begin, rows)
+    copy = local.new_zeros(piece.size())
+    if rows > 0:
+        copy.copy_(piece)
+    return copy.cpu() if to_host and not copy.is_meta else copy
+
+
+@dataclass
+class _Gather:
+    """One parameter's way from shards to a whole.
+
+    Attributes:
+        index: in the unit.
+        padded: the shape of the first rank's shard.
+        outputs: what arrives: one flat tensor for each that is sent, whose memory comes and goes.
+        inputs: what is on its way.
+        sizes: of what is sent, as the extension gave it.
+        metadata: from the extension's first half to its second.
+        inner: memory of the whole parameter that the extension has allocated, with its size in bytes.
+    """
+
+    index: int
+    parameter: ShardedParameter
+    padded: torch.Size
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    sizes: list[torch.Size] = field(default_factory=list)
+    metadata: Any = None
+    inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+
+def _padded(tensor: torch.Tensor, local: torch.Tensor, padded: torch.Size) -> torch.Tensor:
+    """As many rows as the first rank has: zeros behind those of a shard with fewer, where the extension has not padded itself."""
+    missing = padded[0] - local.size(0)
+    if missing == 0 or tensor.ndim != local.ndim or tensor.size(0) != local.size(0):
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+class ExtendedParameters:
+    """The extended parameters of one unit. The engine calls start, finish and free, on whatever thread gathers."""
+
+    def __init__(
+        self,
+        parameters: dict[int, ShardedParameter],
+        shard_mesh: DeviceMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        adopt_whole: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Makes what gathers them.
+
+        Args:
+            parameters: by their positions in the unit.
+            shard_mesh: the ranks that have shards, one dimension.
+            device: of the whole parameters.
+            policy: of the unit.
+            adopt_whole: gets a parameter's whole tensor when there is one for the first time.
+        """
+        self._mesh = shard_mesh
+        self._device = device
+        self._policy = policy
+        self._adopt_whole = weak_method(adopt_whole)
+        self._gathers = [
+            _Gather(i, p, torch.Size([-(-p.shape[0] // shard_mesh.size()), *p.shape[1:]]))
+            for i, p in parameters.items()
+        ]
+
+    def attach_to(self, unit: _C.Unit) -> None:
+        """The unit gathers these parameters by this object, which it does not keep alive."""
+        unit.set_extension(weak_method(self.start), weak_method(self.finish), weak_method(self.free))
+
+    @torch.no_grad()
+    def start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is to be gathered: pairs of the whole, to be filled, and this rank's part of it, as bytes."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for gather in self._gathers:
+            inputs = self._inputs_of(gather)
+            gather.sizes = [tensor.size() for tensor in inputs]
+            gather.inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in inputs]
+            if not gather.outputs:
+                gather.outputs = [
+                    torch.empty(tensor.numel() * self._mesh.size(), dtype=tensor.dtype, device=self._device)
+                    for tensor in inputs
+                ]
+            for output in gather.outputs:
+                output.untyped_storage().resize_(output.nbytes)
+            for output, tensor in zip(gather.outputs, gather.inputs, strict=True):
+                pairs.append((output.view(torch.uint8), tensor))
+        return pairs
+
+    def _inputs_of(self, gather: _Gather) -> tuple[torch.Tensor, ...]:
+        parameter = gather.parameter
+        local = parameter.local if parameter.local.device == self._device else parameter.local.to(self._device)
+        before: Any = local.fsdp_pre_all_gather
+        signature = inspect.signature(before)
+        count = len(signature.parameters)
+        if count not in (1, 5):
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {signature}\nExpects fsdp_pre_all_gather(self, mesh: DeviceMesh, "
+                "outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, "
+                "mp_policy: MixedPrecisionPolicy), or the older one with mesh alone"
+            )
+        if count == 1:
+            inputs, gather.metadata = before(self._mesh)
+        else:
+            stride = torch.empty(parameter.shape, device="meta").stride()
+            inputs, gather.metadata = before(
+                self._mesh, parameter.shape, stride, parameter.places[0].module, self._policy
+            )
+        return tuple(_padded(tensor, local, gather.padded) for tensor in inputs)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """It has arrived: makes the whole parameters, or fills those that there are."""
+        for gather in self._gathers:
+            parameter = gather.parameter
+            arrived = tuple(
+                output.view(-1, *size[1:]) for output, size in zip(gather.outputs, gather.sizes, strict=True)
+            )
+            dtype = parameter.compute_dtype(self._policy)
+            after: Any = parameter.local.fsdp_post_all_gather
+            if parameter.whole is None:
+                whole, inner = after(arrived, gather.metadata, dtype)
+                if whole.size() != parameter.shape:
+                    stride = torch.empty(parameter.shape, device="meta").stride()
+                    whole = torch.as_strided(whole, parameter.shape, stride, storage_offset=0)
+                known = {output.untyped_storage()._cdata for output in gather.outputs}
+                storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in inner}
+                gather.inner = [(s, s.nbytes()) for data, s in storages.items() if data not in known]
+                self._adopt_whole(gather.index, whole)
+            else:
+                for storage, size in gather.inner:
+                    storage.resize_(size)
+                # The values are those that autograd has saved: to it, nothing is written here.
+                with _unsafe_preserve_version_counter(parameter.whole):
+                    after(arrived, gather.metadata, dtype, out=parameter.whole)
+            gather.inputs = []
+            gather.metadata = None
+
+    def free(self) -> None:
+        """Frees the whole parameters' memory."""
+        for gather in self._gathers:
+            gather.inputs = []
+            gather.metadata = None
+            for output in gather.outputs:
+                output.untyped_storage().resize_(0)
+            for storage, _ in gather.inner:
+                storage.resize_(0)

@@ -1,0 +1,44 @@
+"""Buffers of collectives in memory that belongs to a process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from libfsdp._state import ShardState
+
+
+def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
+    """The unit's buffers come from its process group's allocator, if that has one.
+
+    Raises:
+        AssertionError: if the unit has collectives of the user's own, which bring their memory.
+        NotImplementedError: if the backend has an allocator. The module stays as it is.
+    """
+    _refuse_custom(state, "set_allocate_memory_from_process_group_for_comm")
+    device = state.mesh.device
+    backend = state.mesh.shard_mesh.get_group()._get_backend(device)
+    if enable and getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
+        raise NotImplementedError(
+            "set_allocate_memory_from_process_group_for_comm: the engine has no buffers in memory of "
+            f"{backend.name()} yet; leave the call out"
+        )
+    state.memory_of_group = enable
+
+
+def refuse_symmetric_memory(state: ShardState) -> None:
+    """Says why the unit's buffers can't lie in symmetric memory."""
+    _refuse_custom(state, "set_symm_mem_for_comm")
+    device = state.mesh.device
+    backend = state.mesh.shard_mesh.get_group()._get_backend(device).name()
+    raise NotImplementedError(
+        f"set_symm_mem_for_comm: symmetric memory needs NCCL on CUDA, and buffers that libfsdp does not make yet; the unit's "
+        f"backend is {backend} on {device.type}; leave the call out"
+    )
+
+
+def _refuse_custom(state: ShardState, method: str) -> None:
+    for collectives in state.mesh.collectives:
+        custom = collectives.custom_all_gather or collectives.custom_reduce_scatter
+        if state.mesh.is_own and custom is not None:
+            raise AssertionError(f"cannot call {method}() when a collective is custom: {type(custom).__name__}")

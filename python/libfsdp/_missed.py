@@ -1,0 +1,61 @@
+"""Backwards that have not come by a unit's outputs, and so could not be noticed in time."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from libfsdp._state import ShardState
+
+_MARK = "_libfsdp_may_miss_backward_hooks"
+
+
+def may_miss_backward_hooks(module: nn.Module) -> nn.Module:
+    """Says that backward may reach the module's parameters by other ways than its outputs: no warning tells of it.
+
+    Where a module's outputs are detached, hidden in objects that are no collections of tensors, or left unused, backward is
+    noticed by the gradients alone. They are reduced at the end of backward then, and parameters must still be there:
+    ``reshard_after_forward=False``, or an ``unshard()`` before. The mark counts for the sharded modules in and below ``module``.
+
+    Returns:
+        The module.
+    """
+    module.__dict__[_MARK] = True
+    return module
+
+
+class MissedUnits:
+    """Warns once of a model's units that got gradients without their hooks."""
+
+    def __init__(self, states: Sequence[tuple[str, ShardState]]) -> None:
+        """Makes it for a model.
+
+        Args:
+            states: with their names, the root's first; those with units are in the order of the units.
+        """
+        self._root = states[0][1].modules
+        self._units = [(name or "(root)", state.modules) for name, state in states if state.unit is not None]
+        self._told = False
+
+    def tell(self, missed: Sequence[int]) -> None:
+        """Called at the end of a backward, with the positions of units."""
+        if not missed or self._told:
+            return
+        every = (module for root in self._root for module in root.modules())
+        marked = {inner for module in every if module.__dict__.get(_MARK, False) for inner in module.modules()}
+        units = [self._units[k] for k in missed]
+        names = [name for name, modules in units if not marked.intersection(modules)]
+        if not names:
+            return
+        self._told = True
+        warnings.warn(
+            f"backward gave gradients to {names} without coming by their modules' outputs (detached, hidden in an object that is "
+            "no collection of tensors, or of a call outside of forward): they were reduced once, at the end of backward. If that "
+            "is meant, mark the module with libfsdp.may_miss_backward_hooks",
+            stacklevel=2,
+        )

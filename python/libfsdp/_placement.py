@@ -1,0 +1,79 @@
+"""Along which dimension, and over which ranks, a parameter is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from libfsdp._mesh import ShardingMesh, sharding_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+@dataclass
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return: a placement and ranks of the parameter's own.
+
+    torch's class of this name serves, too.
+
+    Attributes:
+        placement: the dimension that is cut; None for the first one.
+        mesh_info: a mesh of one or two dimensions, or an object that has one as ``mesh`` (torch's FSDPMeshInfo).
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+def placement_of(
+    function: Callable[[nn.Parameter], Any] | None, default: ShardingMesh, parameter: nn.Parameter
+) -> tuple[ShardingMesh, int]:
+    """The ranks that a parameter is cut over, and the dimension.
+
+    Args:
+        function: the user's, or None.
+        default: the ranks of the call.
+        parameter: before it is sharded.
+
+    Raises:
+        AssertionError: if the dimension is none of the parameter's, or the placement no Shard.
+        NotImplementedError: if another dimension than the first does not divide by the ranks.
+        ValueError: if the function returned something else, or a mesh of more than two dimensions.
+    """
+    result = function(parameter) if function is not None else None
+    ranks, placement = default, result
+    if result is not None and hasattr(result, "placement") and hasattr(result, "mesh_info"):
+        placement = result.placement
+        ranks = _ranks_of(result.mesh_info, default)
+    return ranks, _dimension(placement, ranks, parameter)
+
+
+def _ranks_of(mesh_info: Any, default: ShardingMesh) -> ShardingMesh:
+    mesh = mesh_info if isinstance(mesh_info, DeviceMesh) else getattr(mesh_info, "mesh", None)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: mesh_info has no mesh of one or two dimensions: {mesh_info}"
+        )
+    return default if mesh == default.mesh else sharding_mesh(mesh)
+
+
+def _dimension(placement: Any, ranks: ShardingMesh, parameter: nn.Parameter) -> int:
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
+    if dim >= local.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {local.shape}")
+    if dim > 0 and local.size(dim) % ranks.shard_size != 0:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: {local.size()} (world size: {ranks.shard_size})"
+        )
+    return dim

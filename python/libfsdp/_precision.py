@@ -1,0 +1,67 @@
+"""In which dtypes a parameter is computed with, and its gradient travels and arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+# torch 2.15 has what older ones lack: the function for single parameters, and reductions that follow grad_dtype.
+torch_has_override = any(f.name == "param_dtype_override_fn" for f in fields(_TorchPolicy))
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy(_TorchPolicy):
+    """The dtypes of computation and of reductions: torch's policy, with what torch 2.15 adds to it.
+
+    Attributes:
+        param_dtype: in which parameters are gathered and computed with; None: their own.
+        reduce_dtype: in which gradients travel; None: that of the computation.
+        output_dtype: to which a module's floating-point outputs are cast.
+        cast_forward_inputs: whether its floating-point inputs are cast to ``param_dtype``.
+        param_dtype_override_fn: asked once for each parameter, when fully_shard is called: its own dtype to compute with that,
+            ``param_dtype`` or None for the rule. Inputs are cast to ``param_dtype`` all the same. The answer must be the same
+            on all ranks.
+    """
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+
+def keeps_dtype(policy: _TorchPolicy, parameter: nn.Parameter) -> bool:
+    """The policy's function says that the parameter is computed with in its own dtype.
+
+    Raises:
+        ValueError: if it gives anything else than None, the policy's dtype, or the parameter's.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    given = override(parameter) if override is not None else None
+    if given is None:
+        return False
+    if not isinstance(given, torch.dtype):
+        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None but got {type(given)}")
+    if given not in (policy.param_dtype, parameter.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
+            f"{given} for a parameter with dtype {parameter.dtype} and param_dtype {policy.param_dtype}"
+        )
+    return given != policy.param_dtype
+
+
+def followed_grad_dtype(parameter: nn.Parameter, follow: bool | None) -> torch.dtype | None:
+    """The dtype that the user has set for the parameter's gradient; None: there is none, or it is not asked for.
+
+    Args:
+        parameter: before it is sharded.
+        follow: None: as FSDP2 of the installed torch, which does so from 2.15 on.
+    """
+    if not (torch_has_override if follow is None else follow):
+        return None
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    return None if dtype == parameter.dtype else dtype

@@ -1,0 +1,196 @@
+"""What fully_shard takes beyond FSDP2's arguments: what it changes in placements, bytes and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import libfsdp
+from libfsdp import Float8Blocks, fully_shard
+
+StartRanks = Callable[[int], Ranks]
+
+
+def model(rows: int = 8, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sharded = nn.Sequential(nn.Linear(32, rows), nn.Tanh(), nn.Linear(rows, 32), nn.Linear(32, 4))
+    fully_shard(sharded[0], **options)
+    fully_shard(sharded[2], **options)
+    return fully_shard(sharded, **options)
+
+
+def train(sharded: Any, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        loss = sharded(torch.randn(3, 32, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses + [p.full_tensor().detach() for p in sharded.parameters()]
+
+
+def shard_twice(offload: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {"mesh": mesh}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    replicated = model(**options)
+    sharded = model(outer_placements="optim", **options)
+    weight = sharded[0].weight
+    assert weight.placements == (_StridedShard(0, split_factor=2), Shard(0))
+    # Half of the rows that replicas have, and so of the optimizer's state.
+    assert weight._local_tensor.shape == (2, 32)
+    assert replicated[0].weight._local_tensor.shape == (4, 32)
+    assert torch.equal(weight.full_tensor(), replicated[0].weight.full_tensor())
+    for mine, other in zip(train(sharded), train(replicated), strict=True):
+        torch.testing.assert_close(mine, other)
+    sharded(torch.ones(1, 32)).sum().backward()
+    assert sharded[0].weight.grad._local_tensor.shape == (2, 32)
+    norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+    replicated(torch.ones(1, 32)).sum().backward()
+    torch.testing.assert_close(
+        norm.full_tensor(), torch.nn.utils.clip_grad_norm_(replicated.parameters(), 1.0).full_tensor()
+    )
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+def test_outer_ranks_cut_shards(ranks: StartRanks, offload: bool) -> None:
+    ranks(4).run(shard_twice, offload)
+
+
+def refuse_outer() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options, text in (
+        ({"outer_placements": "optim"}, "two dimensions"),
+        ({"outer_placements": "optim", "mesh": mesh, "placements": "optim"}, "needs placements"),
+        ({"outer_placements": "optim", "mesh": mesh, "rows": 6}, r"'weight' \(6, 32\).*divide by all 4"),
+        ({"outer_placements": "grads"}, "no_shard, optim"),
+        ({"keep_gathered_bytes": -1}, "keep_gathered_bytes is -1"),
+        ({"gather_format": lambda p: Float8Blocks(24)}, "multiple of 16"),
+        ({"gather_format": lambda p: Float8Blocks(64)}, "rows of whole blocks of 64"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            model(**options)
+
+
+def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
+    ranks(4).run(refuse_outer)
+
+
+def travel_in_eight_bits() -> tuple[int, int]:
+    def matrices(parameter: nn.Parameter) -> Float8Blocks | None:
+        return Float8Blocks(32) if parameter.ndim == 2 and parameter.size(1) == 32 else None
+
+    eight, plain = model(gather_format=matrices), model()
+    sent = []
+    for sharded in (eight, plain):
+        train(sharded, 1)
+        before = libfsdp.wire_stats(sharded)["all_gather_bytes"]
+        train(sharded, 1)
+        sent.append(libfsdp.wire_stats(sharded)["all_gather_bytes"] - before)
+    fresh, reference = model(gather_format=matrices), model()
+    x = torch.ones(2, 32)
+    got, expected = fresh(x), reference(x)
+    assert not torch.equal(got, expected)
+    torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)
+    # Shards are as they were.
+    assert torch.equal(fresh[0].weight.full_tensor(), reference[0].weight.full_tensor())
+    return sent[0], sent[1]
+
+
+def test_parameters_travel_in_eight_bits(ranks: StartRanks) -> None:
+    for eight, plain in ranks(2).run(travel_in_eight_bits):
+        # The first matrix, gathered twice, and the last one (32 columns each) travel in 33 bytes instead of 128 for 32
+        # elements; a rank sends half of each.
+        saved = (2 * 8 + 4) * 32 * 4 // 2 * (128 - 33) // 128
+        assert plain - eight == saved
+
+
+def keep_gathered() -> None:
+    gathers = []
+    for budget in (0, 1 << 20):
+        sharded = model(keep_gathered_bytes=budget)
+        train(sharded, 1)
+        before = libfsdp.wire_stats(sharded)["all_gathers"]
+        train(sharded, 1)
+        gathers.append(libfsdp.wire_stats(sharded)["all_gathers"] - before)
+    assert gathers == [4, 3]
+
+
+def test_a_budget_keeps_parameters_for_backward(ranks: StartRanks) -> None:
+    ranks(2).run(keep_gathered)
+
+
+def report_nan() -> None:
+    sharded = model(report_nan_in_param_grad=True)
+    train(sharded, 1)
+    x = torch.ones(1, 32)
+    if dist.get_rank() == 1:
+        x[0, 3] = float("nan")
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' of unit '.*' before reduction, on rank 1"):
+        sharded(x).sum().backward()
+    # Gradients are the user's all the same; without them, training goes on.
+    assert sharded[0].weight.grad.full_tensor().isnan().any()
+    sharded.zero_grad()
+    train(sharded, 1)
+    assert not sharded[0].weight.full_tensor().isnan().any()
+
+
+def test_nan_in_gradients_is_reported(ranks: StartRanks) -> None:
+    ranks(2).run(report_nan)
+
+
+def inform() -> None:
+    sharded = model(rows=6, reshard_after_forward=True)
+    root, first, second = libfsdp.unit_info(sharded)
+    assert [unit.name for unit in (root, first, second)] == ["(root)", "0", "2"]
+    assert first.parameters == ("0.weight", "0.bias")
+    assert first.whole_bytes == 4 * (6 * 32 + 6)
+    assert first.shard_bytes == 4 * (3 * 32 + 3)
+    assert first.mesh == {"dim_0": 2}
+    assert first.reshard_after_forward is True
+    assert [unit.name for unit in libfsdp.unit_info(nn.ModuleList([sharded]))] == ["0", "0.0", "0.2"]
+    with pytest.raises(ValueError, match="is not sharded"):
+        libfsdp.unit_info(nn.Linear(1, 1))
+
+
+def test_unit_info(ranks: StartRanks) -> None:
+    ranks(2).run(inform)
+
+
+def use_memory_of_group() -> None:
+    sharded = model()
+    expected = train(model())
+    sharded.set_allocate_memory_from_process_group_for_comm(True)  # Gloo has no memory of its own
+    assert all(map(torch.equal, train(sharded), expected))
+    with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
+        sharded.set_custom_all_gather(dist.all_gather_into_tensor)
+    with pytest.raises(NotImplementedError, match="needs NCCL on CUDA"):
+        sharded.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="can only be NCCL"):
+        sharded.set_symm_mem_for_comm("NVSHMEM")
+    custom = model()
+    custom.set_custom_all_gather(dist.all_gather_into_tensor)
+    for call in (
+        lambda: custom.set_allocate_memory_from_process_group_for_comm(True),
+        custom.set_symm_mem_for_comm,
+    ):
+        with pytest.raises(AssertionError, match="when a collective is custom"):
+            call()
+
+
+def test_memory_of_process_groups(ranks: StartRanks) -> None:
+    ranks(2).run(use_memory_of_group)

@@ -1,0 +1,162 @@
+"""Tensors that say themselves how they are gathered: libfsdp against FSDP2, and what the two methods are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.extended import EightBits, EightBitsOld, patch_as_half
+from support.ranks import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Shard
+
+import libfsdp
+
+StartRanks = Callable[[int], Ranks]
+
+
+def model(kind: type[EightBits], rows: int) -> nn.Sequential:
+    """Extended weights beside plain biases."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, rows), nn.Tanh(), nn.Linear(rows, 6), nn.Tanh(), nn.Linear(6, 2))
+    for layer in (made[0], made[2], made[4]):
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return made
+
+
+def train(implementation: str, kind: type[EightBits], rows: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters and losses of three steps."""
+    shard = libfsdp.fully_shard if implementation == "libfsdp" else fsdp2
+    trained = model(kind, rows)
+    for layer in (trained[0], trained[2]):
+        shard(layer, **options)
+    shard(trained, **options)
+    return steps(trained)
+
+
+def steps(trained: nn.Module) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    results = []
+    for _ in range(3):
+        loss = trained(torch.randn(3, 4, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.detach())
+    for parameter in trained.parameters():
+        local = parameter._local_tensor.detach()
+        results.append(local.data_ if isinstance(local, EightBits) else local.clone())
+    return results
+
+
+bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "options"),
+    [
+        (EightBits, 8, {}),
+        (EightBits, 8, {"reshard_after_forward": False}),
+        (EightBits, 7, {}),
+        (EightBits, 7, {"mp_policy": bf16}),
+        (EightBits, 8, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (EightBitsOld, 8, {}),
+    ],
+    ids=["default", "no_reshard", "uneven", "bf16", "offload", "old_signature"],
+)
+def test_trains_as_fsdp2(ranks: StartRanks, kind: type[EightBits], rows: int, options: dict[str, Any]) -> None:
+    ours = ranks(2).run(train, "libfsdp", kind, rows, options)
+    theirs = ranks(2).run(train, "fsdp2", kind, rows, options)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def train_patched(implementation: str) -> list[torch.Tensor]:
+    shard = libfsdp.fully_shard if implementation == "libfsdp" else fsdp2
+    with torch.device("meta"):
+        trained = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2))
+    shard(trained[0])
+    shard(trained)
+    trained.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(5)
+    for parameter in trained.parameters():
+        parameter._local_tensor.copy_(torch.randn(parameter._local_tensor.shape, generator=generator))
+    patch_as_half(trained[0].weight._local_tensor)
+    return steps(trained)
+
+
+def test_methods_of_a_plain_tensor_serve(ranks: StartRanks) -> None:
+    for mine, other in zip(ranks(2).run(train_patched, "libfsdp"), ranks(2).run(train_patched, "fsdp2"), strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def observe() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    trained = model(EightBits, 8)
+    EightBits.seen.clear()
+    for layer in (trained[0], trained[2]):
+        libfsdp.fully_shard(layer, mesh=mesh)
+    libfsdp.fully_shard(trained, mesh=mesh)
+    assert type(trained[0].weight._local_tensor) is EightBits
+    trained(torch.ones(2, 4)).sum().backward()
+    of_first = [seen for seen in EightBits.seen if seen["module"] is trained[0]]
+    first, again = of_first
+    assert first["mesh"].ndim == 1
+    assert first["mesh"].size() == 2
+    assert (first["size"], first["stride"]) == (torch.Size([8, 4]), (4, 1))
+    # The second gather fills what the first has made.
+    assert first["out"] is None
+    assert isinstance(again["out"], nn.Parameter)
+    assert again["out"].shape == (8, 4)
+    assert [t.dtype for t in first["arrived"]] == [torch.int8, torch.float32]
+    # Backward has freed what arrived, and the whole parameter.
+    freed = (*again["arrived"], again["out"])
+    assert [tensor.untyped_storage().nbytes() for tensor in freed] == [0, 0, 0]
+    assert trained[0].weight.grad.full_tensor().shape == (8, 4)
+
+
+def test_what_the_methods_are_told(ranks: StartRanks) -> None:
+    ranks(4).run(observe)
+
+
+class OnlyBefore(EightBits):
+    """Has one of the two methods."""
+
+    fsdp_post_all_gather = property()
+
+
+def refuse() -> None:
+    for options, text in (
+        ({"reshard_after_forward": 2}, "a number for reshard_after_forward"),
+        ({"placements": "optim"}, "placements 'optim'"),
+        ({"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.size(1) == 4 else None}, "another dimension"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            libfsdp.fully_shard(model(EightBits, 8), **options)
+    with pytest.raises(AssertionError, match="only one of them"):
+        libfsdp.fully_shard(model(OnlyBefore, 8))
+
+
+def test_what_cannot_be_is_refused(ranks: StartRanks) -> None:
+    ranks(4).run(refuse)
+
+
+def forget_padding() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    padded = train("libfsdp", EightBits, 7, {})
+    EightBits.pads = False
+    try:
+        return padded, train("libfsdp", EightBits, 7, {})
+    finally:
+        EightBits.pads = True
+
+
+def test_rows_that_an_extension_does_not_pad_are_padded(ranks: StartRanks) -> None:
+    for padded, unpadded in ranks(2).run(forget_padding):
+        assert all(map(torch.equal, padded, unpadded))

@@ -1,0 +1,156 @@
+"""Gradients that are reduced by finalize_backward, and whole parameters that keep their addresses, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks
+from torch import nn
+
+import libfsdp
+from libfsdp import fully_shard
+
+StartRanks = Callable[[int], Ranks]
+
+
+def model(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sharded = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
+    fully_shard(sharded[0], **options)
+    fully_shard(sharded[2], **options)
+    return fully_shard(sharded, **options)
+
+
+def backward(sharded: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    sharded(torch.randn(3, 4, generator=generator)).sum().backward()
+
+
+def gradients(sharded: Any) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() for p in sharded.parameters()]
+
+
+def has_none(sharded: Any) -> bool:
+    return all(p.grad is None for p in sharded.parameters())
+
+
+def reduced_each(sharded: Any) -> list[torch.Tensor]:
+    backward(sharded, 1)
+    backward(sharded, 2)
+    return gradients(sharded)
+
+
+def reduced_last(sharded: Any) -> list[torch.Tensor]:
+    sharded.set_requires_gradient_sync(False)
+    backward(sharded, 1)
+    sharded.set_requires_gradient_sync(True)
+    backward(sharded, 2)
+    return gradients(sharded)
+
+
+def finalize() -> None:
+    # Between backwards with synchronization, what departures have reduced stays as it is until the end.
+    expected = reduced_each(model())
+    manual = model()
+    manual.set_manual_backward_finalization(True)
+    backward(manual, 1)
+    backward(manual, 2)
+    assert has_none(manual)
+    assert manual.finalize_backward() is None
+    for ours, value in zip(gradients(manual), expected, strict=True):
+        torch.testing.assert_close(ours, value)
+
+    # As pipeline stages do: without synchronization, which is set again for the end alone.
+    expected = reduced_last(model())
+    for asynchronous in (False, True):
+        manual = model()
+        manual.set_manual_backward_finalization(True)
+        manual.set_requires_gradient_sync(False)
+        backward(manual, 1)
+        backward(manual, 2)
+        before = libfsdp.wire_stats(manual)["reduce_scatters"]
+        manual.set_requires_gradient_sync(True)
+        handle = manual.finalize_backward(async_op=asynchronous)
+        if asynchronous:
+            assert isinstance(handle, libfsdp.GradientReductionHandle)
+            assert has_none(manual)
+            with pytest.raises(RuntimeError, match="wait on the previous"):
+                manual.finalize_backward()
+            handle.wait()
+            handle.wait()
+        assert libfsdp.wire_stats(manual)["reduce_scatters"] - before == 3
+        assert all(map(torch.equal, gradients(manual), expected))
+        # Switched off again, backwards finish what they have.
+        manual.set_manual_backward_finalization(False)
+        manual.zero_grad()
+        backward(manual, 1)
+        assert not has_none(manual)
+
+    # It serves without the switch, too.
+    plain = model()
+    plain.set_requires_gradient_sync(False)
+    backward(plain, 1)
+    backward(plain, 2)
+    plain.set_requires_gradient_sync(True)
+    plain.finalize_backward()
+    assert all(map(torch.equal, gradients(plain), expected))
+
+
+def test_finalize_backward(ranks: StartRanks) -> None:
+    ranks(2).run(finalize)
+
+
+def refuse() -> None:
+    sharded = model()
+    sharded.finalize_backward()  # nothing to do before the first forward
+    sharded.finalize_backward(async_op=True).wait()
+    found: list[str] = []
+
+    def within(gradient: torch.Tensor) -> None:
+        for call in (sharded.finalize_backward, lambda: sharded.set_manual_backward_finalization(True)):
+            with pytest.raises(RuntimeError, match="inside of a backward") as raised:
+                call()
+            found.append(str(raised.value))
+
+    output = sharded(torch.ones(1, 4))
+    output.register_hook(within)
+    output.sum().backward()
+    assert len(found) == 2
+    with pytest.raises(RuntimeError, match="must be called on the root"):
+        sharded[0].finalize_backward()
+
+
+def test_what_finalize_backward_refuses(ranks: StartRanks) -> None:
+    ranks(2).run(refuse)
+
+
+def keep() -> None:
+    expected = reduced_each(model())
+    kept = model()
+    kept.set_keep_unsharded_storage(True)
+    addresses = []
+    for _ in range(3):
+        kept[0].unshard()
+        addresses.append(kept[0].weight.data_ptr())
+        value = kept[0].weight.detach().clone()
+        kept[0].reshard()
+        assert torch.equal(kept[0].weight.full_tensor(), value)
+        with torch.no_grad():
+            kept[0].weight.add_(1)  # The next gather brings what was written.
+    assert len(set(addresses)) == 1
+    with torch.no_grad():
+        for _ in range(3):
+            kept[0].weight.sub_(1)
+    for ours, value in zip(reduced_each(kept), expected, strict=True):
+        torch.testing.assert_close(ours, value)
+    assert libfsdp.memory_stats(kept)["gathered_parameters.live"] > 0
+    kept.set_keep_unsharded_storage(False)
+    assert libfsdp.memory_stats(kept)["gathered_parameters.live"] == 0
+
+
+def test_unsharded_storage_is_kept(ranks: StartRanks) -> None:
+    ranks(2).run(keep)

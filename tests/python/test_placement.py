@@ -1,0 +1,173 @@
+"""Parameters on ranks of their own, and modules that show what neighbours keep, on four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import libfsdp
+from libfsdp import ShardPlacementResult, fully_shard
+
+StartRanks = Callable[[int], Ranks]
+
+
+class Experts(nn.Module):
+    """A block with parameters of two kinds, and a sharded one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 8)
+        self.inner = nn.Linear(8, 8)
+        self.expert = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.expert(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+
+
+def make(shard: Callable[..., Any], result: Callable[[Any], Any]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), Experts(), nn.Linear(4, 4))
+    for block in model[:2]:
+        experts = set(block.expert.parameters())
+        shard(block.inner)
+        shard(block, shard_placement_fn=lambda p, e=experts: result(mesh["fsdp"]) if p in e else None)
+    shard(model)
+    return model
+
+
+def train(model: nn.Module, *, sgd: bool = True) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    results = []
+    for _ in range(3):
+        loss = model(torch.randn(3, 4, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.detach())
+    return results + [p.full_tensor().detach() for p in model.parameters()]
+
+
+def own_ranks() -> None:
+    infos: list[Any] = []  # FSDP2 wants one object.
+
+    def theirs(mesh: Any) -> Any:
+        infos.append(infos[0] if infos else _fsdp_common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
+        return _fsdp_common.ShardPlacementResult(placement=Shard(0), mesh_info=infos[0])
+
+    def ours(mesh: Any) -> Any:
+        return ShardPlacementResult(placement=None, mesh_info=mesh)
+
+    expected = train(make(fsdp2, theirs))
+    for result in (ours, theirs):
+        model = make(fully_shard, result)
+        assert model[0].expert.weight.device_mesh.size() == 2
+        assert model[0].expert.weight._local_tensor.shape == (2, 8)
+        assert model[0].before.weight.device_mesh.size() == 4
+        for mine, other in zip(train(model), expected, strict=True):
+            torch.testing.assert_close(mine, other)
+        # Both units answer to the module's methods.
+        model[0].unshard()
+        assert [p.shape for p in (model[0].before.weight, model[0].expert.weight)] == [(8, 4), (4, 8)]
+        assert not isinstance(model[0].expert.weight, DTensor)
+        model[0].reshard()
+        assert isinstance(model[0].expert.weight, DTensor)
+        names = [(unit.name, sorted(unit.mesh.values())) for unit in libfsdp.unit_info(model)]
+        assert names[1:4] == [("0", [4]), ("0", [2]), ("0.inner", [4])]
+
+
+def test_parameters_on_ranks_of_their_own(ranks: StartRanks) -> None:
+    ranks(4).run(own_ranks)
+
+
+def refuse() -> None:
+    with pytest.raises(ValueError, match="mesh_info has no mesh"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: ShardPlacementResult(None, "all"))
+
+
+def test_a_mesh_that_is_none_is_refused(ranks: StartRanks) -> None:
+    ranks(4).run(refuse)
+
+
+def shapes_between(shard: Callable[..., Any], rows: int) -> list[Any]:
+    """What modules show after forward: shapes, placements, mesh and the local values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, rows), nn.Tanh(), nn.Linear(rows, 8), nn.Linear(8, 4))
+    for layer in (model[0], model[2]):
+        shard(layer, reshard_after_forward=2)
+    shard(model)
+    output = model(torch.ones(2, 4))
+    shown: list[Any] = []
+    for layer in (model[0], model[2]):
+        weight = layer.weight
+        assert isinstance(weight, DTensor)
+        shown.append((weight.shape, weight.placements, weight.device_mesh.mesh.tolist(), weight.requires_grad))
+        shown.append(weight.to_local().detach().clone())
+        shown.append(weight.full_tensor().detach().clone())
+    output.sum().backward()
+    for layer in (model[0], model[2]):
+        shown.append((layer.weight.placements, layer.weight.device_mesh.mesh.tolist()))
+        shown.append(layer.weight.grad.full_tensor())
+    return shown
+
+
+def keep_between() -> None:
+    ours, theirs = shapes_between(fully_shard, 8), shapes_between(fsdp2, 8)
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, other)
+        else:
+            assert mine == other
+    assert ours[0][1] == (Replicate(), Shard(0))
+    assert ours[0][2] == [[0, 1], [2, 3]]
+    assert ours[1].shape == (4, 4)
+    # Uneven rows have other cuts than torch.chunk would make among the neighbours: shards of all ranks are shown.
+    uneven = shapes_between(fully_shard, 6)
+    assert uneven[0][1] == (Shard(0),)
+    assert torch.equal(uneven[2], nn_weight(6))
+
+
+def nn_weight(rows: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return nn.Linear(4, rows).weight.detach()
+
+
+def test_modules_show_what_neighbours_keep(ranks: StartRanks) -> None:
+    ranks(4).run(keep_between)
+
+
+def bring_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    fully_shard(model[0], reshard_after_forward=2)
+    fully_shard(model)
+    first = model[0].weight
+    output = model(torch.ones(2, 4))
+    assert model[0].weight is not first
+    model[0].reshard()
+    assert model[0].weight is first
+    with torch.no_grad():
+        first.zero_()
+    output.sum().backward()
+    assert first.grad is not None
+    # Without gradients nothing is kept, and a second forward begins anew.
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert model[0].weight is first
+    state = model.state_dict()
+    assert state["0.weight"].placements == (Shard(0),)
+
+
+def test_reshard_brings_the_shards_of_all_ranks_back(ranks: StartRanks) -> None:
+    ranks(4).run(bring_back)
