@@ -378,7 +378,10 @@ class ShardState(AsFSDP2State):
         if self.unit is None:
             return
         registered = [place.module._parameters[place.name] for place in (p.places[0] for p in self.parameters)]
-        found = [p.sharded if now is p.whole else now for p, now in zip(self.parameters, registered, strict=True)]
+        found = [
+            p.sharded if now is not None and (now is p.whole or now is p.kept) else now
+            for p, now in zip(self.parameters, registered, strict=True)
+        ]
         self.unit.hide()
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
