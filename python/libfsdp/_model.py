@@ -76,7 +76,13 @@ class Model:
             raise RuntimeError("finalize_backward was called before: wait on the previous handle first")
         for state in self.states:
             state.collect_left_gradients()
-        self.engine.finalize_backward(not async_op)
+        try:
+            self.engine.finalize_backward(not async_op)
+        except _C.CommError:
+            raise
+        except _C.Error:  # a report on gradients: they are the user's all the same
+            self._deliver_gradients()
+            raise
         if async_op:
             self._finalization = GradientReductionHandle(self)
             return self._finalization
@@ -98,6 +104,7 @@ class Model:
 
     def dissolve(self) -> None:
         """Gives the units back, for another engine to take. Their shards stay as they are."""
+        self._finalization = None
         self.engine.dissolve()
         for state in self.states:
             state.model = None

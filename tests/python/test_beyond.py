@@ -145,6 +145,13 @@ def report_nan() -> None:
     # Gradients are the user's all the same; without them, training goes on.
     assert sharded[0].weight.grad.full_tensor().isnan().any()
     sharded.zero_grad()
+    sharded.set_manual_backward_finalization(True)
+    sharded(x).sum().backward()
+    with pytest.raises(libfsdp.Error, match=r"parameter '0\.weight'"):
+        sharded.finalize_backward()
+    assert sharded[0].weight.grad.full_tensor().isnan().any()
+    sharded.set_manual_backward_finalization(False)
+    sharded.zero_grad()
     train(sharded, 1)
     assert not sharded[0].weight.full_tensor().isnan().any()
 
