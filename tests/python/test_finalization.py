@@ -57,10 +57,15 @@ def finalize() -> None:
     expected = reduced_each(model())
     manual = model()
     manual.set_manual_backward_finalization(True)
+    manual(torch.ones(1, 4))  # makes the engine
+    before = libfsdp.wire_stats(manual)["reduce_scatters"]
     backward(manual, 1)
     backward(manual, 2)
     assert has_none(manual)
+    # Each backward departs from one unit on its way. The two that it ends in are reduced once, for both.
+    assert libfsdp.wire_stats(manual)["reduce_scatters"] - before == 2
     assert manual.finalize_backward() is None
+    assert libfsdp.wire_stats(manual)["reduce_scatters"] - before == 4
     for ours, value in zip(gradients(manual), expected, strict=True):
         torch.testing.assert_close(ours, value)
 
