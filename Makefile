@@ -19,9 +19,10 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 # The stamps lie in the virtual environment, so that they go when it goes.
 STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
+peers = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS) --results $(BUILD_DIR)/peers
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train train-python test peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test nightly peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,12 +47,17 @@ train-python: $(BUILD_DIR)/build.ninja  ## Train a small GPT from Python, on two
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
 	PYTHONPATH=$(abspath $(BUILD_DIR))/python python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
-test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"
+test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"; with TESTS=PyTorch's folder test/, some of these, too
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
+	$(if $(TESTS),$(peers) --subset tests/peers/subset.txt)
+
+nightly: build $(STAMP)-test  ## What takes an hour or more: each Python model with each option; PyTorch's FSDP2 tests, with TESTS=its folder test/
+	FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R Python.test_parity $(ARGS)
+	$(if $(TESTS),$(peers),@echo "nightly: no TESTS=, so PyTorch's tests are left out")
 
 peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## PyTorch's FSDP2 tests against FSDP2 and libfsdp; TESTS=its folder test/, ARGS="--subset FILE"
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
-	PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS) --results $(BUILD_DIR)/peers $(ARGS)
+	$(peers) $(ARGS)
 
 large: build  ## Tests that take minutes and 10 GB of memory
 	ctest --test-dir $(BUILD_DIR) -C large -L large --output-on-failure --no-tests=error $(ARGS)

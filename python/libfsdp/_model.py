@@ -59,6 +59,8 @@ class Model:
                 state.connect(self.engine)
         for state in self.states:
             state.apply_prefetch_lists()
+            if state.unsharded_early and not provisional:
+                state.unshard(wait=True)
 
     def set_is_last_backward(self, last: bool) -> None:
         """With False, the ends of backwards leave reductions under way."""
@@ -131,6 +133,11 @@ class Model:
         self.engine.set_prefetch_depth(0 if self.leaves_at_once else 1)
         self.engine.begin_forward()
         return self
+
+    def notice_writes(self) -> None:
+        """Before the program gathers units itself: values that were written since the last forward are to be gathered now."""
+        if self.forward_root is None and not _C.inside_backward():
+            self.engine.begin_forward()
 
     def end_forward(self) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on."""

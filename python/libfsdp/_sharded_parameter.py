@@ -16,6 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from libfsdp._spmd import spmd_specs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.placement_types import Placement
 
@@ -131,6 +133,22 @@ def sharded_spec(
     all_dims = DeviceMesh._concatenate([mesh.mesh, whole.mesh])
     placements = (*replicate, shard, *whole.placements)
     return DTensorSpec(all_dims, placements, tensor_meta=whole.tensor_meta), whole
+
+
+def refuse_shared(parameters: Iterable[ShardedParameter]) -> None:
+    """Of the units of one model.
+
+    Raises:
+        ValueError: if two of them have the same parameter.
+    """
+    seen = set()
+    for parameter in parameters:
+        if parameter.identity in seen:
+            raise ValueError(
+                f"Parameter '{parameter.name}' is shared with a parameter already managed by another FSDP group: tied parameters "
+                "belong to one call, fully_shard([module_a, module_b])"
+            )
+        seen.add(parameter.identity)
 
 
 def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], values: list[torch.Tensor]) -> None:

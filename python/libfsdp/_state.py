@@ -29,6 +29,7 @@ from libfsdp._sharded_parameter import (
     check_values_of_a_call,
     identity_of,
     local_gradient,
+    refuse_shared,
     rows_of,
     sharded_spec,
 )
@@ -127,6 +128,7 @@ class ShardState(AsFSDP2State):
         self.manual_finalization = False
         self.memory_of_group = False
         self.kept_mesh: DeviceMesh | None = None
+        self.unsharded_early = False  # by a model that a larger one took the place of, or will
         self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
         self.reshard_after_forward_is_automatic = reshard_after_forward is None
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
@@ -477,7 +479,7 @@ class ShardState(AsFSDP2State):
         for _, state, _ in self.states_below():
             if not state.shows_its_parameters():
                 state.adopt_registered()
-        self._refuse_shared_parameters()
+        refuse_shared(parameter for _, state, _ in self.states_below() for parameter in state.parameters)
         self._name_units()
         return Model(self, provisional=provisional)
 
@@ -495,17 +497,6 @@ class ShardState(AsFSDP2State):
                     for module, class_name in zip(state.modules, state.class_names, strict=True)
                 ]
                 state.unit.rename(", ".join(modules), [parameter.name for parameter in state.parameters])
-
-    def _refuse_shared_parameters(self) -> None:
-        seen = set()
-        for _, state, _ in self.states_below():
-            for parameter in state.parameters:
-                if parameter.identity in seen:
-                    raise ValueError(
-                        f"Parameter '{parameter.name}' is shared with a parameter already managed by another FSDP group: tied "
-                        "parameters belong to one call, fully_shard([module_a, module_b])"
-                    )
-                seen.add(parameter.identity)
 
     @untraced
     def pre_forward(
@@ -606,6 +597,8 @@ class ShardState(AsFSDP2State):
         if self.unit is None:
             return
         model = self.model or self._form(provisional=True)
+        self.unsharded_early = model.provisional
+        model.notice_writes()
         if not wait:
             model.engine.start_unshard(self.unit)
             return

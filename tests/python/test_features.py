@@ -417,3 +417,30 @@ def test_other_values_in_functional_call_are_an_error(ranks: StartRanks) -> None
     for text in ranks(2).run(other_values, "libfsdp"):
         assert "norm.weight" in text
         assert "functional_call" in text
+
+
+def unsharded_ahead(ahead: bool) -> list[tuple[int, list[float]]]:
+    """Gathers and losses of steps, before each of which two units are gathered, or not."""
+    model = shard_as_programs_do_with("libfsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[int, list[float]]] = []
+    gathers = 0
+    for number in range(3):
+        if ahead:
+            model.unshard(async_op=True)
+            model.blocks[0].unshard()
+        loss = CASE.loss(model, batch_of(CASE, number, 0, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = libfsdp.wire_stats(model)["all_gathers"]
+        seen.append((now - gathers, [loss.item()]))
+        gathers = now
+    return seen
+
+
+def test_what_was_gathered_before_forward_is_not_gathered_again(ranks: StartRanks) -> None:
+    """The first step aside, in which only forward tells what the root is."""
+    plain, ahead = (ranks(2).run(unsharded_ahead, value)[0] for value in (False, True))
+    assert ahead[1:] == plain[1:]
+    assert ahead[0][1] == plain[0][1]

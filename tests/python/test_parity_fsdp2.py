@@ -5,6 +5,7 @@ The same runs with FSDP2 as the implementation check the harness itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from support.training import CASES, Options, Run, api, mesh_of, train
 
 StartRanks = Callable[[int], Ranks]
 bf16, fp32 = torch.bfloat16, torch.float32
+NIGHTLY = "FSDP_NIGHTLY" in os.environ  # Each model with each of the options (make nightly).
 
 # Each on two ranks, where all sums have one order and results are equal to the last bit.
 OPTIONS = {
@@ -44,6 +46,10 @@ OPTIONS_ON_4 = {
     "hsdp_reduce_last": Options(replicas=2, microbatches=2, sync="last"),
     "bf16": Options(compute=bf16, reduce=fp32),
     "clip": Options(clip=0.01),
+    "offload": Options(offload=True),
+    "hsdp_offload": Options(replicas=2, offload=True),
+    "hsdp_bf16": Options(replicas=2, compute=bf16, reduce=fp32),
+    "reduce_each": Options(microbatches=2),
 }
 
 
@@ -58,6 +64,9 @@ def pairs(wanted: Callable[[str, Options], bool] = lambda case, options: True) -
     chosen += [(case, name) for name in OPTIONS for case in ("transformer", "nested") if name != "default"]
     chosen += [("unused", "reduce_last"), ("unused", "bf16"), ("batch_norm", "reduce_last"), ("tied", "no_reshard")]
     chosen += [("odd_shapes", "offload"), ("hf_llama", "bf16"), ("hf_mixtral", "bf16"), ("hf_t5", "bf16")]
+    chosen += [("hf_gpt2", "offload"), ("hf_qwen2", "reduce_last"), ("hf_bert", "no_reshard"), ("hf_vit", "reshard")]
+    if NIGHTLY:
+        chosen += [(case, name) for case in CASES for name in OPTIONS if (case, name) not in chosen]
     return [as_parameter(case, name) for case, name in chosen if wanted(case, OPTIONS[name])]
 
 
@@ -65,6 +74,10 @@ def pairs_on_4() -> list[object]:
     """Shapes that four ranks cut unevenly, and each of the options."""
     chosen = [(case, "default") for case in ("mlp", "odd_shapes", "unused", "hf_qwen2")]
     chosen += [("transformer", name) for name in OPTIONS_ON_4] + [("odd_shapes", "hsdp")]
+    chosen += [("hf_llama", "hsdp"), ("hf_mixtral", "reshard_to_2"), ("hf_gpt2", "bf16"), ("hf_t5", "hsdp_reduce_last")]
+    chosen += [("hf_bert", "offload"), ("hf_vit", "hsdp_offload")]
+    if NIGHTLY:
+        chosen += [(case, name) for case in CASES for name in OPTIONS_ON_4 if (case, name) not in chosen]
     return [as_parameter(case, name) for case, name in chosen]
 
 
