@@ -52,7 +52,7 @@ test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"; wi
 	$(if $(TESTS),$(peers) --subset tests/peers/subset.txt)
 
 nightly: build $(STAMP)-test  ## What takes an hour or more: each Python model with each option; PyTorch's FSDP2 tests, with TESTS=its folder test/
-	FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R Python.test_parity $(ARGS)
+	FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R 'Python.test_(parity|features)' $(ARGS)
 	$(if $(TESTS),$(peers),@echo "nightly: no TESTS=, so PyTorch's tests are left out")
 
 peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## PyTorch's FSDP2 tests against FSDP2 and libfsdp; TESTS=its folder test/, ARGS="--subset FILE"

@@ -5,6 +5,7 @@ Both run the same program, and must give the same losses, gradients and paramete
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -250,11 +251,16 @@ def shard_as_programs_do(model: Any, options: Options) -> Any:
     return fully_shard(model, mesh=mesh_of(1), mp_policy=policy)
 
 
+if "FSDP_NIGHTLY" in os.environ:  # It calls the C++ compiler for each graph.
+    FEATURES["compile_inductor"] = Feature(compiled("inductor", fullgraph=True))
 # FSDP2 can't train after an inference, which made its buffers; keeps gradients of a backward that failed; and takes tensors for its
 # parameters that functional_call has put into their places.
 FSDP2_FAILS = ("inference_between", "backward_failed_before", "functional_call_with_state")
 # What does not change the arithmetic of a step.
-SAME_AS_PLAIN = [name for name, feature in FEATURES.items() if name != "autocast" and feature.options == Options()]
+OTHER_ARITHMETIC = ("autocast", "compile_inductor")
+SAME_AS_PLAIN = [
+    name for name, feature in FEATURES.items() if name not in OTHER_ARITHMETIC and feature.options == PLAIN
+]
 # Of these, what does not gather more than a plain step does.
 ONE_FORWARD = [name for name in SAME_AS_PLAIN if not name.endswith(("_between", "_before"))]
 
