@@ -53,6 +53,20 @@ OPTIONS_ON_4 = {
 }
 
 
+def trains(case: str, options: Options) -> bool:
+    """Batch norm has no kernel for bf16 with running statistics in fp32; FSDP2 fails where no rank has used a unit, in bf16."""
+    if options.compute is None:
+        return True
+    return case != "batch_norm" and (case, options.sync) != ("unused", "last")
+
+
+def every(options: dict[str, Options], chosen: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Each model with each of the options, but for those that are chosen already."""
+    return [
+        (case, name) for case in CASES for name in options if (case, name) not in chosen and trains(case, options[name])
+    ]
+
+
 def one_order_on_two(case: str, options: Options) -> bool:
     """Whether both must add up the same numbers in the same order."""
     return one_order(case, options, 2)
@@ -66,7 +80,7 @@ def pairs(wanted: Callable[[str, Options], bool] = lambda case, options: True) -
     chosen += [("odd_shapes", "offload"), ("hf_llama", "bf16"), ("hf_mixtral", "bf16"), ("hf_t5", "bf16")]
     chosen += [("hf_gpt2", "offload"), ("hf_qwen2", "reduce_last"), ("hf_bert", "no_reshard"), ("hf_vit", "reshard")]
     if NIGHTLY:
-        chosen += [(case, name) for case in CASES for name in OPTIONS if (case, name) not in chosen]
+        chosen += every(OPTIONS, chosen)
     return [as_parameter(case, name) for case, name in chosen if wanted(case, OPTIONS[name])]
 
 
@@ -77,7 +91,7 @@ def pairs_on_4() -> list[object]:
     chosen += [("hf_llama", "hsdp"), ("hf_mixtral", "reshard_to_2"), ("hf_gpt2", "bf16"), ("hf_t5", "hsdp_reduce_last")]
     chosen += [("hf_bert", "offload"), ("hf_vit", "hsdp_offload")]
     if NIGHTLY:
-        chosen += [(case, name) for case in CASES for name in OPTIONS_ON_4 if (case, name) not in chosen]
+        chosen += every(OPTIONS_ON_4, chosen)
     return [as_parameter(case, name) for case, name in chosen]
 
 
