@@ -18,13 +18,8 @@ from libfsdp._beyond import Float8Blocks  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
 from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402
 from libfsdp._finalization import GradientReductionHandle  # noqa: E402
-from libfsdp._fully_shard import (  # noqa: E402
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from libfsdp._fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
+from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._install import install, installed, uninstall  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from libfsdp import _C
     from libfsdp._sharded_parameter import ShardedParameter
+    from libfsdp._state import ShardState
 
 
 def is_extended(local: torch.Tensor) -> bool:
@@ -34,6 +35,29 @@ def is_extended(local: torch.Tensor) -> bool:
             f"{type(local)} has only one of them"
         )
     return pre
+
+
+def refuse_extended(state: ShardState, *, is_size: bool) -> None:
+    """What cannot be had for parameters that are gathered in ways of their own.
+
+    Raises:
+        NotImplementedError: if the state has such parameters, and such options.
+    """
+    extended = [p for p in state.parameters if p.extended]
+    reasons = (
+        (is_size, "with a number for reshard_after_forward"),
+        (state.placements != "optim_grads_params", f"with placements '{state.placements}'"),
+        (state.beyond.outer_sharded, "with outer_placements 'optim'"),
+        (any(p.float8_block for p in extended), "together with a gather_format"),
+        (
+            any(p.shard_dim != 0 for p in extended),
+            "for parameters that are cut along another dimension than the first",
+        ),
+    )
+    for refused, when in reasons:
+        if refused and extended:
+            names = [p.name for p in extended]
+            raise NotImplementedError(f"fsdp_pre_all_gather (of parameters {names}) is not supported {when}")
 
 
 def copy_of_rows(local: torch.Tensor, begin: int, rows: int, *, to_host: bool) -> torch.Tensor:

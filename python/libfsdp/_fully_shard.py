@@ -1,12 +1,11 @@
-"""fully_shard, and the class that sharded modules have."""
+"""fully_shard, and what else makes modules sharded."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections import OrderedDict
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,20 +14,19 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 
-from libfsdp import _C
 from libfsdp._beyond import Beyond, Float8Blocks
 from libfsdp._beyond import check as check_beyond
-from libfsdp._finalization import GradientReductionHandle
-from libfsdp._memory_of_group import refuse_symmetric_memory, use_memory_of_group
+from libfsdp._fsdp_module import FSDPModule
 from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
 from libfsdp._placement import ShardPlacementResult, placement_of
 from libfsdp._precision import MixedPrecisionPolicy
 from libfsdp._sharded_parameter import Place
 from libfsdp._spmd import spmd_mesh
-from libfsdp._state import ShardState, state_of, states_in
+from libfsdp._state import ShardState
+from libfsdp._states import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -263,315 +261,6 @@ def _move_to_device(
                 buffer.data = buffer.to(device)
 
 
-_constructs_original = True
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Within it, making an object of a sharded class does not run its ``__init__``: for code that copies modules itself."""
-    global _constructs_original
-    before, _constructs_original = _constructs_original, False
-    try:
-        yield
-    finally:
-        _constructs_original = before
-
-
-class UnshardHandle:
-    """Waits for what ``FSDPModule.unshard(async_op=True)`` has started."""
-
-    def __init__(self, states: Sequence[ShardState] = ()) -> None:
-        self._states = states
-
-    def wait(self) -> None:
-        """Returns when the module shows its whole parameters. A module's own forward waits, too."""
-        for state in self._states:
-            state.wait_for_unshard()
-        self._states = ()
-
-
-class FSDPModule:
-    """What a module is, beside its own class, once fully_shard was called on it."""
-
-    # FSDP<Original>, FSDPModule, Original, ...
-    _orig_cls_mro_index = 2
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an object of the original class: slicing a sharded container gives an ordinary one."""
-        original = cls.__mro__[cls._orig_cls_mro_index]
-        self = original.__new__(original, *args, **kwargs)
-        if _constructs_original:
-            self.__init__(*args, **kwargs)
-        return self
-
-    def _get_fsdp_state(self) -> ShardState:
-        state = state_of(cast("nn.Module", self))
-        if state is None:
-            raise AssertionError(f"No FSDP state found on {self}")
-        return state
-
-    def _states(self, recurse: bool) -> list[ShardState]:
-        if not recurse:
-            state = self._get_fsdp_state()
-            return [state, *state.companions]
-        return [state for _, state, _ in states_in(cast("nn.Module", self))]
-
-    def reshard(self) -> None:
-        """Frees the module's whole parameters, and shows shards. Not recursive."""
-        for state in self._states(recurse=False):
-            state.reshard()
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the module's parameters. Not recursive.
-
-        Args:
-            async_op: return at once, with a handle to wait on.
-        """
-        states = self._states(recurse=False)
-        for state in states:
-            state.unshard(wait=not async_op)
-        return UnshardHandle(states) if async_op else None
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: frees what was gathered, and drops gradients that are not reduced.
-
-        Call it on the root. The next forward does this by itself, too.
-        """
-        state = self._get_fsdp_state()
-        if state.model is None:
-            return
-        if state.model.states[0] is not state:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        state.model.reset()
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, the next backwards leave reductions under way, and gradients appear after one with True."""
-        state = self._get_fsdp_state()
-        state.is_last_backward = is_last_backward
-        if state.model is not None:
-            state.model.set_is_last_backward(is_last_backward)
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With True, backwards end without reducing what they have left; ``finalize_backward`` does, once for all of them.
-
-        Call it on the root, between backwards.
-
-        Raises:
-            RuntimeError: inside of a backward, and on a module that is not the root.
-        """
-        self._root_state("set_manual_backward_finalization").set_manual_finalization(enabled)
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduces what backwards have left: with manual finalization, or without synchronization before that was set again.
-
-        Call it on the root, on all ranks, when the last backward has ended; parameters then have their gradients.
-
-        Args:
-            async_op: return at once, with a handle to wait on.
-
-        Raises:
-            RuntimeError: inside of a backward, on a module that is not the root, and while an earlier handle was not waited
-                for.
-        """
-        model = self._root_state("finalize_backward").model
-        if model is None:
-            return GradientReductionHandle() if async_op else None
-        return model.finalize_backward(async_op=async_op)
-
-    def _root_state(self, method: str) -> ShardState:
-        state = self._get_fsdp_state()
-        if _C.inside_backward():
-            raise RuntimeError(f"{method} cannot be called inside of a backward")
-        if state.model is not None and state.model.states[0] is not state:
-            raise RuntimeError(f"{method} must be called on the root FSDP module")
-        return state
-
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """With True, whole parameters keep their memory while they are resharded, and so lie where they lay (CUDA graphs).
-
-        Their values are gathered anew all the same. With False, the memory is freed again.
-        """
-        for state in self._states(recurse):
-            state.set_keeps_storage(keep)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """With False, backwards add up gradients on this rank, without communication, until one with True.
-
-        Args:
-            requires_gradient_sync: reduce gradients.
-            recurse: of all modules below, too.
-        """
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.requires_gradient_sync = requires_gradient_sync
-                state.unit.requires_all_reduce = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With False, gradients are reduced over the sharding dimension only, and the replicas' are added up later (HSDP)."""
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.requires_all_reduce = requires_all_reduce
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for state in self._states(recurse):
-            state.set_reshard_after_forward(reshard_after_forward)
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward; False saves the gathers of an accumulation's next forward."""
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.reshard_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The modules whose gathers start when this one's forward begins, in place of a prediction."""
-        self._set_prefetch(modules, in_backward=False)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The modules whose gathers start when this one's backward begins, in place of a prediction."""
-        self._set_prefetch(modules, in_backward=True)
-
-    def _set_prefetch(self, modules: Sequence[FSDPModule], *, in_backward: bool) -> None:
-        for module in modules:
-            if not isinstance(module, FSDPModule):
-                raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-        listed = [state for module in modules for state in module._states(recurse=False)]
-        for state in self._states(recurse=False):
-            state.prefetch[in_backward] = listed
-            state.apply_prefetch_lists()
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """By how much the sum of the ranks' gradients is divided, in place of their number."""
-        for state in self._states(recurse=False):
-            if state.unit is not None:
-                state.unit.gradient_divide_factor = float(factor)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of set_gradient_divide_factor."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Gathers of this module's unit go through ``comm``, an object as FSDP2's AllGather."""
-        self._refuse_memory_of_group("set_custom_all_gather")
-        self._custom_collectives().custom_all_gather = comm
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reductions of this module's unit go through ``comm``, an object as FSDP2's ReduceScatter."""
-        self._refuse_memory_of_group("set_custom_reduce_scatter")
-        self._custom_collectives().custom_reduce_scatter = comm
-
-    def _custom_collectives(self) -> Any:
-        """Collectives along the sharding dimension that are this module's alone."""
-        state = self._get_fsdp_state()
-        if not state.mesh.collectives or not state.mesh.is_own:
-            state.mesh = sharding_mesh(state.mesh.mesh, own_collectives=True)
-            if state.unit is not None:
-                state.unit.set_mesh(state.mesh.engine_mesh)
-        return state.mesh.collectives[-1]
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """With True, buffers of collectives come from the process group's own allocator, where its backend has one (NCCL).
-
-        Backends without one, Gloo among them, are as before.
-
-        Raises:
-            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
-        """
-        for state in self._states(recurse=False):
-            use_memory_of_group(state, enable=enable)
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Buffers of gathers lie in symmetric memory, which NCCL has faster collectives for. Not possible yet: see Raises.
-
-        Raises:
-            ValueError: for another backend than NCCL.
-            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
-            NotImplementedError: in any other case; the module stays as it is.
-        """
-        if backend != "NCCL":
-            raise ValueError(
-                f"set_symm_mem_for_comm: the backend of symmetric memory can only be NCCL, not {backend!r}"
-            )
-        for state in self._states(recurse=False):
-            refuse_symmetric_memory(state)
-
-    def _refuse_memory_of_group(self, method: str) -> None:
-        if any(state.memory_of_group for state in self._states(recurse=False)):
-            raise AssertionError(
-                f"cannot call {method}() when set_allocate_memory_from_process_group_for_comm() is in effect"
-            )
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward.
-
-        Raises:
-            ValueError: if a stream is given on a mesh of two dimensions, whose replicas the engine reduces itself.
-        """
-        state = self._get_fsdp_state()
-        if stream is not None and state.mesh.replicates:
-            raise ValueError("stream cannot be set when using native HSDP")
-        if stream is None:
-            state.all_reduce_hook = hook
-            return
-        device = torch.get_device_module(state.mesh.device.type)
-
-        def on_stream(gradients: torch.Tensor) -> None:
-            with device.stream(stream):
-                hook(gradients)
-
-        state.all_reduce_hook = on_stream
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.set_separate_reduce_group(enable)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Does nothing: reductions are sums, scaled on the receiving rank, in any case."""
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Does nothing: a parameter that some rank has not used counts as zero there in any case."""
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Checks its argument; at most two reductions are under way in any case.
-
-        Raises:
-            TypeError: if it is no integer.
-            ValueError: if it is less than 1.
-        """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With False, backward does not gather the module's parameters: for those whose values backward does not need."""
-        for state in self._states(recurse=False):
-            if state.unit is not None:
-                state.unit.gathered_in_backward = unshard_in_backward
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """The root's next forward waits for this event before it gathers. Serves once."""
-        self._get_fsdp_state().post_optim_event = event
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Does nothing: gathers are asynchronous in any case."""
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's, on shards: what it gives becomes the shards' values."""
-        state = self._get_fsdp_state()
-        self.reshard()
-        if state.model is not None:
-            state.model.dissolve()  # The engine keeps the tensors, which nobody else may while they are exchanged.
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for one in self._states(recurse=False):
-            one.adopt_registered()
-        return result
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a sharded module gather its parameters as forward does. Nothing happens for other modules.
 
@@ -588,8 +277,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
         assert state is not None
-        args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, args, original(*args, **kwargs))
+        args, kwargs = state.hooks.pre_forward(self, args, kwargs)
+        return state.hooks.post_forward(self, args, original(*args, **kwargs))
 
     setattr(module, method_name, types.MethodType(wrapped, module))
 

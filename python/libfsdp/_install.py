@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.fsdp._fully_shard._fully_shard as functions
 
-from libfsdp import _fully_shard as ours
-from libfsdp._precision import torch_has_override
+from libfsdp._fsdp_module import FSDPModule, UnshardHandle, disable_fsdp_module_new_init
+from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from libfsdp._precision import MixedPrecisionPolicy, torch_has_override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 logger = logging.getLogger("libfsdp")
 
-_NAMES = (
-    "fully_shard",
-    "FSDPModule",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "disable_fsdp_module_new_init",
+_OURS: dict[str, Any] = {
+    "fully_shard": fully_shard,
+    "FSDPModule": FSDPModule,
+    "UnshardHandle": UnshardHandle,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+    "disable_fsdp_module_new_init": disable_fsdp_module_new_init,
     # Where torch's own lacks param_dtype_override_fn, programs of its newer versions can be run all the same.
-    *(() if torch_has_override else ("MixedPrecisionPolicy",)),
-)
+    **({} if torch_has_override else {"MixedPrecisionPolicy": MixedPrecisionPolicy}),
+}
 _replaced: list[tuple[Any, str, Any]] = []
 
 
@@ -38,11 +39,10 @@ def install() -> None:
     """
     if _replaced:
         return
-    for name in _NAMES:
+    for name, mine in _OURS.items():
         theirs = getattr(functions, name, None)
         if theirs is None:
             continue
-        mine = getattr(ours, name)
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", {})
             if names.get(name) is theirs and not names.get("__name__", "").startswith("libfsdp"):

@@ -12,6 +12,7 @@ from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
+from libfsdp._sharded_parameter import refuse_shared
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
@@ -178,3 +179,44 @@ class Model:
             state.modules_to_run.clear()
             if state.unit is not None:
                 state.unit.hide()
+
+
+@torch.inference_mode(False)  # what is made here serves later forwards, too
+def form(root: ShardState, *, provisional: bool) -> Model:
+    """Makes the model of all states below a root; those that were formed before with a smaller root are given up."""
+    if len(root.modules) > 1 and not provisional:
+        raise RuntimeError(f"FSDP requires a single root module but got {root.modules}")
+    for name, state, _ in root.states_below():
+        if state.model is None:
+            continue
+        if not state.model.provisional:
+            raise RuntimeError(
+                f"FSDP state has already been lazily initialized for {name}\n"
+                "FSDP requires running forward through the root module first"
+            )
+        state.model.dissolve()
+    if root.reshard_after_forward_is_automatic and not provisional:
+        for state in (root, *root.companions):
+            state.set_reshard_after_forward(False)
+    for _, state, _ in root.states_below():
+        if not state.shows_its_parameters():
+            state.adopt_registered()
+    refuse_shared(parameter for _, state, _ in root.states_below() for parameter in state.parameters)
+    _name_units(root)
+    return Model(root, provisional=provisional)
+
+
+def _name_units(root: ShardState) -> None:
+    """As they are named from here: in errors and profiles."""
+    module = root.modules[0]
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    module_names = {one: name for name, one in module.named_modules()}
+    for _, state, _ in root.states_below():
+        for parameter in state.parameters:
+            parameter.name = names.get(id(parameter.sharded), parameter.name)
+        if state.unit is not None:
+            modules = [
+                module_names.get(one) or class_name
+                for one, class_name in zip(state.modules, state.class_names, strict=True)
+            ]
+            state.unit.rename(", ".join(modules), [parameter.name for parameter in state.parameters])

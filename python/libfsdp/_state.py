@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from libfsdp import _C
 from libfsdp._as_fsdp2_state import AsFSDP2State
 from libfsdp._beyond import Beyond, check_parameter
 from libfsdp._compile import untraced
-from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
+from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended, refuse_extended
+from libfsdp._forward_hooks import ForwardHooks
 from libfsdp._kept import kept_parameter
 from libfsdp._mesh import neighbours_mesh
-from libfsdp._model import Model
-from libfsdp._outputs import cast_floating, tensors_with_gradient
+from libfsdp._model import Model, form
 from libfsdp._precision import followed_grad_dtype, keeps_dtype
 from libfsdp._sharded_parameter import (
     Place,
@@ -29,10 +27,10 @@ from libfsdp._sharded_parameter import (
     check_values_of_a_call,
     identity_of,
     local_gradient,
-    refuse_shared,
     rows_of,
     sharded_spec,
 )
+from libfsdp._states import ATTRIBUTE, states_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from libfsdp._mesh import ShardingMesh
     from libfsdp._spmd import SpmdMesh
 
-_ATTRIBUTE = "_libfsdp_state"
 # What users set on a unit; a unit that takes the place of another one has them, too.
 _OPTIONS = (
     "reshard_after_backward",
@@ -53,38 +50,6 @@ _OPTIONS = (
     "gathered_in_backward",
     "keeps_storage",
 )
-
-
-def state_of(module: nn.Module) -> ShardState | None:
-    """The state of a module that fully_shard was called on."""
-    return module.__dict__.get(_ATTRIBUTE)
-
-
-def states_in(*modules: nn.Module) -> Iterator[tuple[str, ShardState, ShardState | None]]:
-    """All states in modules, each once, with name and closest enclosing state; enclosing ones come first."""
-    seen: set[nn.Module] = set()
-    found: set[ShardState] = set()
-
-    def walk(
-        module: nn.Module, name: str, enclosing: ShardState | None
-    ) -> Iterator[tuple[str, ShardState, ShardState | None]]:
-        if module in seen:
-            return
-        seen.add(module)
-        state = state_of(module)
-        if state is not None:
-            if state not in found:
-                for one in (state, *state.companions):
-                    found.add(one)
-                    yield name, one, enclosing
-                    enclosing = one
-            else:
-                enclosing = (state, *state.companions)[-1]
-        for child_name, child in module.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name, enclosing)
-
-    for module in modules:
-        yield from walk(module, "", None)
 
 
 class ShardState(AsFSDP2State):
@@ -138,7 +103,8 @@ class ShardState(AsFSDP2State):
         self.unit: _C.Unit | None = self._make_unit() if parameters else None
         self._take_values([parameter for parameter, _ in parameters])
         for module in modules:
-            module.__dict__[_ATTRIBUTE] = self
+            module.__dict__[ATTRIBUTE] = self
+        self.hooks = ForwardHooks(self)
         self._register_hooks()
 
     # Making the unit.
@@ -168,7 +134,7 @@ class ShardState(AsFSDP2State):
         size = self.kept_size
         for parameter in self.parameters:
             parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
-        self._refuse_extensions(is_size=size > 1)
+        refuse_extended(self, is_size=size > 1)
         given = [
             _C.ParameterSpec(
                 name=p.name,
@@ -196,24 +162,6 @@ class ShardState(AsFSDP2State):
             separate_reduce_group=False,
             outer_sharded=self.beyond.outer_sharded,
         )
-
-    def _refuse_extensions(self, *, is_size: bool) -> None:
-        """What cannot be had for parameters that are gathered in ways of their own."""
-        extended = [p for p in self.parameters if p.extended]
-        reasons = (
-            (is_size, "with a number for reshard_after_forward"),
-            (self.placements != "optim_grads_params", f"with placements '{self.placements}'"),
-            (self.beyond.outer_sharded, "with outer_placements 'optim'"),
-            (any(p.float8_block for p in extended), "together with a gather_format"),
-            (
-                any(p.shard_dim != 0 for p in extended),
-                "for parameters that are cut along another dimension than the first",
-            ),
-        )
-        for refused, when in reasons:
-            if refused and extended:
-                names = [p.name for p in extended]
-                raise NotImplementedError(f"fsdp_pre_all_gather (of parameters {names}) is not supported {when}")
 
     @property
     def kept_size(self) -> int:
@@ -444,9 +392,9 @@ class ShardState(AsFSDP2State):
 
     def _register_hooks(self) -> None:
         for module in self.modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
             # Also after a forward that raised: its module is not to be left with whole parameters.
-            module.register_forward_hook(self.post_forward, always_call=True)
+            module.register_forward_hook(self.hooks.post_forward, always_call=True)
             module.register_state_dict_pre_hook(self._show_shards_to)
             module.register_load_state_dict_pre_hook(self._show_shards_to)
 
@@ -458,89 +406,7 @@ class ShardState(AsFSDP2State):
         """The model, which is formed with this state as its root if it is not known yet."""
         if self.model is not None and not self.model.provisional:
             return self.model
-        return self._form(provisional=False)
-
-    @torch.inference_mode(False)  # what is made here serves later forwards, too
-    def _form(self, *, provisional: bool) -> Model:
-        if len(self.modules) > 1 and not provisional:
-            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        for name, state, _ in self.states_below():
-            if state.model is None:
-                continue
-            if not state.model.provisional:
-                raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {name}\n"
-                    "FSDP requires running forward through the root module first"
-                )
-            state.model.dissolve()
-        if self.reshard_after_forward_is_automatic and not provisional:
-            for state in (self, *self.companions):
-                state.set_reshard_after_forward(False)
-        for _, state, _ in self.states_below():
-            if not state.shows_its_parameters():
-                state.adopt_registered()
-        refuse_shared(parameter for _, state, _ in self.states_below() for parameter in state.parameters)
-        self._name_units()
-        return Model(self, provisional=provisional)
-
-    def _name_units(self) -> None:
-        """As they are named from here: in errors and profiles."""
-        root = self.modules[0]
-        names = {id(p): name for name, p in root.named_parameters(remove_duplicate=False)}
-        module_names = {module: name for name, module in root.named_modules()}
-        for _, state, _ in self.states_below():
-            for parameter in state.parameters:
-                parameter.name = names.get(id(parameter.sharded), parameter.name)
-            if state.unit is not None:
-                modules = [
-                    module_names.get(module) or class_name
-                    for module, class_name in zip(state.modules, state.class_names, strict=True)
-                ]
-                state.unit.rename(", ".join(modules), [parameter.name for parameter in state.parameters])
-
-    @untraced
-    def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module's forward: the unit is gathered, and the module shows whole parameters."""
-        model = self.model_of_forward()
-        if _C.inside_backward():  # activation checkpointing repeats a forward
-            if self.unit is not None:
-                model.engine.enter(self.unit)
-            return self._cast_inputs(args, kwargs)
-        if not self.modules_to_run:
-            if model.forward_root is None or model.forward_root is self:
-                model = model.begin_forward(self)
-                args, kwargs = self._move_inputs(args, kwargs)
-            if len(self.modules) > 1:
-                self.modules_to_run.update(self.modules)
-        args, kwargs = self._cast_inputs(args, kwargs)
-        if self.unit is not None:
-            model.engine.enter(self.unit)
-        return args, kwargs
-
-    @untraced
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After a module's forward: it shows shards again, and backward will enter the unit by way of the output."""
-        model = self.model
-        if model is None or _C.inside_backward():
-            return self._cast_output(output)
-        if torch.is_grad_enabled() and self.unit is not None:
-            outputs = tensors_with_gradient(output)
-            if any(tensor._base is not None for tensor in outputs):
-                names = ", ".join(self.class_names)
-                warnings.warn(
-                    f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place operation on it would drop the hook "
-                    "by which backward gathers the module's parameters: use out-of-place operations, or clone() it first",
-                    stacklevel=2,
-                )
-            model.engine.watch(self.unit, outputs)
-        self.modules_to_run.discard(module)
-        if not self.modules_to_run:
-            self.leave_forward()
-        if model.forward_root is self:
-            model.end_forward()
-        return self._cast_output(output)
+        return form(self, provisional=False)
 
     def leave_forward(self) -> None:
         """All modules of the unit have run."""
@@ -551,23 +417,6 @@ class ShardState(AsFSDP2State):
             self.model.engine.leave_now(self.unit)
             if self.kept_mesh is not None and torch.is_grad_enabled():
                 self.unit.show_kept()
-
-    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.mesh.device.type == "cpu" or not (args or kwargs):
-            return args, kwargs
-        moved_args, moved_kwargs = _to_kwargs(args, kwargs, self.mesh.device, False)
-        return moved_args[0], moved_kwargs[0]
-
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
-            return args, kwargs
-        cast = functools.partial(cast_floating, dtype)
-        return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
-
-    def _cast_output(self, output: Any) -> Any:
-        dtype = self.mp_policy.output_dtype
-        return output if dtype is None else _apply_to_tensors(functools.partial(cast_floating, dtype), output)
 
     # What users tell.
 
@@ -596,7 +445,7 @@ class ShardState(AsFSDP2State):
         """Gathers the unit ahead of its use."""
         if self.unit is None:
             return
-        model = self.model or self._form(provisional=True)
+        model = self.model or form(self, provisional=True)
         self.unsharded_early = model.provisional
         model.notice_writes()
         if not wait:

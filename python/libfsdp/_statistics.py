@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from libfsdp._fully_shard import FSDPModule
-from libfsdp._state import states_in
+from libfsdp._fsdp_module import FSDPModule
+from libfsdp._states import states_in
 
 if TYPE_CHECKING:
     import torch

@@ -87,7 +87,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
   }
   if (current_ == nullptr && backward_ == BackwardState::kNone) {
     main_parameters_.refuse_torn();
-    validate_parameters();
+    main_parameters_.validate();
   }
   history_[moves_++ % history_.size()] = &unit;
   schedule_.move_to(unit.index);
@@ -282,15 +282,10 @@ void Engine::end_backward() {
   backward_alive_.reset();
   schedule_.begin(Phase::kForward);
   pool_.end_step();
-  validate_parameters();  // [Validate at the end]
+  main_parameters_.validate();  // [Validate at the end]
   if (manual_finalization_) return;
   reducer_.validate();
   guarded([&] { reducer_.report_nan(); });
-}
-
-void Engine::set_manual_finalization(bool manual) {
-  const auto lock = this->lock();
-  manual_finalization_ = manual;
 }
 
 void Engine::finalize_backward(bool wait) {
@@ -325,20 +320,6 @@ bool Engine::in_backward() {
 void Engine::recover() {
   const auto lock = this->lock();
   if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
-}
-
-void Engine::validate_parameters() const {
-  for (const auto& unit : units_) {
-    if (main_parameters_.is_summoned(*unit)) continue;
-    for (const auto& parameter : unit->parameters) {
-      const auto tensor = parameter.tensor.lock();
-      if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
-        throw Error("parameter '" + parameter.name + "' of unit '" + unit->name +
-                    "' was given other memory after fully_shard (set_data, or the module's to(dtype) or to(device)); call "
-                    "fsdp::fully_unshard first, convert, and shard again");
-      }
-    }
-  }
 }
 
 void Engine::unshard(Unit& unit) {
@@ -406,7 +387,7 @@ void Engine::zero_grad() {
 void Engine::check_parameters() {
   const auto lock = this->lock();
   main_parameters_.refuse_retired();
-  validate_parameters();
+  main_parameters_.validate();
 }
 
 void Engine::flush_writes() {

@@ -124,7 +124,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void retire();
   void set_prefetch_depth(int depth);
   /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
-  void set_manual_finalization(bool manual);
+  void set_manual_finalization(bool manual) { manual_finalization_ = manual; }
   /// Between backwards: reduces all that is collected in units that require synchronization now, on whatever rank it is, and what backwards
   /// have left under way goes on. With `wait` it has ended when this returns; else finish_gradient_sync waits. Collective. Throws Error
   /// inside of a backward.
@@ -162,7 +162,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void evict(Unit& unit);
   void forget_moves();
   void reset_locked();
-  void validate_parameters() const;
   /// Every public method begins with it.
   std::unique_lock<std::mutex> lock();
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;

@@ -34,6 +34,20 @@ void MainParameters::refuse_summoned(const char* what) const {
   }
 }
 
+void MainParameters::validate() const {
+  for (const auto& unit : units_) {
+    if (is_summoned(*unit)) continue;
+    for (const auto& parameter : unit->parameters) {
+      const auto tensor = parameter.tensor.lock();
+      if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
+        throw Error("parameter '" + parameter.name + "' of unit '" + unit->name +
+                    "' was given other memory after fully_shard (set_data, or the module's to(dtype) or to(device)); call "
+                    "fsdp::fully_unshard first, convert, and shard again");
+      }
+    }
+  }
+}
+
 void MainParameters::set_reader(std::future<void> read) {
   wait_for_reader();
   reader_ = std::move(read);

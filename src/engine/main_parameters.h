@@ -40,6 +40,8 @@ class MainParameters {
   void refuse_retired() const;
   /// Throws Error while a unit is summoned; `what` is refused.
   void refuse_summoned(const char* what) const;
+  /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
+  void validate() const;
   bool is_summoned(const Unit& unit) const { return summoned_.contains(&unit); }
 
   /// Another thread reads the main parameters and the optimizer's state until `read` is ready.

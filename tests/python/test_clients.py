@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support import clients
+from support import clients, float8
 from support.clients import Trained
 from support.comparison import differences
 from support.ranks import Ranks
@@ -18,6 +18,7 @@ needs = {
         "peft": ("peft", "transformers"),
         "lightning": ("lightning", "transformers"),
         "torchtitan": ("torchtitan",),
+        "torchao": ("torchao",),
     }.items()
 }
 
@@ -83,3 +84,15 @@ def test_one_rank_has_no_images(ranks: StartRanks, options: str) -> None:
     for of_rank in same:
         for mine, other in zip(of_rank.gradients, expected.gradients, strict=True):
             assert not (text := differences("gradient", mine, other, {})), text
+
+
+@needs["torchao"]
+@pytest.mark.parametrize("options", ["", "precompute"])
+def test_torchao_float8_all_gather(ranks: StartRanks, options: str) -> None:
+    """FSDP2 can't do this on Gloo, whose all-gather has no float8. So it is compared with training without sharding."""
+    expected = float8.torchao_in_one_process(2)
+    for trained, gathered in ranks(2).run(float8.with_torchao, *options.split()):
+        for mine, other in zip(trained.gradients, expected.gradients, strict=True):
+            assert not (text := differences("gradient", mine, other, {})), text
+        assert not (text := differences("final value", trained.parameters, expected.parameters, {})), text
+        assert gathered == 6 * 16 * 32 // 2, "each element takes one byte"

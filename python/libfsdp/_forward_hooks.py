@@ -1,0 +1,89 @@
+"""What happens before and after a sharded module's forward."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+
+from libfsdp import _C
+from libfsdp._compile import untraced
+from libfsdp._outputs import cast_floating, tensors_with_gradient
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from libfsdp._state import ShardState
+
+
+class ForwardHooks:
+    """Tells the engine when the modules of a state are used, and casts what they take and give."""
+
+    def __init__(self, state: ShardState) -> None:
+        self.state = state
+
+    @untraced
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a module's forward: the unit is gathered, and the module shows whole parameters."""
+        state = self.state
+        model = state.model_of_forward()
+        if _C.inside_backward():  # activation checkpointing repeats a forward
+            if state.unit is not None:
+                model.engine.enter(state.unit)
+            return self._cast_inputs(args, kwargs)
+        if not state.modules_to_run:
+            if model.forward_root is None or model.forward_root is state:
+                model = model.begin_forward(state)
+                args, kwargs = self._move_inputs(args, kwargs)
+            if len(state.modules) > 1:
+                state.modules_to_run.update(state.modules)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if state.unit is not None:
+            model.engine.enter(state.unit)
+        return args, kwargs
+
+    @untraced
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After a module's forward: it shows shards again, and backward will enter the unit by way of the output."""
+        state = self.state
+        model = state.model
+        if model is None or _C.inside_backward():
+            return self._cast_output(output)
+        if torch.is_grad_enabled() and state.unit is not None:
+            outputs = tensors_with_gradient(output)
+            if any(tensor._base is not None for tensor in outputs):
+                names = ", ".join(state.class_names)
+                warnings.warn(
+                    f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place operation on it would drop the hook "
+                    "by which backward gathers the module's parameters: use out-of-place operations, or clone() it first",
+                    stacklevel=2,
+                )
+            model.engine.watch(state.unit, outputs)
+        state.modules_to_run.discard(module)
+        if not state.modules_to_run:
+            state.leave_forward()
+        if model.forward_root is state:
+            model.end_forward()
+        return self._cast_output(output)
+
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.state.mesh.device.type == "cpu" or not (args or kwargs):
+            return args, kwargs
+        moved_args, moved_kwargs = _to_kwargs(args, kwargs, self.state.mesh.device, False)
+        return moved_args[0], moved_kwargs[0]
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.state.mp_policy.param_dtype
+        if dtype is None or not self.state.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        cast = functools.partial(cast_floating, dtype)
+        return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.state.mp_policy.output_dtype
+        return output if dtype is None else _apply_to_tensors(functools.partial(cast_floating, dtype), output)
