@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 from libfsdp import _C
 from libfsdp._mesh import device_of
-from libfsdp.optim._preparing import prepare_gradient
+from libfsdp.optim._preparing import cut_dims, prepare_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,8 +86,7 @@ def _cut_of(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
         raise ValueError(
             f"a parameter of the shape {list(parameter.shape)} has the placements {placements}: a sum that is pending"
         )
-    mesh = parameter.device_mesh
-    return mesh, tuple(d for d, p in enumerate(placements) if not isinstance(p, Replicate) and mesh.size(d) > 1)
+    return parameter.device_mesh, tuple(cut_dims(parameter))
 
 
 def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]], p: float) -> float:

@@ -1,4 +1,4 @@
-"""What one call of fully_shard leaves behind: a unit, and the hooks that tell the engine when it is used."""
+"""What one call of fully_shard leaves behind: a unit, its parameters in their forms, and what users set."""
 
 from __future__ import annotations
 

@@ -90,13 +90,13 @@ void on_backward_end(HookedModel& model, py::function callback) {
   });
 }
 
-/// Of a unit: per parameter its gradient, or nothing; and the memory of them all, where they have one dtype.
+/// Of a unit: per parameter its gradient, or nothing; and, if it was asked for, the memory of them all, where they have one dtype.
 struct TakenGradients {
   std::vector<std::optional<at::Tensor>> of_parameters;
   std::optional<at::Tensor> together;
 };
 
-TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked) {
+TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, bool together) {
   auto& unit = hooked.unit();
   TakenGradients taken;
   taken.of_parameters.resize(unit.parameters.size());
@@ -115,6 +115,7 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked) {
     }
     taken.of_parameters[i] = gradient;
   }
+  if (!together) return taken;
   const auto& first = gradients.front();
   const auto alike = [&](const at::Tensor& part) { return part.scalar_type() == first.scalar_type(); };
   if (std::all_of(gradients.begin(), gradients.end(), alike)) taken.together = at::empty({0}, first.options()).set_(first.storage());
@@ -123,12 +124,13 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked) {
 
 /// What was reduced of a unit becomes its shards' gradients. `hook`, if it is not None, gets them all before, as one flat tensor.
 void deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& hook) {
+  const bool has_hook = !hook.is_none();
   TakenGradients taken;
   {
     const py::gil_scoped_release no_gil;
-    taken = take_gradients(model, *shown.hooked());
+    taken = take_gradients(model, *shown.hooked(), has_hook);
   }
-  if (!hook.is_none() && taken.together) hook(*taken.together);
+  if (has_hook && taken.together) hook(*taken.together);
   shown.deliver(taken.of_parameters);
 }
 

@@ -19,6 +19,8 @@ from support.models import Case, Transformer, next_token_loss, tokens
 from support.training import Options, Run, installed, seeded, train_sharded
 from torch.distributed.tensor.debug import CommDebugMode
 
+import libfsdp
+
 CASE = Case(lambda: Transformer(blocks=3), tokens(2, 8), lambda m: list(m.blocks), next_token_loss)
 
 
@@ -125,3 +127,38 @@ def test_fake_process_groups(process: ProcessPoolExecutor, world: int) -> None:
         told = mine["c10d._allgather_base_"] - other["c10d._allgather_base_"]
         assert told in (0, 1)
         assert mine == {**other, "c10d._allgather_base_": other["c10d._allgather_base_"] + told}
+
+
+def trained_on_fake(world: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """This rank's rows of gradients, those of a plain model divided by the ranks, and bytes that gathers would have sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    rank = 1
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        torch.manual_seed(0)
+        plain, sharded = torch.nn.Linear(5, 16), torch.nn.Linear(5, 16)
+        sharded.load_state_dict(plain.state_dict())
+        libfsdp.fully_shard(sharded)
+        x = torch.arange(15.0).view(3, 5)
+        outputs = []
+        for model in (plain, sharded):
+            output = model(x)
+            output.sum().backward()
+            outputs.append(output.detach())
+        rows = slice(rank * 16 // world, (rank + 1) * 16 // world)
+        assert torch.equal(outputs[1][:, rows], outputs[0][:, rows]), (
+            "this rank's rows are there when they are computed with"
+        )
+        expected = [p.grad[rows] / world for p in plain.parameters()]
+        sent = libfsdp.wire_stats(sharded)["all_gather_bytes"]
+        return [p.grad.to_local() for p in sharded.parameters()], expected, sent
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_fake_group_has_this_ranks_rows_and_terms(process: ProcessPoolExecutor) -> None:
+    """Where nobody counts collectives, none goes through torch.distributed: gathers and sums are this rank's own."""
+    gradients, expected, sent = process.submit(trained_on_fake, 8).result(timeout=120)
+    assert all(map(torch.equal, gradients, expected))
+    assert sent == 7 * (2 * 5 + 2) * 4

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from libfsdp import _C
 from libfsdp.optim._fused import make_adam_state
-from libfsdp.optim._preparing import loss_of, prepare_gradient, zeros_like
+from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ def _zeros_per_block(parameter: Tensor, name: str) -> Tensor:
     if not isinstance(parameter, DTensor):
         return torch.zeros(blocks)
     mesh = parameter.device_mesh
-    cut = [d for d, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
+    cut = cut_dims(parameter)
     if not cut:
         return DTensor.from_local(torch.zeros(blocks), mesh, [Replicate()] * mesh.ndim, run_check=False)
     placement = parameter.placements[cut[0]]

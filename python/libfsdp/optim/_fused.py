@@ -19,67 +19,65 @@ if TYPE_CHECKING:
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
-class Adam(torch.optim.Adam):
+class _InOneCall(torch.optim.Optimizer):
+    """The step that Adam, AdamW and SGD have in place of torch's."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; see torch.optim.
+
+        Args:
+            closure: computes the loss anew, and gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            _refuse_flags(self, group)
+        if not is_skipped(self):
+            self._step_in_cpp(getattr(self, "grad_scale", None))
+        return loss
+
+    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
+        raise NotImplementedError
+
+
+class Adam(_InOneCall, torch.optim.Adam):
     """torch.optim.Adam, stepped in C++.
 
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
     torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` and ``capturable`` are errors.
     """
 
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; see torch.optim.
-
-        Args:
-            closure: computes the loss anew, and gradients.
-
-        Returns:
-            What the closure returned.
-        """
-        return _step(self, closure, _step_adam)
+    @torch.no_grad()
+    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
+        _step_adam(self, grad_scale)
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(_InOneCall, torch.optim.AdamW):
     """torch.optim.AdamW, stepped in C++.
 
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
     torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` and ``capturable`` are errors.
     """
 
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; see torch.optim.
-
-        Args:
-            closure: computes the loss anew, and gradients.
-
-        Returns:
-            What the closure returned.
-        """
-        return _step(self, closure, _step_adam)
+    @torch.no_grad()
+    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
+        _step_adam(self, grad_scale)
 
 
-class SGD(torch.optim.SGD):
+class SGD(_InOneCall, torch.optim.SGD):
     """torch.optim.SGD, stepped in C++.
 
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
-    torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` is an error.
+    torch's own with ``fused=True`` on each rank's part, whatever ``foreach`` and ``fused`` say. ``differentiable`` is an error.
     """
 
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; see torch.optim.
-
-        Args:
-            closure: computes the loss anew, and gradients.
-
-        Returns:
-            What the closure returned.
-        """
-        return _step(self, closure, _step_sgd)
+    @torch.no_grad()
+    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
+        _step_sgd(self, grad_scale)
 
 
 _STEPPED: dict[type, type] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
@@ -147,16 +145,6 @@ def _refuse_flags(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
         )
 
 
-def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, step: Callable[..., None]) -> Any:
-    loss = loss_of(closure)
-    for group in optimizer.param_groups:
-        _refuse_flags(optimizer, group)
-    if not is_skipped(optimizer):
-        step(optimizer, getattr(optimizer, "grad_scale", None))
-    return loss
-
-
-@torch.no_grad()
 def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> None:
     groups, state = optimizer.param_groups, optimizer.state
     call = functools.partial(_C.step_adam, type(optimizer).__name__, groups, state, grad_scale)
@@ -182,7 +170,6 @@ def make_adam_state(state: dict[str, Any], parameter: Tensor, group: dict[str, A
             state[name] = zeros_like(parameter)
 
 
-@torch.no_grad()
 def _step_sgd(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> None:
     groups, state = optimizer.param_groups, optimizer.state
     call = functools.partial(_C.step_sgd, type(optimizer).__name__, groups, state, grad_scale)

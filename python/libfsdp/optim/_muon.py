@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from libfsdp import _C
-from libfsdp.optim._preparing import loss_of, prepare_gradient, zeros_like
+from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +129,7 @@ def _cut_of(parameter: Tensor, index: int) -> tuple[dist.ProcessGroup | None, in
     if not isinstance(parameter, DTensor):
         return None, 0
     placements = parameter.placements
-    cut = [d for d, p in enumerate(placements) if not isinstance(p, Replicate) and parameter.device_mesh.size(d) > 1]
+    cut = cut_dims(parameter)
     if not cut:
         return None, 0
     placement = placements[cut[0]]

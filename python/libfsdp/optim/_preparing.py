@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,12 @@ def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """A GradScaler has found gradients that are not finite."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and found_inf.item() != 0
+
+
+def cut_dims(parameter: DTensor) -> list[int]:
+    """The dimensions of its mesh over which a parameter is cut, or a sum of it is pending: not those that have one rank."""
+    mesh = parameter.device_mesh
+    return [d for d, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
 
 
 def prepare_gradient(parameter: Tensor) -> None:
