@@ -163,12 +163,12 @@ class Model:
             if state.unit.reshard_after_backward:
                 state.unit.hide()
 
-    def reduce_collected(self) -> None:
-        """Between backwards: reduces what those without synchronization have collected, and delivers it."""
+    def end_backwards(self) -> None:
+        """Ends those of all microbatches: reduces what they have left, and frees what is freed after a backward."""
+        self.finalize_backward(async_op=False)
         for state in self.states:
-            state.collect_left_gradients()
-        self.engine.reduce_collected()
-        self.engine.set_prefetch_depth(0 if self.leaves_at_once else 1)
+            if state.unit is not None and state.unit.reshard_after_backward:
+                state.reshard()
 
     def reset(self) -> None:
         """After an exception: frees what was gathered, drops gradients that are not reduced."""

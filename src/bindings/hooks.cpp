@@ -268,7 +268,6 @@ void bind_hooks(py::module_& module) {
              const py::gil_scoped_release no_gil;
              model.gradient(*unit.hooked(), i, gradient);
            })
-      .def("reduce_collected", &HookedModel::reduce_collected, kNoGil)
       .def("deliver_gradients", &deliver_gradients)
       .def("unshard", of(&engine::Engine::unshard), kNoGil)
       .def("start_unshard", of(&engine::Engine::start_unshard), kNoGil)

@@ -101,14 +101,6 @@ void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gr
   engine_->gradient(unit.unit(), i, unit.as_stored(i, gradient));
 }
 
-void HookedModel::reduce_collected() {
-  const auto alive = std::make_shared<char>();
-  engine_->set_prefetch_depth(0);  // Nothing is computed, so nothing is to be gathered.
-  engine_->begin_backward(alive, engine::BackwardOf::kAllLeaves);
-  engine_->end_backward();
-  if (backward_ended_) backward_ended_();
-}
-
 /// Announces a backward that the engine does not know yet, and queues its end as autograd's final callback. The callback, and with it the
 /// token, lives exactly as long as the backward: autograd drops it unrun if the backward throws.
 void HookedModel::watch_backward() {

@@ -46,8 +46,6 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// One gradient of this rank.
   void gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient);
 
-  /// Between backwards: reduces what earlier ones without synchronization have collected, and ends as a backward does.
-  void reduce_collected();
   /// The positions of units to which the last backward gave gradients, though it has neither entered them nor repeated their forward. Asked
   /// for once, at the end of each backward.
   std::vector<std::size_t> take_missed();
