@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.tensor import DTensor
+
+from libfsdp._precision import followed_grad_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +41,8 @@ class Beyond:
         follow_grad_dtype: gradients get the ``grad_dtype`` that users have set.
         keep_gathered_bytes: of whole parameters, which stay from forward into backward; the root's counts.
         report_nan: look for NaN in gradients; the root's counts.
+        main_params_dtype: of shards, and with them of optimizer state; None: as the module's parameters.
+        main_grads_dtype: of the gradients that shards get; None: as their parameters.
     """
 
     outer_sharded: bool = False
@@ -45,14 +50,28 @@ class Beyond:
     follow_grad_dtype: bool | None = None
     keep_gathered_bytes: int = 0
     report_nan: bool = False
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+
+    def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Of the parameter's shards. Frozen ones keep their own, as no optimizer updates them."""
+        if self.main_params_dtype is None or not parameter.requires_grad or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.main_params_dtype
+
+    def grad_dtype_of(self, parameter: nn.Parameter) -> torch.dtype | None:
+        """Of the gradient that the parameter's shards get; None: that of the shards."""
+        if self.main_grads_dtype is None or not parameter.is_floating_point():
+            return followed_grad_dtype(parameter, self.follow_grad_dtype)
+        return None if self.main_grads_dtype == self.main_dtype_of(parameter) else self.main_grads_dtype
 
 
 def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -> None:
     """What the options ask for can be had on this mesh.
 
     Raises:
-        ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, and for a
-            negative number of bytes.
+        ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, for a
+            negative number of bytes, for dtypes without fractions, and for what only parameters that are cut can have.
     """
     if beyond.outer_sharded and (not ranks.replicates or spmd):
         raise ValueError("outer_placements='optim' shards over the first of two dimensions: give a mesh that has two")
@@ -60,6 +79,14 @@ def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -
         raise ValueError(f"outer_placements='optim' needs placements 'optim_grads_params', not '{placements}'")
     if beyond.keep_gathered_bytes < 0:
         raise ValueError(f"keep_gathered_bytes is {beyond.keep_gathered_bytes}; give 0 (keep none) or more")
+    for name in ("main_params_dtype", "main_grads_dtype"):
+        dtype = getattr(beyond, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} is {dtype}: give a floating-point dtype, or None")
+    if placements == "no_shard" and (spmd or beyond.gather_format is not None):
+        raise ValueError(
+            "placements='no_shard' gathers nothing and cuts nothing: it takes neither a gather_format nor dp_mesh_dims"
+        )
 
 
 def check_parameter(beyond: Beyond, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh) -> int:

@@ -48,6 +48,7 @@ def refuse_extended(state: ShardState, *, is_size: bool) -> None:
         (is_size, "with a number for reshard_after_forward"),
         (state.placements != "optim_grads_params", f"with placements '{state.placements}'"),
         (state.beyond.outer_sharded, "with outer_placements 'optim'"),
+        (any(p.computes_in is not None for p in extended), "with a main_params_dtype other than theirs"),
         (any(p.float8_block for p in extended), "together with a gather_format"),
         (
             any(p.shard_dim != 0 for p in extended),

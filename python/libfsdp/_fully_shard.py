@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.tensor import Shard
 
-# Shards of main parameters are DTensors with Shard placements in each of them.
-_PLACEMENTS = ("optim_grads_params", "optim_grads", "optim")
+_PLACEMENTS = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 _OUTER_PLACEMENTS = ("no_shard", "optim")
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -54,6 +53,8 @@ def fully_shard(
     keep_gathered_bytes: int = 0,
     report_nan_in_param_grad: bool = False,
     follow_grad_dtype: bool | None = None,
+    main_params_dtype: torch.dtype | None = None,
+    main_grads_dtype: torch.dtype | None = None,
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place.
 
@@ -75,7 +76,9 @@ def fully_shard(
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: which dimensions of ``mesh``, then a mesh of all ranks on which the parameters are DTensors already, are
             data-parallel: those that shard, those that replicate.
-        placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads" or "optim" (ZeRO-2, 1).
+        placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads" or "optim" (ZeRO-2, 1), or nothing: "no_shard"
+            (ZeRO-0). Without sharding ``module.parameters()`` stay ordinary tensors, each rank has all of them, and gradients are
+            averaged over all ranks of the mesh, as by DistributedDataParallel.
         outer_placements: of the first of two dimensions: "no_shard" replicates (HSDP); "optim" cuts shards, and with them
             gradients and optimizer state, over it as well (HFSDP), and only gathers of parameters stay within the second one.
         gather_format: the bytes in which a parameter travels in gathers: :class:`Float8Blocks`, or None for the dtype of the
@@ -86,6 +89,10 @@ def fully_shard(
             ranks with the names of parameters, units and ranks.
         follow_grad_dtype: gradients get the ``grad_dtype`` that was set on a parameter before this call, and travel in it
             unless the policy has a reduce_dtype. None: as FSDP2 does, which follows it from torch 2.15 on.
+        main_params_dtype: of the shards that are trained, and with them of optimizer state. Modules compute in the dtype that
+            their parameters had, or in the policy's param_dtype. None: shards have the parameters' dtype.
+        main_grads_dtype: of the shards' gradients, in which those of several backwards add up. They travel in it unless the
+            policy has a reduce_dtype, and sums are not rounded to that. None: the dtype of the shards.
 
     Returns:
         What was given, with its class changed to one that is an :class:`FSDPModule`, too.
@@ -109,6 +116,8 @@ def fully_shard(
         follow_grad_dtype=follow_grad_dtype,
         keep_gathered_bytes=keep_gathered_bytes,
         report_nan=report_nan_in_param_grad,
+        main_params_dtype=main_params_dtype,
+        main_grads_dtype=main_grads_dtype,
     )
     mesh = mesh or default_mesh()
     spmd = None
@@ -135,7 +144,7 @@ def fully_shard(
     parameters = _managed_parameters(managed, ignored_params or set())
     _move_to_device(managed, parameters, ranks.device, ignored_params or set())
     placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
-    dim_of = {parameter: dim for _, dim, parameter in placed}
+    dim_of = {parameter: 0 if placements == "no_shard" else dim for _, dim, parameter in placed}
     others = {id(own.engine_mesh): own for own, _, _ in placed if own.engine_mesh is not ranks.engine_mesh}
     if others and spmd is not None:
         raise NotImplementedError("ShardPlacementResult is not supported together with dp_mesh_dims")

@@ -56,8 +56,10 @@ class ShardingMesh:
     def shard_rank(self) -> int:
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
 
-    def piece(self, *, outer_sharded: bool) -> tuple[int, int]:
+    def piece(self, *, replicated: bool, outer_sharded: bool) -> tuple[int, int]:
         """How many pieces a parameter is cut into, and which is this rank's. The inner dimension cuts first."""
+        if replicated:
+            return 1, 0
         if not outer_sharded:
             return self.shard_size, self.shard_rank
         outer = self.mesh.size(0)

@@ -1,7 +1,11 @@
-"""One parameter in its two forms: a DTensor of this rank's rows between steps, a whole tensor while modules compute."""
+"""One parameter in its two forms: a DTensor of this rank's rows between steps, a whole tensor while modules compute.
+
+Without sharding (ZeRO-0) the first form is an ordinary tensor, and both are whole.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -16,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from libfsdp._spmd import spmd_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.placement_types import Placement
@@ -45,12 +49,13 @@ class ShardedParameter:
         places: all modules that have it (tied parameters have several).
         shape: of the whole parameter on this rank (a tensor-parallel one is a piece already).
         shard_dim: the dimension that is cut.
-        spec: of the sharded DTensor.
+        spec: of the sharded DTensor; None: an ordinary tensor, as each rank has all of it.
         whole_spec: of the whole DTensor, if the parameter is tensor-parallel.
         identity: equal for parameters that were one object before they were sharded.
         sharded: the parameter that the modules have between steps.
         keeps_dtype: it is computed with in its own dtype, whatever the policy says of others.
         float8_block: it travels in eight bits, so many elements with one scale; 0: as it is.
+        computes_in: the dtype that it had in the module, where its shards have another one (main_params_dtype).
         grad_dtype: of its gradient, where that is not its own.
         kept: the parameter that modules have between forward and backward, where neighbours keep a copy.
         extended: its tensor says itself how it is gathered.
@@ -63,39 +68,46 @@ class ShardedParameter:
     shape: torch.Size
     dtype: torch.dtype
     shard_dim: int
-    spec: DTensorSpec
+    spec: DTensorSpec | None
     whole_spec: DTensorSpec | None
     identity: int
     sharded: nn.Parameter = field(repr=False)
     keeps_dtype: bool = False
     float8_block: int = 0
+    computes_in: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     extended: bool = False
     trainable: bool = True
     whole: nn.Parameter | None = field(default=None, repr=False)
     kept: nn.Parameter | None = field(default=None, repr=False)
 
-    def make_dtensor(self, local: torch.Tensor) -> DTensor:
-        """A DTensor of this parameter's placements over `local`."""
-        return DTensor(local, self.spec, requires_grad=False)
+    def place(self, local: torch.Tensor) -> torch.Tensor:
+        """What modules have between steps, over `local`: a DTensor of this parameter's placements, if it has any."""
+        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
-    @property
-    def gradient_spec(self) -> DTensorSpec:
-        """Of the gradient."""
-        if self.grad_dtype is None or self.spec.tensor_meta is None:
-            return self.spec
-        return replace(self.spec, tensor_meta=self.spec.tensor_meta._replace(dtype=self.grad_dtype))
+    def gradient_wrap(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Makes of this rank's part of the gradient what the parameter gets; None: that part as it is."""
+        if self.spec is None:
+            return None
+        spec = self.spec
+        if self.grad_dtype is not None and spec.tensor_meta is not None:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.grad_dtype))
+        return functools.partial(DTensor, spec=spec, requires_grad=False)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """In which it is gathered and computed with."""
-        if not self.dtype.is_floating_point or self.keeps_dtype:
-            return self.dtype
-        return policy.param_dtype or self.dtype
+        own = self.computes_in or self.dtype
+        return own if not own.is_floating_point or self.keeps_dtype else policy.param_dtype or own
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows."""
-        return self.sharded._local_tensor
+        return local_of(self.sharded)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def identity_of(parameter: nn.Parameter) -> int:
@@ -113,9 +125,22 @@ def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def sharded_spec(
-    parameter: nn.Parameter, mesh: ShardingMesh, spmd: SpmdMesh | None, shard_dim: int, *, outer_sharded: bool
-) -> tuple[DTensorSpec, DTensorSpec | None]:
-    """The placements of a parameter between steps, and those of its whole form if that is a DTensor, too."""
+    parameter: nn.Parameter,
+    mesh: ShardingMesh,
+    spmd: SpmdMesh | None,
+    shard_dim: int,
+    *,
+    replicated: bool,
+    outer_sharded: bool,
+) -> tuple[DTensorSpec | None, DTensorSpec | None]:
+    """The placements of a parameter between steps, and those of its whole form if that is a DTensor, too.
+
+    Args:
+        replicated: each rank has all of it (ZeRO-0): it stays the kind of tensor that it is.
+    """
+    if replicated:
+        own = parameter._spec if isinstance(parameter, DTensor) else None
+        return own, own
     if spmd is not None:
         return spmd_specs(parameter, spmd, shard_dim)
     replicate: tuple[Placement, ...] = (Replicate(),) if mesh.replicates else ()
@@ -158,7 +183,7 @@ def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], va
         RuntimeError: if they have other values.
     """
     for i, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
-        local = value._local_tensor if isinstance(value, DTensor) else value
+        local = local_of(value)
         own = local is parameter.local if parameter.extended else local.data_ptr() == unit.shard(i).data_ptr()
         if not own:
             raise RuntimeError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +20,14 @@ from libfsdp._forward_hooks import ForwardHooks
 from libfsdp._kept import kept_parameter
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model, form
-from libfsdp._precision import followed_grad_dtype, keeps_dtype
+from libfsdp._precision import keeps_dtype
 from libfsdp._sharded_parameter import (
     Place,
     ShardedParameter,
     check_values_of_a_call,
     identity_of,
     local_gradient,
+    local_of,
     rows_of,
     sharded_spec,
 )
@@ -110,15 +111,24 @@ class ShardState(AsFSDP2State):
     # Making the unit.
 
     def _shard(self, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
+        main_dtype = self.beyond.main_dtype_of(parameter)
         spec, whole_spec = sharded_spec(
-            parameter, self.mesh, self.spmd, shard_dim, outer_sharded=self.beyond.outer_sharded
+            parameter,
+            self.mesh,
+            self.spmd,
+            shard_dim,
+            replicated=self.is_replicated,
+            outer_sharded=self.beyond.outer_sharded,
         )
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if spec is not None and spec.tensor_meta is not None:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=main_dtype))
+        local = local_of(parameter)
         return ShardedParameter(
             name=places[0].name,
             places=places,
             shape=local.shape,
-            dtype=parameter.dtype,
+            dtype=main_dtype,
+            computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
             shard_dim=shard_dim,
             spec=spec,
             whole_spec=whole_spec,
@@ -126,7 +136,7 @@ class ShardState(AsFSDP2State):
             sharded=parameter,  # until there are shards
             keeps_dtype=keeps_dtype(self.mp_policy, parameter),
             float8_block=check_parameter(self.beyond, parameter, places[0].name, shard_dim, self.mesh),
-            grad_dtype=followed_grad_dtype(parameter, self.beyond.follow_grad_dtype),
+            grad_dtype=self.beyond.grad_dtype_of(parameter),
             extended=is_extended(local),
         )
 
@@ -161,12 +171,20 @@ class ShardState(AsFSDP2State):
             offload=self.offloads,
             separate_reduce_group=False,
             outer_sharded=self.beyond.outer_sharded,
+            rounds_gradients=self.beyond.main_grads_dtype is None,
         )
+
+    @property
+    def is_replicated(self) -> bool:
+        """Each rank has all of each parameter (ZeRO-0)."""
+        return self.placements == "no_shard"
 
     @property
     def kept_size(self) -> int:
         """So many neighbours keep a copy between them after forward; 0: none do."""
         size = self.reshard_after_forward
+        if self.is_replicated:
+            return 0
         return size if not isinstance(size, bool) and 1 < size < self.mesh.shard_size else 0
 
     @property
@@ -189,17 +207,19 @@ class ShardState(AsFSDP2State):
         if not any(value.is_meta for value in values):
             self.unit.allocate()
         for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
-            local = value._local_tensor if isinstance(value, DTensor) else value
-            pieces, piece = self.mesh.piece(outer_sharded=self.beyond.outer_sharded)
+            local = local_of(value)
+            pieces, piece = self.mesh.piece(
+                replicated=self.is_replicated, outer_sharded=self.beyond.outer_sharded
+            )
             begin, rows = rows_of(local.size(parameter.shard_dim), pieces, piece)
             if parameter.extended:
                 shard = copy_of_rows(local.detach(), begin, rows, to_host=self.offloads)
             elif value.is_meta:
-                shard = torch.empty(self.unit.shard_shape(i), dtype=value.dtype, device="meta")
+                shard = torch.empty(self.unit.shard_shape(i), dtype=parameter.dtype, device="meta")
             else:
                 shard = self.unit.shard(i)
                 shard.copy_(local.detach().narrow(parameter.shard_dim, begin, rows))
-            self._set_sharded(i, nn.Parameter(parameter.make_dtensor(shard), requires_grad=value.requires_grad))
+            self._set_sharded(i, nn.Parameter(parameter.place(shard), requires_grad=value.requires_grad))
         self._show_shards()
 
     def _set_sharded(self, i: int, sharded: nn.Parameter) -> None:
@@ -266,14 +286,14 @@ class ShardState(AsFSDP2State):
         if parameter.grad_dtype is not None:
             leaf.grad_dtype = self.mp_policy.reduce_dtype or parameter.grad_dtype
         if not parameter.extended:
-            self.unit.set_leaf(i, leaf._local_tensor if isinstance(leaf, DTensor) else leaf)
+            self.unit.set_leaf(i, local_of(leaf))
         return leaf
 
     def _connect_parameter(self, engine: _C.Model, i: int) -> None:
         assert self.unit is not None
         parameter = self.parameters[i]
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
-        self.unit.set_wrap(i, functools.partial(DTensor, spec=parameter.gradient_spec, requires_grad=False))
+        self.unit.set_wrap(i, parameter.gradient_wrap())
         engine.watch_version(parameter.sharded)
         engine.watch_version(parameter.local)
         if parameter.whole is not None:
@@ -335,23 +355,25 @@ class ShardState(AsFSDP2State):
         self.unit.hide()
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
-        if any(value is None or not isinstance(value, DTensor) for value in found):
-            names = [p.name for p, value in zip(self.parameters, found, strict=True) if not isinstance(value, DTensor)]
+        names = [
+            p.name for p, value in zip(self.parameters, found, strict=True) if not self._has_form_of(p, value)
+        ]
+        if names:
             raise RuntimeError(
                 f"parameters {names} were replaced by tensors that are no shards (DTensors); write to the sharded parameters "
                 "in place, or load a state dict"
             )
-        if all(value._local_tensor.is_meta for value in found):
+        locals_ = [local_of(value) for value in found]
+        if all(local.is_meta for local in locals_):
             return
         pairs = list(zip(found, self.parameters, strict=True))
         if any(
             value.dtype != p.dtype
             or (value.requires_grad and not p.trainable)
-            or is_extended(value._local_tensor) != p.extended
+            or is_extended(local_of(value)) != p.extended
             for value, p in pairs
         ):
             self._remake_unit(found)
-        locals_ = [value._local_tensor for value in found]
         if not self.unit.allocated:
             self.unit.allocate()
         for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
@@ -359,7 +381,10 @@ class ShardState(AsFSDP2State):
             shard = local if self.parameters[i].extended else self.unit.shard(i)
             if shard is not local and not local.is_meta and local.data_ptr() != shard.data_ptr():
                 shard.copy_(local)
-                value._local_tensor = shard.detach()
+                if isinstance(value, DTensor):
+                    value._local_tensor = shard.detach()
+                else:
+                    value.data = shard.detach()
             if value is not self.parameters[i].sharded:
                 self._set_sharded(i, value)
             if self.model is not None:
@@ -367,6 +392,11 @@ class ShardState(AsFSDP2State):
         self._show_shards()
         if self.model is not None:
             self.model.engine.main_parameters_changed()
+
+    @staticmethod
+    def _has_form_of(parameter: ShardedParameter, value: torch.Tensor | None) -> bool:
+        """The tensor could be the parameter's shard."""
+        return value is not None and isinstance(value, DTensor) == (parameter.spec is not None)
 
     def states_below(self) -> Iterator[tuple[str, ShardState, ShardState | None]]:
         """This state and all below its modules: see states_in."""
@@ -379,9 +409,10 @@ class ShardState(AsFSDP2State):
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.dtype = value.dtype
             parameter.sharded = value
-            parameter.spec = value._spec
+            if parameter.spec is not None:
+                parameter.spec = value._spec
             parameter.whole = None
-            parameter.extended = is_extended(value._local_tensor)
+            parameter.extended = is_extended(local_of(value))
         self.extension = None
         assert self.unit is not None
         before, self.unit = self.unit, self._make_unit()

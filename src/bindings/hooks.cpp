@@ -44,7 +44,7 @@ hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> 
 std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::ParameterSpec> parameters, const DeviceMesh& mesh,
                                      const std::string& placements, bool reshard_after_forward, std::int64_t reshard_after_forward_size,
                                      const py::object& param_dtype, const py::object& reduce_dtype, bool offload,
-                                     bool separate_reduce_group, bool outer_sharded) {
+                                     bool separate_reduce_group, bool outer_sharded, bool rounds_gradients) {
   hooks::UnitSpec spec;
   spec.name = std::move(name);
   spec.mesh = mesh;
@@ -56,6 +56,7 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::Parame
   spec.reshard_after_forward_size = reshard_after_forward_size;
   spec.separate_reduce_group = separate_reduce_group;
   spec.options.outer_sharded_optimizer = outer_sharded;
+  spec.rounds_gradients = rounds_gradients;
   spec.parameters = std::move(parameters);
   return std::make_shared<ShownUnit>(std::move(spec));
 }
@@ -110,7 +111,7 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, boo
     const auto gradient = hooked.gradient_shard(gradients, i);
     // As FSDP2's: the sum has the dtype in which it was made, there on the wire. (Ours was added up in fp32.)
     const auto& format = unit.formats[unit.layout.placements()[i].sub_buffer];
-    if (c10::elementSize(format.wire_gradient) < c10::elementSize(format.main_gradient)) {
+    if (hooked.spec().rounds_gradients && c10::elementSize(format.wire_gradient) < c10::elementSize(format.main_gradient)) {
       gradient.copy_(gradient.to(format.wire_gradient));
     }
     taken.of_parameters[i] = gradient;
@@ -194,7 +195,7 @@ void bind_hooks(py::module_& module) {
   py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "Unit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
            py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
-           py::arg("offload"), py::arg("separate_reduce_group"), py::arg("outer_sharded"))
+           py::arg("offload"), py::arg("separate_reduce_group"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
       .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
       .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })

@@ -79,10 +79,11 @@ void ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients)
     auto& parameter = parameters_[i];
     const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
     if (shard.grad().defined()) {
-      const py::object local = py::object(parameter.shard.attr("grad")).attr("_local_tensor");
+      const py::object gradient = parameter.shard.attr("grad");
+      const py::object local = parameter.wrap.is_none() ? gradient : gradient.attr("_local_tensor");
       THPVariable_Unpack(local.ptr()).add_(*gradients[i]);
     } else {
-      const py::object gradient = parameter.wrap(*gradients[i]);
+      const py::object gradient = parameter.wrap.is_none() ? py::cast(*gradients[i]) : parameter.wrap(*gradients[i]);
       shard.mutable_grad() = THPVariable_Unpack(gradient.ptr());
     }
     if (!torch::autograd::impl::post_acc_grad_hooks(shard)) continue;

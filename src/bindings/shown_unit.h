@@ -38,8 +38,8 @@ class ShownUnit {
   /// is to be trained now.
   bool has_its_parameters() const;
 
-  /// How Python wraps a tensor of this rank's rows of parameter i as a gradient of its shard. Refers to nothing that refers to the unit:
-  /// the garbage collector does not see this way.
+  /// How Python wraps a tensor of this rank's rows of parameter i as a gradient of its shard; None: as it is. Refers to nothing that refers
+  /// to the unit: the garbage collector does not see it.
   void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = std::move(wrap); }
   /// Reduced gradients, where there are any, become those of the shards, or are added to them; then the shards' hooks on accumulated
   /// gradients run.

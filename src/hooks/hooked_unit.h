@@ -40,6 +40,7 @@ struct UnitSpec {
   std::optional<at::ScalarType> reduce_dtype;  ///< In which gradients travel; else the dtype in which they are computed.
   std::int64_t reshard_after_forward_size = 0;
   bool separate_reduce_group = false;
+  bool rounds_gradients = true;  ///< To reduce_dtype, as FSDP2's sums, though these are made in fp32.
 };
 
 /// A unit whose users see their parameters in two forms: *shards*, tensors of this rank's rows over the main parameters, and *whole* ones

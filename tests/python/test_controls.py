@@ -58,8 +58,8 @@ def test_placements_train_the_same_and_gather_less(ranks: StartRanks) -> None:
 
 
 def refuse_placements() -> str:
-    with pytest.raises(ValueError, match="no_shard") as raised:
-        model(placements="no_shard")
+    with pytest.raises(ValueError, match="grads_only") as raised:
+        model(placements="grads_only")
     return str(raised.value)
 
 
