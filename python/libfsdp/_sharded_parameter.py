@@ -92,7 +92,8 @@ class ShardedParameter:
         spec = self.spec
         if self.grad_dtype is not None and spec.tensor_meta is not None:
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.grad_dtype))
-        return functools.partial(DTensor, spec=spec, requires_grad=False)
+        # Without DTensor's __init__, which does nothing and costs more than the rest: each step makes one for each parameter.
+        return functools.partial(DTensor.__new__, DTensor, spec=spec, requires_grad=False)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """In which it is gathered and computed with."""
