@@ -467,8 +467,11 @@ class ShardState(AsFSDP2State):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward_is_automatic = False
-        self.kept_mesh = None
         self.reshard_after_forward = reshard
+        if self.kept_mesh is not None and self.unit is not None:
+            self.reshard()
+            self.unit.forget_neighbours()
+        self.kept_mesh = None
         if self.unit is not None:
             self.unit.reshard_after_forward = reshard
 

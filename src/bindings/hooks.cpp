@@ -213,6 +213,7 @@ void bind_hooks(py::module_& module) {
       .def("kept", [](ShownUnit& self, std::size_t i, const std::vector<std::int64_t>& shape) { return self.hooked()->kept(i, shape); })
       .def("set_kept", &ShownUnit::set_kept)
       .def("show_kept", &ShownUnit::show_kept)
+      .def("forget_neighbours", [](ShownUnit& self) { self.hooked()->forget_neighbours(); })
       .def("show", &ShownUnit::show)
       .def("hide", &ShownUnit::hide)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)

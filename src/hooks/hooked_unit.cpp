@@ -141,6 +141,11 @@ void HookedUnit::set_separate_reduce_group(bool separate) {
   unit_->communicators.reduce = separate ? spec_.mesh.new_communicator(spec_.mesh.dims().back().name) : unit_->communicators.gather;
 }
 
+void HookedUnit::forget_neighbours() {
+  spec_.reshard_after_forward_size = 0;
+  unit_->communicators.post_forward = nullptr;
+}
+
 std::vector<std::int64_t> HookedUnit::shard_shape(std::size_t i) const {
   auto shape = spec_.parameters[i].shape;
   auto& rows = shape[static_cast<std::size_t>(spec_.parameters[i].shard_dim)];

@@ -67,6 +67,9 @@ class HookedUnit {
   /// Gathers the extended parameters from now on.
   void set_extension(std::shared_ptr<engine::GatherExtension> extension) { unit_->extension = std::move(extension); }
 
+  /// From now on neighbours keep no copy between them after forward. Not while they have one.
+  void forget_neighbours();
+
   /// Rows, or slices along shard_dim, that this rank owns of parameter i.
   std::vector<std::int64_t> shard_shape(std::size_t i) const;
   /// Gives the main parameters memory, set to zero.

@@ -171,3 +171,48 @@ def bring_back() -> None:
 
 def test_reshard_brings_the_shards_of_all_ranks_back(ranks: StartRanks) -> None:
     ranks(4).run(bring_back)
+
+
+def gathered_bytes(options: dict[str, Any], change: Callable[[Any], None] | None, *, within: bool) -> int:
+    """What a rank sends in gathers of one step, after `change` to the first layer: between steps, or between forward and backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+    fully_shard(model[0], **options)
+    fully_shard(model[1])
+    fully_shard(model)
+
+    def step(between: Callable[[Any], None] | None = None) -> torch.Tensor:
+        output = model(torch.ones(2, 4))
+        if between is not None:
+            between(model[0])
+        output.sum().backward()
+        gradient = model[0].weight.grad.full_tensor()
+        model.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0)  # an update: all is gathered again
+        return gradient
+
+    gradients = [step()]
+    if change is not None and not within:
+        change(model[0])
+    gradients.append(step(change if within else None))
+    before = libfsdp.wire_stats(model)["all_gather_bytes"]
+    gradients.append(step())
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    return libfsdp.wire_stats(model)["all_gather_bytes"] - before
+
+
+def forget_neighbours() -> None:
+    def forget(layer: Any) -> None:
+        layer.set_reshard_after_forward(True)
+
+    among_two = gathered_bytes({"reshard_after_forward": 2}, None, within=False)
+    among_all = gathered_bytes({"reshard_after_forward": True}, None, within=False)
+    assert among_two < among_all
+    for within in (False, True):
+        assert gathered_bytes({"reshard_after_forward": 2}, forget, within=within) == among_all
+
+
+def test_neighbours_may_keep_nothing_any_more(ranks: StartRanks) -> None:
+    ranks(4).run(forget_neighbours)
