@@ -21,7 +21,12 @@ class ModelBuilder {
     torch::manual_seed(plan_.seed);
     auto first = sequence(2);
     auto second = sequence(2);
-    return std::make_shared<RandomModel>(plan_, std::move(first), std::move(second), random_.chance(50));
+    auto model = std::make_shared<RandomModel>(plan_, std::move(first), std::move(second), random_.chance(50));
+    if (plan_.piece != 0) {
+      const torch::NoGradGuard no_grad;
+      for (auto& [name, parameter] : distinct_parameters(*model)) parameter.mul_(1 + 0.25 * static_cast<double>(plan_.piece));
+    }
+    return model;
   }
 
  private:
@@ -248,7 +253,8 @@ class ModelBuilder {
   /// 0-D, empty, single-row and non-contiguous parameters.
   Block::Body bare(Block& block) {
     std::vector<at::Tensor> factors, terms, empty;
-    if (random_.chance(60)) factors.push_back(add_parameter(block, "scale", {}, 0.1, 1));
+    if (random_.chance(60))
+      factors.push_back(add_parameter(block, "scale", plan_.scalars ? at::IntArrayRef{} : at::IntArrayRef{1}, 0.1, 1));
     if (random_.chance(50)) terms.push_back(add_parameter(block, "shift", {plan_.dim}, 0.3));
     if (random_.chance(40)) factors.push_back(add_parameter(block, "row", {1, plan_.dim}, 0.2, 1));
     if (random_.chance(40)) empty.push_back(add_parameter(block, "empty", {0}, 1));

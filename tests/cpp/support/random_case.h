@@ -83,7 +83,8 @@ struct Precision {
 
 struct Case {
   std::uint64_t seed = 0;
-  int ranks = 1;
+  int ranks = 1;            ///< Data-parallel ones.
+  std::int64_t pieces = 1;  ///< Every parameter is so many tensor-parallel pieces; each has the ranks above to itself.
   ModelPlan model;
   std::int64_t share = 1;  ///< Sequences per rank.
   std::vector<StepPlan> steps;
@@ -146,6 +147,9 @@ inline int ranks_of(std::uint64_t seed) {
   return counts[mixed(seed, "ranks") % counts.size()];
 }
 
+/// Pieces of a model hear of each other in norms and checkpoints alone: each is a model of its own.
+inline std::int64_t pieces_of(std::uint64_t seed) { return ranks_of(seed) % 2 == 0 && mixed(seed, "pieces") % 6 == 0 ? 2 : 1; }
+
 inline Settings make_settings(Random& random, const Case& c) {
   static const std::vector<std::string> strategies = {"no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params"};
   Settings s;
@@ -188,12 +192,16 @@ inline Case make_case(std::uint64_t seed) {
   Random random(seed);
   Case c;
   c.seed = seed;
-  c.ranks = ranks_of(seed);
+  c.pieces = pieces_of(seed);
+  c.ranks = ranks_of(seed) / static_cast<int>(c.pieces);
   c.unkind = mixed(seed, "unkind") % 3 == 0;
   c.fill_slots = mixed(seed, "fill") % 2 == 0;
   c.share = 1 + random.below(2);
   c.algorithm = random.pick(std::vector{Algorithm::kAdamW, Algorithm::kAdamW, Algorithm::kAdamW, Algorithm::kSGD, Algorithm::kAdagrad,
                                         Algorithm::kMuon, Algorithm::kAdamW8bit});
+  c.model.scalars = c.pieces == 1;  // A scalar is no piece.
+  // Its state has a value per block, which has no place in a whole.
+  if (c.pieces > 1 && c.algorithm == Algorithm::kAdamW8bit) c.algorithm = Algorithm::kAdamW;
   const bool needs_fp32 = c.algorithm == Algorithm::kMuon || c.algorithm == Algorithm::kAdamW8bit;
   c.model.seed = random.bits() >> 1;
   c.has_policy = random.chance(45);
@@ -312,7 +320,7 @@ inline std::string described(const Case& c) {
   static const char* const algorithms[] = {"AdamW", "SGD", "Adagrad", "Muon", "AdamW8bit"};
   static const char* const recomputes[] = {"", ", nested checkpoints", ", activation_checkpoint"};
   std::ostringstream text;
-  text << "case " << c.seed << ": " << c.ranks << " rank(s), "
+  text << "case " << c.seed << ": " << c.ranks << " rank(s), " << (c.pieces > 1 ? "of each tensor-parallel piece, " : "")
        << (c.has_policy ? c.precision.name : std::string(c10::toString(c.model.dtype)) + (c.model.mixed_dtypes ? " mixed" : ""))
        << (c.float8 ? ", float8 gathers" : "") << (c.ignoring ? ", ignored parameters" : "")
        << (c.model.freezing ? ", frozen parameters" : "") << (c.model.looping ? "" : ", no loops")

@@ -79,7 +79,8 @@ inline void check(const Case& c, Meshes& meshes, const std::string& folder) {
     SCOPED_TRACE(name);
     const auto own = folder + "/" + std::to_string(c.seed) + "-" + name;
     std::filesystem::create_directories(own);
-    return ShardedTrainee(c, settings, meshes.in_rows(settings.outer, c.unkind), own).train();
+    const auto& mesh = meshes.in_rows(settings.outer, c.unkind, c.pieces);
+    return ShardedTrainee(c, settings, mesh, meshes.pieces(), own).train();
   };
   const auto first = train(c.first, "first");
   const auto second = train(c.second, "second");
@@ -92,10 +93,10 @@ inline void check(const Case& c, Meshes& meshes, const std::string& folder) {
   }
   // One rank of each case trains the reference: which one changes from case to case.
   const auto rank = static_cast<std::int64_t>(c.seed % static_cast<std::uint64_t>(c.ranks));
-  if (meshes.in_rows(c.first.outer, c.unkind).rank() != rank) return;
+  if (position_in(meshes.in_rows(c.first.outer, c.unkind, c.pieces)) != rank) return;
   const auto expect_replicas = [&](const RandomTrace& trace, const Settings& settings, const SumOrder& order, const char* name) {
     const double tolerance = c.sums_in_order() && c.same_ends(settings) ? 0 : rounding(c);
-    const auto replicas = Replicas(c, order, rank, trace, tolerance).train();
+    const auto replicas = Replicas(c, order, rank, trace, tolerance, meshes.pieces()).train();
     expect_near(trace, replicas, tolerance, std::string(name) + " against replicas");
   };
   expect_replicas(first, c.first, first_order, "first");
@@ -114,7 +115,11 @@ inline void print_current_case(int signal) {
 /// As check, of the case of a seed; what ends it says which it was.
 inline void check_seed(std::uint64_t seed, Meshes& meshes, const std::string& folder) {
   for (const int signal : {SIGABRT, SIGALRM, SIGBUS, SIGFPE, SIGSEGV}) std::signal(signal, print_current_case);
-  const auto c = make_case(seed);
+  auto c = make_case(seed);
+  if (c.pieces > 1) {
+    meshes.in_rows(1, /*unkind=*/false, c.pieces);
+    c.model.piece = meshes.pieces().coordinate("tp");
+  }
   current_case = described(c) + "\n";
   const ::testing::ScopedTrace trace(__FILE__, __LINE__, current_case);
   try {

@@ -105,7 +105,9 @@ struct ModelPlan {
   bool looping = true;                  ///< Some blocks are run several times in a row, or not at all.
   bool dropout = false;
   Recompute recompute = Recompute::kNone;
-  std::int64_t dim = 8;  ///< Even: of 2 attention heads and 2 groups of channels.
+  std::int64_t piece = 0;  ///< Models of other pieces have other values.
+  bool scalars = true;     ///< Some parameters have no dimension.
+  std::int64_t dim = 8;    ///< Even: of 2 attention heads and 2 groups of channels.
   std::int64_t time = 4;
   std::int64_t vocab = 11;
 };

@@ -192,14 +192,16 @@ class OneRankOptimizer {
 class Replicas final : public Trainee {
  public:
   /// `rank`: whose losses the trace shows. `sharded`: what the sharded training found. It sums the squares of norms in an order of its own:
-  /// gradients are clipped by its norms, which are compared to rounding, or to `tolerance` if that is more.
-  Replicas(const Case& c, SumOrder order, std::int64_t rank, const RandomTrace& sharded, double tolerance)
+  /// gradients are clipped by its norms, which are compared to rounding, or to `tolerance` if that is more. `pieces`: who trains replicas
+  /// of the other tensor-parallel pieces; undefined if there are none.
+  Replicas(const Case& c, SumOrder order, std::int64_t rank, const RandomTrace& sharded, double tolerance, DeviceMesh pieces)
       : Trainee(c),
         order_(order),
         rank_(rank),
         norms_(sharded.norms),
         failures_(sharded.failures),
         norm_tolerance_(std::max(tolerance, 1e-12)),
+        pieces_(std::move(pieces)),
         model_(ModelBuilder(c.model).build()) {
     const torch::NoGradGuard no_grad;
     for (auto& [name, parameter] : distinct_parameters(*model_)) {
@@ -309,6 +311,7 @@ class Replicas final : public Trainee {
     for (const auto& replica : replicas_) {
       if (replica.gradient.defined()) squares += replica.gradient.to(at::kDouble).square().sum().item<double>();
     }
+    if (case_.pieces > 1) squares = pieces_.sum(squares);
     const double norm = next_norm_ < norms_.size() ? norms_[next_norm_++] : 0;
     const double expected = std::sqrt(squares);
     EXPECT_NEAR(norm, expected, norm_tolerance_ * expected) << "the norm of the gradients";
@@ -410,6 +413,7 @@ class Replicas final : public Trainee {
   std::vector<Outcome> failures_;
   std::size_t next_failure_ = 0;
   double norm_tolerance_;
+  DeviceMesh pieces_;
   std::shared_ptr<RandomModel> model_;
   std::vector<Replica> replicas_;
   std::vector<Ignored> ignored_;

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,40 +22,62 @@
 
 namespace fsdp::testing {
 
-/// Meshes of all ranks in so many rows, made when they are first asked for: by all ranks at once.
+/// The place of this rank among those of its mesh.
+inline std::int64_t position_in(const DeviceMesh& mesh) {
+  std::int64_t position = 0;
+  for (const MeshDim& dim : mesh.dims()) position = position * dim.size + mesh.coordinate(dim.name);
+  return position;
+}
+
+/// Meshes of all ranks, or of those of each tensor-parallel piece, in so many rows, made when they are first asked for: by all ranks at
+/// once.
 class Meshes {
  public:
   explicit Meshes(MeshOptions options) : options_(options) {}
 
-  const DeviceMesh& in_rows(std::int64_t outer, bool unkind = false) {
-    auto& mesh = made_[{outer, unkind}];
+  const DeviceMesh& in_rows(std::int64_t outer, bool unkind = false, std::int64_t pieces = 1) {
+    auto& mesh = made_[{outer, unkind, pieces}];
     if (!mesh.defined()) {
       std::vector<MeshDim> dims{{"dp_shard", -1}};
       if (outer > 1) dims.insert(dims.begin(), {"dp_outer", outer});
-      mesh = init_device_mesh("cpu", dims, options_);
+      if (pieces == 1) {
+        mesh = init_device_mesh("cpu", dims, options_);
+      } else {
+        std::vector<std::string> names;
+        for (const MeshDim& dim : dims) names.push_back(dim.name);
+        dims.insert(dims.begin(), {"tp", pieces});
+        const auto grid = init_device_mesh("cpu", dims, options_);
+        mesh = grid.sub(names);
+        if (!pieces_.defined()) pieces_ = grid["tp"];
+      }
       if (unkind) mesh = testing::unkind(mesh, {.seed = 1, .max_delay = std::chrono::microseconds(200)});
     }
     return mesh;
   }
 
+  /// The ranks that have the other pieces of this one's model: undefined before there are such. Ranks that differ in rows alone have the
+  /// same.
+  const DeviceMesh& pieces() const { return pieces_; }
+
  private:
   MeshOptions options_;
-  std::map<std::pair<std::int64_t, bool>, DeviceMesh> made_;
+  std::map<std::tuple<std::int64_t, bool, std::int64_t>, DeviceMesh> made_;
+  DeviceMesh pieces_;
 };
 
 /// Trains a random case with the library, on this rank.
 class ShardedTrainee final : public Trainee {
  public:
-  /// `folder`: all ranks', for what is saved.
-  ShardedTrainee(const Case& c, const Settings& settings, const DeviceMesh& mesh, std::string folder)
-      : Trainee(c), mesh_(mesh), folder_(std::move(folder)) {
+  /// `pieces`: undefined if there is one. `folder`: all ranks', for what is saved.
+  ShardedTrainee(const Case& c, const Settings& settings, const DeviceMesh& mesh, const DeviceMesh& pieces, std::string folder)
+      : Trainee(c), mesh_(mesh), pieces_(pieces), rank_(position_in(mesh)), folder_(std::move(folder)) {
     start(settings);
   }
 
  protected:
   void forward(std::size_t number, std::uint64_t batch, bool penalty) override {
     if (losses_.size() <= number) losses_.resize(number + 1);
-    losses_[number] = loss(*model_, batch, mesh_.rank(), penalty);
+    losses_[number] = loss(*model_, batch, rank_, penalty);
   }
 
   double backward(std::size_t number, const PassPlan& plan) override {
@@ -82,7 +105,7 @@ class ShardedTrainee final : public Trainee {
     auto outcome = Outcome::kFailedForward;
     try {
       const FailingOperator operators;
-      const auto value = loss(*model_, batch, mesh_.rank(), /*penalty=*/false, std::make_shared<Fuse>(plan.fuse, plan.operators));
+      const auto value = loss(*model_, batch, rank_, /*penalty=*/false, std::make_shared<Fuse>(plan.fuse, plan.operators));
       // What a forward armed fails in it: before a backward has used a parameter, the library knows of none.
       FailingOperator::disarm();
       outcome = Outcome::kFailedBackward;
@@ -105,7 +128,7 @@ class ShardedTrainee final : public Trainee {
 
   double evaluate(std::uint64_t batch) override {
     const torch::NoGradGuard no_grad;
-    return loss(*model_, batch, mesh_.rank(), /*penalty=*/false).item<double>();
+    return loss(*model_, batch, rank_, /*penalty=*/false).item<double>();
   }
 
   void zero_grad() override {
@@ -188,7 +211,7 @@ class ShardedTrainee final : public Trainee {
     settings_ = settings;
     optimizer_.reset();
     const auto make = [&] { return ModelBuilder(case_.model).build(); };
-    const bool has_values = settings.values != Values::kFromRank0 || mesh_.rank() == 0;
+    const bool has_values = settings.values != Values::kFromRank0 || rank_ == 0;
     model_ = settings.values == Values::kOwn || (has_values && settings.values == Values::kFromRank0)
                  ? make()
                  : deferred_init(make, {.draw = has_values});
@@ -221,6 +244,9 @@ class ShardedTrainee final : public Trainee {
              mixed(settings_.division, name) % 100 < static_cast<std::uint64_t>(settings_.percent_units);
     };
     if (case_.ignoring) options.ignore = [this](const std::string& name, const at::Tensor&) { return is_ignored(case_, name); };
+    if (case_.pieces > 1) {
+      options.tensor_parallel = [pieces = pieces_](const std::string&, const at::Tensor&) { return TensorParallel{pieces, 0}; };
+    }
     if (case_.has_policy) {
       options.mixed_precision = MixedPrecisionPolicy{.param_dtype = case_.precision.compute,
                                                      .main_grads_dtype = case_.precision.main_gradient,
@@ -278,6 +304,8 @@ class ShardedTrainee final : public Trainee {
 
   Settings settings_;
   DeviceMesh mesh_;
+  DeviceMesh pieces_;
+  std::int64_t rank_;
   std::string folder_;
   std::shared_ptr<RandomModel> model_;
   std::unique_ptr<FSDPModule> handle_;
