@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,23 +12,21 @@ from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
 from libfsdp._as_fsdp2_state import AsFSDP2State
-from libfsdp._beyond import Beyond, check_parameter
+from libfsdp._beyond import Beyond
 from libfsdp._compile import untraced
-from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended, refuse_extended
+from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
 from libfsdp._forward_hooks import ForwardHooks
 from libfsdp._kept import kept_parameter
+from libfsdp._making import make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model, form
-from libfsdp._precision import keeps_dtype
 from libfsdp._sharded_parameter import (
     Place,
     ShardedParameter,
     check_values_of_a_call,
-    identity_of,
     local_gradient,
     local_of,
     rows_of,
-    sharded_spec,
 )
 from libfsdp._states import ATTRIBUTE, states_in
 
@@ -100,79 +97,15 @@ class ShardState(AsFSDP2State):
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
         if parameters and self.kept_size > 1:
             self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
-        self.parameters = [self._shard(parameter, places, shard_dim_of(parameter)) for parameter, places in parameters]
-        self.unit: _C.Unit | None = self._make_unit() if parameters else None
+        self.parameters = [
+            make_parameter(self, parameter, places, shard_dim_of(parameter)) for parameter, places in parameters
+        ]
+        self.unit: _C.Unit | None = make_unit(self) if parameters else None
         self._take_values([parameter for parameter, _ in parameters])
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
         self.hooks = ForwardHooks(self)
         self._register_hooks()
-
-    # Making the unit.
-
-    def _shard(self, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
-        main_dtype = self.beyond.main_dtype_of(parameter)
-        spec, whole_spec = sharded_spec(
-            parameter,
-            self.mesh,
-            self.spmd,
-            shard_dim,
-            replicated=self.is_replicated,
-            outer_sharded=self.beyond.outer_sharded,
-        )
-        if spec is not None and spec.tensor_meta is not None:
-            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=main_dtype))
-        local = local_of(parameter)
-        return ShardedParameter(
-            name=places[0].name,
-            places=places,
-            shape=local.shape,
-            dtype=main_dtype,
-            computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
-            shard_dim=shard_dim,
-            spec=spec,
-            whole_spec=whole_spec,
-            identity=identity_of(parameter),
-            sharded=parameter,  # until there are shards
-            keeps_dtype=keeps_dtype(self.mp_policy, parameter),
-            float8_block=check_parameter(self.beyond, parameter, places[0].name, shard_dim, self.mesh),
-            grad_dtype=self.beyond.grad_dtype_of(parameter),
-            extended=is_extended(local),
-        )
-
-    def _make_unit(self) -> _C.Unit:
-        size = self.kept_size
-        for parameter in self.parameters:
-            parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
-        refuse_extended(self, is_size=size > 1)
-        given = [
-            _C.ParameterSpec(
-                name=p.name,
-                shape=list(p.shape),
-                shard_dim=p.shard_dim,
-                dtype=p.dtype,
-                trainable=p.trainable,
-                param_dtype=p.compute_dtype(self.mp_policy),
-                grad_dtype=p.grad_dtype,
-                float8_block=p.float8_block,
-                extended=p.extended,
-            )
-            for p in self.parameters
-        ]
-        return _C.Unit(
-            ", ".join(self.class_names),
-            given,
-            self.mesh.engine_mesh,
-            placements=self.placements,
-            reshard_after_forward=self.reshards_after_forward,
-            reshard_after_forward_size=size,
-            param_dtype=self.mp_policy.param_dtype,
-            reduce_dtype=self.mp_policy.reduce_dtype,
-            offload=self.offloads,
-            separate_reduce_group=False,
-            outer_sharded=self.beyond.outer_sharded,
-            rounds_gradients=self.beyond.main_grads_dtype is None,
-        )
 
     @property
     def is_replicated(self) -> bool:
@@ -415,7 +348,7 @@ class ShardState(AsFSDP2State):
             parameter.extended = is_extended(local_of(value))
         self.extension = None
         assert self.unit is not None
-        before, self.unit = self.unit, self._make_unit()
+        before, self.unit = self.unit, make_unit(self)
         for option in _OPTIONS:
             setattr(self.unit, option, getattr(before, option))
 

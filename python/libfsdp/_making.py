@@ -1,0 +1,89 @@
+"""From the options of a call of fully_shard to its parameters and its unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from libfsdp import _C
+from libfsdp._beyond import check_parameter
+from libfsdp._extensions import is_extended, refuse_extended
+from libfsdp._precision import keeps_dtype
+from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_of, sharded_spec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from libfsdp._state import ShardState
+
+
+def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
+    """What is known of a parameter before it is sharded."""
+    main_dtype = state.beyond.main_dtype_of(parameter)
+    spec, whole_spec = sharded_spec(
+        parameter,
+        state.mesh,
+        state.spmd,
+        shard_dim,
+        replicated=state.is_replicated,
+        outer_sharded=state.beyond.outer_sharded,
+    )
+    if spec is not None and spec.tensor_meta is not None:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=main_dtype))
+    local = local_of(parameter)
+    return ShardedParameter(
+        name=places[0].name,
+        places=places,
+        shape=local.shape,
+        dtype=main_dtype,
+        computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
+        shard_dim=shard_dim,
+        spec=spec,
+        whole_spec=whole_spec,
+        identity=identity_of(parameter),
+        sharded=parameter,  # until there are shards
+        keeps_dtype=keeps_dtype(state.mp_policy, parameter),
+        float8_block=check_parameter(state.beyond, parameter, places[0].name, shard_dim, state.mesh),
+        grad_dtype=state.beyond.grad_dtype_of(parameter),
+        extended=is_extended(local),
+    )
+
+
+def make_unit(state: ShardState) -> _C.Unit:
+    """The unit of a state's parameters, as these are now.
+
+    Raises:
+        NotImplementedError: for parameters with fsdp_pre_all_gather, and options that they can't have.
+    """
+    size = state.kept_size
+    for parameter in state.parameters:
+        parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
+    refuse_extended(state, is_size=size > 1)
+    given = [
+        _C.ParameterSpec(
+            name=p.name,
+            shape=list(p.shape),
+            shard_dim=p.shard_dim,
+            dtype=p.dtype,
+            trainable=p.trainable,
+            param_dtype=p.compute_dtype(state.mp_policy),
+            grad_dtype=p.grad_dtype,
+            float8_block=p.float8_block,
+            extended=p.extended,
+        )
+        for p in state.parameters
+    ]
+    return _C.Unit(
+        ", ".join(state.class_names),
+        given,
+        state.mesh.engine_mesh,
+        placements=state.placements,
+        reshard_after_forward=state.reshards_after_forward,
+        reshard_after_forward_size=size,
+        param_dtype=state.mp_policy.param_dtype,
+        reduce_dtype=state.mp_policy.reduce_dtype,
+        offload=state.offloads,
+        separate_reduce_group=False,
+        outer_sharded=state.beyond.outer_sharded,
+        rounds_gradients=state.beyond.main_grads_dtype is None,
+    )
