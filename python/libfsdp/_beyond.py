@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ class Beyond:
         keep_gathered_bytes: of whole parameters, which stay from forward into backward; the root's counts.
         report_nan: look for NaN in gradients; the root's counts.
         main_params_dtype: of shards, and with them of optimizer state; None: as the module's parameters.
-        main_grads_dtype: of the gradients that shards get; None: as their parameters.
+        main_grads_dtype: of the gradients that shards get; None: as their parameters; "own": as the module's parameters.
     """
 
     outer_sharded: bool = False
@@ -51,7 +51,7 @@ class Beyond:
     keep_gathered_bytes: int = 0
     report_nan: bool = False
     main_params_dtype: torch.dtype | None = None
-    main_grads_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | Literal["own"] | None = None
 
     def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Of the parameter's shards. Frozen ones keep their own, as no optimizer updates them."""
@@ -63,7 +63,8 @@ class Beyond:
         """Of the gradient that the parameter's shards get; None: that of the shards."""
         if self.main_grads_dtype is None or not parameter.is_floating_point():
             return followed_grad_dtype(parameter, self.follow_grad_dtype)
-        return None if self.main_grads_dtype == self.main_dtype_of(parameter) else self.main_grads_dtype
+        dtype = parameter.dtype if self.main_grads_dtype == "own" else self.main_grads_dtype
+        return None if dtype == self.main_dtype_of(parameter) else dtype
 
 
 def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -> None:
@@ -81,6 +82,8 @@ def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -
         raise ValueError(f"keep_gathered_bytes is {beyond.keep_gathered_bytes}; give 0 (keep none) or more")
     for name in ("main_params_dtype", "main_grads_dtype"):
         dtype = getattr(beyond, name)
+        if dtype == "own" and name == "main_grads_dtype":
+            continue
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{name} is {dtype}: give a floating-point dtype, or None")
     if placements == "no_shard" and (spmd or beyond.gather_format is not None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ def fully_shard(
     report_nan_in_param_grad: bool = False,
     follow_grad_dtype: bool | None = None,
     main_params_dtype: torch.dtype | None = None,
-    main_grads_dtype: torch.dtype | None = None,
+    main_grads_dtype: torch.dtype | Literal["own"] | None = None,
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place.
 
@@ -92,7 +92,8 @@ def fully_shard(
         main_params_dtype: of the shards that are trained, and with them of optimizer state. Modules compute in the dtype that
             their parameters had, or in the policy's param_dtype. None: shards have the parameters' dtype.
         main_grads_dtype: of the shards' gradients, in which those of several backwards add up. They travel in it unless the
-            policy has a reduce_dtype, and sums are not rounded to that. None: the dtype of the shards.
+            policy has a reduce_dtype, and sums are not rounded to that. "own": the dtype
+            that the parameter had. None: the dtype of the shards.
 
     Returns:
         What was given, with its class changed to one that is an :class:`FSDPModule`, too.

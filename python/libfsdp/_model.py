@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +17,26 @@ from libfsdp._sharded_parameter import refuse_shared
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from libfsdp._state import ShardState
 
 _model_numbers = itertools.count(1)
+
+
+@dataclass
+class Running:
+    """How the engine of a root runs.
+
+    Attributes:
+        prefetch_depth: units that are gathered ahead of their use.
+        overlaps_reductions: with False, each reduction has ended before backward goes on.
+        after_backward: called at the end of each backward, when gradients are there; of any state.
+    """
+
+    prefetch_depth: int = 1
+    overlaps_reductions: bool = True
+    after_backward: Callable[[], None] | None = None
 
 
 class Model:
@@ -39,11 +57,13 @@ class Model:
         self.engine = _C.Model(
             root.mesh.engine_mesh,
             next(_model_numbers),
-            prefetch_depth=1,
+            prefetch_depth=root.running.prefetch_depth,
             keep_gathered_bytes=root.beyond.keep_gathered_bytes,
             report_nan=root.beyond.report_nan,
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
+        self.engine.set_overlaps_reductions(root.running.overlaps_reductions)
+        self.prefetch_depth = root.running.prefetch_depth
         self.set_is_last_backward(root.is_last_backward)
         self.set_manual_finalization(root.manual_finalization)
         self._finalization: GradientReductionHandle | None = None
@@ -131,7 +151,7 @@ class Model:
         _C.set_collectives_replaced(are_replaced())
         # Who counts collectives is to see the ones that are needed, and no predictions.
         self.leaves_at_once = _C.collectives_are_visible()
-        self.engine.set_prefetch_depth(0 if self.leaves_at_once else 1)
+        self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.prefetch_depth)
         self.engine.begin_forward()
         return self
 
@@ -162,6 +182,13 @@ class Model:
                 state.deliver_gradients()
             if state.unit.reshard_after_backward:
                 state.unit.hide()
+        for state in self.states:
+            if state.running.after_backward is not None:
+                state.running.after_backward()
+
+    def zero_gradients(self) -> None:
+        """Drops gradients that were not delivered yet, also those that are not reduced. Not inside of a backward."""
+        self.engine.zero_grad()
 
     def end_backwards(self) -> None:
         """Ends those of all microbatches: reduces what they have left, and frees what is freed after a backward."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class ShardedParameter:
         kept: the parameter that modules have between forward and backward, where neighbours keep a copy.
         extended: its tensor says itself how it is gathered.
         trainable: the unit has room for its gradient.
+        attributes: that users have set on it, and both forms are to have.
         whole: the parameter that they have while they compute; of an extended one, when it has been gathered once.
     """
 
@@ -78,6 +79,7 @@ class ShardedParameter:
     grad_dtype: torch.dtype | None = None
     extended: bool = False
     trainable: bool = True
+    attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: nn.Parameter | None = field(default=None, repr=False)
     kept: nn.Parameter | None = field(default=None, repr=False)
 

@@ -19,7 +19,7 @@ from libfsdp._forward_hooks import ForwardHooks
 from libfsdp._kept import kept_parameter
 from libfsdp._making import make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
-from libfsdp._model import Model, form
+from libfsdp._model import Model, Running, form
 from libfsdp._sharded_parameter import (
     Place,
     ShardedParameter,
@@ -87,6 +87,7 @@ class ShardState(AsFSDP2State):
         self.modules_to_run: set[nn.Module] = set()
         self.post_optim_event: torch.Event | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.running = Running()
         self.is_last_backward = True
         self.manual_finalization = False
         self.memory_of_group = False
@@ -159,6 +160,7 @@ class ShardState(AsFSDP2State):
         parameter = self.parameters[i]
         parameter.sharded = sharded
         sharded._libfsdp_identity = parameter.identity
+        vars(sharded).update(parameter.attributes)
         if parameter.grad_dtype is not None:
             sharded.grad_dtype = parameter.grad_dtype
 
@@ -216,6 +218,7 @@ class ShardState(AsFSDP2State):
         if parameter.whole_spec is not None:
             whole = DTensor(whole, parameter.whole_spec, requires_grad=False)
         leaf = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
+        vars(leaf).update(parameter.attributes)
         if parameter.grad_dtype is not None:
             leaf.grad_dtype = self.mp_policy.reduce_dtype or parameter.grad_dtype
         if not parameter.extended:

@@ -292,6 +292,10 @@ void bind_hooks(py::module_& module) {
           [](HookedModel& model, ShownUnit& unit, bool keeps) { model.engine().set_keeps_storage(unit.hooked()->unit(), keeps); }, kNoGil)
       .def("take_missed", &HookedModel::take_missed)
       .def(
+          "zero_grad", [](HookedModel& model) { model.engine().zero_grad(); }, kNoGil)
+      .def(
+          "set_overlaps_reductions", [](HookedModel& model, bool overlaps) { model.engine().set_overlaps_reductions(overlaps); }, kNoGil)
+      .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)
       .def("wire_stats", &wire_stats);

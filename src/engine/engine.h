@@ -133,6 +133,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_keeps_storage(Unit& unit, bool keeps);
   /// With false, the ends of backwards leave reductions under way.
   void set_is_last_backward(bool last) { is_last_backward_ = last; }
+  /// With false, each reduction has ended before backward goes on.
+  void set_overlaps_reductions(bool overlaps) { reducer_.set_overlaps(overlaps); }
   /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: the unit has
   /// none then, as after zero_grad(). Empty if nothing was reduced. For triggers whose users hold gradients themselves; call it between
   /// backwards, when nothing is under way.

@@ -185,6 +185,7 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   gradients.state = GradientState::kReducing;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
   begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = unit.options.requires_all_reduce, .in_place = in_place});
+  if (!overlaps_) drain();
 }
 
 void Reducer::begin(Reduction reduction) {

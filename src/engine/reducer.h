@@ -41,6 +41,9 @@ class Reducer {
   /// With `reduces_on_departure` false, what this backward gives is reduced at its end.
   void begin_backward(bool reduces_on_departure);
 
+  /// With false, each reduction has ended before backward goes on.
+  void set_overlaps(bool overlaps) { overlaps_ = overlaps; }
+
   /// The backward proper has entered the unit.
   void enter(Unit& unit);
 
@@ -115,6 +118,7 @@ class Reducer {
   Options options_;
   bool copies_to_host_ = false;  ///< Copies of offloaded gradients may be under way.
   bool reduces_on_departure_ = true;
+  bool overlaps_ = true;
   std::vector<std::unique_ptr<GradientAccumulator>> gradients_;  // by Unit::index
   std::vector<GradientAccumulator*> collecting_;
   std::vector<Unit*> entered_;        // by the backward proper, and not departed from
