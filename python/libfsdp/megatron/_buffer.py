@@ -1,0 +1,100 @@
+"""The view of a model's memory that Megatron-FSDP's users know as param_and_grad_buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from libfsdp.megatron._config import tell_once
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from libfsdp._state import ShardState
+    from libfsdp.megatron._class import MegatronFSDP
+
+
+@dataclass
+class BufferView:
+    """Of one kind of memory of a unit.
+
+    Attributes:
+        data: an empty tensor of its dtype, on its device.
+        numel: elements that this rank has.
+    """
+
+    data: torch.Tensor
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
+class ParameterGroup:
+    """A unit."""
+
+    def __init__(self, state: ShardState) -> None:
+        self._state = state
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The distributed parameters."""
+        return [parameter.sharded for parameter in self._state.parameters]
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(p.requires_grad for p in self.params)
+
+    @property
+    def main_weight_buffer(self) -> BufferView | None:
+        """What the optimizer updates, where it is not what is computed with."""
+        parameters = [p for p in self._state.parameters if p.computes_in is not None]
+        if not parameters:
+            return None
+        return self._view(parameters[0].dtype, sum(p.local.numel() for p in parameters))
+
+    @property
+    def main_grad_buffer(self) -> BufferView | None:
+        """The gradients that backwards add up."""
+        parameters = [p for p in self._state.parameters if p.trainable]
+        if not parameters:
+            return None
+        first = parameters[0]
+        return self._view(first.grad_dtype or first.dtype, sum(p.local.numel() for p in parameters))
+
+    def _view(self, dtype: torch.dtype, numel: int) -> BufferView:
+        return BufferView(torch.empty(0, dtype=dtype, device=self._state.mesh.device), numel)
+
+
+class ParamAndGradBuffer:
+    """The units of a model, as ``model.param_and_grad_buffer``."""
+
+    def __init__(self, model: MegatronFSDP, states: list[ShardState]) -> None:
+        self._model = model
+        self._states = states
+
+    @property
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """All units that have parameters."""
+        return [ParameterGroup(state) for state in self._states if state.parameters]
+
+    @property
+    def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The distributed parameters."""
+        return [(name, p) for name, p in self._model.module.named_parameters() if p.requires_grad]
+
+    def manual_buffer_registration(self) -> None:
+        """Registers the buffers of collectives with NCCL, where that was asked for and they have not been."""
+        if not self._model.ddp_config.nccl_ub or not any(s.mesh.device.type == "cuda" for s in self._states):
+            tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and CUDA")
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """As the model's."""
+        self._model.scale_gradients(scaling_factor)
+
+    def zero_grad(self) -> None:
+        """As the model's zero_grad_buffer."""
+        self._model.zero_grad_buffer()

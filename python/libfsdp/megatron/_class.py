@@ -1,0 +1,418 @@
+"""The module that wraps a sharded one, as Megatron-FSDP's."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from libfsdp import _C
+from libfsdp._mesh import device_of
+from libfsdp._sharded_parameter import local_of
+from libfsdp._weak_method import weak_method
+from libfsdp.megatron._buffer import ParamAndGradBuffer
+from libfsdp.megatron._config import (
+    DistributedDataParallelConfig,
+    ShardingStrategy,
+    strategy_of,
+    tell_of_options_without_effect,
+)
+from libfsdp.megatron._gradients import MainGradients, ReplicatedScalars
+from libfsdp.megatron._meta import initialize
+from libfsdp.megatron._policy import MixedPrecisionPolicy
+from libfsdp.megatron._units import UnitOptions, classes_of, shard_units
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from libfsdp._model import Model
+    from libfsdp.megatron._index import FSDPDistributedIndex
+
+
+class MegatronFSDP(nn.Module):
+    """A module that is sharded as :func:`libfsdp.fully_shard` shards it, with the methods of Megatron-FSDP's users.
+
+    Peer: ``megatron_fsdp.MegatronFSDP``. Gradients are there, as ``parameter.grad``, after each backward with automatic
+    synchronization, else after :meth:`finish_grad_sync`, which an optimizer's step calls.
+
+    Attributes:
+        module: the module that was given.
+        dist_index: the ranks.
+        ddp_config: the options.
+        mp_policy: the dtypes.
+        model_auto_sync: gradients are there after each backward.
+        microbatch_count: backwards since the last synchronization.
+        param_and_grad_buffer: a view of the units.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: tuple[type[nn.Module], ...] | None = None,
+        report_nan_in_param_grad: bool = False,
+    ) -> None:
+        """Shards the module, in place.
+
+        Args:
+            module: of ordinary parameters, or of tensor-parallel ones (DTensors, or with Megatron's attributes).
+            dist_index: the ranks.
+            ddp_config: options; without them, all is sharded and communication overlaps, with those of the arguments below.
+            mixed_precision_policy: dtypes.
+            fsdp_unit_modules: classes, or their import paths, whose modules are gathered and freed as units. What is in none
+                of them stays gathered while values do not change.
+            disable_bucketing: changes nothing.
+            device: to which the module is moved first.
+            calculate_per_token_loss: gradients are added up over the ranks, and not divided by their number.
+            init_model_with_meta_device: parameters on meta get their values by ``reset_parameters``, after sharding.
+            sync_model_each_microbatch: see ``set_model_auto_sync``.
+            keep_fp8_transpose_cache: of TransformerEngine's parameters.
+            nccl_ub: as of ``ddp_config``, as are the next three.
+            fsdp_double_buffer: see there.
+            fsdp_db_use_persist_buf_on_alloc_fail: see there.
+            disable_symmetric_registration: see there.
+            enable_fine_grained_param_gather_hook: each module that has parameters of its own is a unit.
+            enable_fine_grained_param_gather_backward_hook: the same.
+            fine_grained_recurse_module_types: with these, modules that are one unit with all below them.
+            report_nan_in_param_grad: each backward raises if gradients have NaN, with the parameters' names.
+
+        Raises:
+            ValueError: for options that do not fit each other, or the mesh.
+        """
+        super().__init__()
+        self.ddp_config = ddp_config or DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params",
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+            nccl_ub=nccl_ub,
+            fsdp_double_buffer=fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=disable_symmetric_registration,
+        )
+        strategy = strategy_of("data_parallel_sharding_strategy", self.ddp_config.data_parallel_sharding_strategy)
+        if init_model_with_meta_device and strategy == ShardingStrategy.NO_SHARD:
+            raise ValueError(
+                "init_model_with_meta_device needs sharding: with 'no_shard' each rank has the whole model all the same; "
+                "build it on the device"
+            )
+        experts = any(getattr(p, "allreduce", True) is False for p in module.parameters())
+        if experts and dist_index.get_dp_group(is_expert_parallel=True) is None:
+            raise ValueError("parameters have allreduce=False (experts): give their ranks as expt_device_mesh")
+        self.strategy = strategy
+        self.data_parallel_sharding_strategy = strategy.placements
+        self.dist_index = dist_index
+        self.mp_policy = mixed_precision_policy
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self.report_nan_in_param_grad = report_nan_in_param_grad
+        self.fsdp_unit_modules = list(classes_of(fsdp_unit_modules))
+        self.device = device or device_of(dist_index.device_mesh)
+        tell_of_options_without_effect(
+            self.ddp_config,
+            {
+                "disable_bucketing": disable_bucketing,
+                "fsdp_group_ag": dist_index.fsdp_group_ag,
+                "expt_fsdp_group_ag": dist_index.expt_fsdp_group_ag,
+            },
+            self.device,
+        )
+        if device is not None and not init_model_with_meta_device:
+            module.to(device)
+        mixed_precision_policy.warn_of_low_gradients(
+            [p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()]
+        )
+        scalars = [p for p in module.parameters() if p.ndim == 0]
+        group = dist_index.get_dp_group()
+        self._scalars = ReplicatedScalars(
+            scalars, group, 1.0 if calculate_per_token_loss else float(dist.get_world_size(group))
+        )
+        fine = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
+        self._states = shard_units(
+            module,
+            UnitOptions(
+                index=dist_index,
+                strategy=strategy,
+                policy=mixed_precision_policy,
+                unit_modules=(*self.fsdp_unit_modules, *(fine_grained_recurse_module_types or ())),
+                per_module=fine or self.ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
+                report_nan=report_nan_in_param_grad,
+                sums=calculate_per_token_loss,
+                ignored=set(scalars),
+            ),
+        )
+        self.module: Any = module
+        if init_model_with_meta_device:
+            initialize(module, self._states, dist_index)
+        for p in module.parameters():
+            p._megatron_fsdp_model = self
+            p.__fsdp_param__ = True
+            p.grad_added_to_main_grad = False
+        self._gradients = MainGradients(self._states, decoupled=self.ddp_config.megatron_fsdp_use_decoupled_grad)
+        self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
+        running = self._states[0].running
+        running.after_backward = weak_method(self._end_backward)
+        running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
+        running.prefetch_depth = self._prefetch_depth()
+        self.microbatch_count = 0
+        self._is_last_microbatch = False
+        self._awaits_install = False
+        self.set_model_auto_sync(sync_model_each_microbatch)
+
+    def _prefetch_depth(self) -> int:
+        """Units that are gathered ahead. None is, where one of them exceeds what may be."""
+        cap = self.ddp_config.suggested_communication_unit_size
+        if not self.ddp_config.overlap_param_gather:
+            return 0
+        sizes = [sum(p.shape.numel() for p in state.parameters) for state in self._states[1:]]
+        return 0 if cap is not None and any(size > cap for size in sizes) else 1
+
+    # Synchronization.
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """The next backward is the last one before the optimizer steps. Without effect under automatic synchronization."""
+        return self._is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, last: bool) -> None:
+        self._is_last_microbatch = last
+        self._tell_engine()
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """With True, each backward reduces its gradients fully, and they are there when it ends."""
+        self.model_auto_sync = sync_model
+        self._tell_engine()
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Automatic synchronization, for the time of a ``with`` block."""
+        before = self.model_auto_sync
+        self.set_model_auto_sync(True)
+        try:
+            yield
+        finally:
+            self.set_model_auto_sync(before)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No microbatch is the last one, for the time of a ``with`` block.
+
+        Strategies that shard gradients reduce them over the inner dimension all the same.
+        """
+        before = (self.model_auto_sync, self._is_last_microbatch)
+        self.model_auto_sync, self._is_last_microbatch = False, False
+        self._tell_engine()
+        try:
+            yield
+        finally:
+            self.model_auto_sync, self._is_last_microbatch = before
+            self._tell_engine()
+
+    def _tell_engine(self) -> None:
+        fully = self.model_auto_sync or self._is_last_microbatch
+        self._set_reductions(fully or self.strategy >= ShardingStrategy.OPTIM_GRADS, fully=fully)
+        root = self._states[0]
+        root.is_last_backward = self.model_auto_sync
+        if root.model is not None:
+            root.model.set_is_last_backward(self.model_auto_sync)
+
+    def _set_reductions(self, reduces: bool, *, fully: bool) -> None:
+        for state in self._states:
+            if state.unit is not None:
+                state.unit.requires_gradient_sync = reduces
+                state.unit.requires_all_reduce = fully
+
+    def _end_backward(self) -> None:
+        """The engine has ended a backward."""
+        self.microbatch_count += 1
+        if self.model_auto_sync:
+            self._scalars.reduce()
+            self._gradients.install()
+            self.microbatch_count = 0
+        self._show_shards()
+
+    def _show_shards(self) -> None:
+        """Whole parameters may stay gathered; users see shards."""
+        for state in self._states:
+            if state.unit is not None:
+                state.unit.hide()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduces what backwards have left, and waits: each parameter has its gradient then. Collective.
+
+        Args:
+            force_all_reduce: as of Megatron-Core's DDP; all is reduced in any case.
+
+        Raises:
+            RuntimeError: inside of a backward.
+        """
+        self._refuse_inside_backward("finish_grad_sync")
+        model = self._model
+        if model is not None:
+            self._set_reductions(True, fully=True)
+            try:
+                if model._finalization is not None:
+                    model.finish_finalization(model._finalization)
+                else:
+                    model.finalize_backward(async_op=False)
+            finally:
+                self._tell_engine()
+        self._scalars.reduce()
+        self._gradients.install()
+        self._show_shards()
+        self.microbatch_count = 0
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Begins to reduce what backwards have left. Does nothing where reductions overlap, as they have begun.
+
+        Raises:
+            Error: with ``check_for_nan_in_grad``, if a gradient has NaN or infinity, on all ranks. All are reduced then.
+        """
+        self._refuse_inside_backward("start_grad_sync")
+        if self.ddp_config.check_for_nan_in_grad:
+            self.finish_grad_sync()
+            self._gradients.require_finite()
+            return
+        model = self._model
+        if self.ddp_config.overlap_grad_reduce or model is None or model._finalization is not None:
+            return
+        self._set_reductions(True, fully=True)
+        try:
+            model.finalize_backward(async_op=True)
+        finally:
+            self._tell_engine()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Waits for reductions that are under way; what is not to be reduced yet stays."""
+        self._refuse_inside_backward("synchronize_gradient_reduce")
+        if self._model is not None:
+            self._model.engine.finish_gradient_sync()
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Gives parameters the gradients that are reduced."""
+        self.finish_grad_sync()
+
+    def _refuse_inside_backward(self, method: str) -> None:
+        if _C.inside_backward():
+            raise RuntimeError(f"{method} cannot be called inside of a backward")
+
+    @property
+    def _model(self) -> Model | None:
+        return self._states[0].model
+
+    # Gradients.
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiplies all gradients; those that are not reduced yet are reduced first."""
+        if self.microbatch_count > 0:
+            self.finish_grad_sync()
+        self._gradients.scale(scaling_factor)
+        for p in self._scalars.parameters:
+            if p.grad is not None:
+                p.grad.mul_(scaling_factor)
+
+    def zero_grad_buffer(self, *, keep_tensors: bool = False) -> None:
+        """Drops all gradients, also those that are not reduced.
+
+        Args:
+            keep_tensors: those that are there stay, and are filled with zeros.
+        """
+        if self._model is not None:
+            self._model.zero_gradients()
+        self._gradients.zero(keep=keep_tensors or self.ddp_config.megatron_fsdp_cuda_graph_mode)
+        self._scalars.zero()
+        self.microbatch_count = 0
+
+    # Parameters.
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gathers parameters before forward: the first unit, or all of them if gathers do not overlap.
+
+        Args:
+            unused: for Megatron-Core's hooks.
+            force_sync: gather all, and wait.
+            force_dispatch: as of Megatron-Core's DDP.
+        """
+        if self.strategy == ShardingStrategy.NO_SHARD:
+            return
+        units = [state for state in self._states if state.unit is not None]
+        if not force_sync and self.ddp_config.overlap_param_gather:
+            if self.ddp_config.fsdp_all_gather_in_start_param_sync and units:
+                units[0].unshard(wait=False)
+            return
+        for state in units:
+            state.unshard(wait=True)
+
+    def synchronize_param_gather(self) -> None:
+        """Frees whole parameters; ``parameters()`` are the optimizer's."""
+        for state in self._states:
+            state.reshard()
+
+    def install_optimized_model_weights(self) -> None:
+        """Says that the optimizer has written its weights: the next forward gathers them anew."""
+        self._awaits_install = False
+        if self._model is not None:
+            self._model.engine.main_parameters_changed()
+
+    def manual_buffer_registration(self) -> None:
+        """Registers the buffers of collectives; see ``param_and_grad_buffer``."""
+        self.param_and_grad_buffer.manual_buffer_registration()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Where several ranks have the same piece of a parameter, they get the first one's values. Collective."""
+        self._show_shards()
+        for state in self._states:
+            mesh = state.mesh.mesh
+            shards = 0 if state.is_replicated else 2 if state.beyond.outer_sharded else 1
+            dims = range(mesh.ndim - shards)
+            for parameter in state.parameters:
+                for dim in dims:
+                    group = mesh.get_group(dim)
+                    dist.broadcast(local_of(parameter.sharded.data), src=dist.get_global_rank(group, 0), group=group)
+        for p in self._scalars.parameters:
+            group = self.dist_index.get_dp_group()
+            assert group is not None
+            dist.broadcast(p.data, src=dist.get_global_rank(group, 0), group=group)
+        self.install_optimized_model_weights()
+
+    # The module.
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """The ranks."""
+        return self.dist_index
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        self._show_shards()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's.
+
+        Raises:
+            RuntimeError: after an optimizer's step with ``install_optimized_model_weights=False``, before these are installed.
+        """
+        if self._awaits_install:
+            raise RuntimeError(
+                "the optimizer has stepped with install_optimized_model_weights=False, and there is no copy of the older "
+                "weights: call model.install_optimized_model_weights() before the next forward"
+            )
+        self._gradients.restore()
+        return self.module(*inputs, **kwargs)

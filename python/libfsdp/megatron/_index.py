@@ -1,0 +1,151 @@
+"""The ranks of a Megatron-FSDP model by the names of their dimensions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FSDPDistributedIndex:
+    """Which dimensions of which mesh shard, replicate, and cut tensors, for dense parameters and for experts.
+
+    Peer: ``megatron_fsdp.FSDPDistributedIndex``.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Looks the dimensions up.
+
+        Args:
+            device_mesh: of the dense parameters.
+            dp_shard_dim: the dimension, possibly a flattened one (data and context parallel), that shards.
+            dp_outer_dim: the dimension that replicates, or with ``hsdp_outer_dp_shard`` shards optimizer state.
+            tp_dim: the dimension over which tensor-parallel parameters are cut.
+            hybrid_fsdp_group: all ranks of the first two; needed with ``dp_outer_dim``.
+            hybrid_fsdp_expt_group: the same of experts.
+            hsdp_outer_dp_shard: optimizer state is sharded over the outer dimension.
+            expt_device_mesh: of the experts' parameters, with the same names.
+            fsdp_group_ag: of gathers alone, where process groups communicate (not on Gloo).
+            expt_fsdp_group_ag: the same of experts.
+
+        Raises:
+            ValueError: if a dimension is none of the mesh's, or a group is missing.
+        """
+        self.device_mesh = device_mesh
+        self.dp_shard_dim = dp_shard_dim
+        self.dp_outer_dim = dp_outer_dim
+        self.tp_dim = tp_dim
+        self.use_hybrid_fsdp = dp_outer_dim is not None
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.expt_device_mesh = expt_device_mesh
+        self.hybrid_fsdp_group = hybrid_fsdp_group
+        self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
+        self.fsdp_group_ag = fsdp_group_ag
+        self.expt_fsdp_group_ag = expt_fsdp_group_ag
+        if submesh(device_mesh, dp_shard_dim) is None:
+            raise ValueError(
+                f"dp_shard_dim={dp_shard_dim!r} is no dimension of the mesh {device_mesh}: it names what shards"
+            )
+        if dp_outer_dim is not None:
+            if submesh(device_mesh, dp_outer_dim) is None:
+                raise ValueError(f"dp_outer_dim={dp_outer_dim!r} is no dimension of the mesh {device_mesh}")
+            if hybrid_fsdp_group is None:
+                raise ValueError(
+                    "dp_outer_dim needs hybrid_fsdp_group, the group of all ranks of dp_outer_dim and dp_shard_dim, as "
+                    "device_mesh[(outer, shard)]._flatten(name).get_group() gives it"
+                )
+
+    def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
+        """The mesh of one dimension, or of several in this order.
+
+        Raises:
+            ValueError: if one of them is none of the mesh's.
+        """
+        mesh = self.get_root_mesh(is_expert_parallel)
+        names = (
+            (mesh_dim_names,) if isinstance(mesh_dim_names, str) or mesh_dim_names is None else tuple(mesh_dim_names)
+        )
+        parts = [None if mesh is None else submesh(mesh, name) for name in names]
+        if any(part is None for part in parts):
+            raise ValueError(
+                f"{names} are not all dimensions of the {'expert ' if is_expert_parallel else ''}mesh {mesh}"
+            )
+        found = [part for part in parts if part is not None]
+        return found[0] if len(found) == 1 else DeviceMesh._concatenate(found)
+
+    def data_parallel_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """One dimension that shards, or two: the first replicates or shards optimizer state."""
+        assert self.dp_shard_dim is not None
+        outer = () if self.dp_outer_dim is None else (self.dp_outer_dim,)
+        return self.get_submesh((*outer, self.dp_shard_dim), is_expert_parallel)
+
+    def tensor_parallel_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
+        """The dimension that cuts tensors, if there is one."""
+        mesh = self.get_root_mesh(is_expert_parallel)
+        return None if mesh is None else submesh(mesh, self.tp_dim)
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """All ranks that average a gradient."""
+        if not self.use_hybrid_fsdp:
+            return self.get_fsdp_group(is_expert_parallel)
+        return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup | None:
+        """The ranks that share the shards of a parameter."""
+        if independent_all_gather:
+            return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+        return self._group_of(self.dp_shard_dim, is_expert_parallel)
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The ranks of the outer dimension, if there is one."""
+        return self._group_of(self.dp_outer_dim, is_expert_parallel)
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
+        """The mesh that was given."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """Which piece this rank has where optimizer state is sharded over both dimensions. The inner dimension cuts first.
+
+        Raises:
+            ValueError: if it is not.
+        """
+        if not self.hsdp_outer_dp_shard:
+            raise ValueError("get_logical_hybrid_fsdp_rank: optimizer state is not sharded over the outer dimension")
+        mesh = self.data_parallel_mesh(is_expert_parallel)
+        return mesh.get_local_rank(1) * mesh.size(0) + mesh.get_local_rank(0)
+
+    def _group_of(self, name: str | None, is_expert_parallel: bool) -> dist.ProcessGroup | None:
+        mesh = self.get_root_mesh(is_expert_parallel)
+        found = None if mesh is None else submesh(mesh, name)
+        return None if found is None else found.get_group()
+
+
+def submesh(mesh: DeviceMesh, name: str | None) -> DeviceMesh | None:
+    """The mesh of a dimension, also of one that was flattened; None if there is none of this name."""
+    if name is None:
+        return None
+    if mesh.mesh_dim_names == (name,):
+        return mesh
+    try:
+        return mesh[name]
+    except (KeyError, RuntimeError, ValueError):
+        return None

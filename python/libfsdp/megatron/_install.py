@@ -1,0 +1,95 @@
+"""Puts libfsdp behind Megatron-FSDP's imports, and takes it away again."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+
+import libfsdp
+
+# As the package is called on its own, and within Megatron-Core.
+_PACKAGES = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
+# What programs import from the package, and which of ours has these names. Those that are not there are left out.
+_MODULES = {
+    "": "libfsdp.megatron",
+    "fully_shard": "libfsdp.megatron",
+    "megatron_fsdp": "libfsdp.megatron",
+    "mixed_precision": "libfsdp.megatron",
+    "distributed_data_parallel_config": "libfsdp.megatron",
+    "utils": "libfsdp.megatron",
+    "uneven_dtensor": "libfsdp.megatron.uneven_dtensor",
+    "v2": "libfsdp.megatron.v2",
+    "experimental": "libfsdp.megatron.experimental",
+    "experimental.module": "libfsdp.megatron.experimental.module",
+    "experimental.dbuffer": "libfsdp.megatron.experimental.dbuffer",
+    "experimental.placement": "libfsdp.megatron.experimental.placement",
+    "experimental.fully_shard": "libfsdp.megatron.experimental.fully_shard",
+    "experimental.optimizer": "libfsdp.megatron.experimental.optimizer",
+    "experimental.checkpoint": "libfsdp.megatron.experimental.checkpoint",
+}
+_before: dict[str, types.ModuleType | None] = {}
+
+
+def install_megatron() -> None:
+    """From now on, ``import megatron_fsdp`` and the like give libfsdp's names; real packages of these names are hidden.
+
+    Names that programs have imported before stay as they are. Nothing happens if it is installed already.
+    """
+    if _before:
+        return
+    for package in _PACKAGES:
+        for end in range(1, package.count(".") + 1):
+            parent = ".".join(package.split(".")[:end])
+            if parent not in sys.modules and not _is_there(parent):
+                empty = types.ModuleType(parent)
+                empty.__path__ = []
+                _put(parent, empty)
+        for name, ours in _MODULES.items():
+            if _is_there(ours):
+                _put(
+                    f"{package}.{name}" if name else package, _stand_in(f"{package}.{name}" if name else package, ours)
+                )
+
+
+def uninstall_megatron() -> None:
+    """Undoes install_megatron()."""
+    while _before:
+        name, module = _before.popitem()
+        parent, _, child = name.rpartition(".")
+        if module is None:
+            made = sys.modules.pop(name, None)
+            if parent in sys.modules and vars(sys.modules[parent]).get(child) is made:
+                delattr(sys.modules[parent], child)
+        else:
+            sys.modules[name] = module
+            if parent in sys.modules:
+                setattr(sys.modules[parent], child, module)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
+
+
+def _stand_in(name: str, ours: str) -> types.ModuleType:
+    """A module of that name with the names of one of ours."""
+    made = types.ModuleType(name, f"libfsdp's, in the place of {name}.")
+    source = importlib.import_module(ours)
+    vars(made).update({key: value for key, value in vars(source).items() if not key.startswith("__")})
+    made.__path__ = []
+    made.__all__ = getattr(source, "__all__", [])  # type: ignore[attr-defined]
+    made.__version__ = libfsdp.__version__  # type: ignore[attr-defined]
+    return made
+
+
+def _put(name: str, module: types.ModuleType) -> None:
+    _before[name] = sys.modules.get(name)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    # A function of the package may have the name of its module, as fully_shard has: that is what the package shows.
+    if parent in sys.modules and child not in getattr(sys.modules[parent], "__all__", ()):
+        setattr(sys.modules[parent], child, module)

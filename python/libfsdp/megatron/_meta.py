@@ -1,0 +1,121 @@
+"""Models on the meta device: sharded first, and then given values one module after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from libfsdp._sharded_parameter import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from libfsdp._sharded_parameter import ShardedParameter
+    from libfsdp._state import ShardState
+    from libfsdp.megatron._index import FSDPDistributedIndex
+
+
+@torch.no_grad()
+def initialize(root: nn.Module, states: Sequence[ShardState], index: FSDPDistributedIndex) -> None:
+    """Gives a sharded model its values, by ``reset_parameters`` of each module that has some of its own.
+
+    Inner modules come first. Beside the shards there is memory of one module at a time. The first data-parallel rank's values
+    count. A tensor that several modules have is made by the first of them.
+
+    Args:
+        root: a module whose parameters are shards on meta.
+        states: all of it.
+        index: the ranks.
+
+    Raises:
+        ValueError: if a module has parameters on meta and no ``reset_parameters``.
+    """
+    places = {
+        (id(place.module), place.name): (state, i)
+        for state in states
+        for i, parameter in enumerate(state.parameters)
+        for place in parameter.places
+    }
+    modules = [module for module in _inner_first(root) if _is_on_meta(module)]
+    names = {module: name or type(module).__name__ for name, module in root.named_modules()}
+    for module in modules:
+        if _resetter(module) is None:
+            raise ValueError(
+                f"init_model_with_meta_device: module '{names[module]}' has parameters or buffers of its own on the meta device, "
+                "and no reset_parameters() or _reset_parameters() that gives them values"
+            )
+    root.to_empty(device=index.get_root_mesh().device_type)  # type: ignore[union-attr]
+    done: set[tuple[int, int]] = set()
+    for module in modules:
+        wholes: dict[str, nn.Parameter] = {}
+        for name, shown in module._parameters.items():
+            if shown is None:
+                continue
+            state, i = places.get((id(module), name), (None, -1))
+            wholes[name] = nn.Parameter(
+                torch.empty_like(shown) if state is None else _whole_of(state, state.parameters[i]),
+                requires_grad=shown.requires_grad,
+            )
+        shards = dict(module._parameters)
+        module._parameters.update(wholes)
+        with torch.enable_grad():
+            reset: Any = _resetter(module)
+            reset()
+        made = dict(module._parameters)
+        module._parameters.update(shards)
+        for name in wholes:
+            value: Any = made[name]
+            state, i = places.get((id(module), name), (None, -1))
+            expert = getattr(value, "allreduce", True) is False or (
+                state is not None and state.parameters[i].attributes.get("allreduce", True) is False
+            )
+            local = value._local_tensor if isinstance(value, DTensor) else value.data
+            _from_first_rank(local, index, expert=expert)
+            if state is None:
+                shown = shards[name]
+                assert shown is not None
+                shown.copy_(value)
+            elif (id(state), i) not in done:
+                done.add((id(state), i))
+                _keep_rows(state, i, local)
+        for buffer in module.buffers(recurse=False):
+            _from_first_rank(buffer, index, expert=False)
+    for state in states:
+        if state.model is not None:
+            state.model.engine.main_parameters_changed()
+
+
+def _inner_first(root: nn.Module) -> list[nn.Module]:
+    return list(reversed(list(root.modules())))
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any((t._local_tensor if isinstance(t, DTensor) else t).is_meta for t in tensors)
+
+
+def _resetter(module: nn.Module) -> Any:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _whole_of(state: ShardState, parameter: ShardedParameter) -> torch.Tensor:
+    local = torch.empty(parameter.shape, dtype=parameter.computes_in or parameter.dtype, device=state.mesh.device)
+    return local if parameter.whole_spec is None else DTensor(local, parameter.whole_spec, requires_grad=False)
+
+
+def _keep_rows(state: ShardState, i: int, whole: torch.Tensor) -> None:
+    assert state.unit is not None
+    parameter = state.parameters[i]
+    pieces, piece = state.mesh.piece(replicated=state.is_replicated, outer_sharded=state.beyond.outer_sharded)
+    begin, rows = rows_of(whole.size(parameter.shard_dim), pieces, piece)
+    state.unit.shard(i).copy_(whole.narrow(parameter.shard_dim, begin, rows))
+
+
+def _from_first_rank(tensor: torch.Tensor, index: FSDPDistributedIndex, *, expert: bool) -> None:
+    group = index.get_dp_group(is_expert_parallel=expert)
+    if group is not None and dist.get_world_size(group) > 1 and tensor.numel() > 0:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

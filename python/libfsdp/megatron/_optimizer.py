@@ -1,0 +1,163 @@
+"""Optimizers of a Megatron-FSDP model: what their step and zero_grad do beside their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from libfsdp.megatron._class import MegatronFSDP
+
+
+def model_of(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
+    """The model whose parameters an optimizer has.
+
+    Raises:
+        ValueError: if it has none of a MegatronFSDP's, or those of several.
+    """
+    models = {
+        id(model): model
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if (model := getattr(p, "_megatron_fsdp_model", None)) is not None
+    }
+    if len(models) != 1:
+        raise ValueError(
+            f"fully_shard_optimizer: the optimizer's parameters belong to {len(models)} MegatronFSDP models; make it of the "
+            "parameters() of one, after fully_shard_model, or give both to fully_shard"
+        )
+    return next(iter(models.values()))
+
+
+def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
+    """Gives an optimizer's step and zero_grad the arguments of Megatron-FSDP's, in place.
+
+    Returns:
+        The model.
+    """
+    model = model_of(optimizer)
+    base_step, base_zero_grad = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(base_step)
+    def step(
+        self: torch.optim.Optimizer,
+        *args: Any,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if sync_grad_before_optimizer_step and not model.model_auto_sync:
+            model.finish_grad_sync()
+        result = base_step(*args, **kwargs)
+        if install_optimized_model_weights:
+            model.install_optimized_model_weights()
+        else:
+            model._awaits_install = True
+        return result
+
+    @functools.wraps(base_zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
+        base_zero_grad(*args, **kwargs)
+        if zero_grad_buffer:
+            to_none = args[0] if args else kwargs.get("set_to_none", True)
+            model.zero_grad_buffer(keep_tensors=not to_none)
+
+    _replace(optimizer, "step", step, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
+    _replace(optimizer, "zero_grad", zero_grad, zero_grad_buffer=True)
+    return model
+
+
+def _replace(optimizer: torch.optim.Optimizer, name: str, function: Callable[..., Any], **added: bool) -> None:
+    signature = inspect.signature(getattr(type(optimizer), name))
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value) for key, value in added.items()]
+    function.__signature__ = signature.replace(parameters=[*parameters, *more])  # type: ignore[attr-defined]
+    setattr(optimizer, name, types.MethodType(function, optimizer))
+
+
+def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, nn.Parameter]) -> None:
+    """Gives an optimizer the distributed parameters in the place of those that it was made of. Its groups stay as they are.
+
+    Args:
+        optimizer: made of the module's parameters before they were sharded.
+        exchanged: distributed parameters, by id of those before.
+
+    Raises:
+        ValueError: if it has stepped before, or has a parameter that is none of the module's.
+    """
+    if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "fully_shard: the optimizer has state of whole parameters already; shard the model first, and load the state from a "
+            "checkpoint"
+        )
+    for group in optimizer.param_groups:
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in exchanged]
+        if unknown:
+            raise ValueError(
+                f"fully_shard: the optimizer has parameters that are none of the module's, of shapes {unknown}"
+            )
+        group["params"] = [exchanged[id(p)] for p in group["params"]]
+    optimizer.state.clear()
+
+
+class StateTemplate:
+    """State for parameters that have had no step yet, while a state dict is made: what a checkpoint is loaded into.
+
+    Optimizers make their state in the first step. A step on zeros, of parameters of the same shapes that belong to nobody,
+    makes what they would; the optimizer itself stays as it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._made: list[nn.Parameter] = []
+        optimizer.register_state_dict_pre_hook(self._fill)
+        optimizer.register_state_dict_post_hook(self._empty)
+
+    def _fill(self, optimizer: torch.optim.Optimizer) -> None:
+        missing = [
+            [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+            for group in optimizer.param_groups
+        ]
+        if not any(missing):
+            return
+        kept = [dict(group) for group in optimizer.param_groups]
+        strangers = []
+        for group, without in zip(optimizer.param_groups, missing, strict=True):
+            pairs = [(p, _zeros_like(p)) for p in without]
+            strangers.extend(pairs)
+            group["params"] = [stranger for _, stranger in pairs]
+        try:
+            type(optimizer).step(optimizer)
+        finally:
+            for group, before in zip(optimizer.param_groups, kept, strict=True):
+                group.clear()
+                group.update(before)
+        for p, stranger in strangers:
+            state = optimizer.state.pop(stranger, None)
+            if not state:
+                continue
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = torch.zeros_like(state["step"])
+            elif "step" in state:
+                state["step"] = 0
+            optimizer.state[p] = state
+            self._made.append(p)
+
+    def _empty(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        for p in self._made:
+            optimizer.state.pop(p, None)
+        self._made.clear()
+
+
+def _zeros_like(p: nn.Parameter) -> nn.Parameter:
+    stranger = nn.Parameter(torch.zeros_like(p).detach())
+    stranger.grad = torch.zeros_like(stranger)
+    if getattr(p, "_megatron_fsdp_model", None) is not None and hasattr(p, "decoupled_grad"):
+        stranger.decoupled_grad = stranger.grad
+    return stranger

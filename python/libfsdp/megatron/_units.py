@@ -1,0 +1,150 @@
+"""From the options of Megatron-FSDP to calls of libfsdp.fully_shard."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from libfsdp._fully_shard import fully_shard
+from libfsdp._placement import ShardPlacementResult
+from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._sharded_parameter import identity_of
+from libfsdp._states import states_in
+from libfsdp.megatron._placed import describe
+from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel_dim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from libfsdp._state import ShardState
+    from libfsdp.megatron._config import ShardingStrategy
+    from libfsdp.megatron._index import FSDPDistributedIndex
+    from libfsdp.megatron._policy import MixedPrecisionPolicy
+
+
+@dataclass
+class UnitOptions:
+    """What all units of a model share.
+
+    Attributes:
+        index: the ranks.
+        strategy: what is sharded over the inner dimension.
+        policy: dtypes.
+        unit_modules: classes whose modules are units.
+        per_module: each module with parameters of its own is a unit.
+        report_nan: each backward looks for NaN.
+        sums: gradients are added up over the ranks and not divided.
+        ignored: parameters that stay as they are.
+    """
+
+    index: FSDPDistributedIndex
+    strategy: ShardingStrategy
+    policy: MixedPrecisionPolicy
+    unit_modules: tuple[type[nn.Module], ...] = ()
+    per_module: bool = False
+    report_nan: bool = False
+    sums: bool = False
+    ignored: set[nn.Parameter] = field(default_factory=set)
+
+
+def classes_of(unit_modules: Sequence[type[nn.Module] | str] | None) -> tuple[type[nn.Module], ...]:
+    """The classes that were given, or named as "package.module.Class".
+
+    Raises:
+        ValueError: if a name is no class of modules.
+    """
+    found: list[type[nn.Module]] = []
+    for one in unit_modules or ():
+        cls: Any = one
+        if isinstance(one, str):
+            module, _, name = one.rpartition(".")
+            try:
+                cls = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"fsdp_unit_modules: '{one}' can't be imported: {error}") from error
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ValueError(f"fsdp_unit_modules: {one!r} is no class of nn.Module, and no import path of one")
+        found.append(cls)
+    return tuple(found)
+
+
+def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
+    """Shards a module: each unit, inner ones first, and then what is left.
+
+    Returns:
+        The states of all calls, the root's first.
+    """
+    given = {identity_of(parameter): parameter for parameter in root.parameters()}
+    for module in reversed(list(root.modules())):
+        if module is not root and _is_unit(module, options):
+            _shard(module, options, stays_gathered=False)
+    _shard(root, options, stays_gathered=not _is_unit(root, options))
+    states = [state for _, state, _ in states_in(root)]
+    for state in states:
+        for i, parameter in enumerate(state.parameters):
+            before = given[parameter.identity]
+            parameter.attributes.update(attributes_of(before))
+            vars(parameter.sharded).update(parameter.attributes)
+            tensor_parallel = options.index.tensor_parallel_mesh(is_expert(before))
+            describe(state, i, tensor_parallel, tensor_parallel_dim(before))
+        _set_divisor(state, options)
+    return states
+
+
+def _is_unit(module: nn.Module, options: UnitOptions) -> bool:
+    if isinstance(module, options.unit_modules):
+        return True
+    return options.per_module and any(p not in options.ignored for p in module.parameters(recurse=False))
+
+
+def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> None:
+    """One call.
+
+    Args:
+        module: that becomes a unit.
+        options: of the model.
+        stays_gathered: parameters stay whole until their values change.
+    """
+    index, policy = options.index, options.policy
+    made: Any = fully_shard(
+        module,
+        mesh=index.data_parallel_mesh(),
+        reshard_after_forward=False if stays_gathered else None,
+        shard_placement_fn=_places_of_experts(index),
+        mp_policy=ComputePolicy(reduce_dtype=policy.grad_comm_dtype, cast_forward_inputs=False),
+        ignored_params=options.ignored or None,
+        placements=options.strategy.placements,
+        outer_placements="optim" if index.hsdp_outer_dp_shard else "no_shard",
+        report_nan_in_param_grad=options.report_nan,
+        main_params_dtype=policy.main_params_dtype,
+        main_grads_dtype=policy.main_grads_dtype or "own",
+    )
+    if stays_gathered:
+        made.set_reshard_after_backward(False, recurse=False)
+
+
+def _places_of_experts(index: FSDPDistributedIndex) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
+    if index.expt_device_mesh is None:
+        return None
+    mesh = index.data_parallel_mesh(is_expert_parallel=True)
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, mesh) if is_expert(parameter) else None
+
+    return place
+
+
+def _set_divisor(state: ShardState, options: UnitOptions) -> None:
+    """By which sums of gradients are divided.
+
+    An expert's gradient is a sum over fewer ranks, but of tokens from all of them.
+    """
+    if state.unit is None:
+        return
+    if options.sums:
+        state.unit.gradient_divide_factor = 1.0
+    elif any(parameter.attributes.get("allreduce", True) is False for parameter in state.parameters):
+        state.unit.gradient_divide_factor = float(options.index.data_parallel_mesh().size())
