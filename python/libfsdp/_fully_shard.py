@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 
-from libfsdp._beyond import Beyond, Float8Blocks
+from libfsdp._beyond import Beyond, Float8Blocks, divides_by_all
 from libfsdp._beyond import check as check_beyond
 from libfsdp._fsdp_module import FSDPModule
 from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 _PLACEMENTS = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-_OUTER_PLACEMENTS = ("no_shard", "optim")
+_OUTER_PLACEMENTS = ("no_shard", "optim", "optim_if_even")
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -81,6 +82,7 @@ def fully_shard(
             averaged over all ranks of the mesh, as by DistributedDataParallel.
         outer_placements: of the first of two dimensions: "no_shard" replicates (HSDP); "optim" cuts shards, and with them
             gradients and optimizer state, over it as well (HFSDP), and only gathers of parameters stay within the second one.
+            "optim_if_even": so, and parameters whose rows do not divide by all ranks are replicated.
         gather_format: the bytes in which a parameter travels in gathers: :class:`Float8Blocks`, or None for the dtype of the
             computation.
         keep_gathered_bytes: of the root's call: so many bytes of whole parameters stay gathered from forward into backward, of
@@ -112,7 +114,7 @@ def fully_shard(
     if outer_placements not in _OUTER_PLACEMENTS:
         raise ValueError(f"outer_placements '{outer_placements}' are none of {', '.join(_OUTER_PLACEMENTS)}")
     beyond = Beyond(
-        outer_sharded=outer_placements == "optim",
+        outer_sharded=outer_placements != "no_shard",
         gather_format=gather_format,
         follow_grad_dtype=follow_grad_dtype,
         keep_gathered_bytes=keep_gathered_bytes,
@@ -146,28 +148,36 @@ def fully_shard(
     _move_to_device(managed, parameters, ranks.device, ignored_params or set())
     placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
     dim_of = {parameter: 0 if placements == "no_shard" else dim for _, dim, parameter in placed}
-    others = {id(own.engine_mesh): own for own, _, _ in placed if own.engine_mesh is not ranks.engine_mesh}
+    # Parameters of one call that have other ranks, or are not cut over the outer ones, make up units of their own.
+    group_of = {
+        parameter: (
+            id(own.engine_mesh),
+            beyond.outer_sharded and (outer_placements == "optim" or divides_by_all(own, parameter, dim)),
+        )
+        for own, dim, parameter in placed
+    }
+    first = (id(ranks.engine_mesh), beyond.outer_sharded)
+    others = {group_of[parameter]: own for own, _, parameter in placed if group_of[parameter] != first}
     if others and spmd is not None:
         raise NotImplementedError("ShardPlacementResult is not supported together with dp_mesh_dims")
 
-    def make_state(own: ShardingMesh, companions: tuple[ShardState, ...]) -> ShardState:
+    def make_state(own: ShardingMesh, group: tuple[int, bool], companions: tuple[ShardState, ...]) -> ShardState:
         _check_reshard_after_forward(reshard_after_forward, own)
-        on_these = {parameter for where, _, parameter in placed if where.engine_mesh is own.engine_mesh}
         return ShardState(
             modules,
             own,
-            [(parameter, places) for parameter, places in parameters if parameter in on_these],
+            [(parameter, places) for parameter, places in parameters if group_of[parameter] == group],
             reshard_after_forward=reshard_after_forward,
             shard_dim_of=dim_of.__getitem__,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             placements=placements,
             spmd=spmd,
-            beyond=beyond,
+            beyond=replace(beyond, outer_sharded=group[1]),
             companions=companions,
         )
 
-    make_state(ranks, tuple(make_state(own, ()) for own in others.values()))
+    make_state(ranks, first, tuple(make_state(own, group, ()) for group, own in others.items()))
     for one in managed:
         one._is_fsdp_managed_module = True
         one._fsdp_use_orig_params = True

@@ -221,7 +221,8 @@ def fully_shard(
         ValueError: as of the two functions, and if the optimizer has parameters that are none of the module's, or has stepped.
     """
     places = [(inner, name, p) for inner in module.modules() for name, p in inner._parameters.items() if p is not None]
-    model = fully_shard_model(module, *args, preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt, **options)
+    options["preproc_state_dict_for_dcp_ckpt"] = preproc_state_dict_for_dcp_ckpt
+    model = fully_shard_model(module, *args, **options)
     exchanged: dict[int, nn.Parameter] = {}
     for inner, name, p in places:
         now = inner._parameters[name]

@@ -117,7 +117,7 @@ def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> 
         mp_policy=ComputePolicy(reduce_dtype=policy.grad_comm_dtype, cast_forward_inputs=False),
         ignored_params=options.ignored or None,
         placements=options.strategy.placements,
-        outer_placements="optim" if index.hsdp_outer_dp_shard else "no_shard",
+        outer_placements="optim_if_even" if index.hsdp_outer_dp_shard else "no_shard",
         report_nan_in_param_grad=options.report_nan,
         main_params_dtype=policy.main_params_dtype,
         main_grads_dtype=policy.main_grads_dtype or "own",

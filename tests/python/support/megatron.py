@@ -1,0 +1,93 @@
+"""Small models for tests of the Megatron-FSDP interface, and the same training without sharding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from libfsdp.megatron import MegatronFSDP, fully_shard_model
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Block(nn.Module):
+    """Odd sizes, so that shards are uneven and some ranks have none of a bias."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+def plain_model(width: int = 8, hidden: int = 12, blocks: int = 3, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The same values on every rank."""
+    torch.manual_seed(0)
+    layers = [Block(width, hidden) for _ in range(blocks)]
+    return nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, 3)).to(dtype)
+
+
+def mesh_of(kind: str) -> tuple[DeviceMesh, dict[str, Any]]:
+    """A mesh of all ranks, and the arguments that name its dimensions: "fsdp", "hsdp", "hfsdp"."""
+    world = dist.get_world_size()
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+        return mesh, {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+    both = mesh["outer", "dp"]._flatten("both")
+    return mesh, {
+        "device_mesh": mesh,
+        "dp_shard_dim": "dp",
+        "dp_outer_dim": "outer",
+        "hybrid_fsdp_group": both.get_group(),
+        "outer_dp_sharding_strategy": "optim" if kind == "hfsdp" else "no_shard",
+    }
+
+
+def shard(model: nn.Module, strategy: str = "optim_grads_params", kind: str = "fsdp", **options: Any) -> MegatronFSDP:
+    """A sharded model whose units are its blocks."""
+    options.setdefault("fsdp_unit_modules", [Block])
+    return fully_shard_model(model, zero_dp_strategy=strategy, **mesh_of(kind)[1], **options)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that ranks have pieces of."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def batch(step: int, rank: int, width: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """One rank's part of a step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, width, generator=generator).to(dtype)
+
+
+def mean_gradients(model: nn.Module, steps: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Of a model without sharding: of all ranks' batches of these steps, the mean over the ranks, added up over the steps."""
+    ranks = dist.get_world_size()
+    model.zero_grad()
+    for step in steps:
+        for rank in range(ranks):
+            (model(batch(step, rank, dtype=dtype)).square().mean() / ranks).backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+def gathered_gradients(model: MegatronFSDP) -> list[torch.Tensor]:
+    """Those that the model's parameters have; zeros where there are none."""
+    found = []
+    for p in model.parameters():
+        gradient = p.grad
+        if gradient is None:  # Others may have rows of it.
+            assert isinstance(p, DTensor)
+            gradient = DTensor(torch.zeros_like(p._local_tensor), p._spec, requires_grad=False)
+        found.append(whole(gradient).clone())
+    return found
