@@ -267,6 +267,7 @@ class MegatronFSDP(nn.Module):
         self._refuse_inside_backward("finish_grad_sync")
         model = self._model
         if model is not None:
+            model.engine.finish_gradient_sync()  # What is on its way over the inner ranks alone can go on over the outer ones then.
             self._set_reductions(True, fully=True)
             try:
                 if model._finalization is not None:
@@ -294,6 +295,7 @@ class MegatronFSDP(nn.Module):
         model = self._model
         if self.ddp_config.overlap_grad_reduce or model is None or model._finalization is not None:
             return
+        model.engine.finish_gradient_sync()
         self._set_reductions(True, fully=True)
         try:
             model.finalize_backward(async_op=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,19 +36,28 @@ def plain_model(width: int = 8, hidden: int = 12, blocks: int = 3, dtype: torch.
     return nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, 3)).to(dtype)
 
 
-def mesh_of(kind: str) -> tuple[DeviceMesh, dict[str, Any]]:
-    """A mesh of all ranks, and the arguments that name its dimensions: "fsdp", "hsdp", "hfsdp"."""
+@functools.cache  # DTensor's caches take equal meshes for the same, and the process groups of the older one with it.
+def mesh_of(*dims: int) -> DeviceMesh:
+    """A mesh of all ranks: (data, tensor) or (outer, data), the latter with both in one as "both"."""
+    mesh = init_device_mesh(
+        "cpu", dims, mesh_dim_names=("dp", "tp") if dims[0] == dist.get_world_size() else ("outer", "dp")
+    )
+    if dims[0] != dist.get_world_size():
+        mesh["outer", "dp"]._flatten("both")
+    return mesh
+
+
+def ranks_of(kind: str) -> dict[str, Any]:
+    """The arguments for a mesh of all ranks: "fsdp", "hsdp" or "hfsdp"."""
     world = dist.get_world_size()
     if kind == "fsdp":
-        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
-        return mesh, {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
-    both = mesh["outer", "dp"]._flatten("both")
-    return mesh, {
+        return {"device_mesh": mesh_of(world, 1), "dp_shard_dim": "dp", "tp_dim": "tp"}
+    mesh = mesh_of(2, world // 2)
+    return {
         "device_mesh": mesh,
         "dp_shard_dim": "dp",
         "dp_outer_dim": "outer",
-        "hybrid_fsdp_group": both.get_group(),
+        "hybrid_fsdp_group": mesh["both"].get_group(),
         "outer_dp_sharding_strategy": "optim" if kind == "hfsdp" else "no_shard",
     }
 
@@ -55,7 +65,7 @@ def mesh_of(kind: str) -> tuple[DeviceMesh, dict[str, Any]]:
 def shard(model: nn.Module, strategy: str = "optim_grads_params", kind: str = "fsdp", **options: Any) -> MegatronFSDP:
     """A sharded model whose units are its blocks."""
     options.setdefault("fsdp_unit_modules", [Block])
-    return fully_shard_model(model, zero_dp_strategy=strategy, **mesh_of(kind)[1], **options)
+    return fully_shard_model(model, zero_dp_strategy=strategy, **ranks_of(kind), **options)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
