@@ -91,13 +91,13 @@ def mean_gradients(model: nn.Module, steps: list[int], dtype: torch.dtype = torc
     return gradients
 
 
-def gathered_gradients(model: MegatronFSDP) -> list[torch.Tensor]:
-    """Those that the model's parameters have; zeros where there are none."""
+def gathered_gradients(model: MegatronFSDP, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Those that the model's parameters have; zeros, of that dtype or the parameter's, where there are none."""
     found = []
     for p in model.parameters():
         gradient = p.grad
         if gradient is None:  # Others may have rows of it.
             assert isinstance(p, DTensor)
-            gradient = DTensor(torch.zeros_like(p._local_tensor), p._spec, requires_grad=False)
+            gradient = DTensor(torch.zeros_like(p._local_tensor, dtype=dtype), p._spec, requires_grad=False)
         found.append(whole(gradient).clone())
     return found
