@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import warnings
@@ -358,7 +359,7 @@ def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
 
 def tell() -> list[str]:
     config._told.clear()
-    said = []
+    said: list[str] = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -385,7 +386,7 @@ def build_on_meta(kind: str) -> None:
         del module[-1]
         for block in module:
             if isinstance(block, Block):  # The parameter has no reset_parameters().
-                block.reset_parameters = lambda block=block: nn.init.constant_(block.scale, 2.0)  # type: ignore[assignment]
+                block.reset_parameters = lambda block=block: nn.init.constant_(block.scale, 2.0)
     torch.manual_seed(dist.get_rank())
     model = shard(module, kind=kind, init_model_with_meta_device=True)
     torch.manual_seed(0)
@@ -410,7 +411,7 @@ def no_cuda() -> None:
     model = fully_shard_model(plain_model(), fsdp_unit_modules=["support.megatron.Block"])
     assert isinstance(model.module, nn.Sequential)
     assert model.model_auto_sync
-    assert model.dist_index.get_dp_group().size() == dist.get_world_size()
+    assert dist.get_world_size(model.dist_index.get_dp_group()) == dist.get_world_size()
     model(batch(0, 0)).sum().backward()
 
 
@@ -422,13 +423,10 @@ def test_installing_is_reversible() -> None:
     before = {name for name in sys.modules if "megatron" in name}
     libfsdp.install_megatron()
     libfsdp.install_megatron()
-    import megatron_fsdp
-    from megatron_fsdp import MixedPrecisionPolicy as Theirs
-    from megatron_fsdp.fully_shard import fully_shard_model as function
-
-    assert Theirs is MixedPrecisionPolicy
-    assert function is fully_shard_model
-    assert megatron_fsdp.fully_shard is fully_shard
+    package, module = (importlib.import_module(name) for name in ("megatron_fsdp", "megatron_fsdp.fully_shard"))
+    assert package.MixedPrecisionPolicy is MixedPrecisionPolicy
+    assert module.fully_shard_model is fully_shard_model
+    assert package.fully_shard is fully_shard
     libfsdp.uninstall_megatron()
     assert {name for name in sys.modules if "megatron" in name} == before
     installed = importlib.util.find_spec("megatron_fsdp")

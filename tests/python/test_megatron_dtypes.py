@@ -22,8 +22,9 @@ VALUES = ("fp32", "bf16", "auto", None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolved(main: str | None, grads: str | None, wire: str | None, own: torch.dtype) -> tuple[torch.dtype, ...]:
+def resolved(names: tuple[str | None, ...], own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """What the page says: None, and "auto", are the model's own dtype, and for what travels that of main gradients."""
+    main, grads, wire = names
     of_grads = DTYPES.get(grads or "", own)
     return DTYPES.get(main or "", own), of_grads, DTYPES.get(wire or "", of_grads)
 
@@ -49,7 +50,7 @@ def reference(own: torch.dtype, microbatches: int) -> list[list[list[torch.Tenso
 def cell(
     strategy: str, names: tuple[str | None, ...], own: torch.dtype, computed: list[list[list[torch.Tensor]]]
 ) -> None:
-    main, grads, wire = resolved(*names, own)
+    main, grads, wire = resolved(names, own)
     policy = MixedPrecisionPolicy(*names)
     model = shard(plain_model(blocks=1, dtype=own), strategy, mixed_precision_policy=policy, use_decoupled_grad=True)
     parameters = list(model.parameters())
@@ -109,7 +110,7 @@ def test_half_precision(ranks: StartRanks, strategy: str) -> None:
 def optimize(strategy: str, names: tuple[str | None, ...]) -> None:
     warnings.simplefilter("ignore")
     own = torch.bfloat16
-    main = resolved(*names, own)[0]
+    main = resolved(names, own)[0]
     model = shard(plain_model(dtype=own), strategy, mixed_precision_policy=MixedPrecisionPolicy(*names))
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
     seen = []
@@ -171,7 +172,7 @@ def test_policies() -> None:
     with pytest.raises(ValueError, match=r"main_grads_dtype is torch\.int8"):
         MixedPrecisionPolicy(main_grads_dtype=torch.int8)
     with pytest.raises(ValueError, match="grad_comm_dtype is 'fp8'"):
-        MixedPrecisionPolicy(grad_comm_dtype="fp8")  # type: ignore[arg-type]
+        MixedPrecisionPolicy(grad_comm_dtype="fp8")
     with pytest.warns(DeprecationWarning, match="is deprecated"), pytest.raises(ValueError, match="leave it out"):
         MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_reduce_in_fp32=True)
 

@@ -14,6 +14,7 @@ from libfsdp.megatron._config import DistributedDataParallelConfig, ShardingStra
 from libfsdp.megatron._index import FSDPDistributedIndex
 from libfsdp.megatron._optimizer import StateTemplate, exchange_parameters, extend
 from libfsdp.megatron._policy import MixedPrecisionPolicy
+from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,7 +167,13 @@ def fully_shard_model(
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=report_nan_in_param_grad,
     )
+    if preproc_state_dict_for_dcp_ckpt and strategy != ShardingStrategy.NO_SHARD:
+        model.register_state_dict_post_hook(_tell_where_shards_lie)
     return model
+
+
+def _tell_where_shards_lie(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    preprocess_state_dict_for_uneven_dtensor(state_dict)
 
 
 def fully_shard_optimizer(
@@ -189,9 +196,9 @@ def fully_shard_optimizer(
     Raises:
         ValueError: if its parameters are not those of one MegatronFSDP.
     """
-    extend(optimizer)
+    model = extend(optimizer)
     if preproc_state_dict_for_dcp_ckpt:
-        StateTemplate(optimizer)
+        StateTemplate(optimizer, tells_places=model.strategy != ShardingStrategy.NO_SHARD)
     return optimizer
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -114,8 +116,15 @@ class StateTemplate:
     makes what they would; the optimizer itself stays as it is.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, tells_places: bool) -> None:
+        """Registers hooks.
+
+        Args:
+            optimizer: of a MegatronFSDP's parameters.
+            tells_places: state dicts say where shards lie, for torch.distributed.checkpoint.
+        """
         self._made: list[nn.Parameter] = []
+        self._tells_places = tells_places
         optimizer.register_state_dict_pre_hook(self._fill)
         optimizer.register_state_dict_post_hook(self._empty)
 
@@ -153,6 +162,8 @@ class StateTemplate:
         for p in self._made:
             optimizer.state.pop(p, None)
         self._made.clear()
+        if self._tells_places:
+            preprocess_state_dict_for_uneven_dtensor(state_dict["state"])
 
 
 def _zeros_like(p: nn.Parameter) -> nn.Parameter:
