@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from libfsdp._memory_of_group import use_memory_of_group
 from libfsdp.megatron._config import tell_once
 
 if TYPE_CHECKING:
@@ -88,8 +89,15 @@ class ParamAndGradBuffer:
 
     def manual_buffer_registration(self) -> None:
         """Registers the buffers of collectives with NCCL, where that was asked for and they have not been."""
-        if not self._model.ddp_config.nccl_ub or not any(s.mesh.device.type == "cuda" for s in self._states):
+        if not self._model.ddp_config.nccl_ub or not self.register():
             tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and CUDA")
+
+    def register(self) -> bool:
+        """Buffers of collectives come from the process groups' own allocators from now on; False: they have none."""
+        on_cuda = [state for state in self._states if state.mesh.device.type == "cuda"]
+        for state in on_cuda:
+            use_memory_of_group(state, enable=True)
+        return bool(on_cuda)
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """As the model's."""

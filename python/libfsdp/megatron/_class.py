@@ -96,6 +96,7 @@ class MegatronFSDP(nn.Module):
 
         Raises:
             ValueError: for options that do not fit each other, or the mesh.
+            NotImplementedError: for TransformerEngine's quantized parameters.
         """
         super().__init__()
         self.ddp_config = ddp_config or DistributedDataParallelConfig(
@@ -113,6 +114,12 @@ class MegatronFSDP(nn.Module):
             raise ValueError(
                 "init_model_with_meta_device needs sharding: with 'no_shard' each rank has the whole model all the same; "
                 "build it on the device"
+            )
+        quantized = [name for name, p in module.named_parameters() if hasattr(p, "_quantizer")]
+        if quantized:
+            raise NotImplementedError(
+                f"parameters {quantized} are TransformerEngine's quantized ones, which can't be sharded yet: build the module "
+                "outside of quantized_model_init; its activations are quantized by autocast all the same"
             )
         experts = any(getattr(p, "allreduce", True) is False for p in module.parameters())
         if experts and dist_index.get_dp_group(is_expert_parallel=True) is None:
@@ -167,6 +174,10 @@ class MegatronFSDP(nn.Module):
             p.grad_added_to_main_grad = False
         self._gradients = MainGradients(self._states, decoupled=self.ddp_config.megatron_fsdp_use_decoupled_grad)
         self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
+        if self.ddp_config.megatron_fsdp_cuda_graph_mode:
+            module.set_keep_unsharded_storage(True)  # type: ignore[operator]
+        if self.ddp_config.nccl_ub and not self.ddp_config.fsdp_manual_registration:
+            self.param_and_grad_buffer.register()
         running = self._states[0].running
         running.after_backward = weak_method(self._end_backward)
         running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
