@@ -175,7 +175,7 @@ class MegatronFSDP(nn.Module):
         self._gradients = MainGradients(self._states, decoupled=self.ddp_config.megatron_fsdp_use_decoupled_grad)
         self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:
-            module.set_keep_unsharded_storage(True)  # type: ignore[operator]
+            self.module.set_keep_unsharded_storage(True)
         if self.ddp_config.nccl_ub and not self.ddp_config.fsdp_manual_registration:
             self.param_and_grad_buffer.register()
         running = self._states[0].running
