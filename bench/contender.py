@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 Reply = dict[str, Any]
 CONTENDERS = (
     *("libfsdp_python", "libfsdp_python_no_reshard", "fsdp2", "fsdp2_no_reshard", "fsdp2_instant"),
+    *("libfsdp_megatron", "megatron_fsdp"),
     *("ddp", "local", "collectives"),
     *(f"optimizer_{kind}" for kind in OPTIONS),
 )
@@ -64,10 +65,13 @@ class Trainer:
         model = GPT(self.config)
         fill_parameters(model)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = wrap(args.contender, model)
+        megatron = megatron_of(args.contender)
+        self.model = wrap_as_megatron(megatron, model) if megatron else wrap(args.contender, model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
+        if megatron:
+            self.optimizer = megatron.fully_shard_optimizer(optimizer=self.optimizer)
         gc.collect()
         gc.freeze()  # What lives as long as the process is not looked at again.
         gc.disable()
@@ -172,6 +176,20 @@ def fully_shard_of(contender: str) -> Callable[..., Any]:
         return fully_shard
     libfsdp: Any = importlib.import_module("libfsdp")
     return cast(Callable[..., Any], libfsdp.fully_shard)
+
+
+def megatron_of(contender: str) -> Any:
+    """The package with Megatron-FSDP's names, its own or libfsdp's; None for other contenders."""
+    if contender == "megatron_fsdp":
+        return importlib.import_module("megatron_on_cpu").peer()
+    return importlib.import_module("libfsdp.megatron") if contender == "libfsdp_megatron" else None
+
+
+def wrap_as_megatron(megatron: Any, model: GPT) -> nn.Module:
+    """The model as a user of Megatron-FSDP shards it: each block is a unit."""
+    units = [type(model.blocks[0])]
+    sharded = megatron.fully_shard_model(module=model, fsdp_unit_modules=units, device=torch.device("cpu"))
+    return cast(nn.Module, sharded)
 
 
 def wrap(contender: str, model: GPT) -> nn.Module:

@@ -105,7 +105,11 @@ case $target in
     (need_python_packages --no-deps torchtitan==0.3.0) || echo "setup: going on without torchtitan; its tests are skipped" >&2
     command -v mpirun >/dev/null || (apt_install openmpi-bin) || echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;
-  bench) need_python_packages matplotlib ;;
+  bench)
+    need_python_packages matplotlib
+    # The peer of bench/megatron_on_cpu.py; it would bring a torch of its own.
+    need_python_packages --no-deps megatron-fsdp==0.6.1 einops
+    ;;
   format) need_python_packages clang-format==14.0.6 ;;
   lint) need_python_packages ruff==0.17.5 mypy==2.4.1 'pytest>=8' ;;
   clang) need_clang ;;
