@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gpt import GPTConfig
 from measure import ModelCase, Pace
+from workloads import OTHERS
 
 VOCAB, CONTEXT, SEQUENCES = 4096, 128, 4
 
@@ -23,6 +24,22 @@ def step(dim: int, layers: int, pace: Pace) -> PacedModel:
     return PacedModel(ModelCase(f"d{dim}", GPTConfig(VOCAB, dim, layers, heads=8, context=CONTEXT), SEQUENCES), pace)
 
 
+# Who takes part where options, or models that nobody tuned for, are measured.
+VARIANTS = frozenset({"libfsdp_python", "libfsdp_python_no_reshard", "fsdp2", "fsdp2_tuned", "ddp", "local"})
+OF_SHARDING = frozenset({"libfsdp_python", "fsdp2", "fsdp2_tuned"})
+
+
+def variant(name: str, *options: str, ranks: int = 2, only: frozenset[str] = VARIANTS) -> PacedModel:
+    """The GPT of d256 with options of contender.py."""
+    config = GPTConfig(VOCAB, 256, 8, heads=8, context=CONTEXT)
+    return PacedModel(ModelCase(name, config, SEQUENCES, ranks=ranks, options=options, only=only), Pace(rounds=6, turn=2))
+
+
+def other(name: str) -> PacedModel:
+    """A model of workloads.py."""
+    return PacedModel(ModelCase(name, None, 0, options=("--model", name), only=VARIANTS), Pace(rounds=6, turn=2))
+
+
 def host(name: str, world: int, layers: int, pace: Pace) -> PacedModel:
     """Blocks so tiny that a step is little but host time, of a lone rank whose collectives move nothing."""
     return PacedModel(ModelCase(name, GPTConfig(vocab=64, dim=16, layers=layers, heads=2, context=4), 1, world), pace)
@@ -33,9 +50,18 @@ MODELS = {
     for case in (
         step(256, 8, Pace(rounds=12, turn=3)),
         step(512, 12, Pace(rounds=8, turn=2)),
+        variant("ranks4", ranks=4),
+        variant("bf16", "--bf16", "1", only=OF_SHARDING),
+        variant("accumulate", "--microbatches", "4"),
+        variant("recompute", "--recompute", "1"),
+        variant("hsdp", "--replicas", "2", ranks=4, only=OF_SHARDING),
+        *(other(name) for name in OTHERS),
         host("world8", 8, 48, Pace(rounds=12, turn=5)),
         host("world1024", 1024, 48, Pace(rounds=10, turn=3)),
         # As many units as a model of many experts has.
         host("units4000", 8, 4000, Pace(rounds=8, turn=2)),
     )
 }
+
+# Beside d256 and d512: those that are trained over ranks, with options or with other models.
+VARIANTS_OF_STEPS = [name for name, paced in MODELS.items() if paced.model.only]

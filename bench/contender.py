@@ -7,6 +7,7 @@ by one line of JSON on stdout. Between two lines the process sleeps in a read. c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -14,21 +15,25 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch, fill_parameters
+from gpt import BatchPlace, GPTConfig
 from optimizer_steps import OPTIONS, WORLD, OptimizerSteps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from workloads import OTHERS, Batch, Workload, gpt
 
 Reply = dict[str, Any]
 CONTENDERS = (
-    *("libfsdp_python", "libfsdp_python_no_reshard", "fsdp2", "fsdp2_no_reshard", "fsdp2_instant"),
+    *("libfsdp_python", "libfsdp_python_no_reshard"),
+    *("fsdp2", "fsdp2_no_reshard", "fsdp2_tuned", "fsdp2_tuned_2", "fsdp2_tuned_no_reshard", "fsdp2_instant"),
     *("libfsdp_megatron", "megatron_fsdp"),
     *("ddp", "local", "collectives"),
     *(f"optimizer_{kind}" for kind in OPTIONS),
@@ -53,20 +58,18 @@ class Trainer:
     """A model with its optimizer, wrapped as the contender's name says."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.config = GPTConfig(args.vocab, args.dim, args.layers, args.heads, args.context)
-        self.sequences: int = args.batch
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
-        self.steps_done = 0
+        self.batches_drawn = 0
         self.sharded_over_peers = args.contender != "local" and not args.fake_world
         if args.contender != "local":
             join_ranks(args.fake_world)
         self.base_kib = read_memory()["now_kib"]
-        model = GPT(self.config)
-        fill_parameters(model)
-        self.parameters = sum(p.numel() for p in model.parameters())
+        self.work = workload_of(args)
+        self.microbatches: int = args.microbatches
+        self.parameters = sum(p.numel() for p in self.work.model.parameters())
         megatron = megatron_of(args.contender)
-        self.model = wrap_as_megatron(megatron, model) if megatron else wrap(args.contender, model)
+        self.model = wrap_as_megatron(megatron, self.work) if megatron else wrap(args, self.work)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -86,32 +89,48 @@ class Trainer:
             return {"base_kib": self.base_kib, **read_memory()}
         raise ValueError(f"no such verb: {verb}")
 
-    def repeat(self, work: Callable[[Tensor, Tensor], Tensor], count: int) -> Reply:
-        """Times `count` steps, each on the next batch; drawing it, the collector and the barrier are not timed."""
+    def repeat(self, work: Callable[[list[Batch]], Tensor], count: int) -> Reply:
+        """Times `count` steps, each on the next batches; drawing them, the collector and the barrier are not timed."""
         times, losses = [], []
         for _ in range(count):
-            place = BatchPlace(self.steps_done, self.rank, self.world)
-            tokens, targets = draw_batch(self.config, self.sequences, place)
+            batches = [self.draw() for _ in range(self.microbatches)]
             gc.collect()
             if self.sharded_over_peers:
                 dist.barrier()
             start = time.perf_counter()
-            loss = work(tokens, targets)
+            loss = work(batches)
             times.append((time.perf_counter() - start) * 1e3)
             losses.append(loss.item())
             self.optimizer.zero_grad()  # Nothing is left to drop after a training step.
-            self.steps_done += 1
         return {"ms": times, "loss": losses}
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Leaves the gradients to be looked at, or dropped."""
-        loss = cross_entropy(self.model(tokens), targets)
-        loss.backward()
+    def draw(self) -> Batch:
+        """The next batch of this rank."""
+        self.batches_drawn += 1
+        return self.work.draw(BatchPlace(self.batches_drawn - 1, self.rank, self.world))
+
+    def forward_backward(self, batches: list[Batch]) -> Tensor:
+        """Leaves the gradients to be looked at, or dropped; they are reduced with the last batch."""
+        for batch in batches:
+            is_last = batch is batches[-1]
+            with self.reducing(is_last):
+                loss = self.work.loss(self.model, batch) / len(batches)
+                loss.backward()
         return loss
 
-    def train(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def reducing(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a batch: whether its gradients are reduced, as users of each contender say it."""
+        if self.microbatches == 1:
+            return contextlib.nullcontext()
+        if isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext() if is_last else self.model.no_sync()
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(is_last)
+        return contextlib.nullcontext()
+
+    def train(self, batches: list[Batch]) -> Tensor:
         """A whole training step."""
-        loss = self.forward_backward(tokens, targets)
+        loss = self.forward_backward(batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
@@ -185,37 +204,77 @@ def megatron_of(contender: str) -> Any:
     return importlib.import_module("libfsdp.megatron") if contender == "libfsdp_megatron" else None
 
 
-def wrap_as_megatron(megatron: Any, model: GPT) -> nn.Module:
-    """The model as a user of Megatron-FSDP shards it: each block is a unit."""
-    units = [type(model.blocks[0])]
-    sharded = megatron.fully_shard_model(module=model, fsdp_unit_modules=units, device=torch.device("cpu"))
+def wrap_as_megatron(megatron: Any, work: Workload) -> nn.Module:
+    """The model as a user of Megatron-FSDP shards it: units by their classes."""
+    units = list({type(unit) for unit in work.units})
+    sharded = megatron.fully_shard_model(module=work.model, fsdp_unit_modules=units, device=torch.device("cpu"))
     return cast(nn.Module, sharded)
 
 
-def wrap(contender: str, model: GPT) -> nn.Module:
-    """The model as the contender trains it: each block is a unit; embedding, norm and head are the root's."""
+def workload_of(args: argparse.Namespace) -> Workload:
+    """What is trained; with --recompute, units keep their inputs alone."""
+    torch.manual_seed(0)  # Biases keep what torch draws for them.
+    if args.model != "gpt":
+        return OTHERS[args.model]()
+    work = gpt(GPTConfig(args.vocab, args.dim, args.layers, args.heads, args.context), args.batch)
+    if args.recompute:
+        for unit in work.units:
+            recompute(unit)
+    return work
+
+
+def recompute(unit: nn.Module) -> None:
+    """The unit's forward runs once more in backward."""
+    forward = unit.forward
+    unit.forward = lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+
+
+def wrap(args: argparse.Namespace, work: Workload) -> nn.Module:
+    """The model as the contender trains it: the rest, beside the units, is the root's."""
+    contender, model = args.contender, work.model
     if contender == "local":
         return model
     if contender == "ddp":
         return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    world = dist.get_world_size()
+    mesh: DeviceMesh = (
+        init_device_mesh("cpu", (args.replicas, world // args.replicas), mesh_dim_names=("replicate", "shard"))
+        if args.replicas
+        else init_device_mesh("cpu", (world,))
+    )
     shard = fully_shard_of(contender)
-    for block in model.blocks:
-        shard(block, mesh=mesh, reshard_after_forward=not contender.endswith("_no_reshard"))
-    shard(model, mesh=mesh)  # The root stays gathered from forward into backward, as is FSDP2's default.
+    options: dict[str, Any] = {"mesh": mesh}
+    if args.bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in work.units:
+        shard(unit, reshard_after_forward=not contender.endswith("_no_reshard"), **options)
+    shard(model, **options)  # The root stays gathered from forward into backward, as is FSDP2's default.
     if contender == "fsdp2_instant":
-        for module in (model, *model.blocks):
+        for module in (model, *work.units):
             module.set_custom_all_gather(InstantCollective())
             module.set_custom_reduce_scatter(InstantCollective())
+    if contender.startswith("fsdp2_tuned"):
+        tune(model, work.units, ahead=2 if contender.endswith("_2") else 1)
     return model
+
+
+def tune(model: Any, units: Sequence[Any], ahead: int) -> None:
+    """FSDP2 as its experts run it: each unit names those that follow, in forward and in backward, and gathers are started at once."""
+    model._set_unshard_async_op(True)
+    model.set_modules_to_forward_prefetch(list(units[:ahead]))
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - ahead) : place])))
 
 
 def parse_arguments() -> argparse.Namespace:
     """The sizes come from bench/cases.py; the C++ contenders take the same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=CONTENDERS)
-    for name in ("vocab", "dim", "layers", "heads", "context", "batch", "fake-world"):
+    parser.add_argument("--model", choices=tuple(chain(("gpt",), OTHERS)), default="gpt")
+    for name in ("vocab", "dim", "layers", "heads", "context", "batch", "fake-world", "bf16", "recompute", "replicas"):
         parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument("--microbatches", type=int, default=1)
     return parser.parse_args()
 
 

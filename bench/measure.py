@@ -6,13 +6,14 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import truediv
 from pathlib import Path
 
 from fleet import BenchError, Contender, Fleet, Launch
 from gpt import GPTConfig
+from intervals import median_interval
 from optimizer_steps import OPTIONS
 from theory import FORMULA, theory_mib
 
@@ -29,6 +30,9 @@ TRAINERS = {
     "libfsdp_python_no_reshard": ("python", "libfsdp_python_no_reshard"),
     "fsdp2": ("python", "fsdp2"),
     "fsdp2_no_reshard": ("python", "fsdp2_no_reshard"),
+    "fsdp2_tuned": ("python", "fsdp2_tuned"),
+    "fsdp2_tuned_2": ("python", "fsdp2_tuned_2"),
+    "fsdp2_tuned_no_reshard": ("python", "fsdp2_tuned_no_reshard"),
     "libfsdp_megatron": ("python", "libfsdp_megatron"),
     "megatron_fsdp": ("python", "megatron_fsdp"),
     "ddp": ("python", "ddp"),
@@ -46,6 +50,10 @@ HOST_BASELINES = {"libfsdp": "local_cpp", "libfsdp_python": "local", "fsdp2": "l
 OPTIMIZERS = {kind: ("python", f"optimizer_{kind}") for kind in OPTIONS}
 COLLECTIVES = {"libfsdp": ("cpp", "collectives"), "c10d": ("python", "collectives")}
 LOCALS = ("local", "local_cpp")
+# Plain training in the language of each contender that is not Python's.
+PLAIN = {"libfsdp": "local_cpp", "libfsdp_no_reshard": "local_cpp"}
+# The settings of FSDP2, the fastest of which is what others are measured against.
+BEST = "fsdp2_best"
 # Release 0.6.1 scales the first update of AdamW by 0.746: only its first loss is everybody's.
 OTHER_UPDATES = (*LOCALS, "megatron_fsdp")
 REFERENCES = ("fsdp2", "ddp", "megatron_fsdp")
@@ -66,6 +74,8 @@ class Row:
     metric: str
     unit: str
     median: float
+    low: float
+    high: float
     min: float
     max: float
     n: int
@@ -99,23 +109,32 @@ class Pace:
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model to train over RANKS ranks, or (world > 0) on one rank of `world` whose collectives move no data."""
+    """A model to train over `ranks` ranks, or (world > 0) on one rank of `world` whose collectives move no data.
+
+    `options` are contender.py's. `only`: who takes part, if not all do; C++ contenders know no options.
+    """
 
     name: str
-    config: GPTConfig
+    config: GPTConfig | None  # None: the model that `options` name.
     sequences: int
     world: int = 0
+    ranks: int = RANKS
+    options: tuple[str, ...] = ()
+    only: frozenset[str] = frozenset()
 
     def arguments(self) -> list[str]:
-        """The sizes, as both programs take them."""
+        """The sizes, as both programs take them, and the options."""
+        if self.config is None:
+            return list(self.options)
         fields = ("vocab", "dim", "layers", "heads", "context")
         sizes = [text for field in fields for text in (f"--{field}", str(getattr(self.config, field)))]
-        return [*sizes, "--batch", str(self.sequences)]
+        return [*sizes, "--batch", str(self.sequences), *self.options]
 
 
 def row(case: str, contender: str, metric: str, unit: str, values: Sequence[float]) -> Row:
-    """Median and range of the values."""
-    return Row(case, contender, metric, unit, statistics.median(values), min(values), max(values), len(values))
+    """Median, how sure it is, and range of the values."""
+    low, high = median_interval(values)
+    return Row(case, contender, metric, unit, statistics.median(values), low, high, min(values), max(values), len(values))
 
 
 @dataclass(frozen=True)
@@ -192,9 +211,10 @@ def memory_rows(case: ModelCase, contenders: Sequence[Contender]) -> list[Row]:
         if "engine_peak_kib" in replies[0]:
             counted = [reply["engine_peak_kib"] / 1024 for reply in replies]
             rows.append(row(case.name, contender.name, "engine_peak_mib", "MiB", counted))
-    least = theory_mib(case.config, case.sequences, RANKS)
-    rows.append(row(case.name, "theory", "rss_over_base_mib", f"MiB: {FORMULA}", [least]))
-    high_water["theory"] = least
+    if case.config is not None and not case.options:
+        least = theory_mib(case.config, case.sequences, case.ranks)
+        rows.append(row(case.name, "theory", "rss_over_base_mib", f"MiB: {FORMULA}", [least]))
+        high_water["theory"] = least
     for reference in REFERENCES:
         if reference in high_water:
             pairs = {name: mib / high_water[reference] for name, mib in high_water.items() if name != reference}
@@ -202,16 +222,43 @@ def memory_rows(case: ModelCase, contenders: Sequence[Contender]) -> list[Row]:
     return rows
 
 
+def with_best(samples: dict[str, Rounds]) -> dict[str, Rounds]:
+    """The samples, and once more those of FSDP2's fastest setting, as BEST's."""
+    settings = [name for name in samples if name.startswith("fsdp2")]
+    if not settings:
+        return samples
+    fastest = min(settings, key=lambda name: statistics.median(flat(samples[name])))
+    return {**samples, BEST: samples[fastest]}
+
+
+def overhead_rows(case: str, samples: dict[str, Rounds]) -> list[Row]:
+    """What each contender takes longer than plain training, as a part of that; and against FSDP2's fastest setting."""
+
+    def part(step: float, plain: float) -> float:
+        return (step - plain) / plain
+
+    overheads = {
+        name: [[value] for value in paired(rounds, samples[plain], part)]
+        for name, rounds in samples.items()
+        if name not in LOCALS and (plain := PLAIN.get(name, "local")) in samples
+    }
+    rows = [row(case, name, "step_overhead", "x", flat(rounds)) for name, rounds in overheads.items()]
+    return rows + ratio_rows(case, "overhead", overheads, (BEST,))
+
+
 def measure_steps(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
     """(a) step time and (c) memory of a training step, optimizer included."""
-    with Fleet(programs.launches(TRAINERS, case.arguments(), RANKS)) as contenders:
+    takes_part = replace(programs, only=programs.only & case.only if programs.only and case.only else programs.only or case.only)
+    with Fleet(takes_part.launches(TRAINERS, case.arguments(), case.ranks)) as contenders:
         losses = warm_up(contenders, "step")
         check_losses(case.name, losses, steps=1)
         check_losses(case.name, {name: v for name, v in losses.items() if name not in OTHER_UPDATES}, WARM_UP_STEPS)
         rounds = interleave(case.name, [Turn(contender, "step") for contender in contenders], pace)
         samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
+        samples = with_best(samples)
         rows = [row(case.name, name, "step_ms", "ms", flat(of_it)) for name, of_it in samples.items()]
-        return rows + ratio_rows(case.name, "step", samples, REFERENCES) + memory_rows(case, contenders)
+        rows += overhead_rows(case.name, samples)
+        return rows + ratio_rows(case.name, "step", samples, (*REFERENCES, BEST)) + memory_rows(case, contenders)
 
 
 def measure_host(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
@@ -234,6 +281,7 @@ def host_rows(case: ModelCase, samples: dict[str, Rounds]) -> list[Row]:
     """Per unit and step: (sharded - plain) / units, paired by round."""
 
     def added_us(sharded_ms: float, plain_ms: float) -> float:
+        assert case.config is not None
         return (sharded_ms - plain_ms) * 1e3 / case.config.layers
 
     added = {

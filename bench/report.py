@@ -11,6 +11,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+import history
+from intervals import is_below_resolution
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from measure import Row
@@ -27,12 +29,19 @@ class Target:
 
 
 TARGETS = (
+    Target("d512", "libfsdp", "step_overhead", 0.03),
+    Target("d512", "libfsdp_python", "overhead_ratio_to_fsdp2_best", 1 / 2),
+    Target("d512", "libfsdp_python", "rss_ratio_to_fsdp2", 0.7),
+    Target("d512", "libfsdp_megatron", "step_ratio_to_megatron_fsdp", 0.75),
     Target("d512", "libfsdp", "step_ratio_to_fsdp2", 0.65),
     Target("d512", "libfsdp", "step_ratio_to_ddp", 1.15),
     Target("d512", "libfsdp_no_reshard", "step_ratio_to_ddp", 1.0),
     Target("d512", "libfsdp", "rss_ratio_to_fsdp2", 0.6),
     Target("world8", "libfsdp", "host_ratio_to_fsdp2", 1 / 40),
     Target("world1024", "libfsdp", "host_ratio_to_fsdp2", 1 / 100),
+    Target("world8", "libfsdp_python", "host_ratio_to_fsdp2", 1 / 12),
+    Target("world1024", "libfsdp_python", "host_ratio_to_fsdp2", 1 / 30),
+    Target("world8", "libfsdp_python", "host_ratio_to_fsdp2_instant", 1 / 10),
     Target("optimizer2000", "libfsdp", "optimizer_ratio_to_torch", 1 / 10),
 )
 
@@ -72,6 +81,7 @@ class Panel:
 PANELS = (
     Panel("Step, d=256, 8 layers, 2 ranks", "d256", "step_ms", "ms"),
     Panel("Step, d=512, 12 layers, 2 ranks", "d512", "step_ms", "ms"),
+    Panel("Over plain training, d=512, 2 ranks", "d512", "step_overhead", "part of a plain step"),
     Panel("Memory, d=256", "d256", "rss_over_base_mib", "MiB, high water over base"),
     Panel("Memory, d=512", "d512", "rss_over_base_mib", "MiB, high water over base"),
     Panel("Host time added, world 8", "world8", "host_us_per_unit", "µs per unit and step"),
@@ -90,6 +100,12 @@ COLOURS = {
     "fsdp2": "#D55E00",
     "fsdp2_no_reshard": "#E69F00",
     "fsdp2_instant": "#E69F00",
+    "fsdp2_tuned": "#B34700",
+    "fsdp2_tuned_2": "#B34700",
+    "fsdp2_tuned_no_reshard": "#F0C060",
+    "fsdp2_best": "#7A3000",
+    "libfsdp_megatron": "#0072B2",
+    "megatron_fsdp": "#76B900",
     "libfsdp_fuse": "#56B4E9",
     "torch": "#D55E00",
     "torch_foreach": "#E69F00",
@@ -114,6 +130,14 @@ def write(result: Result, json_path: Path) -> None:
     plot(result, json_path.with_suffix(".png"))
 
 
+def remember(result: Result, folder: Path) -> None:
+    """Adds the run's targets to the folder's history, if there are any."""
+    if targets := result.targets():
+        runs = history.append(folder / "history.jsonl", history.line_of(result.machine, targets))
+        limits = {" ".join((t.case, t.contender, t.metric)): t.limit for t in TARGETS}
+        history.plot(runs, limits, folder / "history.png")
+
+
 def markdown(result: Result) -> str:
     """Targets, then all rows (units without their explanation), then where it was measured."""
     target_lines = [
@@ -126,17 +150,27 @@ def markdown(result: Result) -> str:
         for t in result.targets()
     ]
     row_lines = [
-        (r.case, r.contender, r.metric, number(r.median), number(r.min), number(r.max), str(r.n), r.unit.split(":")[0])
+        (r.case, r.contender, r.metric, median_of(r), interval_of(r), number(r.min), number(r.max), str(r.n), r.unit.split(":")[0])
         for r in result.rows
     ]
     parts = [
         "# Benchmark",
         f"`{result.command}`",
         table(("case", "contender", "metric", "at most", "median", ""), target_lines) if target_lines else "",
-        table(("case", "contender", "metric", "median", "min", "max", "n", "unit"), row_lines),
+        table(("case", "contender", "metric", "median", "95 %", "min", "max", "n", "unit"), row_lines),
         table(("machine", ""), list(result.machine.items())),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def median_of(row: Row) -> str:
+    """The median, unless the noise is larger."""
+    return "below resolution" if is_below_resolution(row.low, row.high) else number(row.median)
+
+
+def interval_of(row: Row) -> str:
+    """Where the median lies."""
+    return f"{number(row.low)} to {number(row.high)}" if row.n > 1 else ""
 
 
 def verdict(met: bool) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import report
 import torch
-from cases import MODELS
+from cases import MODELS, VARIANTS_OF_STEPS
 from fleet import BenchError
 from measure import Pace, Programs, Row, measure_collectives, measure_host, measure_optimizers, measure_steps
 
@@ -51,6 +51,7 @@ def host_case(name: str, only: frozenset[str] = frozenset()) -> Case:
 CASES = {
     "d256": step_case("d256"),
     "d512": step_case("d512"),
+    **{name: step_case(name) for name in VARIANTS_OF_STEPS},
     "world8": host_case("world8"),
     "world1024": host_case("world1024"),
     # FSDP2 would take ten seconds a step.
@@ -131,6 +132,8 @@ def main() -> int:
         return 1
     result = report.Result(shlex.join(("python", "bench/run.py", *sys.argv[1:])), machine, rows)
     report.write(result, args.out)
+    if not args.quick and not machine["commit"].endswith("-dirty"):
+        report.remember(result, args.out.parent)
     print(report.markdown(result))
     return 0
 

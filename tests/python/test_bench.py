@@ -1,0 +1,108 @@
+"""The benchmark's own arithmetic: what becomes of measured times."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+import history
+import measure
+import report
+from intervals import is_below_resolution, median_interval
+
+
+def rounds(*values: float) -> measure.Rounds:
+    return [[value] for value in values]
+
+
+def test_an_interval_has_the_median_and_narrows() -> None:
+    few = [10.0, 11.0, 9.0, 10.5, 9.5]
+    low, high = median_interval(few)
+    assert min(few) <= low <= statistics.median(few) <= high <= max(few)
+    many = few * 20
+    assert median_interval(many)[1] - median_interval(many)[0] < high - low
+    assert median_interval([3.0]) == (3.0, 3.0)
+    assert median_interval(few) == median_interval(few)
+
+
+def test_noise_that_is_larger_than_a_difference_is_named() -> None:
+    assert is_below_resolution(-0.1, 0.2)
+    assert not is_below_resolution(0.01, 0.2)
+    assert not is_below_resolution(-0.2, -0.1)
+    noisy = measure.row("d512", "libfsdp", "step_overhead", "x", [-0.1, 0.1, -0.05, 0.05])
+    clear = measure.row("d512", "ddp", "step_overhead", "x", [0.5, 0.6, 0.55])
+    text = report.markdown(report.Result("run", {"cpu": "a"}, [noisy, clear]))
+    assert text.count("below resolution") == 1
+
+
+def test_pairs_cancel_what_slows_a_whole_round_down() -> None:
+    slow_round = (1.0, 3.0, 1.0)
+    sharded, plain = rounds(*(1.2 * x for x in slow_round)), rounds(*slow_round)
+    rows = measure.overhead_rows("d512", {"fsdp2": sharded, "local": plain})
+    assert [(row.contender, row.metric) for row in rows] == [("fsdp2", "step_overhead")]
+    assert rows[0].median == pytest.approx(0.2)
+    assert rows[0].max - rows[0].min == pytest.approx(0)
+
+
+def test_each_contender_is_compared_with_its_own_language() -> None:
+    samples = {"libfsdp": rounds(3.0), "libfsdp_python": rounds(3.0), "local": rounds(2.0), "local_cpp": rounds(1.0)}
+    overheads = {row.contender: row.median for row in measure.overhead_rows("d512", samples)}
+    assert overheads == {"libfsdp": 2.0, "libfsdp_python": 0.5}
+
+
+def test_the_fastest_setting_of_fsdp2_is_the_reference() -> None:
+    samples = {
+        "fsdp2": rounds(3.0, 3.0),
+        "fsdp2_tuned": rounds(2.0, 2.2),
+        "libfsdp_python": rounds(1.5, 1.5),
+        "local": rounds(1.0, 1.0),
+    }
+    best = measure.with_best(samples)
+    assert best["fsdp2_best"] == samples["fsdp2_tuned"]
+    ratios = {
+        row.contender: row.median
+        for row in measure.overhead_rows("d512", best)
+        if row.metric == "overhead_ratio_to_fsdp2_best"
+    }
+    assert ratios["libfsdp_python"] == pytest.approx(statistics.median([0.5 / 1.0, 0.5 / 1.2]))
+    assert measure.with_best({"ddp": rounds(1.0)}) == {"ddp": rounds(1.0)}
+
+
+def test_losses_that_differ_end_the_benchmark() -> None:
+    same: measure.Losses = {"fsdp2": [[1.0, 2.0]], "ddp": [[1.0, 2.0 + 1e-9]]}
+    measure.check_losses("d512", same, 2)
+    with pytest.raises(measure.BenchError, match=r"at step 1 on rank 0, fsdp2 has loss 2\.0 and ddp has 2\.1"):
+        measure.check_losses("d512", {**same, "ddp": [[1.0, 2.1]]}, 2)
+
+
+def test_targets_are_met_at_their_limit() -> None:
+    target = report.TARGETS[0]
+    for factor, met in ((1.0, True), (1.01, False)):
+        row = measure.row(target.case, target.contender, target.metric, "x", [factor * target.limit])
+        (found,) = report.Result("run", {}, [row]).targets()
+        assert found["met"] is met
+
+
+def test_history_keeps_a_line_for_each_commit(tmp_path: Path) -> None:
+    def run(commit: str, **measured: float) -> dict[str, Any]:
+        targets = [{"case": "d512", "contender": "libfsdp", "metric": name, "median": x} for name, x in measured.items()]
+        machine = {"commit": commit, "date": "today", "cpu": "a"}
+        return history.line_of(machine, targets)
+
+    path = tmp_path / "history.jsonl"
+    history.append(path, run("one", step=1.0))
+    history.append(path, run("two", step=2.0))
+    runs = history.append(path, run("one", memory=3.0))
+    assert [line["commit"] for line in runs] == ["two", "one"]
+    assert runs[1]["measured"] == {"d512 libfsdp step": 1.0, "d512 libfsdp memory": 3.0}
+    assert [json.loads(line) for line in path.read_text().splitlines()] == runs
+    history.plot(runs, {"d512 libfsdp step": 2.0, "d512 libfsdp memory": 2.0, "other": 1.0}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
