@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -20,6 +20,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 peers = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS) --results $(BUILD_DIR)/peers
+megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --checkout $(MEGATRON) --results $(BUILD_DIR)/peers/megatron
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
 .PHONY: help setup build train train-python test nightly peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
@@ -54,10 +55,13 @@ test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"; wi
 nightly: build $(STAMP)-test  ## What takes an hour or more: each Python model with each option; PyTorch's FSDP2 tests, with TESTS=its folder test/
 	FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R 'Python.test_(parity|features)' $(ARGS)
 	$(if $(TESTS),$(peers),@echo "nightly: no TESTS=, so PyTorch's tests are left out")
+	$(if $(MEGATRON),$(megatron))
 
-peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## PyTorch's FSDP2 tests against FSDP2 and libfsdp; TESTS=its folder test/, ARGS="--subset FILE"
+peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## A peer's tests against it and libfsdp; TESTS=PyTorch's folder test/, or MEGATRON=a checkout of Megatron-LM; ARGS="FILE"
+	@[ -n "$(TESTS)$(MEGATRON)" ] || { echo "make peers: give TESTS=PyTorch's folder test/, or MEGATRON=a checkout of Megatron-LM" >&2; exit 2; }
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
-	$(peers) $(ARGS)
+	$(if $(TESTS),$(peers) $(ARGS))
+	$(if $(MEGATRON),$(megatron) $(ARGS))
 
 large: build  ## Tests that take minutes and 10 GB of memory
 	ctest --test-dir $(BUILD_DIR) -C large -L large --output-on-failure --no-tests=error $(ARGS)

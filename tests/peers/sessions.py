@@ -1,4 +1,4 @@
-"""Runs a file of PyTorch's tests in pytest processes, until each test has an outcome."""
+"""Runs a file of a peer's tests in pytest processes, until each test has an outcome."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ NO_TESTS = 5  # pytest's exit code.
 class Options:
     """How tests are run."""
 
-    tests: Path  # PyTorch's folder test/.
-    module: str = ""  # What takes FSDP2's place, if anything.
+    tests: Path  # PyTorch's folder test/, or a copy of Megatron-LM's tests.
+    module: str = ""  # What takes the peer's place, if anything.
     ranks: int = 2
+    runner: str = "peers.on_cpu"  # The module that runs pytest.
+    writers: int = 1  # Processes of it that each tell of all tests.
     test_limit: int = 300  # Seconds.
     file_limit: int = 1800
 
@@ -48,6 +50,7 @@ class Ended:
     log: str
     exit_code: int
     killed: str = ""  # "test" or "file": whose time was over.
+    writers: int = 1
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,9 +59,12 @@ class Ended:
             if "phase" in event:
                 phases.setdefault(event["test"], []).append(event)
         for test, of_it in phases.items():
-            if of_it[-1]["phase"] == "teardown":
-                worst = next((p for p in of_it if p["outcome"] != "passed"), of_it[0])
-                seconds = round(sum(p["seconds"] for p in of_it), 2)
+            if sum(p["phase"] == "teardown" for p in of_it) == self.writers:
+                # A failure of any process counts, the first one's; what one skips and another one passes has passed.
+                failed = [p for p in of_it if p["outcome"] == "failed"]
+                skipped = [p for p in of_it if p["outcome"] == "skipped"]
+                worst = (failed or (skipped if len(skipped) == self.writers else []) or of_it)[0]
+                seconds = round(sum(p["seconds"] for p in of_it) / self.writers, 2)
                 self.outcomes[test] = Outcome(worst["outcome"], worst["text"], seconds)
 
     def collected(self) -> list[str]:
@@ -66,8 +72,9 @@ class Ended:
         return next((list(e["collected"]) for e in self.events if "collected" in e), [])
 
     def last_started(self) -> str:
-        """The test that was running when the process ended, if it ended early."""
-        return next((e["start"] for e in reversed(self.events) if "start" in e), "")
+        """The test that was running when the process ended early. Of several processes, the first test that one has not ended."""
+        started = [e["start"] for e in self.events if "start" in e]
+        return next((test for test in started if test not in self.outcomes), started[-1] if started else "")
 
 
 def run_pytest(options: Options, targets: list[str], deadline: float) -> Ended:
@@ -86,7 +93,7 @@ def run_pytest(options: Options, targets: list[str], deadline: float) -> Ended:
         "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
         "TMPDIR": str(scratch),
     }
-    command = [sys.executable, "-m", "peers.on_cpu", "-q", "--tb=short", "--rootdir", str(options.tests), *targets]
+    command = [sys.executable, "-m", options.runner, "-q", "--tb=short", "--rootdir", str(options.tests), *targets]
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -101,7 +108,7 @@ def run_pytest(options: Options, targets: list[str], deadline: float) -> Ended:
         killed = wait(process, events, options.test_limit + 30, deadline)
         lines = events.read_text().splitlines()
         tail = log.read_text(errors="replace")[-3000:]
-        return Ended([json.loads(line) for line in lines], tail, process.returncode or 0, killed)
+        return Ended([json.loads(line) for line in lines], tail, process.returncode or 0, killed, options.writers)
     finally:
         with contextlib.suppress(ProcessLookupError):  # None is left, if all went well.
             os.killpg(process.pid, signal.SIGKILL)
