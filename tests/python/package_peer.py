@@ -1,7 +1,7 @@
 """The Python side of tests/cpp/state/python_package_test.cpp: goes on with the package where C++ has stopped, on as many ranks.
 
-    package_peer.py SOURCE TARGET FIRST STEPS    run by torchrun: loads SOURCE, trains steps FIRST to FIRST + STEPS - 1, saves
-                                                 TARGET, with the losses of each rank
+    package_peer.py OPTIMIZER SOURCE TARGET FIRST STEPS    run by torchrun: loads SOURCE, trains steps FIRST to FIRST + STEPS - 1
+                                                           with AdamW or Muon, saves TARGET, with each rank's losses
 
 Exits with 0 if all went well.
 """
@@ -48,7 +48,17 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def main(source: str, target: str, first: int, steps: int) -> None:
+def make_optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """With the settings of the test in C++, whose Muon updates with AdamW what is no matrix of a block."""
+    if kind == "AdamW":
+        return [libfsdp.optim.AdamW(model.parameters(), lr=1e-2)]
+    hidden = {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
+    others = [p for name, p in model.named_parameters() if name not in hidden]
+    muon = libfsdp.optim.Muon(hidden.values(), lr=0.02, weight_decay=0.1)
+    return [muon, libfsdp.optim.AdamW(others, lr=1e-2)]
+
+
+def main(kind: str, source: str, target: str, first: int, steps: int) -> None:
     """Loads, trains and saves."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -56,24 +66,25 @@ def main(source: str, target: str, first: int, steps: int) -> None:
     for block in model.blocks:
         libfsdp.fully_shard(block)
     libfsdp.fully_shard(model)
-    optimizer = libfsdp.optim.AdamW(model.parameters(), lr=1e-2)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    optimizers = make_optimizers(kind, model)
+    model_state, optimizer_state = get_state_dict(model, optimizers)
     dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state)
     losses = []
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         loss = model(torch.randn(4, 3, generator=generator)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.detach())
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizers)
     state = {"model": model_state, "optim": optimizer_state, f"losses_{dist.get_rank()}": torch.stack(losses)}
     dcp.save(state, checkpoint_id=target)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
     end_rank()

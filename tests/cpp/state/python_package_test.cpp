@@ -5,11 +5,14 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "fsdp/save_load.h"
+#include "fsdp/fsdp.h"
+#include "support/make_optimizer.h"
 #include "support/multi_rank.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
@@ -30,38 +33,59 @@ using Tensors = std::map<std::string, at::Tensor>;
 constexpr int kRanks = 2;
 fsdp::testing::Stack make_stack() { return fsdp::testing::make_stack({.width = 32, .hidden = {64, 32}}); }
 
+/// An optimizer of both languages, and how its state lies on the ranks in C++. Python cuts rows.
+struct Kind {
+  std::string name;
+  fsdp::testing::MakeOptimizer make;
+  std::function<fsdp::Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
+};
+
+bool is_hidden(const std::string& name) { return name.starts_with("blocks."); }
+
+Kind adamw() { return {.name = "AdamW", .make = fsdp::testing::adamw()}; }
+
+/// Python's iterations run in bfloat16, on every device.
+Kind muon() {
+  const fsdp::MuonOptions options = {.weight_decay = 0.1, .ns_dtype = torch::kBFloat16, .matrices = is_hidden, .adamw = {.lr = 1e-2}};
+  return {.name = "Muon", .make = fsdp::testing::make<fsdp::Muon>(options), .granularity = fsdp::whole_matrices(is_hidden)};
+}
+
 /// Of both languages: parameters, state of the optimizer, and each rank's losses.
 Tensors of_both(Tensors tensors) {
-  std::erase_if(tensors, [](const auto& entry) {
+  std::erase_if(tensors, [&](const auto& entry) {
+    // torch's Muon does not count its updates.
+    if (entry.first.ends_with(".step") && tensors.contains(entry.first.substr(0, entry.first.size() - 4) + "momentum_buffer")) return true;
     return !entry.first.starts_with("model.") && !entry.first.starts_with("optim.state.") && !entry.first.starts_with("losses_");
   });
   return tensors;
 }
 
 /// Loads `source` (if not empty), trains steps first, first + 1, ..., and saves `target`. Losses go beside it: C++ saves rank 0's alone.
-void train_in_cpp(const std::string& source, const std::string& target, int first, int steps) {
+void train_in_cpp(const Kind& kind, const std::string& source, const std::string& target, int first, int steps) {
   run_ranks(kRanks, [&](int rank) {
     auto model = make_stack();
-    fsdp::fully_shard(*model, {.mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}), .units = fsdp::testing::stack_units()});
-    fsdp::AdamW optimizer(*model, {.lr = 1e-2});
-    if (!source.empty()) fsdp::load(source, *model, optimizer);
+    fsdp::fully_shard(*model, {.mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}),
+                               .units = fsdp::testing::stack_units(),
+                               .granularity = kind.granularity});
+    const auto optimizer = kind.make(*model);
+    if (!source.empty()) fsdp::load(source, *model, *optimizer);
     std::vector<at::Tensor> losses;
     for (int step = first; step < first + steps; ++step) {
       const auto loss = fsdp::testing::stack_loss(model, step, rank);
       loss.backward();
-      optimizer.step();
-      optimizer.zero_grad();
+      optimizer->step();
+      optimizer->zero_grad();
       losses.push_back(loss.detach());
     }
-    fsdp::save(target, *model, optimizer);
+    fsdp::save(target, *model, *optimizer);
     torch::save(at::stack(losses), target + ".losses_" + std::to_string(rank));
   });
 }
 
-void train_in_python(const std::string& source, const std::string& target, int first, int steps) {
+void train_in_python(const Kind& kind, const std::string& source, const std::string& target, int first, int steps) {
   const auto command = "PYTHONPATH=" + fsdp::testing::kPythonPackage + " " + fsdp::testing::kPython +
                        " -W ignore -m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " +
-                       fsdp::testing::kPackagePeer + " " + source + " " + target + " " + std::to_string(first) + " " +
+                       fsdp::testing::kPackagePeer + " " + kind.name + " " + source + " " + target + " " + std::to_string(first) + " " +
                        std::to_string(steps);
   ASSERT_EQ(std::system(command.c_str()), 0) << command;
 }
@@ -75,23 +99,31 @@ Tensors of_cpp(const std::string& target) {
   return tensors;
 }
 
-TEST(PythonPackage, GoesOnWhereCppStoppedAndBack) {
+class PythonPackage : public ::testing::TestWithParam<Kind> {};
+
+TEST_P(PythonPackage, GoesOnWhereCppStoppedAndBack) {
   if (!std::filesystem::exists(fsdp::testing::kPythonPackage + "/libfsdp")) GTEST_SKIP() << "this build has no Python package";
   const fsdp::testing::TemporaryFolder folder;
   const auto path = [&](const std::string& name) { return (folder.path() / name).string(); };
-  train_in_cpp("", path("cpp2"), 0, 2);
-  train_in_cpp(path("cpp2"), path("cpp4"), 2, 2);
-  train_in_python(path("cpp2"), path("python4"), 2, 2);
+  const auto& kind = GetParam();
+  train_in_cpp(kind, "", path("cpp2"), 0, 2);
+  train_in_cpp(kind, path("cpp2"), path("cpp4"), 2, 2);
+  train_in_python(kind, path("cpp2"), path("python4"), 2, 2);
   expect_same_bits(of_both(stored_tensors(path("python4"))), of_cpp(path("cpp4")));
 
-  train_in_cpp(path("cpp4"), path("cpp6"), 4, 2);
-  train_in_cpp(path("python4"), path("back6"), 4, 2);
-  train_in_python(path("python4"), path("python6"), 4, 2);
+  train_in_cpp(kind, path("cpp4"), path("cpp6"), 4, 2);
+  train_in_cpp(kind, path("python4"), path("back6"), 4, 2);
+  train_in_python(kind, path("python4"), path("python6"), 4, 2);
   const auto expected = of_cpp(path("cpp6"));
   expect_same_bits(of_cpp(path("back6")), expected);
   expect_same_bits(of_both(stored_tensors(path("python6"))), expected);
   EXPECT_EQ(expected.at("optim.state.entry.weight.step").item<float>(), 6);
   EXPECT_EQ(expected.at("losses_1").numel(), 2);
+  const std::string hidden = "optim.state.blocks.0.up.weight.";
+  EXPECT_EQ(expected.contains(hidden + "momentum_buffer"), kind.name == "Muon");
 }
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, PythonPackage, ::testing::Values(adamw(), muon()),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace python_package_test
