@@ -14,6 +14,7 @@
 #include "fsdp/gradient_norm.h"          // norms of gradients, clipping by them
 #include "fsdp/launch.h"                 // starting ranks on this machine
 #include "fsdp/lr_schedule.h"            // learning-rate schedules
+#include "fsdp/megatron_names.h"         // checkpoints of Megatron-FSDP
 #include "fsdp/mixed_precision.h"        // in which dtypes they compute and are kept
 #include "fsdp/muon.h"                   // Muon for matrices, AdamW for the rest
 #include "fsdp/offload.h"                // what lies in host memory

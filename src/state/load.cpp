@@ -277,6 +277,7 @@ class Loading {
         if (list == nullptr) continue;
         for (const auto& item : list->items) {
           if (const auto* text = std::get_if<std::string>(&item.value)) in_groups_->insert(*text);
+          if (const auto* number = std::get_if<std::int64_t>(&item.value)) in_groups_->insert(std::to_string(*number));
         }
       }
     }

@@ -117,7 +117,7 @@ def sharded() -> tuple[Stack, torch.optim.AdamW]:
 
 
 def programs(source: str, target: str) -> None:
-    """What is loaded, as torchtitan's Checkpointer saves it, and accelerate (for transformers' Trainer)."""
+    """What is loaded, as torchtitan's Checkpointer, accelerate (for transformers' Trainer) and Megatron-FSDP's programs save it."""
     model, optimizer = sharded()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
@@ -135,6 +135,8 @@ def programs(source: str, target: str) -> None:
     dcp.save(titan, checkpoint_id=Path(target) / "titan")
     dcp.save({"model": model_state}, checkpoint_id=Path(target) / "trainer" / "pytorch_model_fsdp_0")
     dcp.save({"optimizer": optimizer_state}, checkpoint_id=Path(target) / "trainer" / "optimizer_0")
+    megatron = {"model": {f"module.{k}": v for k, v in model_state.items()}, "optimizer": optimizer.state_dict()}
+    dcp.save(megatron, checkpoint_id=Path(target) / "megatron")
     dist.destroy_process_group()
 
 

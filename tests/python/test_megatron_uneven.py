@@ -86,7 +86,7 @@ def join_two_mesh_dimensions() -> None:
         strided = isinstance(pair[0], _StridedShard)
         if strided:
             # The second mesh dimension cut first, then the first one what was left.
-            d = pair[0].dim  # type: ignore[attr-defined]
+            d = pair[0].dim
             row, column = mesh.get_coordinate() or (0, 0)
             local = whole.tensor_split(2, d)[column].tensor_split(2, d)[row].contiguous()
             dtensor = DTensor.from_local(local, mesh, pair, run_check=False, shape=whole.shape, stride=whole.stride())
@@ -187,7 +187,7 @@ def wrong_parts() -> None:
     with pytest.raises(ValueError, match=r"sections \[3, 3\] are none of dimension 0"):
         uneven.split_dtensor(right, [3, 3])
     with pytest.raises(TypeError, match="takes a DTensor, not Tensor"):
-        uneven.uneven_dtensor_to_full_tensor(torch.zeros(2))  # type: ignore[arg-type]
+        uneven.uneven_dtensor_to_full_tensor(torch.zeros(2))
     with pytest.warns(DeprecationWarning, match="redistribute_uneven"):
         uneven.gather_uneven_dtensor_to_full_tensor(right)
 

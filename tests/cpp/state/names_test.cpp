@@ -1,4 +1,4 @@
-// Checkpoints whose names other programs chose: torchtitan's and transformers', and parts of models.
+// Checkpoints whose names other programs chose: torchtitan's, transformers' and Megatron-FSDP's, and parts of models.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,6 +13,7 @@
 
 #include "checkpoint/safetensors.h"
 #include "fsdp/error.h"
+#include "fsdp/megatron_names.h"
 #include "fsdp/save_load.h"
 #include "support/edited_checkpoint.h"
 #include "support/messages.h"
@@ -53,7 +54,7 @@ std::map<std::string, at::Tensor> saved(Training& run, const std::string& path) 
 }
 
 // As the programs themselves write it, from FSDP2.
-TEST_F(Names, TorchtitansAndTransformersCheckpointsAreLoaded) {
+TEST_F(Names, CheckpointsOfOtherProgramsAreLoaded) {
   run_ranks(2, [&] {
     Training run;
     run.train(0, 2);
@@ -85,7 +86,21 @@ TEST_F(Names, TorchtitansAndTransformersCheckpointsAreLoaded) {
     fsdp::load(path("programs/trainer/optimizer_0"), *trainer.model, *trainer.optimizer,
                {.optimizer_prefix = "optimizer.", .ignore = [](const std::string& name) { return name.starts_with("model."); }});
     expect_same_bits(saved(trainer, path("trainer")), expected);
+
+    // Megatron-FSDP's programs number the optimizer's parameters.
+    Training megatron({}, adamw(), 15);
+    fsdp::load(path("programs/megatron"), *megatron.model, *megatron.optimizer, fsdp::megatron_names(*megatron.model));
+    expect_same_bits(saved(megatron, path("megatron")), expected);
+    Training alone({}, adamw(), 16);
+    fsdp::load(path("programs/megatron"), *alone.model, fsdp::megatron_names(*alone.model));
+    expect_same_bits(alone.handle->full_parameters(), ours.handle->full_parameters());
+    const std::vector<std::string> few = {"entry.weight", "entry.bias"};
+    const auto unnumbered = message_of([&] {
+      fsdp::load(path("programs/megatron"), *megatron.model, *megatron.optimizer, fsdp::megatron_names(few));
+    });
+    EXPECT_TRUE(has(unnumbered, "optim.state.head.weight.step")) << unnumbered;
   });
+  EXPECT_TRUE(has(message_of([] { fsdp::megatron_names({"a", "b", "a"}); }), "'a' is listed twice"));
 }
 
 TEST_F(Names, AreIgnoredOneByOne) {
