@@ -1,0 +1,113 @@
+"""Which modules compute, forward or backward, and the ranges that profilers show of it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from libfsdp import _C
+from libfsdp._outputs import tensors_with_gradient
+from libfsdp._weak_method import weak_method
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from libfsdp.megatron.experimental.module import FsdpModule
+
+
+class Phase(enum.Enum):
+    """What a module does.
+
+    RESTING to FORWARD and back by its forward, RESTING to BACKWARD when backward comes to its outputs, and back when backward goes
+    on to a module that is not within it, or ends. A forward that backward repeats leaves BACKWARD as it is.
+    """
+
+    RESTING = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+class Ranges:
+    """The modules of one context that compute now.
+
+    NVTX shows a range for each, by name: "MFSDP layers.0 forward", "MFSDP <root> backward". Without CUDA there is no NVTX, and
+    ranges are seen in `phase` alone.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[FsdpModule, int]] = []  # in backward, outermost first, with autograd's task
+
+    def begin_forward(self, module: FsdpModule) -> None:
+        """Before its forward."""
+        if self._open and not _C.inside_backward():  # an exception has ended a backward
+            self._close_to(0)
+        if module.phase is not Phase.BACKWARD:
+            module._phase = Phase.FORWARD
+        _push(module, "forward")
+
+    def end_forward(self, module: FsdpModule, output: Any) -> None:
+        """After its forward: backward will come by its outputs."""
+        if module.phase is Phase.FORWARD:
+            module._phase = Phase.RESTING
+        _pop()
+        if not torch.is_grad_enabled():
+            return
+        begin = weak_method(module._begin_backward)
+        for tensor in tensors_with_gradient(output):
+            tensor.register_hook(begin)
+
+    def begin_backward(self, module: FsdpModule) -> None:
+        """Backward has come to one of its outputs."""
+        if module.phase is Phase.BACKWARD:
+            return
+        enclosing = module._enclosing
+        keep = len(self._open)
+        while keep > 0 and id(self._open[keep - 1][0]) not in enclosing:
+            keep -= 1
+        self._close_to(keep)
+        task = torch._C._current_graph_task_id()
+        if all(other != task for _, other in self._open):
+            end = weak_method(self._end_task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: end(task))
+        module._phase = Phase.BACKWARD
+        _push(module, "backward")
+        self._open.append((module, task))
+
+    def _end_task(self, task: int) -> None:
+        """A backward has ended; those around it, whose checkpoints it belongs to, have not."""
+        keep = next((i for i, (_, of) in enumerate(self._open) if of == task), len(self._open))
+        self._close_to(keep)
+
+    def _close_to(self, keep: int) -> None:
+        while len(self._open) > keep:
+            module, _ = self._open.pop()
+            module._phase = Phase.RESTING
+            _pop()
+
+
+def enclosing_of(module: nn.Module, root: nn.Module, kind: type[Any]) -> frozenset[int]:
+    """The ids of modules of a kind that a module lies within, from a root on."""
+    found: set[int] = set()
+
+    def visit(inner: nn.Module, path: tuple[int, ...]) -> None:
+        if inner is module:
+            found.update(path)
+            return
+        for child in inner.children():
+            visit(child, (*path, id(inner)) if isinstance(inner, kind) else path)
+
+    visit(root, ())
+    return frozenset(found)
+
+
+def _push(module: FsdpModule, phase: str) -> None:
+    with contextlib.suppress(RuntimeError):  # torch without CUDA
+        torch.cuda.nvtx.range_push(f"MFSDP {module.name or '<root>'} {phase}")
+
+
+def _pop() -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.nvtx.range_pop()

@@ -1,0 +1,84 @@
+"""Checkpoints of torch.distributed.checkpoint of sharded modules and their optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from libfsdp.megatron.experimental.parameter_group import sync_model_weights_from_main_weights
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Writes a model and its optimizer, as "model" and "optimizer". Collective.
+
+    Peer: ``megatron_fsdp.experimental.save_checkpoint``.
+
+    Args:
+        model: of sharded modules.
+        optimizer: of their parameters.
+        checkpoint_dir: a folder, of the same name on all ranks.
+    """
+    dcp.save(_state_dicts(model, optimizer), checkpoint_id=checkpoint_dir)
+
+
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    sync_model_weights: bool = True,
+) -> None:
+    """Reads what save_checkpoint wrote, on any number of ranks and with any placements. Collective.
+
+    Peer: ``megatron_fsdp.experimental.load_checkpoint``.
+
+    Args:
+        model: of sharded modules.
+        optimizer: of their parameters, before or after its first step.
+        checkpoint_dir: the folder.
+        sync_model_weights: the next forward takes the loaded values, which it does in any case unless they were written
+            through ``.data``.
+    """
+    _make_state(optimizer)
+    state_dicts = _state_dicts(model, optimizer)
+    dcp.load(state_dicts, checkpoint_id=checkpoint_dir)
+    set_model_state_dict(model, state_dicts["model"])
+    set_optimizer_state_dict(model, optimizer, state_dicts["optimizer"])
+    if sync_model_weights:
+        sync_model_weights_from_main_weights(model.parameters())
+
+
+def _state_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+@torch.no_grad()
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """State to be loaded into, by a step that changes no values: torch's own way gives gradients of the weights' dtype only."""
+    if optimizer.state:
+        return
+    kept = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                kept.append((p, p.detach().clone(), p.grad))
+                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
+    optimizer.step()
+    for p, value, gradient in kept:
+        p.copy_(value)
+        p.grad = gradient

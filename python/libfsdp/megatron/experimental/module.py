@@ -1,0 +1,198 @@
+"""Contexts, which modules that run together share, and the class that sharded modules have beside their own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from libfsdp._fsdp_module import FSDPModule
+from libfsdp.megatron._mixin import states_of
+from libfsdp.megatron.experimental import _ranges
+from libfsdp.megatron.experimental._ranges import Ranges, enclosing_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from libfsdp.megatron.experimental.parameter_group import ParameterGroup
+    from libfsdp.megatron.experimental.placement import Strategy
+
+__all__ = ["FsdpContext", "FsdpModule"]
+
+
+class FsdpContext:
+    """What modules that are sharded in one ``fully_shard_context`` share.
+
+    Attributes:
+        device: that the modules compute on; None before the first of them.
+        ranges: those of its modules that compute now.
+        identities: of all parameters that its modules have.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.ranges = Ranges()
+        self.identities: set[int] = set()
+        # Weak, as modules have their context: a model that nobody has any more is to be freed at once.
+        self._modules: list[weakref.ref[FsdpModule]] = []
+        self._forward: list[weakref.ref[FsdpModule]] = []
+        self._backward: list[weakref.ref[FsdpModule]] = []
+        self._is_finalized = False
+        self._is_last_microbatch = True
+
+    @property
+    def forward_order(self) -> tuple[FsdpModule, ...]:
+        """The modules, roots in the order of their construction, and each followed by those below it."""
+        return _alive(self._forward)
+
+    @property
+    def backward_order(self) -> tuple[FsdpModule, ...]:
+        """The last root first, and each followed by those below it, the last child first."""
+        return _alive(self._backward)
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Backwards reduce gradients fully. With False, those that are Partial between microbatches wait for the last one."""
+        return self._is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, last: bool) -> None:
+        self._is_last_microbatch = last
+        for module in _alive(self._modules):
+            for state in states_of(cast("nn.Module", module)):
+                if state.unit is not None:
+                    state.unit.requires_gradient_sync = last or not module._strategy.defers_all
+                    state.unit.requires_all_reduce = last or not (
+                        module._strategy.defers_all or module._strategy.defers_outer
+                    )
+
+    def register_module(self, module: FsdpModule) -> None:
+        """A module has been sharded in this context.
+
+        Raises:
+            RuntimeError: if the context has been left.
+        """
+        if self._is_finalized:
+            raise RuntimeError("a module can't join an FSDP context that was left: shard it within the context's block")
+        self._modules.append(weakref.ref(module))
+
+    def finalize(self) -> None:
+        """All modules are there: finds roots, names and orders."""
+        modules = _alive(self._modules)
+        below = {id(inner) for module in modules for inner in list(_fsdp_modules(module))[1:]}
+        roots = [module for module in modules if id(module) not in below]
+        for root in roots:
+            names = {id(inner): name for name, inner in cast("nn.Module", root).named_modules()}
+            for module in _fsdp_modules(root):
+                module._is_root = module is root
+                module._name = names[id(module)]
+                module._enclosing = enclosing_of(cast("nn.Module", module), cast("nn.Module", root), FsdpModule)
+                self._forward.append(weakref.ref(module))
+        for root in reversed(roots):
+            self._backward.extend(weakref.ref(module) for module in _fsdp_modules(root, backwards=True))
+        self._is_finalized = True
+
+    def ensure_finalized(self) -> None:
+        """Checks that the context was left.
+
+        Raises:
+            RuntimeError: if it was not.
+        """
+        if not self._is_finalized:
+            raise RuntimeError(
+                "modules of an FSDP context are not complete yet. Exit fully_shard_context before running them"
+            )
+
+
+class FsdpModule(FSDPModule):
+    """What a module is, beside its own class, once fully_shard was called on it. It has the methods of libfsdp.FSDPModule."""
+
+    Phase = _ranges.Phase
+
+    _context: FsdpContext
+    _strategy: Strategy
+    _groups: tuple[ParameterGroup, ...]
+    _phase: _ranges.Phase
+    _name: str | None
+    _is_root: bool
+    _enclosing: frozenset[int]
+
+    def _join(self, context: FsdpContext, strategy: Strategy, groups: tuple[ParameterGroup, ...]) -> None:
+        self._context, self._strategy, self._groups = context, strategy, groups
+        self._phase, self._name, self._is_root, self._enclosing = self.Phase.RESTING, None, False, frozenset()
+        context.register_module(self)
+        module = cast("nn.Module", self)
+        # Before libfsdp's own, which gathers, and after its own, which frees.
+        module.register_forward_pre_hook(_pre_forward, prepend=True)
+        module.register_forward_hook(_post_forward, always_call=True)
+        module.register_load_state_dict_pre_hook(_refuse_assignment)
+
+    @property
+    def context(self) -> FsdpContext:
+        """The context in which it was sharded."""
+        return self._context
+
+    @property
+    def phase(self) -> _ranges.Phase:
+        """What it does now."""
+        return self._phase
+
+    @property
+    def name(self) -> str:
+        """Its name in its root; that of the root is empty.
+
+        Raises:
+            RuntimeError: while its context is still open.
+        """
+        if self._name is None:
+            raise RuntimeError("a module has its name when its fully_shard_context was left")
+        return self._name
+
+    def is_root(self) -> bool:
+        """No other module of its context has it."""
+        return self._is_root
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """Its parameters, by dtype and by whether they are trained."""
+        return self._groups
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        self._context.ranges.begin_backward(self)
+
+
+def _pre_forward(module: nn.Module, args: Any) -> None:
+    fsdp_module = cast("FsdpModule", module)
+    fsdp_module.context.ensure_finalized()
+    fsdp_module.context.ranges.begin_forward(fsdp_module)
+
+
+def _post_forward(module: nn.Module, args: Any, output: Any) -> None:
+    fsdp_module = cast("FsdpModule", module)
+    if fsdp_module.context._is_finalized:
+        fsdp_module.context.ranges.end_forward(fsdp_module, output)
+
+
+def _refuse_assignment(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+) -> None:
+    if local_metadata.get("assign_to_params_buffers", False):
+        raise RuntimeError(
+            "load_state_dict(assign=True) would replace sharded parameters: load before fully_shard, or without assign"
+        )
+
+
+def _alive(references: Iterable[weakref.ref[FsdpModule]]) -> tuple[FsdpModule, ...]:
+    return tuple(module for reference in references if (module := reference()) is not None)
+
+
+def _fsdp_modules(module: Any, *, backwards: bool = False) -> Iterator[FsdpModule]:
+    """Those in and below a module, enclosing ones first."""
+    if isinstance(module, FsdpModule):
+        yield module
+    children = list(cast("nn.Module", module).children())
+    for child in reversed(children) if backwards else children:
+        yield from _fsdp_modules(child, backwards=backwards)
