@@ -129,8 +129,8 @@ def fully_shard(
             raise ValueError(f"'{name}' was sharded in another fully_shard_context: shard all of a model in one")
     if grad_divisor <= 0:
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor}.")
-    strategy = strategy_of(placements.parameter, placements.gradient, placements.optimizer)
     ranks = _data_parallel_mesh(mesh, placements.dp_axes)
+    strategy = strategy_of(placements.parameter, placements.gradient, placements.optimizer)
     device = device_of(ranks)
     if context.device is None:
         context.device = device
@@ -151,7 +151,9 @@ def fully_shard(
         module,
         mesh=ranks,
         reshard_after_forward=True,
-        mp_policy=ComputePolicy(reduce_dtype=policy.grad_comm_dtype, cast_forward_inputs=False),
+        mp_policy=ComputePolicy(
+            reduce_dtype=policy.grad_comm_dtype or policy.main_grads_dtype, cast_forward_inputs=False
+        ),
         placements=strategy.placements,
         outer_placements=strategy.outer_placements,
         main_params_dtype=policy.main_params_dtype,

@@ -169,7 +169,8 @@ def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup,
     groups: list[ParameterGroup] = []
     for state in states_of(module):
         members: dict[tuple[torch.dtype, bool], list[ShardedParameter]] = {}
-        for parameter in state.parameters:
+        order = list(fqns)
+        for parameter in sorted(state.parameters, key=lambda one: order.index(one.identity)):
             key = (parameter.compute_dtype(state.mp_policy), parameter.sharded.requires_grad)
             members.setdefault(key, []).append(parameter)
         groups.extend(ParameterGroup(state, parameters, fqns) for parameters in members.values())
