@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.placements import NESTED, ZERO, batch, mesh_of, plain, shard, whole, wire
 from support.ranks import Ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy
@@ -29,81 +28,10 @@ from libfsdp.megatron.experimental import (
     microbatch,
     save_checkpoint,
 )
-from libfsdp.megatron.experimental.module import FsdpContext, FsdpModule
-from libfsdp.megatron.experimental.placement import Flat
+from libfsdp.megatron.experimental.module import FsdpContext
 
 StartRanks = Callable[[int], Ranks]
-
-# Of parameter, gradient and optimizer state along one dimension.
-ZERO = {
-    "zero0": (Replicate(), Partial("avg"), Replicate()),
-    "zero1": (Replicate(), Partial("avg"), Shard(0)),
-    "zero2": (Replicate(), Shard(0), Shard(0)),
-    "zero3": (Shard(0), Flat(), Shard(0)),
-}
-# And of two.
-NESTED = {
-    "hsdp0": ("zero0", "zero0"),
-    "hsdp1": ("zero0", "zero1"),
-    "hsdp2": ("zero0", "zero2"),
-    "hsdp3": ("zero0", "zero3"),
-    "hfsdp": ("zero1", "zero3"),
-}
-STEPS, WIDTH = 3, 8
-
-
-class Model(nn.Module):
-    """Two blocks that are units, and parameters of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 4)
-        self.repeats = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for block in self.blocks:
-            run = block if not self.repeats else lambda y, block=block: checkpoint(block, y, use_reentrant=False)
-            x = torch.tanh(run(x))
-        return self.head(x)
-
-
-def plain(dtype: torch.dtype = torch.float64) -> Model:
-    torch.manual_seed(0)
-    return Model().to(dtype)
-
-
-def placements_of(kind: str) -> Placements:
-    axes = [ZERO[name] for name in NESTED.get(kind, (kind,))]
-    parameter, gradient, optimizer = zip(*axes, strict=True)
-    return Placements(tuple(range(len(axes))), parameter, gradient, optimizer)
-
-
-def mesh_of(kind: str, inner: int | None = None) -> DeviceMesh:
-    world = dist.get_world_size()
-    if kind in ZERO:
-        return init_device_mesh("cpu", (world,))
-    inner = world // 2 if inner is None else inner
-    return init_device_mesh("cpu", (world // inner, inner), mesh_dim_names=("outer", "inner"))
-
-
-def shard(model: Model, kind: str = "zero3", mesh: DeviceMesh | None = None, **options: Any) -> tuple[Any, FsdpContext]:
-    mesh = mesh or mesh_of(kind)
-    options.setdefault("mixed_precision_policy", MixedPrecisionPolicy(main_params_dtype=None))
-    with fully_shard_context(torch.device("cpu")) as context:
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh, placements_of(kind), **options)
-    return model, context
-
-
-def batch(step: int, rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step)).to(dtype)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+STEPS = 3
 
 
 def train(model: Any, microbatches: int, backward: Callable[[int], list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -181,12 +109,6 @@ def test_placements_train_as_unsharded_and_as_fsdp2(
     ranks(size).run(equals_unsharded_and_fsdp2, kind, microbatches, inner)
 
 
-def wire(model: Any, run: Callable[[], None]) -> dict[str, int]:
-    before = libfsdp.wire_stats(model)
-    run()
-    return {key: value - before[key] for key, value in libfsdp.wire_stats(model).items()}
-
-
 def wire_of_microbatches(kind: str) -> list[tuple[int, int, int]]:
     """Reductions, all bytes that were sent, and gathers, of a microbatch that is not the last one, and of the last."""
     model, context = shard(plain(), kind)
@@ -200,7 +122,7 @@ def wire_of_microbatches(kind: str) -> list[tuple[int, int, int]]:
 
     told = []
     for last in (False, True):
-        seen = wire(model, lambda last=last: run(last))
+        seen = wire(model, functools.partial(run, last))
         # An all-reduce is a reduce-scatter and an all-gather.
         sent = seen["reduce_scatter_bytes"] + seen["all_gather_bytes"]
         told.append((seen["reduce_scatters"], sent, seen["all_gathers"]))
@@ -227,10 +149,10 @@ def test_partial_gradients_wait_for_the_last_microbatch(ranks: StartRanks, kind:
 
 def bytes_of(kind: str) -> tuple[int, int, int]:
     """Of shards, of optimizer state, and of all that the engine has between steps."""
-    model, _ = shard(plain(), kind)
+    model, _ = shard(plain(width=64), kind)
     optimizer = torch.optim.AdamW(model.parameters())
     fully_shard_optimizer(optimizer)
-    model(batch(0, 0)).sum().backward()
+    model(torch.ones(1, 64, dtype=torch.float64)).sum().backward()
     optimizer.step()
     locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     states = [s["exp_avg"] for s in optimizer.state.values()]
@@ -239,99 +161,16 @@ def bytes_of(kind: str) -> tuple[int, int, int]:
 
 
 def test_placements_say_what_each_rank_holds(ranks: StartRanks) -> None:
-    total = sum(p.nbytes for p in plain().parameters())
+    total = sum(p.nbytes for p in plain(width=64).parameters())
     held = {kind: ranks(2).run(bytes_of, kind)[0] for kind in ZERO}
     held |= {kind: ranks(4).run(bytes_of, kind)[0] for kind in ("hsdp3", "hfsdp")}
-    for kind, pieces in {"zero0": 1, "zero1": 2, "zero2": 2, "zero3": 2, "hsdp3": 2, "hfsdp": 4}.items():
+    # Into how many pieces shards are cut, and what modules compute with between forward and backward.
+    cut = {"zero0": (1, 1), "zero1": (2, 1), "zero2": (2, 1), "zero3": (2, 2), "hsdp3": (2, 2), "hfsdp": (4, 2)}
+    for kind, (pieces, parameter_pieces) in cut.items():
         shards, state, between_steps = held[kind]
         assert (shards, state) == (total // pieces, total // pieces)
-        # Whole parameters are one copy, which shards lie in; the engine pads.
-        least = total if kind in ("zero0", "zero1", "zero2") else total // pieces
-        assert least <= between_steps < 1.5 * least
-
-
-def refused(kind: str) -> str:
-    mesh, model = mesh_of("zero3"), plain()
-    named = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b"))
-    bad: dict[str, Callable[[], Any]] = {
-        "unknown": lambda: fully_shard(model, mesh, Placements([0], [Shard(0)], [Shard(0)], [Replicate()])),
-        "sum": lambda: fully_shard(model, mesh, Placements([0], [Replicate()], [Partial("sum")], [Replicate()])),
-        "columns": lambda: fully_shard(model, mesh, Placements([0], [Shard(1)], [Shard(1)], [Shard(1)])),
-        "lengths": lambda: Placements([0], [Shard(0)], [Shard(0), Shard(0)], [Shard(0)]),
-        "order": lambda: fully_shard(
-            model, named, Placements(["b", "a"], [Shard(0)] * 2, [Shard(0)] * 2, [Shard(0)] * 2)
-        ),
-        "all": lambda: fully_shard(
-            model, named, Placements(["a", "b"], [Shard(0)] * 2, [Shard(0)] * 2, [Shard(0)] * 2)
-        ),
-        "name": lambda: fully_shard(model, mesh, Placements(["c"], [Shard(0)], [Shard(0)], [Shard(0)])),
-        "bounds": lambda: fully_shard(model, mesh, Placements([1], [Shard(0)], [Shard(0)], [Shard(0)])),
-        "divisor": lambda: fully_shard(model, mesh, placements_of("zero3"), grad_divisor=0),
-    }
-    with fully_shard_context():
-        try:
-            bad[kind]()
-        except (ValueError, NotImplementedError) as error:
-            assert type(model) is Model
-            assert not any(isinstance(p, DTensor) for p in model.parameters())
-            fully_shard(model, mesh, placements_of("zero3"))  # The module is as it was.
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("unknown", "no strategy has placements"),
-        ("sum", "no strategy has placements"),
-        ("columns", "no strategy has placements"),
-        ("all", "no strategy has placements"),
-        ("lengths", "Expected 1 gradient placements"),
-        ("order", "mesh-axis order"),
-        ("name", "not present in mesh dim names"),
-        ("bounds", "out of bounds"),
-        ("divisor", "grad_divisor must be positive"),
-    ],
-)
-def test_what_is_no_strategy_is_one_error(ranks: StartRanks, kind: str, text: str) -> None:
-    assert all(text in told for told in ranks(2).run(refused, kind))
-
-
-def contexts() -> None:
-    mesh, placements = mesh_of("zero3"), placements_of("zero3")
-    model = plain()
-    with pytest.raises(RuntimeError, match="inside fully_shard_context"):
-        fully_shard(model, mesh, placements)
-    with fully_shard_context() as context:
-        fully_shard(model.blocks[0], mesh, placements)
-        with pytest.raises(ValueError, match="already managed by FSDP"):
-            fully_shard(model.blocks[0], mesh, placements)
-        with pytest.raises(RuntimeError, match="nesting"), fully_shard_context():
-            pass
-        with pytest.raises(RuntimeError, match="Exit fully_shard_context"):
-            model.blocks[0](batch(0, 0))
-        with pytest.raises(RuntimeError, match="not complete"), microbatch(context, is_last=True):
-            pass
-        assert model.blocks[0].phase is FsdpModule.Phase.RESTING
-    model.blocks[0](batch(0, 0))
-    with fully_shard_context(), pytest.raises(ValueError, match="another fully_shard_context"):
-        fully_shard(model, mesh, placements)
-    with pytest.raises(NotImplementedError, match="symmetric"), fully_shard_context(use_symmetric_memory=True):
-        pass
-    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    tied[1].weight = tied[0].weight
-    with fully_shard_context():
-        fully_shard(tied[0], mesh, placements)
-        with pytest.raises(ValueError, match="already owned by another module"):
-            fully_shard(tied[1], mesh, placements)
-    with pytest.raises(KeyError), fully_shard_context():
-        raise KeyError
-    with fully_shard_context():  # That one has ended, too.
-        pass
-
-
-def test_contexts(ranks: StartRanks) -> None:
-    ranks(2).run(contexts)
+        # Shards lie in what is there for the computation; the engine pads.
+        assert total // parameter_pieces <= between_steps < 1.1 * total // parameter_pieces
 
 
 def mixed_precision(precision_aware: bool) -> None:
@@ -378,10 +217,11 @@ def wire_dtypes() -> list[int]:
         MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16),
     ):
         model, _ = shard(plain(torch.bfloat16), mixed_precision_policy=policy)
-        model(batch(0, 0, torch.bfloat16)).sum().backward()
-        sent.append(
-            wire(model, lambda model=model: model(batch(0, 0, torch.bfloat16)).sum().backward())["reduce_scatter_bytes"]
-        )
+        x = batch(0, 0, torch.bfloat16)
+        model(x).sum().backward()
+        before = libfsdp.wire_stats(model)["reduce_scatter_bytes"]
+        model(x).sum().backward()
+        sent.append(libfsdp.wire_stats(model)["reduce_scatter_bytes"] - before)
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     return sent
 
@@ -443,125 +283,6 @@ def test_checkpoints_go_from_any_placements_to_any(ranks: StartRanks, tmp_path: 
     ranks(4 if "h" in kind else 2).run(saved_and_loaded, kind, other, str(tmp_path / "checkpoint"))
 
 
-def groups() -> None:
-    model = plain()
-    model.blocks[1].requires_grad_(False)
-    model.head.to(torch.float32)
-    mesh = mesh_of("zero3")
-    with fully_shard_context() as context:
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh, placements_of("zero3"), MixedPrecisionPolicy(main_params_dtype=None))
-    (block,), (frozen,) = (one.parameter_groups for one in model.blocks)
-    own, head = model.parameter_groups
-    assert [p.fqns for p in block.fsdp_parameters] == [("weight",), ("bias",)]
-    assert [p.fqns for p in head.fsdp_parameters] == [("head.weight",), ("head.bias",)]
-    assert (own.dtype, head.dtype) == (torch.float64, torch.float32)
-    assert frozen.main_grad is None
-    assert not frozen.requires_grad
-    assert block.main_weight.nbytes == (WIDTH + 1) * WIDTH * 8 // mesh.size()
-    assert block.layout.size == (WIDTH + 1) * WIDTH
-    assert block.fsdp_parameters[0].sharded is model.blocks[0].weight
-    assert context.forward_order == (model, *model.blocks)
-    assert context.backward_order == (model, *reversed(model.blocks))
-    assert [one.name for one in context.forward_order] == ["", "blocks.0", "blocks.1"]
-    assert [one.is_root() for one in context.forward_order] == [True, False, False]
-    x = model.blocks[0](batch(0, 0))
-    assert x.shape == (4, WIDTH)
-    assert block.fsdp_parameters[0].unsharded is not None
-    x.sum().backward()
-    assert block.unsharded_bytes == 0
-    assert block.main_grad is not None
-    assert block.main_grad.nbytes == block.main_weight.nbytes
-
-
-def test_parameter_groups(ranks: StartRanks) -> None:
-    ranks(2).run(groups)
-
-
-def synchronized_writes() -> None:
-    model, _ = shard(plain(), "zero2")
-    x = batch(0, 0)
-    before = model(x)
-    for p in model.parameters():
-        p.to_local().data.zero_()
-    for module in (*model.blocks, model):
-        for group in module.parameter_groups:
-            group.sync_model_weight_from_main_weight()
-    assert before.abs().sum() > 0
-    assert model(x).abs().sum() == 0
-
-
-def test_writes_that_nothing_else_notices(ranks: StartRanks) -> None:
-    ranks(2).run(synchronized_writes)
-
-
-class _Recorder:
-    """NVTX's push and pop."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.open: list[str] = []
-        self._before = (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
-
-    def __enter__(self) -> _Recorder:
-        torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = self._push, self._pop
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = self._before
-
-    def _push(self, label: str) -> None:
-        self.open.append(label.removeprefix("MFSDP "))
-        self.events.append(self.open[-1])
-
-    def _pop(self) -> None:
-        self.events.append("/" + self.open.pop())
-
-
-def ranges() -> None:
-    model, _ = shard(plain())
-    modules = (model, *model.blocks)
-    expected = [
-        "<root> forward", "blocks.0 forward", "/blocks.0 forward", "blocks.1 forward", "/blocks.1 forward", "/<root> forward",
-        "<root> backward", "blocks.1 backward", "/blocks.1 backward", "blocks.0 backward", "/blocks.0 backward", "/<root> backward",
-    ]  # fmt: skip
-    for _ in range(2):
-        with _Recorder() as nvtx:
-            model(batch(0, 0)).sum().backward()
-        assert nvtx.events == expected
-        assert all(module.phase is FsdpModule.Phase.RESTING for module in modules)
-
-    def fail(*_: Any) -> None:
-        phases = [module.phase.name for module in modules]
-        raise KeyError(str(phases))
-
-    for way, phases in (
-        ("register_forward_pre_hook", "['FORWARD', 'FORWARD', 'RESTING']"),
-        ("backward", "['BACKWARD', 'BACKWARD', 'RESTING']"),
-    ):
-        with _Recorder() as nvtx:
-            if way == "backward":
-                handle = model.blocks[0].register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
-            else:
-                handle = getattr(model.blocks[0], way)(fail)
-            with pytest.raises(KeyError) as caught:
-                model(batch(0, 0)).sum().backward()
-            assert caught.value.args[0] == phases
-            handle.remove()
-            model.reset_iter_state()
-            model(batch(0, 0)).sum().backward()
-        assert nvtx.open == []
-        assert nvtx.events[-len(expected) :] == expected
-        assert all(module.phase is FsdpModule.Phase.RESTING for module in modules)
-    with torch.no_grad(), _Recorder() as nvtx:
-        model(batch(0, 0))
-    assert nvtx.events == expected[:6]
-
-
-def test_ranges_and_phases(ranks: StartRanks) -> None:
-    ranks(2).run(ranges)
-
-
 def repeated_forwards() -> tuple[int, int]:
     model, _ = shard(plain())
     gathers, gradients = [], []
@@ -609,41 +330,6 @@ def test_validation_passes_leave_the_plan_of_memory(ranks: StartRanks) -> None:
     assert with_validation == before > 0
 
 
-def meta_model(kind: str) -> None:
-    with torch.device("meta"):
-        model = Model()
-    model, _ = shard(model, kind)
-    assert not any(p.is_meta for p in model.parameters())
-    reference = plain(torch.float32)
-    with torch.no_grad():
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            nn.init.constant_(p, 0.25)
-            q.fill_(0.25)
-    x = batch(0, 0, torch.float32)
-    assert torch.equal(model(x), reference(x))
-
-
-@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero3"])
-def test_models_on_meta_get_memory(ranks: StartRanks, kind: str) -> None:
-    ranks(2).run(meta_model, kind)
-
-
-def freed() -> None:
-    model, context = shard(plain())
-    model(batch(0, 0)).sum().backward()
-    gone = weakref.ref(model.blocks[0])
-    del model
-    gc.collect()
-    assert gone() is None
-    assert context.forward_order == ()
-    model, _ = shard(plain())  # Another one, on the same ranks.
-    model(batch(0, 0)).sum().backward()
-
-
-def test_a_model_that_nobody_has_is_freed(ranks: StartRanks) -> None:
-    ranks(2).run(freed)
-
-
 def on_some_dimensions() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -665,14 +351,3 @@ def on_some_dimensions() -> None:
 
 def test_other_dimensions_are_tensor_parallel(ranks: StartRanks) -> None:
     ranks(4).run(on_some_dimensions)
-
-
-def load_by_assignment() -> None:
-    model, _ = shard(plain())
-    with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)"):
-        model.load_state_dict(plain().state_dict(), assign=True)
-    model.load_state_dict(model.state_dict())
-
-
-def test_assigning_loads_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(load_by_assignment)

@@ -1,0 +1,10 @@
+"""Megatron-FSDP's sharding of single modules, as in the peer's pull request 4435: what is sharded is told by a strategy's name."""
+
+from libfsdp.megatron._diagnostics import ParameterNorms
+from libfsdp.megatron._policy import MixedPrecisionPolicy
+from libfsdp.megatron.v2._fsdp_module import FSDPModule
+from libfsdp.megatron.v2._fully_shard import fully_shard
+
+FullyShardMixedPrecisionPolicy = MixedPrecisionPolicy
+
+__all__ = ["FSDPModule", "FullyShardMixedPrecisionPolicy", "MixedPrecisionPolicy", "ParameterNorms", "fully_shard"]
