@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
-DOCUMENTS = ["README.md", "docs/python-guide.md", "docs/migrating-from-megatron-fsdp.md"]
+DOCUMENTS = ["README.md", "docs/python-guide.md", "docs/migrating-from-megatron-fsdp.md", "docs/megatron-v2.md"]
 
 
 def programs() -> list[tuple[str, str]]:

@@ -39,11 +39,11 @@ WIDTH = 8
 class Model(nn.Module):
     """Two blocks that are units, and parameters of the root's own."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, outputs: int = 4) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.head = nn.Linear(width, 4)
+        self.head = nn.Linear(width, outputs)
         self.repeats = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,10 +54,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def plain(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> Model:
+def plain(dtype: torch.dtype = torch.float64, width: int = WIDTH, outputs: int = 4) -> Model:
     """The same values on every rank."""
     torch.manual_seed(0)
-    return Model(width).to(dtype)
+    return Model(width, outputs).to(dtype)
 
 
 def placements_of(kind: str) -> Placements:

@@ -76,7 +76,8 @@ def strategy_of(
         )
     return Strategy(
         placements=found[-1],
-        outer_placements=found[0] if len(found) == 2 else "no_shard",
+        # The peer cuts between any two elements; here what has no row for each rank is replicated.
+        outer_placements="optim_if_even" if found[0] == "optim" and len(found) == 2 else "no_shard",
         defers_all=keys[-1][1] == "P",
         defers_outer=len(keys) == 2,
     )
