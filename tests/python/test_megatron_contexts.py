@@ -222,6 +222,22 @@ def ranges() -> None:
         assert nvtx.open == []
         assert nvtx.events[-len(expected) :] == expected
         assert all(module.phase is FsdpModule.Phase.RESTING for module in modules)
+    model.repeats = True
+    seen: list[str] = []
+
+    def look(_: torch.Tensor) -> None:
+        seen.extend(module.phase.name for module in modules)
+
+    handle = model.blocks[0].register_forward_pre_hook(lambda module, args: args[0].register_hook(look) and None)
+    with _Recorder() as nvtx:
+        model(batch(0, 0)).sum().backward()
+    handle.remove()
+    model.repeats = False
+    assert seen[-3:] == ["BACKWARD", "BACKWARD", "RESTING"]
+    assert nvtx.open == []
+    repeated = ["blocks.1 backward", "blocks.1 forward", "/blocks.1 forward", "/blocks.1 backward"]
+    at = nvtx.events.index(repeated[0])
+    assert nvtx.events[at : at + 4] == repeated
     with torch.no_grad(), _Recorder() as nvtx:
         model(batch(0, 0))
     assert nvtx.events == expected[:6]

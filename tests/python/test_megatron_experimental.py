@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.placements import NESTED, ZERO, batch, mesh_of, plain, shard, whole, wire
 from support.ranks import Ranks
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -281,6 +282,23 @@ def saved_and_loaded(kind: str, other_kind: str, folder: str) -> None:
 )
 def test_checkpoints_go_from_any_placements_to_any(ranks: StartRanks, tmp_path: Path, kind: str, other: str) -> None:
     ranks(4 if "h" in kind else 2).run(saved_and_loaded, kind, other, str(tmp_path / "checkpoint"))
+
+
+def failed_load(folder: str) -> None:
+    model, _ = shard(plain())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    model(batch(0, 0)).sum().backward()
+    before = [(whole(p).clone(), whole(p.grad).clone()) for p in model.parameters()]
+    with pytest.raises(CheckpointException):
+        load_checkpoint(model, optimizer, folder)
+    assert not optimizer.state
+    for p, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(p), value)
+        assert torch.equal(whole(p.grad), gradient)
+
+
+def test_a_load_that_fails_changes_nothing(ranks: StartRanks, tmp_path: Path) -> None:
+    ranks(2).run(failed_load, str(tmp_path / "nothing"))
 
 
 def repeated_forwards() -> tuple[int, int]:

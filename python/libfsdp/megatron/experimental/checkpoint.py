@@ -54,9 +54,14 @@ def load_checkpoint(
         sync_model_weights: the next forward takes the loaded values, which it does in any case unless they were written
             through ``.data``.
     """
-    _make_state(optimizer)
-    state_dicts = _state_dicts(model, optimizer)
-    dcp.load(state_dicts, checkpoint_id=checkpoint_dir)
+    made = _make_state(optimizer)
+    try:
+        state_dicts = _state_dicts(model, optimizer)
+        dcp.load(state_dicts, checkpoint_id=checkpoint_dir)
+    except BaseException:  # as CheckpointException is one
+        if made:
+            optimizer.state.clear()
+        raise
     set_model_state_dict(model, state_dicts["model"])
     set_optimizer_state_dict(model, optimizer, state_dicts["optimizer"])
     if sync_model_weights:
@@ -68,10 +73,14 @@ def _state_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 @torch.no_grad()
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """State to be loaded into, by a step that changes no values: torch's own way gives gradients of the weights' dtype only."""
+def _make_state(optimizer: torch.optim.Optimizer) -> bool:
+    """State to be loaded into, by a step that leaves values as they are: torch's own way gives gradients of the weights' dtype only.
+
+    Returns:
+        Whether there was none.
+    """
     if optimizer.state:
-        return
+        return False
     kept = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -82,3 +91,4 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for p, value, gradient in kept:
         p.copy_(value)
         p.grad = gradient
+    return True

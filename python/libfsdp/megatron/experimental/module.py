@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from libfsdp._compile import untraced
 from libfsdp._fsdp_module import FSDPModule
 from libfsdp.megatron._mixin import states_of
 from libfsdp.megatron.experimental import _ranges
@@ -160,16 +161,19 @@ class FsdpModule(FSDPModule):
         """Its parameters, by dtype and by whether they are trained."""
         return self._groups
 
+    @untraced
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         self._context.ranges.begin_backward(self)
 
 
+@untraced
 def _pre_forward(module: nn.Module, args: Any) -> None:
     fsdp_module = cast("FsdpModule", module)
     fsdp_module.context.ensure_finalized()
     fsdp_module.context.ranges.begin_forward(fsdp_module)
 
 
+@untraced
 def _post_forward(module: nn.Module, args: Any, output: Any) -> None:
     fsdp_module = cast("FsdpModule", module)
     if fsdp_module.context._is_finalized:
