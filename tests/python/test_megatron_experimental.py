@@ -110,6 +110,26 @@ def test_placements_train_as_unsharded_and_as_fsdp2(
     ranks(size).run(equals_unsharded_and_fsdp2, kind, microbatches, inner)
 
 
+def bits_of(kind: str) -> list[torch.Tensor]:
+    """Gradients and parameters of three steps in fp32."""
+    model, _ = shard(plain(torch.float32, outputs=3), kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(STEPS):
+        model(batch(step, dist.get_rank(), torch.float32)).square().mean().backward()
+        seen.extend(whole(p.grad).clone() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [whole(p).detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_strategies_give_the_same_bits(ranks: StartRanks, size: int) -> None:
+    expected, *others = (ranks(size).run(bits_of, kind)[0] for kind in ZERO)
+    for got in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+
+
 def wire_of_microbatches(kind: str) -> list[tuple[int, int, int]]:
     """Reductions, all bytes that were sent, and gathers, of a microbatch that is not the last one, and of the last."""
     model, context = shard(plain(), kind)
