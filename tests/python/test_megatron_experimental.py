@@ -114,7 +114,7 @@ def bits_of(kind: str) -> list[torch.Tensor]:
     """Gradients and parameters of three steps in fp32."""
     model, _ = shard(plain(torch.float32, outputs=3), kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    seen = []
+    seen: list[torch.Tensor] = []
     for step in range(STEPS):
         model(batch(step, dist.get_rank(), torch.float32)).square().mean().backward()
         seen.extend(whole(p.grad).clone() for p in model.parameters())
