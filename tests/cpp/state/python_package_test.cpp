@@ -123,7 +123,6 @@ TEST_P(PythonPackage, GoesOnWhereCppStoppedAndBack) {
   EXPECT_EQ(expected.contains(hidden + "momentum_buffer"), kind.name == "Muon");
 }
 
-INSTANTIATE_TEST_SUITE_P(Optimizers, PythonPackage, ::testing::Values(adamw(), muon()),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Optimizers, PythonPackage, ::testing::Values(adamw(), muon()), [](const auto& info) { return info.param.name; });
 
 }  // namespace python_package_test
