@@ -73,7 +73,7 @@ optim::Settings optim::adam_settings(const std::tuple<double, double>& betas, do
 }
 
 std::unique_ptr<optim::Part> optim::adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options,
-                                          const std::vector<ParamGroup>& groups, const Selection& selection) {
+                                          const std::vector<ParamGroup>& groups, const Selection& selection, const Settings& more) {
   const auto [beta1, beta2] = options.betas;
   require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW: betas must lie in [0, 1)");
   require(options.eps >= 0, "AdamW: eps must be at least 0");
@@ -84,9 +84,10 @@ std::unique_ptr<optim::Part> optim::adamw(std::shared_ptr<engine::Engine> engine
                                      .weight_decay = group.weight_decay,
                                      .eps = options.eps});
   };
+  auto settings = adam_settings(options.betas, options.eps);
+  settings.insert(settings.end(), more.begin(), more.end());
   return std::make_unique<Elementwise>(std::move(engine), Groups({options.lr, options.weight_decay}, groups),
-                                       std::vector<StateKind>{{"exp_avg"}, {"exp_avg_sq"}}, adam_settings(options.betas, options.eps),
-                                       update, selection);
+                                       std::vector<StateKind>{{"exp_avg"}, {"exp_avg_sq"}}, std::move(settings), update, selection);
 }
 
 AdamW::AdamW(torch::nn::Module& module, AdamWOptions options, std::vector<ParamGroup> groups) : Optimizer(std::make_unique<State>(module)) {

@@ -92,6 +92,26 @@ std::vector<GroupDescription> Groups::describe(const engine::Engine& engine, con
   return groups;
 }
 
+std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts, double lr_factor) {
+  std::vector<GroupDescription> all;
+  std::vector<std::size_t> group_of;  // in `all`: each place in `all` has the number that the group has in its part
+  for (const auto& part : parts) {
+    const auto groups = part->groups(lr_factor);
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (groups[g].parameters.empty()) continue;
+      std::size_t same = 0;
+      while (same < all.size() && (group_of[same] != g || all[same].settings != groups[g].settings)) ++same;
+      if (same == all.size()) {
+        all.push_back(groups[g]);
+        group_of.push_back(g);
+      } else {
+        all[same].parameters.insert(all[same].parameters.end(), groups[g].parameters.begin(), groups[g].parameters.end());
+      }
+    }
+  }
+  return all;
+}
+
 std::size_t Groups::index_of(const std::string& parameter) const {
   for (std::size_t g = 0; g < matches_.size(); ++g) {
     if (matches_[g](parameter)) return g + 1;

@@ -176,11 +176,16 @@ class Elementwise final : public Part {
 };
 
 /// AdamW through ATen's fused kernel. Throws Error if an option is out of range; `name` is the optimizer's.
+/// `more` settings are described, too: those of an optimizer of which this is a part.
 std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
-                            const Selection& selection = {});
+                            const Selection& selection = {}, const Settings& more = {});
 
 /// What torch.optim.AdamW says of itself, beside learning rate and weight decay.
 Settings adam_settings(const std::tuple<double, double>& betas, double eps);
+
+/// The groups of an optimizer that has these parts, without empty ones. Where two parts say the same of one group, each updates some
+/// parameters of it (AdamW8bit: the large ones, and the rest).
+std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts, double lr_factor);
 
 /// Throws Error(what) unless it holds.
 void require(bool holds, const std::string& what);

@@ -70,17 +70,14 @@ PythonValue python_value(const optim::Setting& setting) {
 
 void add_groups(Snapshot& snapshot, Optimizer& optimizer) {
   std::int64_t index = 0;
-  for (const auto& part : optimizer.state().parts) {
-    for (const auto& group : part->groups(optimizer.state().lr_factor)) {
-      if (group.parameters.empty()) continue;
-      for (const auto& [name, setting] : group.settings) {
-        add(snapshot, DcpPath{kOptimizer, "param_groups", index, name}, python_value(setting));
-      }
-      PythonValue::List names;
-      for (const auto& name : group.parameters) names.items.push_back({name});
-      add(snapshot, DcpPath{kOptimizer, "param_groups", index, "params"}, {std::move(names)});
-      ++index;
+  for (const auto& group : optim::describe_groups(optimizer.state().parts, optimizer.state().lr_factor)) {
+    for (const auto& [name, setting] : group.settings) {
+      add(snapshot, DcpPath{kOptimizer, "param_groups", index, name}, python_value(setting));
     }
+    PythonValue::List names;
+    for (const auto& name : group.parameters) names.items.push_back({name});
+    add(snapshot, DcpPath{kOptimizer, "param_groups", index, "params"}, {std::move(names)});
+    ++index;
   }
 }
 

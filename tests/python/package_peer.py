@@ -1,7 +1,7 @@
 """The Python side of tests/cpp/state/python_package_test.cpp: goes on with the package where C++ has stopped, on as many ranks.
 
     package_peer.py OPTIMIZER SOURCE TARGET FIRST STEPS    run by torchrun: loads SOURCE, trains steps FIRST to FIRST + STEPS - 1
-                                                           with AdamW or Muon, saves TARGET, with each rank's losses
+                                                           with AdamW, Muon or AdamW8bit, saves TARGET, with each rank's losses
 
 Exits with 0 if all went well.
 """
@@ -52,6 +52,8 @@ def make_optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """With the settings of the test in C++, whose Muon updates with AdamW what is no matrix of a block."""
     if kind == "AdamW":
         return [libfsdp.optim.AdamW(model.parameters(), lr=1e-2)]
+    if kind == "AdamW8bit":
+        return [libfsdp.optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256)]
     hidden = {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
     others = [p for name, p in model.named_parameters() if name not in hidden]
     muon = libfsdp.optim.Muon(hidden.values(), lr=0.02, weight_decay=0.1)

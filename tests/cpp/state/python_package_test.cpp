@@ -38,6 +38,7 @@ struct Kind {
   std::string name;
   fsdp::testing::MakeOptimizer make;
   std::function<fsdp::Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
+  bool has_8bit_state = false;
 };
 
 bool is_hidden(const std::string& name) { return name.starts_with("blocks."); }
@@ -48,6 +49,13 @@ Kind adamw() { return {.name = "AdamW", .make = fsdp::testing::adamw()}; }
 Kind muon() {
   const fsdp::MuonOptions options = {.weight_decay = 0.1, .ns_dtype = torch::kBFloat16, .matrices = is_hidden, .adamw = {.lr = 1e-2}};
   return {.name = "Muon", .make = fsdp::testing::make<fsdp::Muon>(options), .granularity = fsdp::whole_matrices(is_hidden)};
+}
+
+Kind adamw_8bit() {
+  return {.name = "AdamW8bit",
+          .make = fsdp::testing::make<fsdp::AdamW8bit>(fsdp::AdamW8bitOptions{.lr = 1e-2, .min_8bit_size = 256}),
+          .granularity = [](const std::string&, const at::Tensor&) { return fsdp::Granularity::blocks(fsdp::AdamW8bit::kBlock); },
+          .has_8bit_state = true};
 }
 
 /// Of both languages: parameters, state of the optimizer, and each rank's losses.
@@ -121,8 +129,10 @@ TEST_P(PythonPackage, GoesOnWhereCppStoppedAndBack) {
   EXPECT_EQ(expected.at("losses_1").numel(), 2);
   const std::string hidden = "optim.state.blocks.0.up.weight.";
   EXPECT_EQ(expected.contains(hidden + "momentum_buffer"), kind.name == "Muon");
+  EXPECT_EQ(expected.contains(hidden + "state1") && expected.at(hidden + "state1").scalar_type() == torch::kUInt8, kind.has_8bit_state);
 }
 
-INSTANTIATE_TEST_SUITE_P(Optimizers, PythonPackage, ::testing::Values(adamw(), muon()), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Optimizers, PythonPackage, ::testing::Values(adamw(), muon(), adamw_8bit()),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace python_package_test
