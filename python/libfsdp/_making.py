@@ -67,7 +67,8 @@ def make_unit(state: ShardState) -> _C.Unit:
             dtype=p.dtype,
             trainable=p.trainable,
             param_dtype=p.compute_dtype(state.mp_policy),
-            grad_dtype=p.grad_dtype,
+            # Said where it was asked for: gradients travel in it then, also where it is the shards' own.
+            grad_dtype=p.grad_dtype or (p.dtype if p.trainable and state.beyond.main_grads_dtype is not None else None),
             float8_block=p.float8_block,
             extended=p.extended,
         )

@@ -147,8 +147,8 @@ def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
     ranks(2).run(refuse)
 
 
-def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype) -> int:
-    ranks = dist.get_world_size()
+def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype | None) -> int:
+    ranks, exact = dist.get_world_size(), grads == (wire or grads) == torch.float32
     given = plain_model().bfloat16()
     frozen = given[4].bias
     frozen.requires_grad_(False)
@@ -183,9 +183,9 @@ def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype) -> in
         for p, total in zip(trained, sums, strict=True):
             assert p.grad is not None
             assert whole(p.grad).dtype == grads
-            tolerance = 1e-6 if grads == wire == torch.float32 else 0.02
+            tolerance = 1e-6 if exact else 0.02
             torch.testing.assert_close(whole(p.grad).float(), total, rtol=tolerance, atol=tolerance)
-        if grads == wire == torch.float32:
+        if exact:
             for master, total in zip(masters, sums, strict=True):
                 master.grad = total
             optimizer.step()
@@ -212,6 +212,9 @@ def test_shards_have_dtypes_of_their_own(ranks: StartRanks, placements: str) -> 
     low = two.run(master_weights, placements, torch.bfloat16, torch.bfloat16)
     assert [2 * sent for sent in short] == full
     assert short == low
+    # Without a reduce_dtype they travel as they are kept.
+    assert two.run(master_weights, placements, torch.float32, None) == full
+    assert two.run(master_weights, placements, torch.bfloat16, None) == low
 
 
 def offload_without_sharding() -> None:
