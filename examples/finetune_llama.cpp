@@ -1,0 +1,133 @@
+// Fine-tunes a model of the Llama family (Llama, Qwen2, Mistral) from a Hugging Face folder, sharded over processes, into another one.
+
+#include <fsdp/fsdp.h>    // sharding, optimizer, checkpoints, ranks on this machine
+#include <torch/torch.h>  // the model
+
+#include <CLI/CLI.hpp>  // the command line
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+
+#include "llama/config.h"  // config.json
+#include "llama/folder.h"  // safetensors into shards, and back
+#include "llama/model.h"   // the model, plain LibTorch
+#include "llama/tokens.h"  // the data
+
+namespace {
+
+struct Options {
+  std::string model, data, out;
+  int nproc = 2;
+  std::string device = "cpu";
+  std::int64_t steps = 100;
+  std::int64_t batch = 8;
+  std::int64_t context = 512;
+  std::int64_t warmup = 10;
+  double lr = 1e-5;
+  double weight_decay = 0;
+  double clip = 1;
+  std::uint64_t seed = 1;
+  std::string dtype = "fp32";
+  bool recompute = false;
+  std::string checkpoints;
+  std::int64_t save_every = 100;
+};
+
+void check_ranks(const Options& options, std::int64_t ranks) {
+  if (options.batch % ranks != 0) {
+    throw std::runtime_error("--batch " + std::to_string(options.batch) + " does not divide over " + std::to_string(ranks) + " ranks");
+  }
+}
+
+int train(const Options& options, const llama::Config& config, llama::Tokens tokens) {
+  const auto mesh = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
+  check_ranks(options, mesh.size());
+  auto model = llama::load_sharded(options.model, config, mesh, {.bf16 = options.dtype == "bf16", .recompute = options.recompute});
+  fsdp::AdamW optimizer(*model, {.lr = options.lr, .betas = {0.9, 0.95}, .weight_decay = options.weight_decay});
+  const auto schedule = fsdp::cosine_schedule(std::min(options.warmup, options.steps), options.steps, /*final_factor=*/0.1);
+  const std::int64_t share = options.batch / mesh.size();  // sequences of each rank
+  const bool speaks = mesh.rank() == 0;
+  if (speaks) {
+    std::printf("%lld tokens, %.2f epochs over %lld ranks\n", static_cast<long long>(tokens.size()),
+                static_cast<double>(options.steps * options.batch) / static_cast<double>(tokens.sequences()),
+                static_cast<long long>(mesh.size()));
+  }
+
+  std::int64_t step = 0;
+  if (!options.checkpoints.empty()) {
+    if (const auto loaded = fsdp::load_latest(options.checkpoints, *model, optimizer)) {
+      step = std::get<std::int64_t>(loaded->extra.at("step"));
+      if (speaks) std::printf("resumed from %s\n", loaded->path.c_str());
+    }
+  }
+  while (step < options.steps) {
+    optimizer.set_lr_factor(schedule(step));
+    const auto batch = tokens.batch(step * options.batch + mesh.rank() * share, share, options.seed).to(mesh.device());
+    const auto loss = model->loss(batch);
+    loss.backward();
+    const double norm = fsdp::clip_grad_norm(*model, options.clip);
+    optimizer.step();
+    optimizer.zero_grad();
+
+    ++step;
+    const double mean = mesh.sum(loss.item<double>()) / static_cast<double>(mesh.size());
+    if (speaks) std::printf("step %lld  loss %.4f  gradient norm %.3f\n", static_cast<long long>(step), mean, norm);
+    if (!options.checkpoints.empty() && (step % options.save_every == 0 || step == options.steps)) {
+      fsdp::save(options.checkpoints + "/step-" + std::to_string(step), *model, optimizer, {{"step", step}}, {.keep_last = 2});
+    }
+  }
+  llama::write_folder(options.out, model, options.model, config, mesh);
+  if (speaks) std::printf("written: %s\n", options.out.c_str());
+  return 0;
+}
+
+void add_options(CLI::App& app, Options& options) {
+  const auto option = [&app](const char* name, auto& value, const char* help) {
+    return app.add_option(name, value, help)->capture_default_str();
+  };
+  app.add_option("--model", options.model, "A Hugging Face folder: config.json and safetensors")->required();
+  app.add_option("--data", options.data, "*.bin: int32 tokens; other files: each byte is a token")->required();
+  app.add_option("--out", options.out, "The new folder for the fine-tuned model, which transformers loads")->required();
+  option("--nproc", options.nproc, "Ranks to start on this machine; ignored under another launcher")->check(CLI::PositiveNumber);
+  option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}));
+  option("--steps", options.steps, "Updates")->check(CLI::PositiveNumber);
+  option("--batch", options.batch, "Sequences per step, over all ranks")->check(CLI::PositiveNumber);
+  option("--context", options.context, "Tokens per sequence")->check(CLI::PositiveNumber);
+  option("--warmup", options.warmup, "Steps until the learning rate peaks")->check(CLI::NonNegativeNumber);
+  option("--lr", options.lr, "Of AdamW at its peak")->check(CLI::PositiveNumber);
+  option("--weight-decay", options.weight_decay, "Of all parameters")->check(CLI::NonNegativeNumber);
+  option("--clip", options.clip, "Largest norm of the gradients")->check(CLI::PositiveNumber);
+  option("--seed", options.seed, "Of the order of the sequences");
+  option("--dtype", options.dtype, "In which the model computes; the optimizer's parameters stay fp32")
+      ->check(CLI::IsMember({"fp32", "bf16"}));
+  app.add_flag("--recompute", options.recompute, "Compute layers twice instead of keeping their activations");
+  app.add_option("--checkpoints", options.checkpoints, "A folder to save to, and to resume from");
+  option("--save-every", options.save_every, "Steps between checkpoints")->check(CLI::PositiveNumber);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Fine-tunes a Llama, Qwen2 or Mistral from a Hugging Face folder, sharded over processes.", "finetune_llama");
+  add_options(app, options);
+  CLI11_PARSE(app, argc, argv);
+  try {
+    const auto config = llama::read_config(options.model);
+    if (config.sliding_window && options.context > *config.sliding_window) {
+      throw std::runtime_error("--context " + std::to_string(options.context) + " is more than the model's sliding_window of " +
+                               std::to_string(*config.sliding_window) + ": attention is over all that came before");
+    }
+    if (std::filesystem::exists(options.out)) throw std::runtime_error("--out " + options.out + " is there already");
+    // Another launcher's number of ranks is known once they have met.
+    if (!fsdp::is_launched()) check_ranks(options, options.nproc);
+    const llama::Tokens tokens(options.data, options.context, config.vocab_size);
+    return fsdp::launch_local(options.nproc, [&] { return train(options, config, tokens); });
+  } catch (const std::exception& error) {
+    std::cerr << "finetune_llama: " << error.what() << "\n";
+    return 2;
+  }
+}
