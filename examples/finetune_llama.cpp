@@ -1,7 +1,8 @@
 // Fine-tunes a model of the Llama family (Llama, Qwen2, Mistral) from a Hugging Face folder, sharded over processes, into another one.
 
-#include <fsdp/fsdp.h>    // sharding, optimizer, checkpoints, ranks on this machine
-#include <torch/torch.h>  // the model
+#include <fsdp/fsdp.h>     // sharding, optimizer, checkpoints, ranks on this machine
+#include <sys/resource.h>  // getrusage
+#include <torch/torch.h>   // the model
 
 #include <CLI/CLI.hpp>  // the command line
 #include <algorithm>
@@ -74,11 +75,17 @@ int train(const Options& options, const llama::Config& config, llama::Tokens tok
 
     ++step;
     const double mean = mesh.sum(loss.item<double>()) / static_cast<double>(mesh.size());
-    if (speaks) std::printf("step %lld  loss %.4f  gradient norm %.3f\n", static_cast<long long>(step), mean, norm);
+    if (speaks) {
+      std::printf("step %lld  loss %.4f  gradient norm %.3f\n", static_cast<long long>(step), mean, norm);
+      std::fflush(stdout);  // at once, where it goes to a file as well
+    }
     if (!options.checkpoints.empty() && (step % options.save_every == 0 || step == options.steps)) {
       fsdp::save(options.checkpoints + "/step-" + std::to_string(step), *model, optimizer, {{"step", step}}, {.keep_last = 2});
     }
   }
+  rusage use{};
+  getrusage(RUSAGE_SELF, &use);
+  if (speaks) std::printf("peak resident memory of rank 0: %ld MiB\n", use.ru_maxrss / 1024);
   llama::write_folder(options.out, model, options.model, config, mesh);
   if (speaks) std::printf("written: %s\n", options.out.c_str());
   return 0;
@@ -88,6 +95,7 @@ void add_options(CLI::App& app, Options& options) {
   const auto option = [&app](const char* name, auto& value, const char* help) {
     return app.add_option(name, value, help)->capture_default_str();
   };
+  app.option_defaults()->take_last();  // so that a script can append what differs
   app.add_option("--model", options.model, "A Hugging Face folder: config.json and safetensors")->required();
   app.add_option("--data", options.data, "*.bin: int32 tokens; other files: each byte is a token")->required();
   app.add_option("--out", options.out, "The new folder for the fine-tuned model, which transformers loads")->required();

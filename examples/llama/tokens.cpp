@@ -12,8 +12,8 @@ namespace llama {
 
 Tokens::Tokens(const std::filesystem::path& file, std::int64_t context, std::int64_t vocab_size) : context_(context) {
   std::ifstream stream(file, std::ios::binary);
-  const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
   if (!stream || std::filesystem::is_directory(file)) throw std::runtime_error("cannot read --data " + file.string());
+  const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
   if (file.extension() == ".bin") {
     if (bytes.size() % sizeof(std::int32_t) != 0) throw std::runtime_error(file.string() + " does not hold whole int32 tokens");
     tokens_.resize(bytes.size() / sizeof(std::int32_t));

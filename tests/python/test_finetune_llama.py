@@ -107,7 +107,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def train(model: Path, folder: Path, *options: object, out: str = "out", fails: bool = False) -> str:
     data = folder / "text.bin"
-    np.tile(np.arange(24, dtype=np.int32), 40).tofile(data)
+    np.tile(np.arange(24, dtype=np.int32), 100).tofile(data)
     common = ("--batch", 4, "--context", 12, "--lr", 1e-2, "--warmup", 1)
     done = run(PROGRAM, "--model", model, "--data", data, "--out", folder / out, *common, *options, fails=fails)
     return done.stderr if fails else done.stdout
@@ -188,10 +188,16 @@ def test_bf16(tmp_path: Path) -> None:
     assert load(tmp_path / "narrow").dtype == torch.bfloat16
 
 
-def test_recomputing_changes_no_bit(tmp_path: Path) -> None:
-    make("Qwen2", tmp_path / "model")
-    train(tmp_path / "model", tmp_path, "--steps", 3)
-    train(tmp_path / "model", tmp_path, "--steps", 3, "--recompute", out="recomputed")
+def test_recomputing_saves_memory_and_changes_no_bit(tmp_path: Path) -> None:
+    """Each layer keeps 2 sequences of 512 tokens by more than 10 vectors of 256 elements: 10 MiB."""
+    make("Qwen2", tmp_path / "model", hidden_size=256, intermediate_size=512, num_hidden_layers=10)
+    options = ("--steps", 2, "--context", 512)
+    printed = [
+        train(tmp_path / "model", tmp_path, *options, *more, out=out)
+        for out, more in (("out", ()), ("recomputed", ("--recompute",)))
+    ]
+    peaks = [int(re.findall(r"peak resident memory of rank 0: (\d+) MiB", text)[0]) for text in printed]
+    assert peaks[1] < peaks[0] - 60, peaks
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "recomputed")]
     assert files[0] == files[1]
 
@@ -275,6 +281,8 @@ def test_files_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     assert "model.layers.2.self_attn.q_proj.weight" in error, error
     error = train(tmp_path / "model", tmp_path, "--nproc", 3, fails=True)
     assert error == "finetune_llama: --batch 4 does not divide over 3 ranks\n"
+    missing = run(PROGRAM, "--model", tmp_path / "model", "--data", tmp_path, "--out", tmp_path / "out", fails=True)
+    assert missing.stderr == f"finetune_llama: cannot read --data {tmp_path}\n"
     (tmp_path / "out").mkdir()
     error = train(tmp_path / "model", tmp_path, "--steps", 1, fails=True)
     assert error == f"finetune_llama: --out {tmp_path / 'out'} is there already\n"
