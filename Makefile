@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -23,7 +23,7 @@ peers = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS
 megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --checkout $(MEGATRON) --results $(BUILD_DIR)/peers/megatron
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
 
-.PHONY: help setup build train train-python test nightly peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,11 @@ train-python: $(BUILD_DIR)/build.ninja  ## Train a small GPT from Python, on two
 test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"; with TESTS=PyTorch's folder test/, some of these, too
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
 	$(if $(TESTS),$(peers) --subset tests/peers/subset.txt)
+
+unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more of the build: GROUP=engine FILTER='Memory.*'
+	@[ -n "$(GROUP)" ] || { echo "make unit: give GROUP=, a folder of tests/cpp/ that has a program test_GROUP" >&2; exit 2; }
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target test_$(GROUP)
+	$(BUILD_DIR)/tests/cpp/test_$(GROUP) --gtest_brief=1 $(if $(FILTER),--gtest_filter='$(FILTER)')
 
 nightly: build $(STAMP)-test  ## What takes an hour or more: each Python model with each option; PyTorch's FSDP2 tests, with TESTS=its folder test/
 	FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R 'Python.test_(parity|features)' $(ARGS)

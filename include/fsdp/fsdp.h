@@ -25,3 +25,4 @@
 #include "fsdp/summon_full_params.h"     // whole parameters for a while
 #include "fsdp/tie_parameters.h"         // one parameter under two names
 #include "fsdp/unit_info.h"              // what units hold, for people
+#include "fsdp/version.h"                // the library's version
