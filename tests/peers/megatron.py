@@ -40,6 +40,7 @@ NEEDS = (
     (r"Cannot use ReduceOp\.(\w+) with Gloo", r"Gloo has no \1"),
 )
 PRIVATE = (
+    (r"No module named '[\w.]+\.experimental\.dbuffer'", "private to Megatron-FSDP: DBuffer, the memory of its units"),
     (r"has no attribute '(_\w+)'", r"private to Megatron-FSDP: \1"),
     (rf"cannot import name '(_\w+)' from '{OURS_TO_PROVIDE}", r"private to Megatron-FSDP: \1"),
 )

@@ -23,7 +23,7 @@ _MODULES = {
     "v2": "libfsdp.megatron.v2",
     "experimental": "libfsdp.megatron.experimental",
     "experimental.module": "libfsdp.megatron.experimental.module",
-    "experimental.dbuffer": "libfsdp.megatron.experimental.dbuffer",
+    "experimental.parameter_group": "libfsdp.megatron.experimental.parameter_group",
     "experimental.placement": "libfsdp.megatron.experimental.placement",
     "experimental.fully_shard": "libfsdp.megatron.experimental.fully_shard",
     "experimental.optimizer": "libfsdp.megatron.experimental.optimizer",
