@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,6 +20,29 @@ if TYPE_CHECKING:
     from libfsdp import _C
     from libfsdp._sharded_parameter import ShardedParameter
     from libfsdp._state import ShardState
+
+
+QUANTIZED = "_libfsdp_quantized_form"  # Of a parameter that fully_shard is to take as quantized: its QuantizedForm.
+
+
+class QuantizedForm(Protocol):
+    """How a parameter's whole values become what modules compute with, where that has fewer bits than the shards have."""
+
+    def high_precision(self) -> torch.Tensor:
+        """The values that the shards begin with; called once."""
+        ...
+
+    def make(self, values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A quantized tensor, and those of its memory that come and go with the whole parameter."""
+        ...
+
+    def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
+        """Quantizes anew, into one that was made before."""
+        ...
+
+    def freed(self, whole: torch.Tensor) -> None:
+        """The whole parameter's memory is gone."""
+        ...
 
 
 def is_extended(local: torch.Tensor) -> bool:
@@ -48,7 +71,10 @@ def refuse_extended(state: ShardState, *, is_size: bool) -> None:
         (is_size, "with a number for reshard_after_forward"),
         (state.placements != "optim_grads_params", f"with placements '{state.placements}'"),
         (state.beyond.outer_sharded, "with outer_placements 'optim'"),
-        (any(p.computes_in is not None for p in extended), "with a main_params_dtype other than theirs"),
+        (
+            any(p.computes_in is not None and p.quantized is None for p in extended),
+            "with a main_params_dtype other than theirs",
+        ),
         (any(p.float8_block for p in extended), "together with a gather_format"),
         (
             any(p.shard_dim != 0 for p in extended),
@@ -157,6 +183,8 @@ class ExtendedParameters:
     def _inputs_of(self, gather: _Gather) -> tuple[torch.Tensor, ...]:
         parameter = gather.parameter
         local = parameter.local if parameter.local.device == self._device else parameter.local.to(self._device)
+        if parameter.quantized is not None:
+            return (_padded(local.to(parameter.compute_dtype(self._policy)), local, gather.padded),)
         before: Any = local.fsdp_pre_all_gather
         signature = inspect.signature(before)
         count = len(signature.parameters)
@@ -183,6 +211,9 @@ class ExtendedParameters:
             arrived = tuple(
                 output.view(-1, *size[1:]) for output, size in zip(gather.outputs, gather.sizes, strict=True)
             )
+            if parameter.quantized is not None:
+                self._quantize(gather, parameter.quantized, arrived[0].narrow(0, 0, parameter.shape[0]))
+                continue
             dtype = parameter.compute_dtype(self._policy)
             after: Any = parameter.local.fsdp_post_all_gather
             if parameter.whole is None:
@@ -190,10 +221,7 @@ class ExtendedParameters:
                 if whole.size() != parameter.shape:
                     stride = torch.empty(parameter.shape, device="meta").stride()
                     whole = torch.as_strided(whole, parameter.shape, stride, storage_offset=0)
-                known = {output.untyped_storage()._cdata for output in gather.outputs}
-                storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in inner}
-                gather.inner = [(s, s.nbytes()) for data, s in storages.items() if data not in known]
-                self._adopt_whole(gather.index, whole)
+                self._adopt(gather, whole, inner)
             else:
                 for storage, size in gather.inner:
                     storage.resize_(size)
@@ -202,6 +230,26 @@ class ExtendedParameters:
                     after(arrived, gather.metadata, dtype, out=parameter.whole)
             gather.inputs = []
             gather.metadata = None
+
+    def _adopt(self, gather: _Gather, whole: torch.Tensor, inner: Iterable[torch.Tensor]) -> None:
+        known = {output.untyped_storage()._cdata for output in gather.outputs}
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in inner}
+        gather.inner = [(s, s.nbytes()) for data, s in storages.items() if data not in known]
+        self._adopt_whole(gather.index, whole)
+
+    def _quantize(self, gather: _Gather, form: QuantizedForm, values: torch.Tensor) -> None:
+        """What arrived is needed no more then."""
+        whole = gather.parameter.whole
+        if whole is None:
+            self._adopt(gather, *form.make(values))
+        else:
+            for storage, size in gather.inner:
+                storage.resize_(size)
+            with _unsafe_preserve_version_counter(whole):
+                form.fill(values, whole)
+        for output in gather.outputs:
+            output.untyped_storage().resize_(0)
+        gather.inputs = []
 
     def free(self) -> None:
         """Frees the whole parameters' memory."""
@@ -212,3 +260,5 @@ class ExtendedParameters:
                 output.untyped_storage().resize_(0)
             for storage, _ in gather.inner:
                 storage.resize_(0)
+            if gather.parameter.quantized is not None and gather.parameter.whole is not None:
+                gather.parameter.quantized.freed(gather.parameter.whole)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from libfsdp import _C
 from libfsdp._beyond import check_parameter
-from libfsdp._extensions import is_extended, refuse_extended
+from libfsdp._extensions import QUANTIZED, is_extended, refuse_extended
 from libfsdp._precision import keeps_dtype
 from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_of, sharded_spec
 
@@ -31,6 +31,7 @@ def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Plac
     if spec is not None and spec.tensor_meta is not None:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=main_dtype))
     local = local_of(parameter)
+    quantized = getattr(parameter, QUANTIZED, None)
     return ShardedParameter(
         name=places[0].name,
         places=places,
@@ -45,7 +46,8 @@ def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Plac
         keeps_dtype=keeps_dtype(state.mp_policy, parameter),
         float8_block=check_parameter(state.beyond, parameter, places[0].name, shard_dim, state.mesh),
         grad_dtype=state.beyond.grad_dtype_of(parameter),
-        extended=is_extended(local),
+        extended=quantized is not None or is_extended(local),
+        quantized=quantized,
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from libfsdp import _C
+    from libfsdp._extensions import QuantizedForm
     from libfsdp._mesh import ShardingMesh
     from libfsdp._spmd import SpmdMesh
 
@@ -58,7 +59,8 @@ class ShardedParameter:
         computes_in: the dtype that it had in the module, where its shards have another one (main_params_dtype).
         grad_dtype: of its gradient, where that is not its own.
         kept: the parameter that modules have between forward and backward, where neighbours keep a copy.
-        extended: its tensor says itself how it is gathered.
+        extended: its tensor says itself how it is gathered, or it is quantized.
+        quantized: how its whole form is made, where that has fewer bits than what is gathered.
         trainable: the unit has room for its gradient.
         attributes: that users have set on it, and both forms are to have.
         whole: the parameter that they have while they compute; of an extended one, when it has been gathered once.
@@ -78,6 +80,7 @@ class ShardedParameter:
     computes_in: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     extended: bool = False
+    quantized: QuantizedForm | None = field(default=None, repr=False)
     trainable: bool = True
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: nn.Parameter | None = field(default=None, repr=False)

@@ -142,11 +142,12 @@ class ShardState(AsFSDP2State):
             self.unit.allocate()
         for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
             local = local_of(value)
-            pieces, piece = self.mesh.piece(
-                replicated=self.is_replicated, outer_sharded=self.beyond.outer_sharded
-            )
+            pieces, piece = self.mesh.piece(replicated=self.is_replicated, outer_sharded=self.beyond.outer_sharded)
             begin, rows = rows_of(local.size(parameter.shard_dim), pieces, piece)
-            if parameter.extended:
+            if parameter.quantized is not None:
+                main = parameter.quantized.high_precision().to(self.mesh.device, parameter.dtype)
+                shard = copy_of_rows(main, begin, rows, to_host=self.offloads)
+            elif parameter.extended:
                 shard = copy_of_rows(local.detach(), begin, rows, to_host=self.offloads)
             elif value.is_meta:
                 shard = torch.empty(self.unit.shard_shape(i), dtype=parameter.dtype, device="meta")
@@ -271,8 +272,9 @@ class ShardState(AsFSDP2State):
     def _owns(self, i: int) -> bool:
         assert self.unit is not None
         parameter = self.parameters[i]
-        if parameter.extended or is_extended(parameter.local):
-            return parameter.extended == is_extended(parameter.local)
+        extended = parameter.quantized is not None or is_extended(parameter.local)
+        if parameter.extended or extended:
+            return parameter.extended == extended
         return self.unit.allocated and parameter.local.data_ptr() == self.unit.shard(i).data_ptr()
 
     @torch.no_grad()
@@ -291,9 +293,7 @@ class ShardState(AsFSDP2State):
         self.unit.hide()
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
-        names = [
-            p.name for p, value in zip(self.parameters, found, strict=True) if not self._has_form_of(p, value)
-        ]
+        names = [p.name for p, value in zip(self.parameters, found, strict=True) if not self._has_form_of(p, value)]
         if names:
             raise RuntimeError(
                 f"parameters {names} were replaced by tensors that are no shards (DTensors); write to the sharded parameters "
@@ -306,7 +306,7 @@ class ShardState(AsFSDP2State):
         if any(
             value.dtype != p.dtype
             or (value.requires_grad and not p.trainable)
-            or is_extended(local_of(value)) != p.extended
+            or (p.quantized is not None or is_extended(local_of(value))) != p.extended
             for value, p in pairs
         ):
             self._remake_unit(found)
@@ -348,7 +348,7 @@ class ShardState(AsFSDP2State):
             if parameter.spec is not None:
                 parameter.spec = value._spec
             parameter.whole = None
-            parameter.extended = is_extended(local_of(value))
+            parameter.extended = parameter.quantized is not None or is_extended(local_of(value))
         self.extension = None
         assert self.unit is not None
         before, self.unit = self.unit, make_unit(self)

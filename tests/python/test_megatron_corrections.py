@@ -348,10 +348,6 @@ def refuse() -> None:
         with pytest.raises(ValueError, match=text):
             fully_shard_model(plain_model(), **arguments)
     module = plain_model()
-    module[0].weight._quantizer = object()
-    with pytest.raises(NotImplementedError, match=r"\['0\.weight'\] are TransformerEngine's"):
-        fully_shard_model(module, device_mesh=mesh, dp_shard_dim="dp")
-    module = plain_model()
     module[0].weight.allreduce = False
     with pytest.raises(ValueError, match="expt_device_mesh"):
         fully_shard_model(module, device_mesh=mesh, dp_shard_dim="dp")

@@ -23,6 +23,7 @@ from libfsdp.megatron._config import (
 from libfsdp.megatron._gradients import MainGradients, ReplicatedScalars
 from libfsdp.megatron._meta import initialize
 from libfsdp.megatron._policy import MixedPrecisionPolicy
+from libfsdp.megatron._quantized import QuantizedOptions, discard_transposed_after_forward, is_quantized
 from libfsdp.megatron._units import UnitOptions, classes_of, shard_units
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class MegatronFSDP(nn.Module):
             calculate_per_token_loss: gradients are added up over the ranks, and not divided by their number.
             init_model_with_meta_device: parameters on meta get their values by ``reset_parameters``, after sharding.
             sync_model_each_microbatch: see ``set_model_auto_sync``.
-            keep_fp8_transpose_cache: of TransformerEngine's parameters.
+            keep_fp8_transpose_cache: the transposed copies of TransformerEngine's quantized parameters stay from forward on.
             nccl_ub: as of ``ddp_config``, as are the next three.
             fsdp_double_buffer: see there.
             fsdp_db_use_persist_buf_on_alloc_fail: see there.
@@ -95,8 +96,7 @@ class MegatronFSDP(nn.Module):
             report_nan_in_param_grad: each backward raises if gradients have NaN, with the parameters' names.
 
         Raises:
-            ValueError: for options that do not fit each other, or the mesh.
-            NotImplementedError: for TransformerEngine's quantized parameters.
+            ValueError: for options that do not fit each other, the mesh, or TransformerEngine's quantized parameters.
         """
         super().__init__()
         self.ddp_config = ddp_config or DistributedDataParallelConfig(
@@ -115,12 +115,13 @@ class MegatronFSDP(nn.Module):
                 "init_model_with_meta_device needs sharding: with 'no_shard' each rank has the whole model all the same; "
                 "build it on the device"
             )
-        quantized = [name for name, p in module.named_parameters() if hasattr(p, "_quantizer")]
-        if quantized:
-            raise NotImplementedError(
-                f"parameters {quantized} are TransformerEngine's quantized ones, which can't be sharded yet: build the module "
-                "outside of quantized_model_init; its activations are quantized by autocast all the same"
-            )
+        quantized = QuantizedOptions(
+            strategy=strategy,
+            main_params_dtype=mixed_precision_policy.main_params_dtype,
+            outer_sharded=dist_index.hsdp_outer_dp_shard,
+            keeps_transposed=self.ddp_config.keep_fp8_transpose_cache,
+        )
+        quantized.mark(module)
         experts = any(getattr(p, "allreduce", True) is False for p in module.parameters())
         if experts and dist_index.get_dp_group(is_expert_parallel=True) is None:
             raise ValueError("parameters have allreduce=False (experts): give their ranks as expt_device_mesh")
@@ -135,6 +136,7 @@ class MegatronFSDP(nn.Module):
         tell_of_options_without_effect(
             self.ddp_config,
             {
+                "quantized": init_model_with_meta_device or any(is_quantized(p) for p in module.parameters()),
                 "disable_bucketing": disable_bucketing,
                 "fsdp_group_ag": dist_index.fsdp_group_ag,
                 "expt_fsdp_group_ag": dist_index.expt_fsdp_group_ag,
@@ -167,7 +169,8 @@ class MegatronFSDP(nn.Module):
         )
         self.module: Any = module
         if init_model_with_meta_device:
-            initialize(module, self._states, dist_index)
+            initialize(module, self._states, dist_index, quantized.take_form)
+        discard_transposed_after_forward(self._states)
         for p in module.parameters():
             p._megatron_fsdp_model = self
             p.__fsdp_param__ = True

@@ -151,7 +151,10 @@ def tell_of_options_without_effect(
             config.fsdp_db_use_persist_buf_on_alloc_fail,
             "units of any size share the same slots",
         ),
-        "keep_fp8_transpose_cache": (config.keep_fp8_transpose_cache, "no parameter is quantized"),
+        "keep_fp8_transpose_cache": (
+            config.keep_fp8_transpose_cache and not given.get("quantized", False),
+            "no parameter is quantized",
+        ),
         "disable_bucketing": (given.get("disable_bucketing", False), "there are no buckets: a unit travels as a whole"),
         "fsdp_group_ag": (
             given.get("fsdp_group_ag") is not None and on_host,

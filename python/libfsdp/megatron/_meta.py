@@ -10,17 +10,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from libfsdp._sharded_parameter import rows_of
+from libfsdp.megatron._quantized import is_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from libfsdp._sharded_parameter import ShardedParameter
     from libfsdp._state import ShardState
     from libfsdp.megatron._index import FSDPDistributedIndex
+    from libfsdp.megatron._quantized import TransformerEngineForm
 
 
 @torch.no_grad()
-def initialize(root: nn.Module, states: Sequence[ShardState], index: FSDPDistributedIndex) -> None:
+def initialize(
+    root: nn.Module,
+    states: Sequence[ShardState],
+    index: FSDPDistributedIndex,
+    take_form: Callable[[str, nn.Parameter], TransformerEngineForm],
+) -> None:
     """Gives a sharded model its values, by ``reset_parameters`` of each module that has some of its own.
 
     Inner modules come first. Beside the shards there is memory of one module at a time. The first data-parallel rank's values
@@ -30,6 +37,7 @@ def initialize(root: nn.Module, states: Sequence[ShardState], index: FSDPDistrib
         root: a module whose parameters are shards on meta.
         states: all of it.
         index: the ranks.
+        take_form: of parameters that ``reset_parameters`` has quantized, by their names.
 
     Raises:
         ValueError: if a module has parameters on meta and no ``reset_parameters``.
@@ -73,7 +81,12 @@ def initialize(root: nn.Module, states: Sequence[ShardState], index: FSDPDistrib
             expert = getattr(value, "allreduce", True) is False or (
                 state is not None and state.parameters[i].attributes.get("allreduce", True) is False
             )
-            local = value._local_tensor if isinstance(value, DTensor) else value.data
+            local = value._local_tensor if isinstance(value, DTensor) else value.detach()
+            if is_quantized(value):
+                form = take_form(name, value)
+                local = form.high_precision().to(state.mesh.device if state is not None else local.device)
+                if state is not None:
+                    state.parameters[i].quantized = form
             _from_first_rank(local, index, expert=expert)
             if state is None:
                 shown = shards[name]
@@ -85,6 +98,8 @@ def initialize(root: nn.Module, states: Sequence[ShardState], index: FSDPDistrib
         for buffer in module.buffers(recurse=False):
             _from_first_rank(buffer, index, expert=False)
     for state in states:
+        if any(parameter.quantized is not None and not parameter.extended for parameter in state.parameters):
+            state.adopt_registered()  # as quantized ones
         if state.model is not None:
             state.model.engine.main_parameters_changed()
 

@@ -1,0 +1,188 @@
+"""Parameters that TransformerEngine has quantized (``quantized_model_init``): main weights as shards, quantized ones to compute with.
+
+They are known by TransformerEngine's protocol alone: ``parameter._quantizer``, its ``update_quantized`` and ``set_usage``,
+``get_high_precision_init_val``, and the names of what such tensors have inside. Nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from libfsdp import _C
+from libfsdp._extensions import QUANTIZED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from libfsdp._state import ShardState
+    from libfsdp.megatron._config import ShardingStrategy
+
+_ROWWISE = ("_data", "_rowwise_data")
+_COLUMNWISE = ("_transpose", "_transpose_invalid", "_columnwise_data", "_columnwise_scale_inv")
+_REMAKES = ("_create_transpose", "_create_columnwise")
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """TransformerEngine has quantized it."""
+    return hasattr(parameter, "_quantizer")
+
+
+class TransformerEngineForm:
+    """How one parameter is quantized after each gather.
+
+    The main weights travel in the dtype that TransformerEngine says the parameter has (``parameter.dtype``), and are quantized as
+    a whole on each rank: with the values that one rank would have, whatever the recipe is, and without a reduction of the largest
+    ones. The transposed copy, which backward computes with on some devices, is made when a unit is gathered for backward, and
+    goes after forward and with the unit. With ``keeps_transposed`` it is made for forward, and stays.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, keeps_transposed: bool) -> None:
+        """Takes the parameter's quantizer.
+
+        Args:
+            name: of the parameter.
+            parameter: quantized, with its values.
+            keeps_transposed: ``keep_fp8_transpose_cache``.
+
+        Raises:
+            ValueError: if it is trained, and its values before they were quantized are not there.
+        """
+        if parameter.requires_grad and not hasattr(parameter, "get_high_precision_init_val"):
+            raise ValueError(
+                f"parameter '{name}' is quantized, and the values of its main weights are lost: build the module within "
+                "quantized_model_init(preserve_high_precision_init_val=True)"
+            )
+        self._given: Any = parameter
+        self._quantizer: Any = parameter._quantizer
+        self._keeps_transposed = keeps_transposed
+
+    def high_precision(self) -> torch.Tensor:
+        """The values before they were quantized; of a parameter that is not trained, those after."""
+        given, self._given = self._given, None
+        if not hasattr(given, "get_high_precision_init_val"):
+            return given.detach().dequantize()
+        values = given.get_high_precision_init_val().detach()
+        given.clear_high_precision_init_val()
+        return values
+
+    def make(self, values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The tensor to compute with, and what of it is freed between uses: the quantized values. Scales stay."""
+        whole = self._quantizer(values)
+        names = (*_ROWWISE, *(() if _remakes_transposed(whole) else ("_columnwise_data",)))
+        freed = [getattr(whole, name) for name in names if isinstance(getattr(whole, name, None), torch.Tensor)]
+        self._arrange_transposed(whole)
+        return whole, freed
+
+    def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
+        """Quantizes, in place."""
+        if not _remakes_transposed(whole):
+            self._quantizer.update_quantized(values, whole)
+            return
+        kept = {}
+        if self._keeps_transposed and _C.inside_backward():  # These are the values that forward has had.
+            kept = {name: getattr(whole, name) for name in _COLUMNWISE if hasattr(whole, name)}
+        columnwise = self._quantizer.columnwise_usage
+        self._quantizer.set_usage(columnwise=False)
+        try:
+            self._quantizer.update_quantized(values, whole)
+        finally:
+            self._quantizer.set_usage(columnwise=columnwise)
+        for name, value in kept.items():
+            setattr(whole, name, value)
+        if not kept:
+            self._arrange_transposed(whole)
+
+    def freed(self, whole: torch.Tensor) -> None:
+        """The unit is freed, and the transposed copy with it."""
+        if not self._keeps_transposed:
+            discard_transposed(whole)
+
+    def leave_forward(self, whole: torch.Tensor | None) -> None:
+        """The module has computed, and its unit may stay gathered."""
+        if whole is not None and not self._keeps_transposed:
+            discard_transposed(whole)
+
+    def _arrange_transposed(self, whole: Any) -> None:
+        if not _remakes_transposed(whole):
+            return
+        discard_transposed(whole)
+        if self._keeps_transposed or _C.inside_backward():
+            next(getattr(whole, name) for name in _REMAKES if hasattr(whole, name))()
+
+
+def _remakes_transposed(whole: torch.Tensor) -> bool:
+    """The transposed copy can be made of the quantized values; else it is another quantization, which needs those before."""
+    return any(hasattr(whole, name) for name in _REMAKES)
+
+
+def discard_transposed(whole: Any) -> None:
+    """Frees the transposed copy, if it can be made again."""
+    if hasattr(whole, "_transpose_invalid"):
+        whole._transpose_invalid = True
+        whole._transpose = None
+    elif _remakes_transposed(whole):
+        whole.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
+@dataclass(frozen=True)
+class QuantizedOptions:
+    """The options of a model that its quantized parameters depend on.
+
+    Attributes:
+        strategy: what is sharded.
+        main_params_dtype: of the policy.
+        outer_sharded: optimizer state is sharded over an outer dimension, too.
+        keeps_transposed: ``keep_fp8_transpose_cache``.
+    """
+
+    strategy: ShardingStrategy
+    main_params_dtype: torch.dtype | None
+    outer_sharded: bool
+    keeps_transposed: bool
+
+    def mark(self, module: nn.Module) -> None:
+        """Tells libfsdp.fully_shard which parameters of a module are quantized, and how.
+
+        Raises:
+            ValueError: if there are such parameters, and the options or they themselves do not give main weights.
+        """
+        found = [(name, p) for name, p in module.named_parameters() if is_quantized(p)]
+        for name, parameter in found:
+            setattr(parameter, QUANTIZED, self.take_form(name, parameter))
+
+    def take_form(self, name: str, parameter: nn.Parameter) -> TransformerEngineForm:
+        """How a parameter is quantized.
+
+        Raises:
+            ValueError: if the options or the parameter do not give main weights.
+        """
+        if self.main_params_dtype is None:
+            raise ValueError(
+                f"parameter '{name}' is quantized, and main_params_dtype is None: no optimizer can update it; give "
+                "main_params_dtype=torch.float32"
+            )
+        if self.strategy.placements != "optim_grads_params" or self.outer_sharded:
+            where = "over the outer dimension, too" if self.outer_sharded else f"'{self.strategy.placements}'"
+            raise ValueError(
+                f"parameter '{name}' is quantized, and the model is sharded {where}: give zero_dp_strategy 3 "
+                "('optim_grads_params') and outer_dp_sharding_strategy 0 ('no_shard')"
+            )
+        return TransformerEngineForm(name, parameter, keeps_transposed=self.keeps_transposed)
+
+
+def discard_transposed_after_forward(states: Sequence[ShardState]) -> None:
+    """Transposed copies go after forward, also in units that stay gathered."""
+    for state in states:
+        for parameter in state.parameters:
+            form = parameter.quantized
+            if not isinstance(form, TransformerEngineForm):
+                continue
+            for place in parameter.places:
+                place.module.register_forward_hook(
+                    lambda *_, form=form, parameter=parameter: form.leave_forward(parameter.whole)
+                )

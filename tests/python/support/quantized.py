@@ -1,0 +1,127 @@
+"""A tensor that keeps TransformerEngine's protocol of quantized parameters, on any device: eight bits and one scale."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class Quantizer:
+    """One scale for a tensor, from its largest value. `log` is what was done, in order."""
+
+    log: list[str] = []  # noqa: RUF012  # of the class: all tell the same list
+
+    def __init__(self) -> None:
+        self.rowwise_usage = True
+        self.columnwise_usage = True
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def __call__(self, values: torch.Tensor) -> Quantized:
+        made = Quantized(torch.empty(values.shape, dtype=torch.int8), torch.ones(1), values.dtype, self)
+        self.update_quantized(values, made)
+        return made
+
+    def update_quantized(self, values: torch.Tensor, out: Quantized) -> None:
+        self.log.append("quantize")
+        out._scale_inv.copy_(values.abs().amax().float().clamp(min=1e-6) / 127)
+        out._data.copy_((values.float() / out._scale_inv).round())
+        out._transpose, out._transpose_invalid = None, True
+        if self.columnwise_usage:
+            out._create_transpose()
+
+
+class Quantized(torch.Tensor):
+    """Operators compute with what dequantize() gives."""
+
+    _data: torch.Tensor
+    _scale_inv: torch.Tensor
+    _transpose: torch.Tensor | None
+    _transpose_invalid: bool
+    _quantizer: Quantizer
+
+    @staticmethod
+    def __new__(
+        cls, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer
+    ) -> Quantized:
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
+        made._data, made._scale_inv, made._quantizer = data, scale_inv, quantizer
+        made._transpose, made._transpose_invalid = None, True
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            given = args[0]
+            made = cls(given._data, given._scale_inv, given.dtype, given._quantizer)
+            made._transpose, made._transpose_invalid = given._transpose, given._transpose_invalid
+            return made
+        args, kwargs = pytree.tree_map_only(cls, lambda one: one.dequantize(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dequantize(self) -> torch.Tensor:
+        return (self._data.float() * self._scale_inv).to(self.dtype)
+
+    def _create_transpose(self) -> None:
+        Quantizer.log.append("transpose")
+        self._transpose, self._transpose_invalid = self._data.t().contiguous(), False
+
+
+def quantized_parameter(values: torch.Tensor, *, preserved: bool = True) -> nn.Parameter:
+    """What quantized_model_init(preserve_high_precision_init_val=preserved) makes of a parameter."""
+    made = nn.Parameter(Quantizer()(values.detach()))
+    if preserved:
+        made._high_precision_init_val = values.detach().clone()
+        made.get_high_precision_init_val = types.MethodType(lambda p: p._high_precision_init_val, made)
+
+        def clear(p: Any) -> None:
+            del p._high_precision_init_val
+            del p.get_high_precision_init_val
+
+        made.clear_high_precision_init_val = types.MethodType(clear, made)
+    return made
+
+
+class QuantizedLinear(nn.Module):
+    """Computes with a quantized weight; its backward with the transposed copy, as on devices that can multiply in one order only."""
+
+    def __init__(self, width: int, rows: int, dtype: torch.dtype, *, preserved: bool = True) -> None:
+        super().__init__()
+        self.preserved = preserved
+        self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """On meta parameters stay as they are; else the weight becomes a quantized one."""
+        if self.weight.is_meta:
+            return
+        values = torch.randn(self.weight.shape).to(self.weight.dtype) / self.weight.size(1) ** 0.5
+        self.weight = quantized_parameter(values, preserved=self.preserved)
+        with torch.no_grad():
+            self.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(_Multiply.apply(x, self.weight) + self.bias)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> Any:
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.dequantize().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weight = ctx.weight
+        if weight._transpose is None:
+            weight._create_transpose()
+        transposed = (weight._transpose.float() * weight._scale_inv).to(gradient.dtype)
+        return gradient @ transposed.t(), gradient.t() @ ctx.saved_tensors[0]

@@ -1,0 +1,234 @@
+"""Parameters that TransformerEngine has quantized, with a stand-in that keeps its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.megatron import STRATEGIES, batch, ranks_of, whole
+from support.quantized import Quantized, QuantizedLinear, Quantizer, quantized_parameter
+from support.ranks import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import libfsdp
+from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
+StartRanks = Callable[[int], Ranks]
+POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+
+
+def model_of(dtype: torch.dtype, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 8, dtype=dtype),
+        *(QuantizedLinear(8, 8, dtype, **options) for _ in range(2)),
+        QuantizedLinear(8, 3, dtype),
+    )
+
+
+def sharded(module: nn.Module, **options: Any) -> Any:
+    options.setdefault("mixed_precision_policy", POLICY)
+    options.setdefault("fsdp_unit_modules", [QuantizedLinear])
+    return fully_shard_model(module, **{"zero_dp_strategy": 3, **ranks_of("fsdp"), **options})
+
+
+class Alone:
+    """The same training in one process: main weights in fp32, of which each step makes the quantized ones."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.main = [
+            (p.get_high_precision_init_val() if isinstance(p, Quantized) else p.detach()).float().clone()
+            for p in module.parameters()
+        ]
+        self.optimizer = torch.optim.AdamW(self.main, lr=0.05)
+
+    def step(self, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The losses of both ranks."""
+        for p, main in zip(self.module.parameters(), self.main, strict=True):
+            if isinstance(p, Quantized):
+                p._quantizer.update_quantized(main.to(dtype), p)
+            else:
+                p.data.copy_(main)
+            main.grad = torch.zeros_like(main)
+        losses = []
+        for rank in range(2):
+            loss = self.module(batch(step, rank, dtype=dtype)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            for p, main in zip(self.module.parameters(), self.main, strict=True):
+                assert p.grad is not None
+                main.grad += p.grad.float() / 2
+                p.grad = None
+        self.optimizer.step()
+        return losses
+
+
+def train(dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
+    alone = Alone(model_of(dtype))
+    model = sharded(
+        model_of(dtype), keep_fp8_transpose_cache=keeps, fsdp_unit_modules=[QuantizedLinear] if reshards else None
+    )
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    for p in model.parameters():
+        assert type(p._local_tensor) is torch.Tensor
+        assert p.dtype == torch.float32
+    for step in range(4):
+        loss = model(batch(step, dist.get_rank(), dtype=dtype)).float().square().mean()
+        loss.backward()
+        assert torch.equal(loss.detach(), alone.step(step, dtype)[dist.get_rank()])
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, main in zip(model.parameters(), alone.main, strict=True):
+        assert torch.equal(whole(p.detach()), main)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("keeps", "reshards"), [(False, True), (True, True), (False, False)])
+def test_trains_as_one_process_does(ranks: StartRanks, dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
+    ranks(2).run(train, dtype, keeps, reshards)
+
+
+def observe(keeps: bool) -> tuple[list[str], list[str]]:
+    """What was done in forward and in backward of a second step, of the first of the quantized units."""
+    model = sharded(model_of(torch.bfloat16), keep_fp8_transpose_cache=keeps)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[Any] = []
+    model.module[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    logs: list[list[str]] = []
+    for step in range(2):
+        logs = []
+        Quantizer.log.clear()
+        loss = model(batch(step, dist.get_rank(), dtype=torch.bfloat16)).float().square().mean()
+        logs.append(list(Quantizer.log))
+        weight = seen[-1]
+        assert weight._data.untyped_storage().nbytes() == 0  # freed after forward
+        assert (weight._transpose is not None) == keeps
+        Quantizer.log.clear()
+        loss.backward()
+        logs.append(list(Quantizer.log))
+        assert weight._data.untyped_storage().nbytes() == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert type(seen[0]) is Quantized
+    assert seen[0] is seen[1]
+    assert type(model.module[1].weight) is nn.Parameter or isinstance(model.module[1].weight, DTensor)
+    return logs[0], logs[1]
+
+
+def test_transposed_copies(ranks: StartRanks) -> None:
+    # Forward gathers three units, of which backward finds the last one still gathered: that one's layer makes its copy.
+    for forward, backward in ranks(2).run(observe, False):
+        assert forward == ["quantize"] * 3
+        assert sorted(backward) == ["quantize"] * 2 + ["transpose"] * 3
+    for forward, backward in ranks(2).run(observe, True):
+        assert forward == ["quantize", "transpose"] * 3
+        assert backward == ["quantize"] * 2
+
+
+def travel() -> None:
+    """Main weights travel in the dtype that the quantized parameter says."""
+    sizes = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = sharded(model_of(dtype))
+        model(batch(0, 0, dtype=dtype))
+        before = libfsdp.wire_stats(model.module)["all_gather_bytes"]
+        model.install_optimized_model_weights()
+        model(batch(0, 0, dtype=dtype))
+        sizes.append(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before)
+    assert sizes[1] == 2 * sizes[0] > 0
+
+
+def test_what_travels(ranks: StartRanks) -> None:
+    ranks(2).run(travel)
+
+
+def checkpoint(folder: str) -> None:
+    model = sharded(model_of(torch.bfloat16))
+    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
+    torch.manual_seed(5)
+    other = sharded(
+        nn.Sequential(*(type(one)(8, one.bias.numel(), dtype=torch.bfloat16) for one in model_of(torch.bfloat16)))
+    )
+    x = batch(0, 0, dtype=torch.bfloat16)
+    assert not torch.equal(model(x), other(x))
+    state = {"model": other.state_dict()}
+    assert all(value.dtype == torch.float32 for value in state["model"].values())
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    assert torch.equal(model(x), other(x))
+    # Tensors that are assigned are main weights, too.
+    third = sharded(model_of(torch.bfloat16))
+    third.module.load_state_dict({k.removeprefix("module."): v.clone() for k, v in state["model"].items()}, assign=True)
+    assert torch.equal(model(x), third(x))
+    assert libfsdp.wire_stats(third.module)["all_gathers"] > 0
+
+
+def test_checkpoints_hold_main_weights(ranks: StartRanks, tmp_path: Any) -> None:
+    ranks(2).run(checkpoint, str(tmp_path))
+
+
+def build_on_meta() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(*(QuantizedLinear(8, 8, torch.bfloat16) for _ in range(2)))
+    torch.manual_seed(dist.get_rank())
+    model = sharded(module, init_model_with_meta_device=True)
+    torch.manual_seed(0)
+    last, first = (QuantizedLinear(8, 8, torch.bfloat16) for _ in range(2))  # The last one is reset first.
+    x = batch(0, 0, dtype=torch.bfloat16)
+    for name, single in (("0", first), ("1", last)):
+        weight: Any = model.module.get_submodule(name).weight
+        preserved: Any = single.weight
+        assert weight.dtype == torch.float32
+        assert torch.equal(whole(weight.detach()), preserved.get_high_precision_init_val().float())
+    Quantizer.log.clear()
+    assert torch.equal(model(x), last(first(x)))
+    assert Quantizer.log.count("quantize") == 2
+    model(x).sum().backward()
+    fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+    assert not torch.equal(model(x), last(first(x)))
+
+
+def test_models_on_meta(ranks: StartRanks) -> None:
+    ranks(2).run(build_on_meta)
+
+
+def frozen() -> None:
+    module = nn.Sequential(QuantizedLinear(8, 8, torch.float32, preserved=False), nn.Linear(8, 3))
+    dist.broadcast(module[0].weight._data, src=0)
+    dist.broadcast(module[0].weight._scale_inv, src=0)
+    module[0].weight.requires_grad_(False)
+    before = module[0].weight.dequantize().clone()
+    model = sharded(module)
+    assert model.module[0].weight.dtype == torch.float32
+    torch.testing.assert_close(whole(model.module[0].weight.detach()), before)
+    model(batch(0, 0)).sum().backward()
+    assert model.module[0].weight.grad is None
+
+
+def test_frozen_ones_have_their_quantized_values(ranks: StartRanks) -> None:
+    ranks(2).run(frozen)
+
+
+def refuse() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"zero_dp_strategy": name}, f"sharded '{name}': give zero_dp_strategy 3") for name in STRATEGIES[:-1]
+    ]
+    cases.append(
+        ({"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None)}, "main_params_dtype is None")
+    )
+    for options, text in cases:
+        with pytest.raises(ValueError, match=text):
+            sharded(model_of(torch.bfloat16), **options)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = quantized_parameter(torch.ones(4, 4), preserved=False)
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' .*preserve_high_precision_init_val=True"):
+        sharded(module)
+
+
+def test_what_cannot_be_is_refused(ranks: StartRanks) -> None:
+    ranks(2).run(refuse)
