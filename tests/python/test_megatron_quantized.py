@@ -112,12 +112,25 @@ def observe(keeps: bool) -> tuple[list[str], list[str]]:
         loss.backward()
         logs.append(list(Quantizer.log))
         assert weight._data.untyped_storage().nbytes() == 0
+        assert (weight._transpose is not None) == keeps
         optimizer.step()
         optimizer.zero_grad()
     assert type(seen[0]) is Quantized
     assert seen[0] is seen[1]
     assert type(model.module[1].weight) is nn.Parameter or isinstance(model.module[1].weight, DTensor)
     return logs[0], logs[1]
+
+
+def observe_gathered(keeps: bool) -> None:
+    """A unit that stays gathered: backward's copy goes after the next forward."""
+    model = sharded(model_of(torch.bfloat16), keep_fp8_transpose_cache=keeps, fsdp_unit_modules=None)
+    seen: list[Any] = []
+    model.module[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    for step in range(2):
+        loss = model(batch(step, dist.get_rank(), dtype=torch.bfloat16)).float().square().mean()
+        assert (seen[0]._transpose is not None) == keeps
+        loss.backward()
+        assert seen[0]._transpose is not None
 
 
 def test_transposed_copies(ranks: StartRanks) -> None:
@@ -128,6 +141,8 @@ def test_transposed_copies(ranks: StartRanks) -> None:
     for forward, backward in ranks(2).run(observe, True):
         assert forward == ["quantize", "transpose"] * 3
         assert backward == ["quantize"] * 2
+    for keeps in (False, True):
+        ranks(2).run(observe_gathered, keeps)
 
 
 def travel() -> None:
