@@ -20,6 +20,7 @@ from libfsdp.megatron._config import (
     strategy_of,
     tell_of_options_without_effect,
 )
+from libfsdp.megatron._fused_gradients import FusedGradients
 from libfsdp.megatron._gradients import MainGradients, ReplicatedScalars
 from libfsdp.megatron._meta import initialize
 from libfsdp.megatron._policy import MixedPrecisionPolicy
@@ -175,6 +176,7 @@ class MegatronFSDP(nn.Module):
             p._megatron_fsdp_model = self
             p.__fsdp_param__ = True
             p.grad_added_to_main_grad = False
+        self._fused_gradients = FusedGradients(self._states)
         self._gradients = MainGradients(self._states, decoupled=self.ddp_config.megatron_fsdp_use_decoupled_grad)
         self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:
@@ -256,6 +258,7 @@ class MegatronFSDP(nn.Module):
 
     def _end_backward(self) -> None:
         """The engine has ended a backward."""
+        self._fused_gradients.end_backward()
         self.microbatch_count += 1
         if self.model_auto_sync:
             self._scalars.reduce()
@@ -430,5 +433,6 @@ class MegatronFSDP(nn.Module):
                 "the optimizer has stepped with install_optimized_model_weights=False, and there is no copy of the older "
                 "weights: call model.install_optimized_model_weights() before the next forward"
             )
+        self._fused_gradients.forget()
         self._gradients.restore()
         return self.module(*inputs, **kwargs)
