@@ -59,49 +59,68 @@ def initialize(
     root.to_empty(device=index.get_root_mesh().device_type)  # type: ignore[union-attr]
     done: set[tuple[int, int]] = set()
     for module in modules:
-        wholes: dict[str, nn.Parameter] = {}
-        for name, shown in module._parameters.items():
-            if shown is None:
-                continue
-            state, i = places.get((id(module), name), (None, -1))
-            wholes[name] = nn.Parameter(
-                torch.empty_like(shown) if state is None else _whole_of(state, state.parameters[i]),
-                requires_grad=shown.requires_grad,
-            )
-        shards = dict(module._parameters)
-        module._parameters.update(wholes)
-        with torch.enable_grad():
-            reset: Any = _resetter(module)
-            reset()
-        made = dict(module._parameters)
-        module._parameters.update(shards)
-        for name in wholes:
-            value: Any = made[name]
-            state, i = places.get((id(module), name), (None, -1))
-            expert = getattr(value, "allreduce", True) is False or (
-                state is not None and state.parameters[i].attributes.get("allreduce", True) is False
-            )
-            local = value._local_tensor if isinstance(value, DTensor) else value.detach()
-            if is_quantized(value):
-                form = take_form(name, value)
-                local = form.high_precision().to(state.mesh.device if state is not None else local.device)
-                if state is not None:
-                    state.parameters[i].quantized = form
-            _from_first_rank(local, index, expert=expert)
-            if state is None:
-                shown = shards[name]
-                assert shown is not None
-                shown.copy_(value)
-            elif (id(state), i) not in done:
-                done.add((id(state), i))
-                _keep_rows(state, i, local)
-        for buffer in module.buffers(recurse=False):
-            _from_first_rank(buffer, index, expert=False)
+        _reset(module, places, done, index, take_form)
     for state in states:
         if any(parameter.quantized is not None and not parameter.extended for parameter in state.parameters):
             state.adopt_registered()  # as quantized ones
         if state.model is not None:
             state.model.engine.main_parameters_changed()
+
+
+def _reset(
+    module: nn.Module,
+    places: dict[tuple[int, str], tuple[ShardState, int]],
+    done: set[tuple[int, int]],
+    index: FSDPDistributedIndex,
+    take_form: Callable[[str, nn.Parameter], TransformerEngineForm],
+) -> None:
+    """Gives one module its values. When it returns, nothing of what was whole is left.
+
+    Args:
+        module: with parameters of its own.
+        places: of parameters, by the modules' ids and their names there.
+        done: parameters that have their values.
+        index: the ranks.
+        take_form: of parameters that are quantized.
+    """
+    wholes: dict[str, nn.Parameter] = {}
+    for name, shown in module._parameters.items():
+        if shown is None:
+            continue
+        state, i = places.get((id(module), name), (None, -1))
+        wholes[name] = nn.Parameter(
+            torch.empty_like(shown) if state is None else _whole_of(state, state.parameters[i]),
+            requires_grad=shown.requires_grad,
+        )
+    shards = dict(module._parameters)
+    module._parameters.update(wholes)
+    with torch.enable_grad():
+        reset: Any = _resetter(module)
+        reset()
+    made = dict(module._parameters)
+    module._parameters.update(shards)
+    for name in wholes:
+        value: Any = made[name]
+        state, i = places.get((id(module), name), (None, -1))
+        expert = getattr(value, "allreduce", True) is False or (
+            state is not None and state.parameters[i].attributes.get("allreduce", True) is False
+        )
+        local = value._local_tensor if isinstance(value, DTensor) else value.detach()
+        if is_quantized(value):
+            form = take_form(name, value)
+            local = form.high_precision().to(state.mesh.device if state is not None else local.device)
+            if state is not None:
+                state.parameters[i].quantized = form
+        _from_first_rank(local, index, expert=expert)
+        if state is None:
+            shown = shards[name]
+            assert shown is not None
+            shown.copy_(value)
+        elif (id(state), i) not in done:
+            done.add((id(state), i))
+            _keep_rows(state, i, local)
+    for buffer in module.buffers(recurse=False):
+        _from_first_rank(buffer, index, expert=False)
 
 
 def _inner_first(root: nn.Module) -> list[nn.Module]:
