@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import STRATEGIES, Block, batch, mean_gradients, mesh_of, plain_model, whole
+from support.megatron import STRATEGIES, AllGather, Block, batch, mean_gradients, mesh_of, plain_model, whole
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,23 +94,6 @@ class Experts(nn.Module):
         mine = sum(weights[:, self.mine][:, i : i + 1] * expert(tokens) for i, expert in enumerate(self.experts))
         first, second = AllGather.apply(mine, self.group).chunk(2)
         return x + (first + second).chunk(2)[dist.get_rank(self.group)]
-
-
-class AllGather(torch.autograd.Function):
-    """Rows of all ranks of a group; each gets the sum of all ranks' gradients of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> Any:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
 class Expert(nn.Module):

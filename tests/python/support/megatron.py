@@ -101,3 +101,20 @@ def gathered_gradients(model: MegatronFSDP, dtype: torch.dtype | None = None) ->
             gradient = DTensor(torch.zeros_like(p._local_tensor, dtype=dtype), p._spec, requires_grad=False)
         found.append(whole(gradient).clone())
     return found
+
+
+class AllGather(torch.autograd.Function):
+    """Rows of all ranks of a group; each gets the sum of all ranks' gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> Any:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
