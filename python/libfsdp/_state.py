@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -354,6 +355,15 @@ class ShardState(AsFSDP2State):
         before, self.unit = self.unit, make_unit(self)
         for option in _OPTIONS:
             setattr(self.unit, option, getattr(before, option))
+
+    def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
+        """Gradients travel in another dtype from now on. Another unit takes the place of this one: nothing may be unreduced."""
+        if self.unit is None or dtype == self.mp_policy.reduce_dtype:
+            return
+        self.reshard()
+        self.mp_policy = replace(self.mp_policy, reduce_dtype=dtype)
+        self._remake_unit([parameter.sharded for parameter in self.parameters])
+        self.adopt_registered()
 
     # Hooks.
 

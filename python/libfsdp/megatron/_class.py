@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,6 +184,7 @@ class MegatronFSDP(nn.Module):
             self.module.set_keep_unsharded_storage(True)
         if self.ddp_config.nccl_ub and not self.ddp_config.fsdp_manual_registration:
             self.param_and_grad_buffer.register()
+        self._separate_reductions()
         running = self._states[0].running
         running.after_backward = weak_method(self._end_backward)
         running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
@@ -241,6 +243,50 @@ class MegatronFSDP(nn.Module):
         finally:
             self.model_auto_sync, self._is_last_microbatch = before
             self._tell_engine()
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Gradients travel in another dtype, for the time of a ``with`` block of whole steps.
+
+        Entering and leaving make the units anew: the shards are copied. Main parameters and gradients keep their dtypes.
+
+        Args:
+            mixed_precision_policy: of which ``grad_comm_dtype`` counts.
+
+        Raises:
+            ValueError: with ``nccl_ub`` or ``cuda_graph_mode``, as buffers change.
+            RuntimeError: while gradients are not reduced.
+        """
+        before = self.mp_policy
+        self._set_policy(replace(before, grad_comm_dtype=mixed_precision_policy.grad_comm_dtype))
+        try:
+            yield
+        finally:
+            self._set_policy(before)
+
+    def _set_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Another dtype in which gradients travel."""
+        if self.ddp_config.nccl_ub or self.ddp_config.megatron_fsdp_cuda_graph_mode:
+            raise ValueError(
+                "mixed_precision_context changes buffers, which nccl_ub and cuda_graph_mode keep: give grad_comm_dtype to "
+                "fully_shard_model"
+            )
+        if self.microbatch_count > 0 or _C.inside_backward():
+            raise RuntimeError(
+                f"mixed_precision_context while gradients of {self.microbatch_count} microbatches are not reduced: enter and leave it "
+                "between steps, or call finish_grad_sync() first"
+            )
+        self.mp_policy = policy
+        for state in self._states:
+            state.set_reduce_dtype(policy.reduce_dtype)
+        self._separate_reductions()
+        self._tell_engine()
+
+    def _separate_reductions(self) -> None:
+        """Groups for gathers alone ask for gathers and reductions that do not wait for each other; on Gloo they never do."""
+        index = self.dist_index
+        if self.device.type != "cpu" and (index.fsdp_group_ag is not None or index.expt_fsdp_group_ag is not None):
+            self.module.set_separate_reduce_scatter_group(True)
 
     def _tell_engine(self) -> None:
         fully = self.model_auto_sync or self._is_last_microbatch

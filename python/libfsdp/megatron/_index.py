@@ -41,11 +41,11 @@ class FSDPDistributedIndex:
             hybrid_fsdp_expt_group: the same of experts.
             hsdp_outer_dp_shard: optimizer state is sharded over the outer dimension.
             expt_device_mesh: of the experts' parameters, with the same names.
-            fsdp_group_ag: of gathers alone, where process groups communicate (not on Gloo).
+            fsdp_group_ag: of the ranks of ``dp_shard_dim``, checked; gathers and reductions have ways of their own without it.
             expt_fsdp_group_ag: the same of experts.
 
         Raises:
-            ValueError: if a dimension is none of the mesh's, or a group is missing.
+            ValueError: if a dimension is none of the mesh's, or a group is missing or has other ranks.
         """
         self.device_mesh = device_mesh
         self.dp_shard_dim = dp_shard_dim
@@ -70,6 +70,24 @@ class FSDPDistributedIndex:
                     "dp_outer_dim needs hybrid_fsdp_group, the group of all ranks of dp_outer_dim and dp_shard_dim, as "
                     "device_mesh[(outer, shard)]._flatten(name).get_group() gives it"
                 )
+        for name, expert in (("fsdp_group_ag", False), ("expt_fsdp_group_ag", True)):
+            self._check_gather_group(name, is_expert_parallel=expert)
+
+    def _check_gather_group(self, name: str, *, is_expert_parallel: bool) -> None:
+        given: dist.ProcessGroup | None = getattr(self, name)
+        if given is None:
+            return
+        own = self.get_fsdp_group(is_expert_parallel)
+        if own is None:
+            raise ValueError(
+                f"{name} is a group of experts' ranks, and there is no expt_device_mesh: give both, or none"
+            )
+        ranks, expected = (dist.get_process_group_ranks(group) for group in (given, own))
+        if ranks != expected:
+            raise ValueError(
+                f"{name} has the ranks {ranks}, and dp_shard_dim={self.dp_shard_dim!r} has {expected}: gathers need a group of the "
+                "same ranks, in the same order"
+            )
 
     def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
         """The mesh of one dimension, or of several in this order.

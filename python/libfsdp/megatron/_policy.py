@@ -81,6 +81,11 @@ class MixedPrecisionPolicy:
             self._set("main_grads_dtype", dtype)
             self._set("grad_comm_dtype", dtype)
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients travel; None: each parameter's own."""
+        return self.grad_comm_dtype or self.main_grads_dtype
+
     def _set(self, name: str, value: torch.dtype | None) -> None:
         object.__setattr__(self, name, value)
 

@@ -114,9 +114,7 @@ def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> 
         mesh=index.data_parallel_mesh(),
         reshard_after_forward=False if stays_gathered else None,
         shard_placement_fn=_places_of_experts(index),
-        mp_policy=ComputePolicy(
-            reduce_dtype=policy.grad_comm_dtype or policy.main_grads_dtype, cast_forward_inputs=False
-        ),
+        mp_policy=ComputePolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False),
         ignored_params=options.ignored or None,
         placements=options.strategy.placements,
         outer_placements="optim_if_even" if index.hsdp_outer_dp_shard else "no_shard",
