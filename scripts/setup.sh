@@ -99,11 +99,13 @@ case $target in
     ;;
   test)
     # transformers (180 MB with what it needs) has the models that the Python package is tested with, expecttest what PyTorch's tests need.
-    # matplotlib is the benchmark's, whose arithmetic has tests. accelerate, peft, lightning and torchao (60 MB) are programs that it is tried with, and torchtitan's function that shards needs nothing else.
-    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' expecttest hypothesis matplotlib accelerate==1.15.0 peft==0.21.2 \
-      lightning==2.6.6 torchao==0.18.0
+    # matplotlib is the benchmark's, whose arithmetic has tests. accelerate, peft, lightning and torchao (60 MB) are programs that it is
+    # tried with, and torchtitan's function that shards needs nothing else.
+    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' expecttest hypothesis matplotlib \
+      accelerate==1.15.0 peft==0.21.2 lightning==2.6.6 torchao==0.18.0
     (need_python_packages --no-deps torchtitan==0.3.0) || echo "setup: going on without torchtitan; its tests are skipped" >&2
-    command -v mpirun >/dev/null || (apt_install openmpi-bin) || echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
+    command -v mpirun >/dev/null || (apt_install openmpi-bin) ||
+      echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;
   bench)
     need_python_packages matplotlib

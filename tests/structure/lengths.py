@@ -1,24 +1,44 @@
-"""Fails if a source file is so long that it holds more than one idea.
+"""Fails if a source file is so long that it holds more than one idea, or if a line is too long to be read at once.
 
 lengths.py ROOT
+
+In documents, rows of tables may be longer: Markdown can't break them.
 """
 
 import sys
 from pathlib import Path
 
 LONGEST = 500  # lines
+WIDEST = 140  # characters
 FOLDERS = ("include", "src", "python", "examples", "tools", "bench", "tests", "scripts")
 ENDINGS = {".h", ".cpp", ".py", ".pyi", ".sh"}
 
 
+def sources(root: Path) -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((root / folder).rglob("*")) if path.suffix in ENDINGS]
+
+
+def documents(root: Path) -> list[Path]:
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]
+
+
+def faults(root: Path) -> list[str]:
+    found = []
+    for path in [*sources(root), *documents(root)]:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        name = path.relative_to(root)
+        if path.suffix in ENDINGS and len(lines) > LONGEST:
+            found.append(f"{name} has {len(lines)} lines, more than {LONGEST}: it holds more than one idea")
+        for number, line in enumerate(lines, 1):
+            if len(line) > WIDEST and not line.startswith("|"):
+                found.append(f"{name}:{number} has {len(line)} characters, more than {WIDEST}")
+    return found
+
+
 def main() -> int:
-    root = Path(sys.argv[1])
-    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*")) if path.suffix in ENDINGS]
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    for path, length in lengths.items():
-        if length > LONGEST:
-            print(f"{path.relative_to(root)} has {length} lines, more than {LONGEST}: it holds more than one idea")
-    return 1 if max(lengths.values()) > LONGEST else 0
+    found = faults(Path(sys.argv[1]))
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
