@@ -95,9 +95,8 @@ TEST_F(Names, CheckpointsOfOtherProgramsAreLoaded) {
     fsdp::load(path("programs/megatron"), *alone.model, fsdp::megatron_names(*alone.model));
     expect_same_bits(alone.handle->full_parameters(), ours.handle->full_parameters());
     const std::vector<std::string> few = {"entry.weight", "entry.bias"};
-    const auto unnumbered = message_of([&] {
-      fsdp::load(path("programs/megatron"), *megatron.model, *megatron.optimizer, fsdp::megatron_names(few));
-    });
+    const auto unnumbered =
+        message_of([&] { fsdp::load(path("programs/megatron"), *megatron.model, *megatron.optimizer, fsdp::megatron_names(few)); });
     EXPECT_TRUE(has(unnumbered, "optim.state.head.weight.step")) << unnumbered;
   });
   EXPECT_TRUE(has(message_of([] { fsdp::megatron_names({"a", "b", "a"}); }), "'a' is listed twice"));
