@@ -283,7 +283,7 @@ class FSDPModule:
         """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""
         for state in self._states(recurse):
             if state.unit is not None:
-                state.unit.set_separate_reduce_group(enable)
+                state.unit.separate_reduce_group = enable
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: reductions are sums, scaled on the receiving rank, in any case."""

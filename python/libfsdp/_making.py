@@ -86,7 +86,6 @@ def make_unit(state: ShardState) -> _C.Unit:
         param_dtype=state.mp_policy.param_dtype,
         reduce_dtype=state.mp_policy.reduce_dtype,
         offload=state.offloads,
-        separate_reduce_group=False,
         outer_sharded=state.beyond.outer_sharded,
         rounds_gradients=state.beyond.main_grads_dtype is None,
     )

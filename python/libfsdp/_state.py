@@ -48,6 +48,7 @@ _OPTIONS = (
     "gradient_divide_factor",
     "gathered_in_backward",
     "keeps_storage",
+    "separate_reduce_group",
 )
 
 

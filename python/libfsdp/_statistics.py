@@ -32,6 +32,8 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
 def wire_stats(module: nn.Module) -> dict[str, int]:
     """Bytes that this rank sent over the model's meshes, and collectives that it started, since the meshes were made.
 
+    `shared_memory_bytes` says how many of these bytes peers on this host read from this rank's memory. The rest went over the wire.
+
     Args:
         module: the root, or any sharded module of the model.
 

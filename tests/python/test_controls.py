@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import fully_shard
+from libfsdp._states import states_in
 
 StartRanks = Callable[[int], Ranks]
 
@@ -67,6 +68,10 @@ def test_unknown_placements_are_refused(ranks: StartRanks) -> None:
     assert all("optim_grads" in text for text in ranks(2).run(refuse_placements))
 
 
+def separate_reductions(module: nn.Module) -> set[bool]:
+    return {state.unit.separate_reduce_group for _, state, _ in states_in(module) if state.unit is not None}
+
+
 def control() -> None:
     expected = step(model())
 
@@ -114,6 +119,13 @@ def control() -> None:
     separate = model()
     separate.set_separate_reduce_scatter_group()
     assert all(map(torch.equal, step(separate), expected))
+    separate.to(torch.float64)  # other units take the place of those before
+    separate.zero_grad()
+    for ours, value in zip(step(separate.to(torch.float32)), expected, strict=True):
+        torch.testing.assert_close(ours, value)
+    assert separate_reductions(separate) == {True}
+    separate.set_separate_reduce_scatter_group(False)
+    assert separate_reductions(separate) == {False}
 
     whole = model(reshard_after_forward=False)
     step(whole)

@@ -25,6 +25,7 @@ from libfsdp.megatron._fused_gradients import FusedGradients
 from libfsdp.megatron._gradients import MainGradients, ReplicatedScalars
 from libfsdp.megatron._meta import initialize
 from libfsdp.megatron._policy import MixedPrecisionPolicy
+from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron._quantized import QuantizedOptions, discard_transposed_after_forward, is_quantized
 from libfsdp.megatron._units import UnitOptions, classes_of, shard_units
 
@@ -124,8 +125,7 @@ class MegatronFSDP(nn.Module):
             keeps_transposed=self.ddp_config.keep_fp8_transpose_cache,
         )
         quantized.mark(module)
-        experts = any(getattr(p, "allreduce", True) is False for p in module.parameters())
-        if experts and dist_index.get_dp_group(is_expert_parallel=True) is None:
+        if any(is_expert(p) for p in module.parameters()) and dist_index.get_dp_group(is_expert_parallel=True) is None:
             raise ValueError("parameters have allreduce=False (experts): give their ranks as expt_device_mesh")
         self.strategy = strategy
         self.data_parallel_sharding_strategy = strategy.placements
@@ -279,7 +279,6 @@ class MegatronFSDP(nn.Module):
         self.mp_policy = policy
         for state in self._states:
             state.set_reduce_dtype(policy.reduce_dtype)
-        self._separate_reductions()
         self._tell_engine()
 
     def _separate_reductions(self) -> None:

@@ -118,11 +118,6 @@ def fully_shard_model(
         raise ValueError(
             f"dp_outer_dim={dp_outer_dim!r} and hybrid_fsdp_group={hybrid_fsdp_group} belong together: give both, or none"
         )
-    if init_model_with_meta_device and strategy == ShardingStrategy.NO_SHARD:
-        raise ValueError(
-            "init_model_with_meta_device needs sharding: with 'no_shard' each rank has the whole model all the same; "
-            "build it on the device"
-        )
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=strategy.placements,
         outer_dp_sharding_strategy=outer.placements,

@@ -11,7 +11,7 @@ import libfsdp
 
 # As the package is called on its own, and within Megatron-Core.
 _PACKAGES = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
-# What programs import from the package, and which of ours has these names. Those that are not there are left out.
+# What programs import from the package, and which of ours has these names.
 _MODULES = {
     "": "libfsdp.megatron",
     "fully_shard": "libfsdp.megatron",
@@ -47,10 +47,8 @@ def install_megatron() -> None:
                 empty.__path__ = []
                 _put(parent, empty)
         for name, ours in _MODULES.items():
-            if _is_there(ours):
-                _put(
-                    f"{package}.{name}" if name else package, _stand_in(f"{package}.{name}" if name else package, ours)
-                )
+            theirs = f"{package}.{name}" if name else package
+            _put(theirs, _stand_in(theirs, ours))
 
 
 def uninstall_megatron() -> None:

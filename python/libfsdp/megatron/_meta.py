@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from libfsdp._sharded_parameter import rows_of
+from libfsdp._sharded_parameter import local_of, rows_of
+from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron._quantized import is_quantized
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def initialize(
         for i, parameter in enumerate(state.parameters)
         for place in parameter.places
     }
-    modules = [module for module in _inner_first(root) if _is_on_meta(module)]
+    modules = [module for module in _inner_first(root) if is_on_meta(module)]
     names = {module: name or type(module).__name__ for name, module in root.named_modules()}
     for module in modules:
         if _resetter(module) is None:
@@ -102,9 +103,7 @@ def _reset(
     for name in wholes:
         value: Any = made[name]
         state, i = places.get((id(module), name), (None, -1))
-        expert = getattr(value, "allreduce", True) is False or (
-            state is not None and state.parameters[i].attributes.get("allreduce", True) is False
-        )
+        expert = is_expert(value) or (state is not None and is_expert(state.parameters[i].sharded))
         local = value._local_tensor if isinstance(value, DTensor) else value.detach()
         if is_quantized(value):
             form = take_form(name, value)
@@ -127,9 +126,10 @@ def _inner_first(root: nn.Module) -> list[nn.Module]:
     return list(reversed(list(root.modules())))
 
 
-def _is_on_meta(module: nn.Module) -> bool:
+def is_on_meta(module: nn.Module) -> bool:
+    """The module has parameters or buffers of its own on the meta device."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any((t._local_tensor if isinstance(t, DTensor) else t).is_meta for t in tensors)
+    return any(local_of(t).is_meta for t in tensors)
 
 
 def _resetter(module: nn.Module) -> Any:

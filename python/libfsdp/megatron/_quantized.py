@@ -151,9 +151,9 @@ class QuantizedOptions:
         Raises:
             ValueError: if there are such parameters, and the options or they themselves do not give main weights.
         """
-        found = [(name, p) for name, p in module.named_parameters() if is_quantized(p)]
-        for name, parameter in found:
-            setattr(parameter, QUANTIZED, self.take_form(name, parameter))
+        for name, parameter in module.named_parameters():
+            if is_quantized(parameter):
+                setattr(parameter, QUANTIZED, self.take_form(name, parameter))
 
     def take_form(self, name: str, parameter: nn.Parameter) -> TransformerEngineForm:
         """How a parameter is quantized.

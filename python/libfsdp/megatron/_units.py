@@ -146,5 +146,5 @@ def _set_divisor(state: ShardState, options: UnitOptions) -> None:
         return
     if options.sums:
         state.unit.gradient_divide_factor = 1.0
-    elif any(parameter.attributes.get("allreduce", True) is False for parameter in state.parameters):
+    elif any(is_expert(parameter.sharded) for parameter in state.parameters):
         state.unit.gradient_divide_factor = float(options.index.data_parallel_mesh().size())

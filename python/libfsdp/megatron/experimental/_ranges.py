@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ class Ranges:
 
     def __init__(self) -> None:
         self._open: list[tuple[FsdpModule, int]] = []  # in backward, outermost first, with autograd's task
+        self._shows = True  # until NVTX says that it is not there
 
     def begin_forward(self, module: FsdpModule) -> None:
         """Before its forward."""
@@ -46,13 +46,13 @@ class Ranges:
             self._close_to(0)
         if module.phase is not Phase.BACKWARD:
             module._phase = Phase.FORWARD
-        _push(module, "forward")
+        self._push(module, "forward")
 
     def end_forward(self, module: FsdpModule, output: Any) -> None:
         """After its forward: backward will come by its outputs."""
         if module.phase is Phase.FORWARD:
             module._phase = Phase.RESTING
-        _pop()
+        self._pop()
         if not torch.is_grad_enabled():
             return
         begin = weak_method(module._begin_backward)
@@ -73,7 +73,7 @@ class Ranges:
             end = weak_method(self._end_task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: end(task))
         module._phase = Phase.BACKWARD
-        _push(module, "backward")
+        self._push(module, "backward")
         self._open.append((module, task))
 
     def _end_task(self, task: int) -> None:
@@ -85,7 +85,18 @@ class Ranges:
         while len(self._open) > keep:
             module, _ = self._open.pop()
             module._phase = Phase.RESTING
-            _pop()
+            self._pop()
+
+    def _push(self, module: FsdpModule, phase: str) -> None:
+        if self._shows:
+            try:
+                torch.cuda.nvtx.range_push(f"MFSDP {module.name or '<root>'} {phase}")
+            except RuntimeError:  # torch without CUDA
+                self._shows = False
+
+    def _pop(self) -> None:
+        if self._shows:
+            torch.cuda.nvtx.range_pop()
 
 
 def enclosing_of(module: nn.Module, root: nn.Module, kind: type[Any]) -> frozenset[int]:
@@ -101,13 +112,3 @@ def enclosing_of(module: nn.Module, root: nn.Module, kind: type[Any]) -> frozens
 
     visit(root, ())
     return frozenset(found)
-
-
-def _push(module: FsdpModule, phase: str) -> None:
-    with contextlib.suppress(RuntimeError):  # torch without CUDA
-        torch.cuda.nvtx.range_push(f"MFSDP {module.name or '<root>'} {phase}")
-
-
-def _pop() -> None:
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.nvtx.range_pop()

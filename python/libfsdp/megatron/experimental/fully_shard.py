@@ -151,9 +151,7 @@ def fully_shard(
         module,
         mesh=ranks,
         reshard_after_forward=True,
-        mp_policy=ComputePolicy(
-            reduce_dtype=policy.grad_comm_dtype or policy.main_grads_dtype, cast_forward_inputs=False
-        ),
+        mp_policy=ComputePolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False),
         placements=strategy.placements,
         outer_placements=strategy.outer_placements,
         main_params_dtype=policy.main_params_dtype,

@@ -76,9 +76,7 @@ def fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
-        mp_policy=ComputePolicy(
-            reduce_dtype=policy.grad_comm_dtype or policy.main_grads_dtype, cast_forward_inputs=False
-        ),
+        mp_policy=ComputePolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False),
         ignored_params=ignored_params,
         placements=strategy.placements,
         main_params_dtype=policy.main_params_dtype,

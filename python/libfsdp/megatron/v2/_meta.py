@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from libfsdp._sharded_parameter import local_of
 from libfsdp._states import state_of
+from libfsdp.megatron._meta import is_on_meta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ def materialize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
     Raises:
         ValueError: if a module has parameters or buffers on meta, and no ``reset_parameters``.
     """
-    found = [(name, inner) for name, inner in _own_modules(module, "") if _is_on_meta(inner)]
+    found = [(name, inner) for name, inner in _own_modules(module, "") if is_on_meta(inner)]
     for name, inner in found:
         if not callable(getattr(inner, "reset_parameters", None)):
             raise ValueError(
@@ -64,10 +65,6 @@ def _own_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]
         if state_of(child) is None:
             yield from _own_modules(child, f"{name}.{child_name}" if name else child_name)
     yield name, module
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    return any(local_of(t).is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
 def _forked(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
