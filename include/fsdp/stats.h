@@ -31,6 +31,8 @@ struct WireStats {
   std::int64_t reduce_scatter_bytes = 0;
   std::int64_t scatter_bytes = 0;  ///< First values, sent by another rank.
   std::int64_t control_bytes = 0;  ///< Small host-side exchanges: usage flags, gradient norms, checks.
+  /// Of all of these: what peers on this host read from this rank's memory. The rest went over the wire.
+  std::int64_t shared_memory_bytes = 0;
   std::int64_t all_gathers = 0;
   std::int64_t reduce_scatters = 0;
   std::int64_t scatters = 0;

@@ -68,6 +68,7 @@ class Unit:
     requires_all_reduce: bool
     gradient_divide_factor: float
     gathered_in_backward: bool
+    separate_reduce_group: bool
     def __init__(
         self,
         name: str,
@@ -80,7 +81,6 @@ class Unit:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
-        separate_reduce_group: bool,
         outer_sharded: bool,
         rounds_gradients: bool,
     ) -> None: ...
@@ -109,7 +109,6 @@ class Unit:
     def hide(self) -> None: ...
     def has_its_parameters(self) -> bool: ...
     def set_mesh(self, mesh: Mesh) -> None: ...
-    def set_separate_reduce_group(self, separate: bool) -> None: ...
     def set_prefetch(self, in_backward: bool, units: Sequence[Unit]) -> None: ...
 
 class Model:

@@ -211,6 +211,7 @@ WireStats FSDPModule::wire_stats() const {
     sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
     sum.scatter_bytes += stats.scatter_bytes;
     sum.control_bytes += stats.control_bytes;
+    sum.shared_memory_bytes += stats.shared_memory_bytes;
     sum.all_gathers += stats.all_gathers;
     sum.reduce_scatters += stats.reduce_scatters;
     sum.scatters += stats.scatters;

@@ -43,8 +43,8 @@ hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> 
 
 std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::ParameterSpec> parameters, const DeviceMesh& mesh,
                                      const std::string& placements, bool reshard_after_forward, std::int64_t reshard_after_forward_size,
-                                     const py::object& param_dtype, const py::object& reduce_dtype, bool offload,
-                                     bool separate_reduce_group, bool outer_sharded, bool rounds_gradients) {
+                                     const py::object& param_dtype, const py::object& reduce_dtype, bool offload, bool outer_sharded,
+                                     bool rounds_gradients) {
   hooks::UnitSpec spec;
   spec.name = std::move(name);
   spec.mesh = mesh;
@@ -54,7 +54,6 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::Parame
   spec.param_dtype = dtype_of(param_dtype);
   spec.reduce_dtype = dtype_of(reduce_dtype);
   spec.reshard_after_forward_size = reshard_after_forward_size;
-  spec.separate_reduce_group = separate_reduce_group;
   spec.options.outer_sharded_optimizer = outer_sharded;
   spec.rounds_gradients = rounds_gradients;
   spec.parameters = std::move(parameters);
@@ -166,6 +165,7 @@ py::dict wire_stats(HookedModel& model) {
   result["all_gather_bytes"] = stats.all_gather_bytes;
   result["reduce_scatter_bytes"] = stats.reduce_scatter_bytes;
   result["control_bytes"] = stats.control_bytes;
+  result["shared_memory_bytes"] = stats.shared_memory_bytes;
   result["all_gathers"] = stats.all_gathers;
   result["reduce_scatters"] = stats.reduce_scatters;
   return result;
@@ -195,7 +195,7 @@ void bind_hooks(py::module_& module) {
   py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "Unit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
            py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
-           py::arg("offload"), py::arg("separate_reduce_group"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
+           py::arg("offload"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
       .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
       .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })
@@ -220,8 +220,9 @@ void bind_hooks(py::module_& module) {
       .def("set_prefetch", &set_prefetch)
       .def(
           "set_mesh", [](ShownUnit& self, const DeviceMesh& mesh) { self.hooked()->set_mesh(mesh); }, kNoGil)
-      .def(
-          "set_separate_reduce_group", [](ShownUnit& self, bool separate) { self.hooked()->set_separate_reduce_group(separate); }, kNoGil)
+      .def_property(
+          "separate_reduce_group", [](const ShownUnit& self) { return self.hooked()->spec().separate_reduce_group; },
+          py::cpp_function([](ShownUnit& self, bool separate) { self.hooked()->set_separate_reduce_group(separate); }, kNoGil))
       .def_property(
           "gathered_in_backward", [](const ShownUnit& self) { return self.hooked()->gathered_in_backward; },
           [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })

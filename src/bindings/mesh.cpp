@@ -46,7 +46,7 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
                                           .dims = std::move(dims),
                                           .rows = std::move(rows),
                                           .device = device,
-                                          .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))});
+                                          .options = {.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))}});
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = device;
   state->rank = rank;

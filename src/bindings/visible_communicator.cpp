@@ -14,6 +14,8 @@ comm::CommStats sum(const comm::CommStats& a, const comm::CommStats& b) {
           .reduce_scatter_bytes = a.reduce_scatter_bytes + b.reduce_scatter_bytes,
           .scatter_bytes = a.scatter_bytes + b.scatter_bytes,
           .control_bytes = a.control_bytes + b.control_bytes,
+          .control_messages = a.control_messages + b.control_messages,
+          .shared_memory_bytes = a.shared_memory_bytes + b.shared_memory_bytes,
           .all_gathers = a.all_gathers + b.all_gathers,
           .reduce_scatters = a.reduce_scatters + b.reduce_scatters,
           .scatters = a.scatters + b.scatters};

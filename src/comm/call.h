@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 #include "comm/communicator.h"
@@ -26,6 +27,11 @@ Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std
 
 /// "the ranks make different calls: rank 0: ...; rank 1: ...", and the way out.
 std::string describe_divergence(const Call& a, int rank_a, const Call& b, int rank_b);
+
+/// This rank and another one are at different collectives, or another one says why it has given up. The message is for all ranks.
+class RowFailure : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 /// Mixes a number into a hash; the same on every rank.
 constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {

@@ -62,7 +62,8 @@ struct CommStats {
   std::int64_t reduce_scatter_bytes = 0;
   std::int64_t scatter_bytes = 0;
   std::int64_t control_bytes = 0;
-  std::int64_t control_messages = 0;  ///< In which control_bytes went.
+  std::int64_t control_messages = 0;     ///< In which control_bytes went.
+  std::int64_t shared_memory_bytes = 0;  ///< Of all these bytes: what peers read from this rank's memory. The rest went over the wire.
   std::int64_t all_gathers = 0;
   std::int64_t reduce_scatters = 0;
   std::int64_t scatters = 0;

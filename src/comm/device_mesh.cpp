@@ -7,12 +7,14 @@
 #include <atomic>
 #include <set>
 
+#include "base/exception_text.h"
 #include "comm/device_mesh_state.h"
 #include "comm/native_communicator.h"
 #include "comm/null_communicator.h"
 #include "comm/pairwise_communicator.h"
 #include "comm/ranks.h"
 #include "comm/rendezvous.h"
+#include "comm/shared_communicator.h"
 #include "comm/store_mesh.h"
 #include "comm/world.h"
 #include "fsdp/error.h"
@@ -110,11 +112,27 @@ c10::Device local_device(const std::string& device_type, const comm::World& worl
   return device;
 }
 
+std::shared_ptr<comm::Communicator> make_cpu_communicator(const comm::Row& row, c10::intrusive_ptr<c10d::Backend> gloo,
+                                                          const MeshOptions& options) {
+  if (row.size() == 1) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
+  const bool wanted = options.shared_memory && comm::process_environment("FSDP_SHARED_MEMORY") != "0";
+  std::shared_ptr<comm::SharedRow> shared;
+  try {
+    shared = comm::SharedRow::connect(row.rank, row.size(), *gloo, wanted, options.timeout);
+  } catch (...) {
+    throw CommError("rank " + std::to_string(row.rank) + " of " + std::to_string(row.size()) + " of mesh dimension '" + row.dim +
+                    "' could not ask its peers whether they share memory: " + current_exception_text() +
+                    ". A peer has failed or left: its own message says why.");
+  }
+  if (shared == nullptr) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
+  return std::make_shared<comm::SharedCommunicator>(row, gloo, std::move(shared));
+}
+
 std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device,
-                                                      const std::string& suffix = "") {
+                                                      const MeshOptions& options, const std::string& suffix = "") {
   const std::string name = row.dim + "/" + std::to_string(row.global_ranks.front()) + "/" + suffix;
   auto gloo = rendezvous.gloo_group(row, name + "gloo");
-  if (device.is_cpu()) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
+  if (device.is_cpu()) return make_cpu_communicator(row, std::move(gloo), options);
   auto nccl = rendezvous.nccl_group(row, name + "nccl", device);
   return std::make_shared<comm::NativeCommunicator>(row, std::move(nccl), std::move(gloo));
 }
@@ -203,12 +221,13 @@ void DeviceMesh::barrier() const {
 
 namespace {
 
-void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row) {
-  state.communicators.push_back(make_communicator(*rendezvous, row, state.device));
+void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row,
+             const MeshOptions& options) {
+  state.communicators.push_back(make_communicator(*rendezvous, row, state.device, options));
   // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
   const auto made = std::make_shared<int>(0);
-  state.make_communicator.emplace_back([rendezvous, row, made, device = state.device](std::int64_t neighbours) {
-    return make_communicator(*rendezvous, neighbours_in(row, neighbours), device, std::to_string(++*made) + ".more/");
+  state.make_communicator.emplace_back([rendezvous, row, made, device = state.device, options](std::int64_t neighbours) {
+    return make_communicator(*rendezvous, neighbours_in(row, neighbours), device, options, std::to_string(++*made) + ".more/");
   });
 }
 
@@ -225,7 +244,7 @@ DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim>
   state->coordinates = coordinates_of(world.rank, state->dims);
   const auto rendezvous = std::make_shared<comm::Rendezvous>(world, next_mesh_prefix(), options.timeout);
   for (std::size_t d = 0; d < state->dims.size(); ++d) {
-    add_row(*state, rendezvous, row_through(world.rank, state->dims, d));
+    add_row(*state, rendezvous, row_through(world.rank, state->dims, d), options);
   }
   DeviceMesh mesh(std::move(state));
   mesh.barrier();  // The last rank has read the store now, so that rank 0, which serves it, may leave.
@@ -236,7 +255,8 @@ DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = options.device;
   state->rank = options.rank;
-  const auto rendezvous = std::make_shared<Rendezvous>(options.store, options.rank, options.world_size, options.prefix, options.timeout);
+  const auto rendezvous =
+      std::make_shared<Rendezvous>(options.store, options.rank, options.world_size, options.prefix, options.options.timeout);
   for (std::size_t d = 0; d < options.dims.size(); ++d) {
     const auto& ranks = options.rows[d];
     const auto own = std::find(ranks.begin(), ranks.end(), options.rank);
@@ -247,7 +267,8 @@ DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
     state->dims.push_back({options.dims[d], static_cast<std::int64_t>(ranks.size())});
     state->coordinates.push_back(position);
     add_row(*state, rendezvous,
-            {.dim = options.dims[d], .rank = static_cast<int>(position), .global_ranks = ranks, .world_size = options.world_size});
+            {.dim = options.dims[d], .rank = static_cast<int>(position), .global_ranks = ranks, .world_size = options.world_size},
+            options.options);
   }
   DeviceMesh mesh(std::move(state));
   mesh.barrier();

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/exception_text.h"
+#include "comm/served.h"
 #include "comm/stall_watch.h"
 
 namespace fsdp::comm {
@@ -56,8 +57,8 @@ std::string describe(const Label& label) {
   return text;
 }
 
-Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data)
-    : row(std::move(row)), control(std::move(control)), data(std::move(data)) {
+Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data, std::shared_ptr<SharedRow> shared)
+    : row(std::move(row)), control(std::move(control)), data(std::move(data)), shared(std::move(shared)) {
   if (this->control == nullptr) return;
   for (int peer = 0; peer < this->row.size(); ++peer) {
     const bool own = peer == this->row.rank;
@@ -98,6 +99,10 @@ void Group::send_header(const Call& call, const Label& label) {
   const int next = (row.rank + 1) % row.size();
   const int previous = (row.rank + row.size() - 1) % row.size();
   try {
+    if (shared != nullptr) {
+      serve_until(call.number - 1, [this] { return shared->has_room(); });
+      return shared->publish(call);
+    }
     Header header{.mine = call, .received = receive(sizeof(Call), previous, tags::header(call.number)), .sent = {bytes_of(call), {}}};
     header.sent.work = send_bytes(*control, header.sent.bytes, next, tags::header(call.number));
     headers_.push_back(std::move(header));
@@ -107,6 +112,7 @@ void Group::send_header(const Call& call, const Label& label) {
 }
 
 void Group::compare_headers(const Call& call) {
+  if (shared != nullptr) return serve_until(call.number, [&] { return shared->compare(call.number); });
   const int next = (row.rank + 1) % row.size();
   const int previous = (row.rank + row.size() - 1) % row.size();
   while (!headers_.empty() && headers_.front().mine.number <= call.number) {
@@ -118,6 +124,27 @@ void Group::compare_headers(const Call& call) {
     wait(*header.sent.work, next, "sending to");
     headers_.pop_front();
   }
+}
+
+void Group::serve_until(std::uint64_t number, const std::function<bool()>& ready) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto look = [&]() -> std::optional<std::string> {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (int peer = 0; peer < row.size(); ++peer) {
+      if (peer == row.rank || !is_closed(peer) || (shared->is_done(peer, number) && !has_alarm(peer))) continue;
+      return "Connection closed by peer (waiting for rank " + std::to_string(peer) + ")";
+    }
+    if (std::chrono::steady_clock::now() - begin < shared->timeout()) return std::nullopt;
+    const std::string text = "Timed out waiting " + std::to_string(shared->timeout().count()) + "ms";
+    // Who has not come yet, rather than who waits for that one, too.
+    int late = -1;
+    for (int peer = row.size() - 1; peer >= 0; --peer) {
+      if (peer == row.rank || shared->is_done(peer, number)) continue;
+      if (late < 0 || shared->call_of(peer, number) == nullptr || shared->call_of(late, number) != nullptr) late = peer;
+    }
+    return late < 0 ? text : text + " (receiving from rank " + std::to_string(late) + ")";
+  };
+  comm::serve_until(shared->neighbourhood(), ready, look);
 }
 
 void Group::wait(c10d::Work& work, int peer, const char* direction) {
@@ -140,8 +167,10 @@ bool Group::is_hopeless(int peer) {
   return false;
 }
 
+bool Group::is_closed(int peer) { return has_no_connection(peer) || (shared != nullptr && shared->has_ended(peer)); }
+
 // A wait that is aborted returns at once: false, or with the exception that has ended the connection.
-bool Group::is_closed(int peer) {
+bool Group::has_no_connection(int peer) {
   c10d::Work& work = *sentinels_[static_cast<std::size_t>(peer)].work;
   try {
     work.abort();
@@ -154,7 +183,7 @@ bool Group::is_closed(int peer) {
 
 // A rank sends its alarm before it closes the connection: afterwards it is here, or never comes, which is an exception.
 bool Group::has_alarm(int peer) {
-  if (peer == row.rank || !is_closed(peer)) return false;
+  if (peer == row.rank || !has_no_connection(peer)) return false;
   c10d::Work& work = *alarms_[static_cast<std::size_t>(peer)].work;
   try {
     work.abort();
@@ -200,6 +229,7 @@ CommError Group::failure(const Label& label) {
   }
   CommError error(start + ": " + text);
   first_failure_ = error.what();
+  if (shared != nullptr) shared->revoke();
   raise_alarm(alarm.empty() ? "another rank failed first: " + first_failure_ : alarm);
   close_connections();
   return error;

@@ -4,15 +4,17 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "comm/call.h"
 #include "comm/communicator.h"
+#include "comm/shared_row.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
@@ -30,11 +32,6 @@ struct Row {
 /// "all-gather of unit 'blocks.0'".
 std::string describe(const Label& label);
 
-/// This rank and another one are at different collectives, or another one says why it has given up. The message is for all ranks.
-class RowFailure : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 /// What a communicator and its pending collectives share; the latter may live longer.
 ///
 /// [Note: Ranks that diverge]
@@ -43,12 +40,13 @@ class RowFailure : public std::runtime_error {
 /// neighbour that does something else. This rank, like any rank for which a collective fails, first tells all others why (an alarm, for
 /// which they have had a receive posted from the start), and then closes its connections. Who waits for it fails at once, who waits for
 /// others when the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all
-/// buffers are free.
+/// buffers are free. Ranks that share memory find the calls of all in each other's mailboxes, and send no headers.
 class Group {
  public:
   /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. Both are null in a
-  /// row of one.
-  Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data);
+  /// row of one. `shared` is null where the ranks do not share memory.
+  Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
+        std::shared_ptr<SharedRow> shared = nullptr);
 
   /// Throws Error in a process that was forked from the rank.
   void check_process(const Label& label) const;
@@ -65,6 +63,11 @@ class Group {
   /// Waits for a message of `control`. Throws std::runtime_error, for failure().
   void wait(c10d::Work& work, int peer, const char* direction);
 
+  /// Serves what this process has under way until `ready()`, which the collective `number` needs (see serve_until); `shared` is not null.
+  /// Throws std::runtime_error, for failure(), when a peer has gone that is not done with that collective, an alarm was raised, or the
+  /// time-out is over.
+  void serve_until(std::uint64_t number, const std::function<bool()>& ready);
+
   /// True when a message from or to a peer can't be completed any more: the connection is closed, or some rank has raised an alarm. Any
   /// thread.
   bool is_hopeless(int peer);
@@ -78,6 +81,7 @@ class Group {
   const Row row;
   const c10::intrusive_ptr<c10d::Backend> control;
   const c10::intrusive_ptr<c10d::Backend> data;
+  const std::shared_ptr<SharedRow> shared;
 
  private:
   static constexpr std::int64_t kAlarmBytes = 1024;
@@ -93,7 +97,8 @@ class Group {
   };
 
   Message receive(std::int64_t bytes, int peer, int tag);
-  bool is_closed(int peer);
+  bool has_no_connection(int peer);
+  bool is_closed(int peer);  // has no connection, or its process has ended
   bool has_alarm(int peer);
   std::optional<std::string> received_alarm();
   void raise_alarm(const std::string& text) noexcept;

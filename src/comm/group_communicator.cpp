@@ -91,8 +91,9 @@ void GroupPending::settle() noexcept {
   }
 }
 
-GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data)
-    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data))),
+GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
+                                     std::shared_ptr<SharedRow> shared)
+    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data), std::move(shared))),
       debug_(debug_requested() && size() > 1),
       exceptions_at_construction_(std::uncaught_exceptions()) {}
 
@@ -267,6 +268,7 @@ std::unique_ptr<Pending> GroupCommunicator::all_gather(std::span<const GatherPar
   auto pending = make_gather(begin(label, bytes, sizes_of(parts)), label, parts);
   pending->start();
   stats_.all_gather_bytes += (size() - 1) * bytes;
+  if (group_->shared != nullptr) stats_.shared_memory_bytes += (size() - 1) * bytes;
   ++stats_.all_gathers;
   return pending;
 }
@@ -276,6 +278,7 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
   pending->start();
   stats_.reduce_scatter_bytes += (size() - 1) * bytes;
+  if (group_->shared != nullptr) stats_.shared_memory_bytes += (size() - 1) * bytes;
   ++stats_.reduce_scatters;
   return pending;
 }

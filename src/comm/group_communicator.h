@@ -45,7 +45,8 @@ class GroupPending : public Pending {
 /// backends.
 class GroupCommunicator : public Communicator {
  public:
-  GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data);
+  GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
+                    std::shared_ptr<SharedRow> shared = nullptr);
   ~GroupCommunicator() override;  ///< In debug mode, tells the peers that this rank makes no more calls, and prints if they go on.
 
   int rank() const final { return group_->row.rank; }

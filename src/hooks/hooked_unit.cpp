@@ -137,6 +137,7 @@ void HookedUnit::set_mesh(const DeviceMesh& mesh) {
 }
 
 void HookedUnit::set_separate_reduce_group(bool separate) {
+  if (separate == spec_.separate_reduce_group) return;
   spec_.separate_reduce_group = separate;
   unit_->communicators.reduce = separate ? spec_.mesh.new_communicator(spec_.mesh.dims().back().name) : unit_->communicators.gather;
 }

@@ -9,11 +9,16 @@
 #include <string>
 #include <utility>
 
+#include "memory/shared_heap.h"
+
 namespace fsdp::memory {
 namespace {
 
 /// Below, rounding up to whole pages would cost too much.
 constexpr std::int64_t kMappedBytes = std::int64_t{1} << 20;
+
+/// The same for what peers may read where it lies; smaller blocks are copied for them.
+constexpr std::int64_t kSharedBytes = std::int64_t{64} << 10;
 
 struct Mapping {
   void* data;
@@ -49,6 +54,15 @@ c10::DataPtr allocate(c10::Device device, std::int64_t bytes) {
   if (is_mapped(device, bytes)) return map(device, static_cast<std::size_t>(bytes));
   const c10::DeviceGuard guard(device);
   return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
+}
+
+c10::DataPtr allocate_shareable(c10::Device device, std::int64_t bytes) {
+  if (device.is_cpu() && bytes >= kSharedBytes) {
+    if (const auto heap = SharedHeap::opened()) {
+      if (auto block = heap->allocate(bytes)) return block;
+    }
+  }
+  return allocate(device, bytes);
 }
 
 c10::DataPtr allocate_as_torch(c10::Device device, std::int64_t bytes) {

@@ -14,7 +14,10 @@ namespace fsdp::memory {
 /// c10::OutOfMemoryError.
 c10::DataPtr allocate(c10::Device device, std::int64_t bytes);
 
-/// The same for memory that is a tensor's in all but this: torch's memory profiler hears of it, as of what torch's allocators give.
+/// The same for what is sent to other ranks: from this process's SharedHeap where it has one, so that peers of this host can read it.
+c10::DataPtr allocate_shareable(c10::Device device, std::int64_t bytes);
+
+/// As allocate, for memory that is a tensor's in all but this: torch's memory profiler hears of it, as of what torch's allocators give.
 c10::DataPtr allocate_as_torch(c10::Device device, std::int64_t bytes);
 
 /// As allocate, a 1-D tensor of `bytes` bytes, set to zero.

@@ -89,7 +89,7 @@ c10::DataPtr SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
 }
 
 c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
-  auto memory = allocate(device_, bytes);
+  auto memory = allocate_shareable(device_, bytes);
   accounting_.pool_grew(bytes);
   return memory;
 }

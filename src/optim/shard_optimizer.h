@@ -175,7 +175,7 @@ class Elementwise final : public Part {
   std::vector<UnitState> units_;
 };
 
-/// AdamW through ATen's fused kernel. Throws Error if an option is out of range; `name` is the optimizer's.
+/// AdamW through ATen's fused kernel. Throws Error if an option is out of range.
 /// `more` settings are described, too: those of an optimizer of which this is a part.
 std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
                             const Selection& selection = {}, const Settings& more = {});

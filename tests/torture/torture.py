@@ -139,7 +139,7 @@ class Run:
         self.saves_async = options.get("save-async") == "true"
         self.log = folder / f"{name}.jsonl"
         self.output = folder / f"{name}.out"
-        options = OPTIONS | options | {"log": self.log, "save": self.saves}
+        options = OPTIONS | options | {"run": folder / name, "log": self.log, "save": self.saves}
         command = [str(train_gpt), *(f"--{name}={value}" for name, value in options.items())]
         self.left_before = temporary_in(self.saves)
         with self.output.open("w") as output:

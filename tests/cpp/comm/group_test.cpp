@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "comm/launch.h"
@@ -72,41 +74,47 @@ void expect_divergence(int ranks, const Fork& fork) {
 
 bool is_one(int rank) { return rank == 1; }
 
-class GroupOfSize : public ::testing::TestWithParam<int> {};
+// Ranks find each other's calls in messages, or in shared memory.
+class GroupOfSize : public ::testing::TestWithParam<std::tuple<int, bool>> {
+ protected:
+  void SetUp() override { setenv("FSDP_SHARED_MEMORY", std::get<1>(GetParam()) ? "1" : "0", 1); }
+  void TearDown() override { unsetenv("FSDP_SHARED_MEMORY"); }
+  static int ranks() { return std::get<0>(GetParam()); }
+};
 
 TEST_P(GroupOfSize, ARankThatSkipsAUnitIsNamedOnAllRanks) {
   for (const int odd : {0, 1}) {
-    expect_divergence(GetParam(), {.odd = [&](int rank) { return rank == odd; },
-                                   .one = [](Communicator& c) { gather(c, "layers.1"); },
-                                   .other = [](Communicator& c) { gather(c, "layers.0"); },
-                                   .one_text = "all-gather of unit 'layers.1'",
-                                   .other_text = "all-gather of unit 'layers.0'"});
+    expect_divergence(ranks(), {.odd = [&](int rank) { return rank == odd; },
+                                .one = [](Communicator& c) { gather(c, "layers.1"); },
+                                .other = [](Communicator& c) { gather(c, "layers.0"); },
+                                .one_text = "all-gather of unit 'layers.1'",
+                                .other_text = "all-gather of unit 'layers.0'"});
   }
 }
 
 // Of one size, so that each could be taken for the other; the ranks that agree are neighbours, and then they are not.
 TEST_P(GroupOfSize, TwoPartiesNameEachOther) {
   for (const bool neighbours : {false, true}) {
-    expect_divergence(GetParam(), {.odd = [&](int rank) { return neighbours ? rank >= (GetParam() + 1) / 2 : rank % 2 == 1; },
-                                   .one = [](Communicator& c) { reduce(c, "layers.1"); },
-                                   .other = [](Communicator& c) { gather(c, "layers.0"); },
-                                   .one_text = "reduce-scatter of unit 'layers.1'",
-                                   .other_text = "all-gather of unit 'layers.0'"});
+    expect_divergence(ranks(), {.odd = [&](int rank) { return neighbours ? rank >= (ranks() + 1) / 2 : rank % 2 == 1; },
+                                .one = [](Communicator& c) { reduce(c, "layers.1"); },
+                                .other = [](Communicator& c) { gather(c, "layers.0"); },
+                                .one_text = "reduce-scatter of unit 'layers.1'",
+                                .other_text = "all-gather of unit 'layers.0'"});
   }
 }
 
 // Gloo ends the process of who receives more than he expects.
 TEST_P(GroupOfSize, SizesThatDifferAreNamed) {
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [](Communicator& c) { gather(c, "layers.0", 11); },
-                                 .other = [](Communicator& c) { gather(c, "layers.0", 10); },
-                                 .one_text = "all-gather of unit 'layers.0' (44 bytes)",
-                                 .other_text = "all-gather of unit 'layers.0' (40 bytes)"});
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [](Communicator& c) { reduce(c, "layers.0", 100'000); },
-                                 .other = [](Communicator& c) { reduce(c, "layers.0", 10); },
-                                 .one_text = "reduce-scatter of unit 'layers.0' (400000 bytes)",
-                                 .other_text = "reduce-scatter of unit 'layers.0' (40 bytes)"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [](Communicator& c) { gather(c, "layers.0", 11); },
+                              .other = [](Communicator& c) { gather(c, "layers.0", 10); },
+                              .one_text = "all-gather of unit 'layers.0' (44 bytes)",
+                              .other_text = "all-gather of unit 'layers.0' (40 bytes)"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [](Communicator& c) { reduce(c, "layers.0", 100'000); },
+                              .other = [](Communicator& c) { reduce(c, "layers.0", 10); },
+                              .one_text = "reduce-scatter of unit 'layers.0' (400000 bytes)",
+                              .other_text = "reduce-scatter of unit 'layers.0' (40 bytes)"});
 }
 
 TEST_P(GroupOfSize, PiecesThatDifferAreNamed) {
@@ -114,42 +122,42 @@ TEST_P(GroupOfSize, PiecesThatDifferAreNamed) {
     Gather gather(c, {{.numel = first, .dtype = at::kFloat}, {.numel = second, .dtype = at::kFloat}}, 1, false);
     c.all_gather(gather.parts, kGather)->wait();
   };
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [&](Communicator& c) { gather_two(c, 10, 20); },
-                                 .other = [&](Communicator& c) { gather_two(c, 20, 10); },
-                                 .one_text = "all-gather of unit 'layers.0' (parts of other sizes)",
-                                 .other_text = "all-gather of unit 'layers.0' (parts of other sizes)"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [&](Communicator& c) { gather_two(c, 10, 20); },
+                              .other = [&](Communicator& c) { gather_two(c, 20, 10); },
+                              .one_text = "all-gather of unit 'layers.0' (parts of other sizes)",
+                              .other_text = "all-gather of unit 'layers.0' (parts of other sizes)"});
 }
 
 TEST_P(GroupOfSize, ModelsWithTheSameUnitsAreToldApart) {
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [](Communicator& c) { gather(c, "layers.0", 10, 7); },
-                                 .other = [](Communicator& c) { gather(c, "layers.0", 10, 8); },
-                                 .one_text = "all-gather of unit 'layers.0' of model 7",
-                                 .other_text = "all-gather of unit 'layers.0' of model 8"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [](Communicator& c) { gather(c, "layers.0", 10, 7); },
+                              .other = [](Communicator& c) { gather(c, "layers.0", 10, 8); },
+                              .one_text = "all-gather of unit 'layers.0' of model 7",
+                              .other_text = "all-gather of unit 'layers.0' of model 8"});
 }
 
 TEST_P(GroupOfSize, HostExchangesAreCollectivesToo) {
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [](Communicator& c) { c.broadcast("text", 0, {.operation = "text", .unit = {}}); },
-                                 .other = [](Communicator& c) { c.gather("text", {.operation = "texts", .unit = {}}); },
-                                 .one_text = "text",
-                                 .other_text = "texts"});
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [](Communicator& c) { c.barrier(); },
-                                 .other = [](Communicator& c) { c.exchange(torch::ones({3}), {.operation = "norms", .unit = {}}); },
-                                 .one_text = "barrier",
-                                 .other_text = "norms"});
-  expect_divergence(GetParam(), {.odd = is_one,
-                                 .one = [](Communicator& c) { c.expect_equal("text", {.operation = "check", .unit = {}}); },
-                                 .other =
-                                     [](Communicator& c) {
-                                       Scatter scatter(c, {{.numel = 10, .dtype = at::kFloat}}, 1, 0, false);
-                                       c.scatter(scatter.parts, 0, testing::kScatter)->wait();
-                                       c.barrier();  // A scatter from rank 0 needs nothing of rank 1.
-                                     },
-                                 .one_text = "check",
-                                 .other_text = "scatter of unit 'layers.0'"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [](Communicator& c) { c.broadcast("text", 0, {.operation = "text", .unit = {}}); },
+                              .other = [](Communicator& c) { c.gather("text", {.operation = "texts", .unit = {}}); },
+                              .one_text = "text",
+                              .other_text = "texts"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [](Communicator& c) { c.barrier(); },
+                              .other = [](Communicator& c) { c.exchange(torch::ones({3}), {.operation = "norms", .unit = {}}); },
+                              .one_text = "barrier",
+                              .other_text = "norms"});
+  expect_divergence(ranks(), {.odd = is_one,
+                              .one = [](Communicator& c) { c.expect_equal("text", {.operation = "check", .unit = {}}); },
+                              .other =
+                                  [](Communicator& c) {
+                                    Scatter scatter(c, {{.numel = 10, .dtype = at::kFloat}}, 1, 0, false);
+                                    c.scatter(scatter.parts, 0, testing::kScatter)->wait();
+                                    c.barrier();  // A scatter from rank 0 needs nothing of rank 1.
+                                  },
+                              .one_text = "check",
+                              .other_text = "scatter of unit 'layers.0'"});
 }
 
 // The last rank waits when its peers have given up already, and left word.
@@ -160,17 +168,17 @@ TEST_P(GroupOfSize, WhoWaitsLateIsTold) {
     if (c.rank() == c.size() - 1) usleep(500'000);
     pending->wait();
   };
-  expect_divergence(GetParam(), {.odd = [](int rank) { return rank == 1; },
-                                 .one = [&](Communicator& c) { late_gather(c, "layers.1"); },
-                                 .other = [&](Communicator& c) { late_gather(c, "layers.0"); },
-                                 .one_text = "all-gather of unit 'layers.1'",
-                                 .other_text = "all-gather of unit 'layers.0'"});
+  expect_divergence(ranks(), {.odd = [](int rank) { return rank == 1; },
+                              .one = [&](Communicator& c) { late_gather(c, "layers.1"); },
+                              .other = [&](Communicator& c) { late_gather(c, "layers.0"); },
+                              .one_text = "all-gather of unit 'layers.1'",
+                              .other_text = "all-gather of unit 'layers.0'"});
 }
 
 // And who comes when they have gone.
 TEST_P(GroupOfSize, WhoStartsLateIsTold) {
   run_ranks(
-      GetParam(),
+      ranks(),
       [](int rank) {
         const auto communicator = world();
         const bool late = rank == communicator->size() - 1;
@@ -193,7 +201,7 @@ TEST_P(GroupOfSize, WhoStartsLateIsTold) {
 
 TEST_P(GroupOfSize, CollectivesInFlightAreComparedInTheirOrder) {
   run_ranks(
-      GetParam(),
+      ranks(),
       [](int rank) {
         const auto communicator = world();
         const std::vector<testing::PieceShape> shapes = {{.numel = 1000, .dtype = at::kFloat}};
@@ -232,7 +240,7 @@ TEST_P(GroupOfSize, CollectivesInFlightAreComparedInTheirOrder) {
       kLimit);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, GroupOfSize, ::testing::Values(2, 3, 4, 5));
+INSTANTIATE_TEST_SUITE_P(Ranks, GroupOfSize, ::testing::Combine(::testing::Values(2, 3, 4, 5), ::testing::Bool()));
 
 TEST(Group, OneRankThatStartsAgainAloneEndsAllRanks) {
   // What an engine does after reset(): from the first unit again, while its peers go on.

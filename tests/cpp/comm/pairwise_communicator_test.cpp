@@ -20,7 +20,9 @@ using testing::Reduce;
 using testing::run_ranks;
 using testing::Scatter;
 
-std::shared_ptr<Communicator> world() { return init_device_mesh("cpu", {{"dp_shard", -1}}).communicator("dp_shard"); }
+std::shared_ptr<Communicator> world() {
+  return init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = false}).communicator("dp_shard");
+}
 
 // One of each dtype, an empty one between them, and one large enough for many TCP segments.
 const std::vector<PieceShape> kMixed = {

@@ -24,31 +24,31 @@ class StallWatchOfSize : public ::testing::TestWithParam<int> {};
 TEST_P(StallWatchOfSize, EndsWaitsForMessagesThatWereHalfThere) {
   for (const int microseconds : {0, 3'000, 10'000, 30'000, 60'000}) {
     ::testing::internal::CaptureStderr();
-    const int result =
-        launch_ranks(GetParam(),
-                     [&] {
-                       alarm(60);
-                       const auto communicator = testing::line().communicator("dp_shard");
-                       const std::int64_t numel = 16'000'000;
-                       const at::Tensor full = at::empty({communicator->size() * numel});
-                       const GatherPart part{.full = full, .shard = full.narrow(0, communicator->rank() * numel, numel)};
-                       part.shard.fill_(1);
-                       communicator->barrier();
-                       std::thread death;
-                       if (communicator->rank() == 1) {
-                         death = std::thread([&] {
-                           usleep(static_cast<useconds_t>(microseconds));
-                           kill(getpid(), SIGKILL);
-                         });
-                       }
-                       const std::string message = message_of<CommError>([&] {
-                         for (;;) communicator->all_gather({&part, 1}, testing::kGather)->wait();
-                       });
-                       if (!has(message, "all-gather of unit 'layers.0' on rank") || !has(message, "A peer has failed or left"))
-                         throw Error("message: " + message);
-                       return 0;
-                     },
-                     {});
+    const int result = launch_ranks(
+        GetParam(),
+        [&] {
+          alarm(60);
+          const auto communicator = init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = false}).communicator("dp_shard");
+          const std::int64_t numel = 16'000'000;
+          const at::Tensor full = at::empty({communicator->size() * numel});
+          const GatherPart part{.full = full, .shard = full.narrow(0, communicator->rank() * numel, numel)};
+          part.shard.fill_(1);
+          communicator->barrier();
+          std::thread death;
+          if (communicator->rank() == 1) {
+            death = std::thread([&] {
+              usleep(static_cast<useconds_t>(microseconds));
+              kill(getpid(), SIGKILL);
+            });
+          }
+          const std::string message = message_of<CommError>([&] {
+            for (;;) communicator->all_gather({&part, 1}, testing::kGather)->wait();
+          });
+          if (!has(message, "all-gather of unit 'layers.0' on rank") || !has(message, "A peer has failed or left"))
+            throw Error("message: " + message);
+          return 0;
+        },
+        {});
     EXPECT_EQ(result, 1);
     EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 was killed by signal 9 (Killed)\n") << microseconds;
   }

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "memory/slot_pool.h"
 #include "support/exact_arithmetic.h"
 #include "support/multi_rank.h"
@@ -316,7 +317,9 @@ void expect_unsharded_training(const Precision& precision, int ranks,
             }
             if (::testing::Test::HasFailure()) return;
           }
-          EXPECT_LE(peaks["optim_grads"], peaks["optim"]) << accumulation.name;
+          // Without staging, which whole gradients need more of, both hold all of these until they are reduced, and one has shards, too.
+          const bool staged = line.communicator("dp_shard")->staging_numel(1) > 0;
+          if (accumulation.sync || staged) EXPECT_LE(peaks["optim_grads"], peaks["optim"]) << accumulation.name;
         }
       },
       std::chrono::seconds(240));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "fsdp/fsdp.h"
 #include "support/multi_rank.h"
 #include "support/predicted_memory.h"
@@ -69,11 +70,13 @@ std::vector<std::string> unit_names(const StackOptions& options) {
 /// What Stack::forward and its backward touch, in order.
 class StackScript {
  public:
-  StackScript(const Config& config, UnitTable units, std::int64_t ranks)
+  StackScript(const Config& config, UnitTable units, const fsdp::DeviceMesh& mesh)
       : blocks_(config.model.hidden.size()),
         nested_(config.model.nested),
         units_(units),
-        model(std::move(units), ranks, Placements::from_name(config.strategy), config.reshard_after_forward, config.prefetch_depth) {}
+        model(std::move(units), mesh.size(), Placements::from_name(config.strategy), config.reshard_after_forward, config.prefetch_depth) {
+    model.staged = mesh.communicator("dp_shard")->staging_numel(1) > 0;
+  }
 
   void forward() {
     model.begin_step();
@@ -191,7 +194,7 @@ void expect_predicted_memory(const fsdp::DeviceMesh& mesh, const Config& config)
   expect_live(sharded.memory_stats(), {.main_parameters = steady_bytes(units, placements).main_parameters}, at_rest(units, placements),
               "after fully_shard");
   fsdp::AdamW optimizer(*model);
-  StackScript script(config, units, mesh.size());
+  StackScript script(config, units, mesh);
   const auto steady = steady_bytes(units, placements);
   constexpr int kWarmUp = 2;
   for (int step = 0; step <= kWarmUp; ++step) {
@@ -249,8 +252,10 @@ TEST_P(Memory, EqualsThePrediction) {
 
 TEST_P(Memory, FrozenParametersHaveNoGradients) {
   run_ranks(GetParam(), [] {
-    const auto mesh = line();
-    for (const auto& strategy : all_strategies()) expect_predicted_memory(mesh, {.strategy = strategy, .freeze = true});
+    for (const bool shared : {true, false}) {
+      const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = shared});
+      for (const auto& strategy : all_strategies()) expect_predicted_memory(mesh, {.strategy = strategy, .freeze = true});
+    }
   });
 }
 
@@ -265,7 +270,7 @@ TEST_P(Memory, AccumulationWithoutSyncHoldsWholeGradients) {
       auto model = make_model(config);
       const auto units = unit_table(*model, unit_names(config.model), mesh.size());
       auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = placements});
-      StackScript script(config, units, mesh.size());
+      StackScript script(config, units, mesh);
       auto steady = steady_bytes(units, placements);
       steady.optimizer_state = 0;
       std::int64_t all_gradients = 0;
@@ -302,7 +307,7 @@ TEST_P(Memory, AccumulationWithSync) {
       auto model = make_model(config);
       const auto units = unit_table(*model, unit_names(config.model), mesh.size());
       auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = Placements::from_name(strategy)});
-      StackScript script(config, units, mesh.size());
+      StackScript script(config, units, mesh);
       auto steady = steady_bytes(units, Placements::from_name(strategy));
       steady.optimizer_state = 0;
       for (int step = 0; step < 3; ++step) {

@@ -175,6 +175,7 @@ class ScheduleModel {
   const PredictedStep& step() const { return step_; }
 
   bool sync = true;
+  bool staged = true;  ///< What peers send is received somewhere. Ranks that share memory read it where it lies.
 
  private:
   static bool encloses(const std::string& outer, const std::string& inner) {
@@ -218,7 +219,7 @@ class ScheduleModel {
     }
     collecting_.erase(std::find(collecting_.begin(), collecting_.end(), unit));
     reducing_.push_back(unit);
-    if (ranks_ > 1) staging_[unit] = units_[unit].staging(ranks_);
+    if (ranks_ > 1 && staged) staging_[unit] = units_[unit].staging(ranks_);
     grew();
   }
 

@@ -1,0 +1,219 @@
+#include "comm/shared_row.h"
+
+#include <ATen/ops/zeros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <mutex>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "base/exception_text.h"
+#include "comm/served.h"
+#include "fsdp/error.h"
+
+namespace fsdp::comm {
+namespace {
+
+/// What ranks tell each other before they try.
+struct Introduction {
+  char boot[40] = {};  ///< The kernel's name of its present life: the same on one host only.
+  std::int64_t user = -1;
+  std::int64_t ready = 0;  ///< This rank wants to share, and has a heap.
+  HeapAddress heap;
+  std::int64_t mailbox = 0;
+};
+
+constexpr int kIntroduction = 0x20000002;  // tags of messages, beside those in call.h
+constexpr int kVerdict = 0x20000003;
+
+/// Every rank's record.
+template <typename Record>
+std::vector<Record> exchange(int rank, int size, c10d::Backend& gloo, int tag, const Record& mine) {
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Record));
+  std::vector<at::Tensor> buffers;
+  std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, int>> works;
+  for (int peer = 0; peer < size; ++peer) {
+    buffers.push_back(at::zeros({kBytes}, at::kByte));
+    std::vector<at::Tensor> argument = {buffers.back()};
+    if (peer != rank) works.emplace_back(gloo.recv(argument, peer, tag), peer);
+  }
+  std::memcpy(buffers[static_cast<std::size_t>(rank)].mutable_data_ptr(), &mine, sizeof(Record));
+  std::vector<at::Tensor> argument = {buffers[static_cast<std::size_t>(rank)]};
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) works.emplace_back(gloo.send(argument, peer, tag), peer);
+  }
+  for (const auto& [work, peer] : works) {
+    try {
+      work->wait();
+    } catch (...) {
+      throw std::runtime_error(current_exception_text() + " (rank " + std::to_string(peer) + ")");
+    }
+  }
+  std::vector<Record> all(static_cast<std::size_t>(size));
+  for (std::size_t i = 0; i < all.size(); ++i) std::memcpy(&all[i], buffers[i].const_data_ptr(), sizeof(Record));
+  return all;
+}
+
+void say_once(const std::string& reason) {
+  static std::once_flag said;
+  std::call_once(said, [&] {
+    std::cerr << "libfsdp: the ranks of this host do not share memory, and send messages instead: " << reason
+              << ". FSDP_SHARED_MEMORY=0 turns the attempt off." << std::endl;
+  });
+}
+
+Introduction introduction() {
+  Introduction mine;
+  std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.boot, sizeof(mine.boot) - 1);
+  mine.user = geteuid();
+  return mine;
+}
+
+}  // namespace
+
+std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend& gloo, bool wanted, std::chrono::milliseconds timeout) {
+  Introduction mine = introduction();
+  std::shared_ptr<SharedRow> row;
+  try {
+    if (wanted) row.reset(new SharedRow(rank, size, timeout, Neighbourhood::open()));
+  } catch (...) {
+    say_once(current_exception_text());
+  }
+  if (row != nullptr) {
+    mine.ready = 1;
+    mine.heap = row->neighbourhood_->address();
+    mine.mailbox = *row->neighbourhood_->heap().offset_of(row->mailbox_);
+  }
+  const auto all = exchange(rank, size, gloo, kIntroduction, mine);
+  bool shares = std::all_of(all.begin(), all.end(), [&](const Introduction& one) {
+    return one.ready == 1 && one.user == mine.user && std::strncmp(one.boot, mine.boot, sizeof(mine.boot)) == 0;
+  });
+  // Ranks that are threads of one process have one heap, and nothing of a process's own to be known by.
+  for (std::size_t i = 0; i < all.size(); ++i) shares = shares && (static_cast<int>(i) == rank || all[i].heap.nonce != mine.heap.nonce);
+  try {
+    for (int peer = 0; peer < size && shares; ++peer) {
+      const auto& theirs = all[static_cast<std::size_t>(peer)];
+      auto& heap = row->heaps_.emplace_back();
+      row->mailboxes_.push_back(row->mailbox_);
+      if (peer == rank) continue;
+      heap = row->neighbourhood_->peer(theirs.heap);
+      shares = heap != nullptr;
+      if (shares) row->mailboxes_.back() = reinterpret_cast<const Mailbox*>(heap->at(theirs.mailbox));
+    }
+  } catch (...) {
+    shares = false;
+    say_once(current_exception_text());
+  }
+  const auto verdicts = exchange(rank, size, gloo, kVerdict, static_cast<std::int64_t>(shares));
+  if (std::find(verdicts.begin(), verdicts.end(), 0) != verdicts.end()) return nullptr;
+  neighbours_changed();
+  return row;
+}
+
+SharedRow::SharedRow(int rank, int size, std::chrono::milliseconds timeout, std::shared_ptr<Neighbourhood> neighbourhood)
+    : rank_(rank), size_(size), timeout_(timeout), neighbourhood_(std::move(neighbourhood)) {
+  memory_ = neighbourhood_->heap().allocate(sizeof(Mailbox));
+  if (!memory_) throw Error("no room for a mailbox");
+  std::memset(memory_.get(), 0, sizeof(Mailbox));
+  mailbox_ = new (memory_.get()) Mailbox();
+}
+
+SharedRow::~SharedRow() {
+  neighbourhood_->bury(std::move(memory_));
+  heaps_.clear();
+  neighbours_changed();
+}
+
+bool SharedRow::has_room() {
+  if (newest_ < kCalls || all_done(newest_ + 1 - kCalls)) return true;
+  compare(newest_);  // Peers may have no room either, until this rank is done with something.
+  return all_done(newest_ + 1 - kCalls);
+}
+
+void SharedRow::publish(const Call& call) {
+  newest_ = call.number;
+  uncompared_.push_back({.call = call, .has_parts = false});
+  auto& place = mailbox_->publications[newest_ % kCalls];
+  place.table.store(0, std::memory_order_relaxed);
+  place.call = call;
+  place.number.store(newest_, std::memory_order_release);
+  neighbourhood_->ring();
+}
+
+void SharedRow::publish_parts(std::int64_t table) {
+  uncompared_.back().has_parts = true;
+  mailbox_->publications[newest_ % kCalls].table.store(table, std::memory_order_release);
+  neighbourhood_->ring();
+}
+
+void SharedRow::set_done(std::uint64_t number) {
+  mailbox_->done[number % kCalls].store(number, std::memory_order_release);
+  neighbourhood_->ring();
+}
+
+bool SharedRow::all_done(std::uint64_t number) const {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != rank_ && !is_done(peer, number)) return false;
+  }
+  return true;
+}
+
+bool SharedRow::is_done(int peer, std::uint64_t number) const {
+  return mailboxes_[static_cast<std::size_t>(peer)]->done[number % kCalls].load(std::memory_order_acquire) >= number;
+}
+
+const SharedRow::Publication* SharedRow::publication_of(int peer, std::uint64_t number) const {
+  const auto& place = mailboxes_[static_cast<std::size_t>(peer)]->publications[number % kCalls];
+  return place.number.load(std::memory_order_acquire) == number ? &place : nullptr;
+}
+
+const Call* SharedRow::call_of(int peer, std::uint64_t number) const {
+  const auto* const place = publication_of(peer, number);
+  return place == nullptr ? nullptr : &place->call;
+}
+
+const std::int64_t* SharedRow::parts_of(int peer, std::uint64_t number) const {
+  const auto* const place = publication_of(peer, number);
+  const std::int64_t table = place == nullptr ? 0 : place->table.load(std::memory_order_acquire);
+  return table == 0 ? nullptr : reinterpret_cast<const std::int64_t*>(heaps_[static_cast<std::size_t>(peer)]->at(table));
+}
+
+const char* SharedRow::part_of(int peer, const std::int64_t* parts, std::size_t i, std::int64_t bytes) const {
+  const PeerHeap& heap = *heaps_[static_cast<std::size_t>(peer)];
+  const std::int64_t offset = static_cast<const volatile std::int64_t*>(parts)[i];  // Read once: its owner may have given up meanwhile.
+  return heap.at(offset >= 0 && offset <= heap.size() - bytes ? offset : 0);
+}
+
+bool SharedRow::compare(std::uint64_t number) {
+  while (!uncompared_.empty() && uncompared_.front().call.number <= number) {
+    const auto& [mine, has_parts] = uncompared_.front();
+    // A gather or a reduction that this rank has done was compared with all peers, and the one before it may have gone on.
+    if (mailbox_->done[mine.number % kCalls].load(std::memory_order_relaxed) < mine.number) {
+      const Call* const theirs = call_of(previous(), mine.number);
+      // Of a rank that has given up, its alarm says why.
+      if (theirs == nullptr || is_revoked(previous())) return false;
+      if (*theirs != mine) throw RowFailure(describe_divergence(mine, rank_, *theirs, previous()));
+      if (!has_parts) set_done(mine.number);
+    }
+    uncompared_.pop_front();
+  }
+  return true;
+}
+
+void SharedRow::revoke() {
+  mailbox_->revoked.store(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  neighbourhood_->ring();
+}
+
+bool SharedRow::is_revoked(int peer) const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return mailboxes_[static_cast<std::size_t>(peer)]->revoked.load(std::memory_order_seq_cst) != 0;
+}
+
+}  // namespace fsdp::comm
