@@ -1,48 +1,21 @@
-// Runs the program itself, as a user does.
-
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <future>
 #include <map>
-#include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "example/train_gpt_program.h"
 #include "fsdp/save_load.h"
 #include "support/same_bits.h"
-#include "support/stored.h"
-#include "support/temporary_folder.h"
-#include "test_paths.h"
 
 namespace fsdp {
 namespace train_gpt_test {
-
-using Json = nlohmann::json;
-using testing::TemporaryFolder;
-
-struct Outcome {
-  int exit_code = -1;
-  std::string output;
-  std::string errors;
-};
-
-std::string read(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
-}
-
-std::string quoted(const std::string& text) { return "'" + text + "'"; }
 
 // A free port of this machine. Another program could take it before the ranks do, but hardly will.
 int free_port() {
@@ -56,61 +29,6 @@ int free_port() {
   close(fd);
   return ntohs(address.sin_port);
 }
-
-class TrainGpt : public ::testing::Test {
- protected:
-  TrainGpt() {
-    // Easy to learn, so that a few steps show: the same few words in every file.
-    for (int file = 0; file < 30; ++file) {
-      std::string text;
-      for (int line = 0; line < 20; ++line) text += "the quick brown fox " + std::to_string((file + line) % 7) + "\n";
-      folder_.write("text/part" + std::to_string(file) + ".txt", text + std::to_string(file));
-    }
-  }
-
-  /// `name` keeps the files of runs apart; `environment` is set before the program, as in "RANK=0".
-  Outcome run(const std::string& name, const std::vector<std::string>& arguments, const std::string& environment = "") const {
-    const auto out = folder_.path() / (name + ".out");
-    const auto err = folder_.path() / (name + ".err");
-    // What a launcher around the tests may have set is not meant for this program.
-    std::string command = "env -u RANK -u WORLD_SIZE " + environment + " timeout 120 " + quoted(fsdp::testing::kTrainGpt);
-    for (const auto& argument : arguments) command.append(" ").append(quoted(argument));
-    command.append(" >").append(quoted(out)).append(" 2>").append(quoted(err));
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out), read(err)};
-  }
-
-  /// A model small enough to train in a moment, and more arguments.
-  std::vector<std::string> tiny(const std::vector<std::string>& more) const {
-    std::vector<std::string> arguments = {"--data", data()};
-    std::istringstream words(
-        "--dim 16 --layers 2 --heads 2 --context 32 --batch 4 --lr 0.01 --warmup 2 --steps 12 --eval-every 6 --eval-sequences 8 "
-        "--sample-tokens 20");
-    for (std::string word; words >> word;) arguments.push_back(word);
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return arguments;
-  }
-
-  std::string data() const { return folder_.path() / "text"; }
-  std::string log(const std::string& name) const { return folder_.path() / (name + ".jsonl"); }
-
-  std::vector<Json> rows(const std::string& name) const {
-    std::vector<Json> rows;
-    std::istringstream lines(read(log(name)));
-    for (std::string line; std::getline(lines, line);) rows.push_back(Json::parse(line));
-    return rows;
-  }
-
-  std::vector<double> losses(const std::string& name) const {
-    std::vector<double> losses;
-    for (const auto& row : rows(name)) {
-      if (row.contains("loss")) losses.push_back(row["loss"].get<double>());
-    }
-    return losses;
-  }
-
-  TemporaryFolder folder_;
-};
 
 void expect_usage_error(const Outcome& outcome, const std::string& message) {
   EXPECT_EQ(outcome.exit_code, 2) << message;
@@ -230,13 +148,6 @@ TEST_F(TrainGpt, MeshesDtypesAndOptimizersAreOptions) {
   EXPECT_LT(muon.back(), muon.front() - 1);
 }
 
-/// Model and optimizer, without what tells how long it took.
-std::map<std::string, at::Tensor> trained(const std::filesystem::path& checkpoint) {
-  auto tensors = fsdp::testing::stored_tensors(checkpoint);
-  std::erase_if(tensors, [](const auto& entry) { return entry.first.starts_with("fsdp.rng."); });
-  return tensors;
-}
-
 TEST_F(TrainGpt, AResumedRunIsTheSame) {
   const auto saves = [&](const std::string& name) { return (folder_.path() / name).string(); };
   const auto train = [&](const std::string& name, const std::string& folder, const std::vector<std::string>& more) {
@@ -280,16 +191,13 @@ TEST_F(TrainGpt, AResumedRunIsTheSame) {
 
 TEST_F(TrainGpt, SigtermSavesAndEndsWell) {
   const auto saves = (folder_.path() / "saves").string();
-  std::string command = "env -u RANK -u WORLD_SIZE timeout 120 " + quoted(fsdp::testing::kTrainGpt);
-  for (const auto& argument : tiny({"--save", saves, "--log", log("ended"), "--steps", "100000"}))
-    command.append(" ").append(quoted(argument));
-  const auto script = "(" + command + " & pid=$!; until grep -q '\"step\":5,' " + quoted(log("ended")) +
-                      " 2>/dev/null; do sleep 0.1; done; pkill -TERM -P $pid; wait $pid) >" + quoted(folder_.path() / "out") + " 2>&1";
-  const int status = std::system(script.c_str());
-  EXPECT_EQ(WEXITSTATUS(status), 0) << read(folder_.path() / "out");
+  // To the program alone: it tells its ranks.
+  const auto outcome =
+      run_and_signal("ended", tiny({"--save", saves, "--log", log("ended"), "--steps", "100000"}), log("ended"), "pkill -TERM -P $pid");
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
   const auto all = rows("ended");
   ASSERT_FALSE(all.empty());
-  EXPECT_EQ(all.back().value("ended", ""), "SIGTERM") << all.back();
+  EXPECT_EQ(all.back().value("ended", ""), "by a signal") << all.back();
   const auto step = all.back()["step"].get<std::int64_t>();
   EXPECT_EQ(fsdp::latest(saves), saves + "/step-" + std::to_string(step));
 }
@@ -300,7 +208,8 @@ TEST_F(TrainGpt, RejectsOptionsThatDoNotFitTogether) {
                      "each rank's 1 sequences of --batch 4 do not divide into --accumulate 3");
   expect_usage_error(run("hfsdp", {"--outer-strategy", "optim"}),
                      "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
-  expect_usage_error(run("resume", {"--resume", "auto"}), "--resume auto looks for the newest checkpoint in --save: give that, too");
+  expect_usage_error(run("resume", {"--resume", "auto"}),
+                     "--resume auto looks for the newest checkpoint of --run, or in --save: give one of them, too");
   expect_usage_error(run("reshard", {"--strategy", "optim", "--no-reshard-after-forward"}),
                      "--no-reshard-after-forward needs --strategy optim_grads_params: with optim, parameters stay whole anyway");
 }

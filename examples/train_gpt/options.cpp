@@ -1,10 +1,31 @@
-#include "train_gpt_options.h"
+#include "train_gpt/options.h"
 
+#include <fsdp/launch.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <utility>
 #include <vector>
+
+#include "train_gpt/config.h"
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw UsageError(what);
 }
+
+void validate_ranks(const Options& options, std::int64_t ranks) {
+  const std::string batch = "--batch " + std::to_string(options.batch);
+  require(ranks <= options.batch, "more ranks (" + std::to_string(ranks) + ") than sequences per step (" + batch + ")");
+  require(options.batch % ranks == 0, batch + " does not divide over " + std::to_string(ranks) + " ranks");
+  require(options.batch / ranks % options.accumulate == 0, "each rank's " + std::to_string(options.batch / ranks) + " sequences of " +
+                                                               batch + " do not divide into --accumulate " +
+                                                               std::to_string(options.accumulate));
+  require(ranks % options.outer == 0, "--outer " + std::to_string(options.outer) + " does not divide " + std::to_string(ranks) + " ranks");
+}
+
+namespace {
 
 void validate(const Options& options) {
   const auto& model = options.model;
@@ -22,7 +43,10 @@ void validate(const Options& options) {
           "--eval-every, --eval-sequences and --threads must be positive");
   require(options.sample_tokens >= 0, "--sample-tokens must be at least 0");
   require(options.save_every > 0 && options.keep_last >= 0, "--save-every must be positive and --keep-last at least 0");
-  require(options.resume != "auto" || !options.save.empty(), "--resume auto looks for the newest checkpoint in --save: give that, too");
+  require(options.resume != "auto" || !options.save.empty() || !options.run.empty(),
+          "--resume auto looks for the newest checkpoint of --run, or in --save: give one of them, too");
+  require(options.resume == "auto" || options.run.empty() || !has_config(options.run),
+          "--run " + options.run + " holds a run: go on with --resume " + options.run + ", or choose another folder");
   require(options.accumulate > 0 && options.outer > 0, "--accumulate and --outer must be positive");
   require(options.outer_strategy == "no_shard" || (options.outer > 1 && options.strategy == "optim_grads_params"),
           "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
@@ -32,16 +56,6 @@ void validate(const Options& options) {
       "--keep-gathered-mib needs --strategy optim_grads_params without --no-reshard-after-forward: otherwise all parameters stay gathered");
   require(!options.no_reshard_after_forward || options.strategy == "optim_grads_params",
           "--no-reshard-after-forward needs --strategy optim_grads_params: with " + options.strategy + ", parameters stay whole anyway");
-}
-
-void validate_ranks(const Options& options, std::int64_t ranks) {
-  const std::string batch = "--batch " + std::to_string(options.batch);
-  require(ranks <= options.batch, "more ranks (" + std::to_string(ranks) + ") than sequences per step (" + batch + ")");
-  require(options.batch % ranks == 0, batch + " does not divide over " + std::to_string(ranks) + " ranks");
-  require(options.batch / ranks % options.accumulate == 0, "each rank's " + std::to_string(options.batch / ranks) + " sequences of " +
-                                                               batch + " do not divide into --accumulate " +
-                                                               std::to_string(options.accumulate));
-  require(ranks % options.outer == 0, "--outer " + std::to_string(options.outer) + " does not divide " + std::to_string(ranks) + " ranks");
 }
 
 void validate_data(const Options& options, const Corpus& corpus) {
@@ -109,24 +123,87 @@ void add_options(CLI::App& app, Options& options) {
   option("--threads", options.threads, "Per rank")->group("Sharding");
   option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}))->group("Sharding");
 
-  option("--save", options.save, "A folder for checkpoints, each a folder; empty: none")->group("Checkpoints");
+  app.add_option("--run", options.run, "A folder for configuration, log, checkpoints and plot (default: a new one below runs/)")
+      ->group("Run");
+  option("--resume", options.resume,
+         "A run's folder: go on with it, with its configuration but for what is given here; auto: the newest in --run or --save, if there "
+         "is one; or begin a new run from a checkpoint's path")
+      ->group("Run");
+  app.add_option("--save", options.save, "A folder for checkpoints, each a folder (default: checkpoints in --run)")->group("Checkpoints");
   option("--save-name", options.save_name, "Checkpoints are called NAME-N: jobs that share a folder need different ones")
       ->group("Checkpoints");
   app.add_flag("--save-async", options.save_async, "Write checkpoints beside training")->group("Checkpoints");
-  option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too")->group("Checkpoints");
-  option("--keep-last", options.keep_last, "How many of the newest are kept; 0: all")->group("Checkpoints");
-  option("--resume", options.resume, "no; auto: go on from the newest in --save, if there is one; or a checkpoint's path")
+  option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too, and each that is validated")
       ->group("Checkpoints");
+  option("--keep-last", options.keep_last, "How many of the newest are kept, beside the best by validation; 0: all")->group("Checkpoints");
 
-  app.add_option("--log", options.log, "A JSON-lines file to write, one object per step and validation")->group("Output");
+  app.add_option("--log", options.log, "A JSON-lines file, one object per step and validation (default: log.jsonl in --run)")
+      ->group("Output");
   option("--eval-every", options.eval_every, "Steps between validations")->group("Output");
   option("--eval-sequences", options.eval_sequences, "Sequences per validation, rounded up to a multiple of the ranks")->group("Output");
   app.add_option("--prompt", options.prompt, "What the sample continues (default: \"#include <\", or nothing with --data)")
+      ->group("Output");
+  app.add_option("--generate", options.generate, "Do not train: write text from the newest checkpoint of this run's folder")
+      ->excludes("--resume")
+      ->excludes("--run")
       ->group("Output");
   option("--sample-tokens", options.sample_tokens, "Bytes to write in the end at most")->group("Output");
   option("--temperature", options.temperature, "Of the sample: lower is more repetitive, higher is wilder")->group("Output");
 
   app.footer(
       "Ranks are started here, or by torchrun --no-python, mpirun or srun: then leave out --nproc.\n"
+      "Ctrl-C and SIGTERM save a checkpoint and end the run; --resume goes on with it.\n"
       "Exit codes: 0 trained, 2 wrong option or data, others a failure in training.");
+}
+
+// The folder whose configuration holds where the command line says nothing.
+std::string folder_with_config(const Options& options) {
+  if (!options.generate.empty()) return options.generate;
+  if (has_config(options.resume)) return options.resume;
+  return options.resume == "auto" && has_config(options.run) ? options.run : "";
+}
+
+// The program may go on from another working directory.
+void make_absolute(std::string& path) {
+  if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
+}
+
+}  // namespace
+
+std::optional<int> parse(int argc, char** argv, Options& options) {
+  CLI::App app("Trains a byte-level GPT on text, sharded over processes, and lets it write a sample.", "train_gpt");
+  add_options(app, options);
+  try {
+    app.parse(argc, argv);
+    if (const auto folder = folder_with_config(options); !folder.empty()) {
+      options = read_config(folder);
+      app.parse(argc, argv);  // What is given here overrides what is written there.
+    } else if (app.count("--prompt") == 0 && app.count("--data") == 0) {
+      options.prompt = "#include <";
+    }
+    if (has_config(options.resume)) options.run = std::exchange(options.resume, "auto");
+    for (auto* path : {&options.data, &options.log, &options.save}) make_absolute(*path);
+    validate(options);
+    // Another launcher's number of ranks is known once they have met.
+    if (!fsdp::is_launched() && options.generate.empty()) validate_ranks(options, options.nproc);
+    const std::ofstream log(options.log, std::ios::app);
+    require(options.log.empty() || log.good(), "cannot write --log " + options.log);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const std::exception& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n";
+    return kUsageExitCode;
+  }
+  return std::nullopt;
+}
+
+std::optional<Corpus> read_corpus(const Options& options) {
+  try {
+    std::optional<Corpus> corpus(options.data);
+    validate_data(options, *corpus);
+    return corpus;
+  } catch (const std::exception& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n";
+    return std::nullopt;
+  }
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -9,7 +8,7 @@
 #include "corpus.h"
 #include "gpt.h"
 
-// The options of train_gpt.
+// The options of train_gpt: names and help on the command line, and which are refused.
 
 struct Options {
   std::string data = TRAIN_GPT_DEFAULT_DATA;
@@ -37,7 +36,8 @@ struct Options {
   std::uint64_t seed = 1;
   std::int64_t eval_every = 200;
   std::int64_t eval_sequences = 64;
-  std::string log;
+  std::string run;  ///< The folder of this run. Empty: a new one below runs/.
+  std::string log;  ///< Empty: in the folder of the run, as is `save`.
   std::string save;
   std::string save_name = "step";
   bool save_async = false;
@@ -46,7 +46,8 @@ struct Options {
   std::string resume = "no";
   std::int64_t sample_tokens = 400;
   double temperature = 0.8;
-  std::optional<std::string> prompt;  ///< By default one that suits the default data.
+  std::string prompt;    ///< By default one that suits the default data.
+  std::string generate;  ///< The folder of the run that writes text. Empty: train.
   int threads = 1;
   std::string device = "cpu";
 };
@@ -60,10 +61,11 @@ struct UsageError : std::runtime_error {
 
 /// Throws UsageError unless it holds.
 void require(bool holds, const std::string& what);
-/// Throw UsageError where options contradict each other, the number of ranks, or the data.
-void validate(const Options& options);
+/// Throws UsageError where options contradict the number of ranks.
 void validate_ranks(const Options& options, std::int64_t ranks);
-void validate_data(const Options& options, const Corpus& corpus);
+/// The text to train on; nothing, after one line about the error, if it cannot be read or is too small.
+std::optional<Corpus> read_corpus(const Options& options);
 
-/// Names, defaults and help on the command line.
-void add_options(CLI::App& app, Options& options);
+/// Reads the command line; where it names the folder of a run to go on with or to generate from, that run's configuration holds for what
+/// the command line leaves out. Returns the exit code if the program is to end here: it has printed help, or one line about an error.
+std::optional<int> parse(int argc, char** argv, Options& options);

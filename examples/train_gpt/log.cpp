@@ -1,0 +1,36 @@
+#include "train_gpt/log.h"
+
+#include <filesystem>
+
+namespace {
+
+void append(std::ofstream& file, const nlohmann::json& row) {
+  file << row.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
+}
+
+}  // namespace
+
+std::vector<nlohmann::json> read_log(const std::string& path) {
+  std::vector<nlohmann::json> rows;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!row.is_object()) break;
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+Log::Log(const std::string& path, std::optional<std::int64_t> keep_until) {
+  if (keep_until) {
+    // Beside it first: whoever is ended here loses nothing.
+    std::ofstream kept(path + ".new");
+    for (const auto& row : read_log(path)) {
+      if (row.value("step", std::int64_t{0}) <= *keep_until) append(kept, row);
+    }
+    std::filesystem::rename(path + ".new", path);
+  }
+  file_.open(path, keep_until ? std::ios::app : std::ios::trunc);
+}
+
+void Log::write(const nlohmann::json& row) { append(file_, row); }

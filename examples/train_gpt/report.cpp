@@ -1,0 +1,96 @@
+#include "train_gpt/report.h"
+
+#include <array>
+#include <cerrno>  // program_invocation_name
+#include <cstdarg>
+#include <cstdio>
+#include <variant>
+
+#include "train_gpt/generate.h"
+#include "train_gpt/plot.h"
+
+namespace {
+
+[[gnu::format(printf, 1, 2)]] std::string format(const char* pattern, ...) {
+  std::array<char, 256> text{};
+  va_list arguments;
+  va_start(arguments, pattern);
+  std::vsnprintf(text.data(), text.size(), pattern, arguments);
+  va_end(arguments);
+  return text.data();
+}
+
+double mib(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+double mega(std::size_t count) { return static_cast<double>(count) / 1e6; }
+
+std::int64_t step_of(const fsdp::Loaded& loaded) { return std::get<std::int64_t>(loaded.extra.at("step")); }
+
+// What the log keeps of the runs before. A run that goes on has a row for each step that its checkpoint holds.
+std::optional<std::int64_t> kept_steps(const Options& options, const std::optional<fsdp::Loaded>& loaded) {
+  if (options.resume != "auto") return std::nullopt;
+  return loaded ? step_of(*loaded) : 0;
+}
+
+}  // namespace
+
+Report::Report(const Options& options, const RunFolder& run, const fsdp::DeviceMesh& mesh, const std::optional<fsdp::Loaded>& loaded)
+    : options_(options), run_(run), ranks_(mesh.size()), loaded_(loaded) {
+  if (mesh.rank() == 0) log_.emplace(run.log(), kept_steps(options, loaded));
+}
+
+void Report::begin(const GPT& model, const Corpus& corpus) {
+  if (!speaks()) return;
+  std::int64_t parameters = 0;
+  for (const auto& parameter : model->parameters()) parameters += parameter.numel();
+  log_->write({{"ranks", ranks_},
+               {"parameters", parameters},
+               {"strategy", options_.strategy},
+               {"train_bytes", corpus.train().size()},
+               {"validation_bytes", corpus.validation().size()}});
+  progress_.line("run folder: " + run_.path());
+  progress_.line(format("%.2f M parameters (%s) over %d rank%s; %.2f MB of text for training, %.2f MB for validation, from ",
+                        mega(static_cast<std::size_t>(parameters)), options_.strategy.c_str(), static_cast<int>(ranks_),
+                        ranks_ == 1 ? "" : "s", mega(corpus.train().size()), mega(corpus.validation().size())) +
+                 options_.data);
+  if (!loaded_) return;
+  log_->write({{"resumed", step_of(*loaded_)}});
+  progress_.line("resumed from " + loaded_->path);
+}
+
+void Report::step(const StepReport& report) {
+  if (!speaks()) return;
+  log_->write({{"step", report.step},
+               {"loss", report.loss},
+               {"grad_norm", report.grad_norm},
+               {"lr", report.lr},
+               {"tokens_per_second", report.tokens_per_second},
+               {"peak_mib", mib(report.peak_bytes)}});
+  progress_.step(report);
+}
+
+void Report::validation(std::int64_t step, double bits_per_byte) {
+  if (!speaks()) return;
+  log_->write({{"step", step}, {"validation_bits_per_byte", bits_per_byte}});
+  progress_.line(format("step %5d  validation %.3f bits per byte", static_cast<int>(step), bits_per_byte));
+}
+
+void Report::interrupted(std::int64_t step) {
+  if (!speaks()) return;
+  log_->write({{"step", step}, {"ended", "by a signal"}});
+  write_loss_plot(run_.plot(), read_log(run_.log()));
+  progress_.line("ended by a signal after step " + std::to_string(step) + ", saved to " + run_.checkpoint(step) +
+                 "\nto go on: " + program_invocation_name + " --resume " + run_.path());
+}
+
+void Report::finished(const FinalReport& report) {
+  if (!speaks()) return;
+  log_->write(
+      {{"step", report.step}, {"seconds", report.seconds}, {"validation_bits_per_byte", report.validation}, {"sample", report.sample}});
+  write_loss_plot(run_.plot(), read_log(run_.log()));
+  progress_.line("--- sample ---\n" + printable(report.sample) + "\n--------------");
+  progress_.line(format("done: %d steps in %.0f s, validation %.3f bits per byte, peak engine memory %.1f MiB per rank",
+                        static_cast<int>(report.step), report.seconds, report.validation, mib(report.peak_bytes)));
+  progress_.line("losses: " + run_.plot() + "\nto generate text: " + program_invocation_name + " --generate " + run_.path() +
+                 " --prompt TEXT");
+}

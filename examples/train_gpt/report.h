@@ -1,0 +1,47 @@
+#pragma once
+
+#include <fsdp/device_mesh.h>
+#include <fsdp/save_load.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "corpus.h"
+#include "gpt.h"
+#include "train_gpt/log.h"
+#include "train_gpt/options.h"
+#include "train_gpt/progress.h"
+#include "train_gpt/run_folder.h"
+
+struct FinalReport {
+  std::int64_t step = 0;
+  double seconds = 0;
+  double validation = 0;  ///< Bits per byte.
+  std::string sample;
+  std::int64_t peak_bytes = 0;
+};
+
+/// What a run tells, in its log and on stdout. Only rank 0 does; on the others nothing happens.
+class Report {
+ public:
+  /// `loaded`: the checkpoint that the run goes on from. What is given must outlive this.
+  Report(const Options& options, const RunFolder& run, const fsdp::DeviceMesh& mesh, const std::optional<fsdp::Loaded>& loaded);
+
+  void begin(const GPT& model, const Corpus& corpus);
+  void step(const StepReport& report);
+  void validation(std::int64_t step, double bits_per_byte);
+  /// Both write the plot, and say what to do next.
+  void interrupted(std::int64_t step);
+  void finished(const FinalReport& report);
+
+ private:
+  bool speaks() const { return log_.has_value(); }
+
+  const Options& options_;
+  const RunFolder& run_;
+  const std::int64_t ranks_;
+  const std::optional<fsdp::Loaded>& loaded_;
+  std::optional<Log> log_;  // on rank 0
+  Progress progress_;
+};
