@@ -19,9 +19,15 @@ class PacedModel:
     pace: Pace
 
 
-def step(dim: int, layers: int, pace: Pace) -> PacedModel:
+# All contenders of a case live at the same time, at d = 512 with more than 1 GiB for each of their ranks.
+LARGE = frozenset({"libfsdp", "libfsdp_no_reshard", "local_cpp", "libfsdp_python", "fsdp2", "fsdp2_tuned", "ddp", "local"})
+MEGATRON = frozenset({"libfsdp_megatron", "megatron_fsdp", "fsdp2", "local"})
+
+
+def step(name: str, dim: int, layers: int, pace: Pace, only: frozenset[str] = frozenset()) -> PacedModel:
     """A GPT that is trained by the ranks."""
-    return PacedModel(ModelCase(f"d{dim}", GPTConfig(VOCAB, dim, layers, heads=8, context=CONTEXT), SEQUENCES), pace)
+    config = GPTConfig(VOCAB, dim, layers, heads=8, context=CONTEXT)
+    return PacedModel(ModelCase(name, config, SEQUENCES, only=only), pace)
 
 
 # Who takes part where options, or models that nobody tuned for, are measured.
@@ -48,8 +54,9 @@ def host(name: str, world: int, layers: int, pace: Pace) -> PacedModel:
 MODELS = {
     case.model.name: case
     for case in (
-        step(256, 8, Pace(rounds=12, turn=3)),
-        step(512, 12, Pace(rounds=8, turn=2)),
+        step("d256", 256, 8, Pace(rounds=12, turn=3)),
+        step("d512", 512, 12, Pace(rounds=8, turn=2), LARGE),
+        step("d512_megatron", 512, 12, Pace(rounds=8, turn=2), MEGATRON),
         variant("ranks4", ranks=4),
         variant("bf16", "--bf16", "1", only=OF_SHARDING),
         variant("accumulate", "--microbatches", "4"),
@@ -63,5 +70,5 @@ MODELS = {
     )
 }
 
-# Beside d256 and d512: those that are trained over ranks, with options or with other models.
-VARIANTS_OF_STEPS = [name for name, paced in MODELS.items() if paced.model.only]
+# Beside d256 and d512: those with options or with other models, of the Python contenders alone.
+VARIANTS_OF_STEPS = [name for name, paced in MODELS.items() if not paced.model.takes("libfsdp")]

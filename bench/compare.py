@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--case", action="append", choices=MODELS, help="this case only; may be repeated")
     arguments = parser.parse_args()
     try:
-        for name in arguments.case or [name for name, case in MODELS.items() if not case.model.only]:
+        for name in arguments.case or [name for name, case in MODELS.items() if case.model.takes("libfsdp")]:
             compare(MODELS[name], arguments.before, arguments.now)
     except BenchError as error:
         print(f"compare: {error}", file=sys.stderr)

@@ -27,6 +27,7 @@
 
 #include "comm/communicator.h"
 #include "gpt.h"
+#include "memory/device_memory.h"
 
 namespace {
 
@@ -43,7 +44,8 @@ struct Options {
 
 Options parse_options(int argc, char** argv) {
   if (argc < 2 || argc % 2 != 0) {
-    throw std::invalid_argument("usage: bench_contender libfsdp|libfsdp_no_reshard|local|collectives [--dim N ...]");
+    throw std::invalid_argument(
+        "usage: bench_contender libfsdp|libfsdp_no_reshard|libfsdp_messages|local|collectives|collectives_messages [--dim N ...]");
   }
   Options options{.contender = argv[1]};
   const std::map<std::string, std::int64_t*> fields = {
@@ -140,6 +142,7 @@ class Trainer : public Contender {
   /// Remembers the resident set as it is without a model, then makes the model.
   GPT build() {
     base_kib_ = status_kib("VmRSS");
+    anonymous_base_kib_ = status_kib("RssAnon");
     GPT model(options_.gpt);
     fill_parameters(*model);
     for (const auto& parameter : model->parameters()) parameter_count_ += parameter.numel();
@@ -200,7 +203,8 @@ class Trainer : public Contender {
 
   std::string memory() const {
     std::ostringstream text;
-    text << "{\"base_kib\": " << base_kib_ << ", \"now_kib\": " << status_kib("VmRSS") << ", \"high_water_kib\": " << status_kib("VmHWM");
+    text << "{\"base_kib\": " << base_kib_ << ", \"anonymous_base_kib\": " << anonymous_base_kib_
+         << ", \"high_water_kib\": " << status_kib("VmHWM");
     if (const auto bytes = counted_peak_bytes()) text << ", \"engine_peak_kib\": " << *bytes / 1024;
     text << "}";
     return text.str();
@@ -208,7 +212,7 @@ class Trainer : public Contender {
 
   Options options_;
   std::int64_t rank_, world_;
-  std::int64_t steps_done_ = 0, parameter_count_ = 0, base_kib_ = 0;
+  std::int64_t steps_done_ = 0, parameter_count_ = 0, base_kib_ = 0, anonymous_base_kib_ = 0;
 };
 
 /// The step without any communication, with the same fused kernel for the update.
@@ -240,6 +244,11 @@ class Local : public Trainer {
   std::vector<at::Tensor> parameters_, first_moments_, second_moments_, steps_;
 };
 
+/// All ranks, which share memory unless the contender's name says that they send messages.
+fsdp::DeviceMesh mesh_of(const Options& options) {
+  return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = !options.contender.ends_with("_messages")});
+}
+
 /// This library, over the ranks that were started or over a mesh whose collectives move no data.
 class Sharded : public Trainer {
  public:
@@ -248,7 +257,8 @@ class Sharded : public Trainer {
         mesh_(join(options)),
         model_(build()),
         handle_(fsdp::fully_shard(
-            *model_, {.mesh = mesh_, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender == "libfsdp"})),
+            *model_,
+            {.mesh = mesh_, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender != "libfsdp_no_reshard"})),
         optimizer_(*model_, {.lr = kLearningRate, .betas = {kBeta1, kBeta2}, .eps = kEps, .weight_decay = kWeightDecay}) {}
 
   /// Also saves, and loads again: the number is the checkpoint's.
@@ -261,7 +271,7 @@ class Sharded : public Trainer {
 
  private:
   static fsdp::DeviceMesh join(const Options& options) {
-    if (options.fake_world == 0) return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    if (options.fake_world == 0) return mesh_of(options);
     at::globalContext().setFlushDenormal(true);  // What an all-gather without data leaves in a buffer must not slow arithmetic down.
     return fsdp::null_device_mesh({{"dp_shard", options.fake_world}});
   }
@@ -315,15 +325,23 @@ class Sharded : public Trainer {
   std::unique_ptr<fsdp::AsyncSaver> saver_;
 };
 
+/// As the engine's slots are: where ranks share memory, peers can read them.
+at::Tensor slot(std::int64_t numel, double value) {
+  const auto bytes = numel * static_cast<std::int64_t>(sizeof(float));
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(bytes),
+                                                       fsdp::memory::allocate_shareable(at::kCPU, bytes), nullptr, /*resizable=*/false);
+  return at::empty({0}, at::kFloat).set_(c10::Storage(std::move(storage)), 0, {numel}, {1}).fill_(value);
+}
+
 /// The library's collectives over two buffers of 64 MiB.
 class Collectives : public Contender {
  public:
-  Collectives()
-      : mesh_(fsdp::init_device_mesh("cpu", {{"dp_shard", -1}})),
+  explicit Collectives(const Options& options)
+      : mesh_(mesh_of(options)),
         communicator_(mesh_.communicator("dp_shard")),
-        full_(at::zeros({kCollectiveNumel})),
+        full_(slot(kCollectiveNumel, 0)),
         shard_(at::full({kCollectiveNumel / mesh_.size()}, static_cast<double>(mesh_.rank() + 1), at::kFloat)),
-        unreduced_(at::full({kCollectiveNumel}, static_cast<double>(mesh_.rank() + 1), at::kFloat)),
+        unreduced_(slot(kCollectiveNumel, static_cast<double>(mesh_.rank() + 1))),
         staging_(at::zeros({communicator_->staging_numel(shard_.numel())})),
         reduced_(at::zeros_like(shard_)) {}
 
@@ -362,9 +380,9 @@ class Collectives : public Contender {
 };
 
 std::unique_ptr<Contender> make_contender(const Options& options) {
-  if (options.contender == "collectives") return std::make_unique<Collectives>();
+  if (options.contender.starts_with("collectives")) return std::make_unique<Collectives>(options);
   if (options.contender == "local") return std::make_unique<Local>(options);
-  if (options.contender == "libfsdp" || options.contender == "libfsdp_no_reshard") return std::make_unique<Sharded>(options);
+  if (options.contender.starts_with("libfsdp")) return std::make_unique<Sharded>(options);
   throw std::invalid_argument("no such contender: " + options.contender);
 }
 

@@ -42,9 +42,10 @@ COLLECTIVE_NUMEL = 16 * 1024 * 1024  # fp32 elements of the whole buffer: 64 MiB
 
 
 def read_memory() -> dict[str, int]:
-    """Resident set now and its high-water mark, in KiB."""
+    """Resident set now, its anonymous part, and its high-water mark, in KiB."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {key: int(status[name].split()[0]) for key, name in (("now_kib", "VmRSS"), ("high_water_kib", "VmHWM"))}
+    names = {"now_kib": "VmRSS", "anonymous_kib": "RssAnon", "high_water_kib": "VmHWM"}
+    return {key: int(status[name].split()[0]) for key, name in names.items()}
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -64,7 +65,7 @@ class Trainer:
         self.sharded_over_peers = args.contender != "local" and not args.fake_world
         if args.contender != "local":
             join_ranks(args.fake_world)
-        self.base_kib = read_memory()["now_kib"]
+        self.base = read_memory()
         self.work = workload_of(args)
         self.microbatches: int = args.microbatches
         self.parameters = sum(p.numel() for p in self.work.model.parameters())
@@ -86,7 +87,11 @@ class Trainer:
         if verb == "host":
             return self.repeat(self.forward_backward, count)
         if verb == "memory":
-            return {"base_kib": self.base_kib, **read_memory()}
+            return {
+                "base_kib": self.base["now_kib"],
+                "anonymous_base_kib": self.base["anonymous_kib"],
+                "high_water_kib": read_memory()["high_water_kib"],
+            }
         raise ValueError(f"no such verb: {verb}")
 
     def repeat(self, work: Callable[[list[Batch]], Tensor], count: int) -> Reply:

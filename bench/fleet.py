@@ -8,15 +8,18 @@ import selectors
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 Reply = dict[str, Any]
 REPLY_TIMEOUT_S = 300.0
 EXIT_TIMEOUT_S = 20.0
+SAMPLING_S = 0.005
 
 
 class BenchError(Exception):
@@ -77,6 +80,13 @@ class Rank:
         self.log.close()
 
 
+def used_kib(process: int) -> int:
+    """Anonymous and shared memory that a process has now, each page divided by the number of those that have it. In KiB."""
+    rollup = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(text.split()[0]) for name, text in (line.split(":", 1) for line in rollup)}
+    return sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+
+
 class Contender:
     """The ranks of one contender. Starting it waits until every rank has built its model."""
 
@@ -102,6 +112,25 @@ class Contender:
         except BrokenPipeError as error:
             raise self.failure("has ended") from error
         return self.receive()
+
+    def watch_memory(self, verb: str, count: int) -> list[int]:
+        """Asks, and samples meanwhile what each rank uses: the peaks in rank order, in KiB. Sampling slows the ranks down."""
+        peaks = [0] * len(self.ranks)
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(SAMPLING_S):
+                for index, rank in enumerate(self.ranks):
+                    peaks[index] = max(peaks[index], used_kib(rank.process.pid))
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            self.ask(verb, count)
+        finally:
+            done.set()
+            sampler.join()
+        return peaks
 
     def receive(self) -> list[Reply]:
         """One reply of each rank. A rank that ends meanwhile fails all: its peers would wait for it in vain."""

@@ -19,12 +19,14 @@ from theory import FORMULA, theory_mib
 
 RANKS = 2
 WARM_UP_STEPS = 3
+WATCHED_STEPS = 4
 LOSS_TOLERANCE = 1e-5  # Relative: some ulps of fp32, for sums in another order.
 
 # Each contender's program, and its name there.
 TRAINERS = {
     "libfsdp": ("cpp", "libfsdp"),
     "libfsdp_no_reshard": ("cpp", "libfsdp_no_reshard"),
+    "libfsdp_messages": ("cpp", "libfsdp_messages"),
     "local_cpp": ("cpp", "local"),
     "libfsdp_python": ("python", "libfsdp_python"),
     "libfsdp_python_no_reshard": ("python", "libfsdp_python_no_reshard"),
@@ -48,10 +50,14 @@ LONE_RANKS = {
 HOST_BASELINES = {"libfsdp": "local_cpp", "libfsdp_python": "local", "fsdp2": "local", "fsdp2_instant": "local"}
 # AdamW over sharded parameters: torch's own in each of its ways, and libfsdp's.
 OPTIMIZERS = {kind: ("python", f"optimizer_{kind}") for kind in OPTIONS}
-COLLECTIVES = {"libfsdp": ("cpp", "collectives"), "c10d": ("python", "collectives")}
+COLLECTIVES = {
+    "libfsdp": ("cpp", "collectives"),
+    "libfsdp_messages": ("cpp", "collectives_messages"),
+    "c10d": ("python", "collectives"),
+}
 LOCALS = ("local", "local_cpp")
 # Plain training in the language of each contender that is not Python's.
-PLAIN = {"libfsdp": "local_cpp", "libfsdp_no_reshard": "local_cpp"}
+PLAIN = {"libfsdp": "local_cpp", "libfsdp_no_reshard": "local_cpp", "libfsdp_messages": "local_cpp"}
 # The settings of FSDP2, the fastest of which is what others are measured against.
 BEST = "fsdp2_best"
 # Release 0.6.1 scales the first update of AdamW by 0.746: only its first loss is everybody's.
@@ -121,6 +127,10 @@ class ModelCase:
     ranks: int = RANKS
     options: tuple[str, ...] = ()
     only: frozenset[str] = frozenset()
+
+    def takes(self, contender: str) -> bool:
+        """The contender takes part."""
+        return not self.only or contender in self.only
 
     def arguments(self) -> list[str]:
         """The sizes, as both programs take them, and the options."""
@@ -200,25 +210,28 @@ def check_losses(case: str, losses: Losses, steps: int) -> None:
 
 
 def memory_rows(case: ModelCase, contenders: Sequence[Contender]) -> list[Row]:
-    """Resident set over what it was before the model was built (a value per rank), beside the theoretical minimum."""
+    """Memory over what it was before the model was built (a value per rank), beside the theoretical minimum."""
     rows: list[Row] = []
-    high_water: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     for contender in contenders:
+        used = contender.watch_memory("step", WATCHED_STEPS)
         replies = contender.ask("memory")
+        peak = [(kib - reply["anonymous_base_kib"]) / 1024 for kib, reply in zip(used, replies, strict=True)]
+        peaks[contender.name] = statistics.median(peak)
+        rows.append(row(case.name, contender.name, "peak_memory_mib", "MiB", peak))
         over_base = [(reply["high_water_kib"] - reply["base_kib"]) / 1024 for reply in replies]
-        high_water[contender.name] = statistics.median(over_base)
         rows.append(row(case.name, contender.name, "rss_over_base_mib", "MiB", over_base))
         if "engine_peak_kib" in replies[0]:
             counted = [reply["engine_peak_kib"] / 1024 for reply in replies]
             rows.append(row(case.name, contender.name, "engine_peak_mib", "MiB", counted))
     if case.config is not None and not case.options:
         least = theory_mib(case.config, case.sequences, case.ranks)
-        rows.append(row(case.name, "theory", "rss_over_base_mib", f"MiB: {FORMULA}", [least]))
-        high_water["theory"] = least
+        rows.append(row(case.name, "theory", "peak_memory_mib", f"MiB: {FORMULA}", [least]))
+        peaks["theory"] = least
     for reference in REFERENCES:
-        if reference in high_water:
-            pairs = {name: mib / high_water[reference] for name, mib in high_water.items() if name != reference}
-            rows += [row(case.name, name, f"rss_ratio_to_{reference}", "x", [value]) for name, value in pairs.items()]
+        if reference in peaks:
+            pairs = {name: mib / peaks[reference] for name, mib in peaks.items() if name != reference}
+            rows += [row(case.name, name, f"memory_ratio_to_{reference}", "x", [value]) for name, value in pairs.items()]
     return rows
 
 

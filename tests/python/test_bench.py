@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import re
+import signal
 import statistics
 import sys
+import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import history
 import measure
 import report
+from fleet import used_kib
 from intervals import is_below_resolution, median_interval
 
 
@@ -106,3 +113,31 @@ def test_history_keeps_a_line_for_each_commit(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == runs
     history.plot(runs, {"d512 libfsdp step": 2.0, "d512 libfsdp memory": 2.0, "other": 1.0}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_the_documented_targets_are_the_ones_that_are_checked() -> None:
+    document = (Path(__file__).resolve().parents[2] / "docs/benchmarks.md").read_text(encoding="utf-8")
+    section = document.split("## Targets\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\S+) \|$", section, re.MULTILINE)
+    written = [report.Target(case, contender, metric, float(Fraction(limit))) for case, contender, metric, limit in rows]
+    assert written == list(report.TARGETS)
+
+
+def test_memory_that_processes_share_counts_once() -> None:
+    mebibyte = 1 << 20
+    with mmap.mmap(-1, 64 * mebibyte) as shared:
+        before = used_kib(os.getpid())
+        shared.write(bytes(64 * mebibyte))
+        alone = used_kib(os.getpid()) - before
+        child = os.fork()
+        if child == 0:
+            sum(shared[::4096])
+            signal.pause()
+        deadline = time.monotonic() + 30
+        while used_kib(child) < 32 * 1024 * 0.9 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        half = used_kib(os.getpid()) - before
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert alone == pytest.approx(64 * 1024, rel=0.1)
+    assert half < 0.6 * alone
