@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,21 @@ class Collectives:
         device: of the tensors.
     """
 
+    _all: ClassVar[weakref.WeakSet[Collectives]] = weakref.WeakSet()
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        Collectives._all.add(self)
         self._group = group
         self._device = device
         self._size = 1 if group is None else dist.get_world_size(group)
         self.custom_all_gather: Callable[..., dist.Work | None] | None = None
         self.custom_reduce_scatter: Callable[..., dist.Work | None] | None = None
+
+    @staticmethod
+    def let_go_of_groups() -> None:
+        """Drops the references to process groups, after ``destroy_process_group()``: no collective is possible any more."""
+        for collectives in Collectives._all:
+            collectives._group = None
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
         """Starts it: `output` holds every rank's `shard`, in rank order, when the work is done."""

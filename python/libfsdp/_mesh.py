@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import weakref
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,12 @@ class _Row:
 
     name: str
     ranks: list[int]
-    group: dist.ProcessGroup | None  # None: this rank alone
+    mesh: DeviceMesh
+    dim: int | None  # None: this rank alone
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.dim is None else self.mesh.get_group(self.dim)
 
     @property
     def position(self) -> int:
@@ -108,6 +114,22 @@ class _OfWorld:
 
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfWorld] = weakref.WeakKeyDictionary()
+_given: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+@atexit.register
+def _let_go_of_destroyed_groups() -> None:
+    """Drops what still refers to the process groups after ``destroy_process_group()``, so that torch joins their threads now.
+
+    A thread of Gloo releases the tensors of the last collective after the collective has returned. One that does so while the interpreter
+    ends aborts the process ("terminate called without an active exception", Python before 3.13). Torch joins these threads when the last
+    reference to the group goes; models that are alive at the end, and their meshes, hold such references.
+    """
+    if dist.is_initialized():
+        return
+    Collectives.let_go_of_groups()
+    for mesh in list(_given.values()):
+        getattr(mesh._get_root_mesh(), "_pg_registry", {}).clear()  # torch 2.11 has none
 
 
 def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: bool = False) -> ShardingMesh:
@@ -119,6 +141,7 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
         own_collectives: communicate through torch.distributed, by collectives that nobody else has.
     """
     world = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld())
+    _given[id(mesh)] = mesh
     rows = _rows_of(mesh, shards)
     if own_collectives:
         return replace(_over_python(mesh, rows, shards), is_own=True)
@@ -140,9 +163,8 @@ def neighbours_mesh(mesh: DeviceMesh, neighbours: int) -> DeviceMesh:
 
 def _rows_of(mesh: DeviceMesh, shards: bool) -> list[_Row]:
     names = mesh.mesh_dim_names or tuple(f"dim_{dim}" for dim in range(mesh.ndim))
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    rows = [_Row(name, dist.get_process_group_ranks(group), group) for name, group in zip(names, groups, strict=True)]
-    return rows if shards else [*rows, _Row("(this rank)", [dist.get_rank()], None)]
+    rows = [_Row(name, dist.get_process_group_ranks(mesh.get_group(dim)), mesh, dim) for dim, name in enumerate(names)]
+    return rows if shards else [*rows, _Row("(this rank)", [dist.get_rank()], mesh, None)]
 
 
 def _make(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:

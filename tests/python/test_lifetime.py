@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +134,31 @@ def test_parameters_are_frozen_and_trained_again_between_steps() -> None:
         with torch.no_grad():
             for parameter in (*sharded.parameters(), *plain.parameters()):
                 parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("own_collectives", [False, True])
+def test_groups_end_before_the_interpreter_does(tmp_path: Path, own_collectives: bool) -> None:
+    """The model lives until the end. What was registered before libfsdp is called after it."""
+    program = f"""
+import atexit, os
+
+def print_threads():
+    names = [open(f"/proc/self/task/{{thread}}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+    print(names.count("pt_gloo_runloop"), "threads of Gloo")
+
+atexit.register(print_threads)
+import torch, torch.distributed as dist
+from libfsdp import fully_shard
+
+dist.init_process_group("gloo", init_method="file://{tmp_path}/of_the_program", rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+fully_shard(model[0])
+fully_shard(model)
+if {own_collectives}:
+    model[0].set_custom_all_gather(dist.all_gather_into_tensor)
+model(torch.ones(2, 4)).sum().backward()
+dist.destroy_process_group()
+print_threads()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "2 threads of Gloo\n0 threads of Gloo\n", ended
