@@ -101,8 +101,9 @@ void Group::send_header(const Call& call, const Label& label) {
   try {
     if (shared != nullptr) {
       serve_until(call.number - 1, [this] { return shared->has_room(); });
-      return shared->publish(call);
+      shared->publish(call);
     }
+    if (is_one_host()) return;
     Header header{.mine = call, .received = receive(sizeof(Call), previous, tags::header(call.number)), .sent = {bytes_of(call), {}}};
     header.sent.work = send_bytes(*control, header.sent.bytes, next, tags::header(call.number));
     headers_.push_back(std::move(header));
@@ -112,7 +113,8 @@ void Group::send_header(const Call& call, const Label& label) {
 }
 
 void Group::compare_headers(const Call& call) {
-  if (shared != nullptr) return serve_until(call.number, [&] { return shared->compare(call.number); });
+  if (shared != nullptr) serve_until(call.number, [&] { return shared->compare(call.number); });
+  if (is_one_host()) return;
   const int next = (row.rank + 1) % row.size();
   const int previous = (row.rank + row.size() - 1) % row.size();
   while (!headers_.empty() && headers_.front().mine.number <= call.number) {
@@ -128,19 +130,23 @@ void Group::compare_headers(const Call& call) {
 
 void Group::serve_until(std::uint64_t number, const std::function<bool()>& ready) {
   const auto begin = std::chrono::steady_clock::now();
+  const auto is_done = [&](int peer) { return shared->is_done(peer - shared->first(), number); };
   const auto look = [&]() -> std::optional<std::string> {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (int peer = 0; peer < row.size(); ++peer) {
-      if (peer == row.rank || !is_closed(peer) || (shared->is_done(peer, number) && !has_alarm(peer))) continue;
+      if (peer == row.rank || !is_closed(peer)) continue;
+      // Of another host's rank that has left, others may have all that they need: who has not, raises an alarm.
+      if ((!is_neighbour(peer) || is_done(peer)) && !has_alarm(peer)) continue;
       return "Connection closed by peer (waiting for rank " + std::to_string(peer) + ")";
     }
     if (std::chrono::steady_clock::now() - begin < shared->timeout()) return std::nullopt;
     const std::string text = "Timed out waiting " + std::to_string(shared->timeout().count()) + "ms";
     // Who has not come yet, rather than who waits for that one, too.
     int late = -1;
-    for (int peer = row.size() - 1; peer >= 0; --peer) {
-      if (peer == row.rank || shared->is_done(peer, number)) continue;
-      if (late < 0 || shared->call_of(peer, number) == nullptr || shared->call_of(late, number) != nullptr) late = peer;
+    const auto has_come = [&](int peer) { return shared->call_of(peer - shared->first(), number) != nullptr; };
+    for (int peer = shared->first() + shared->size() - 1; peer >= shared->first(); --peer) {
+      if (peer == row.rank || is_done(peer)) continue;
+      if (late < 0 || !has_come(peer) || has_come(late)) late = peer;
     }
     return late < 0 ? text : text + " (receiving from rank " + std::to_string(late) + ")";
   };
@@ -167,7 +173,9 @@ bool Group::is_hopeless(int peer) {
   return false;
 }
 
-bool Group::is_closed(int peer) { return has_no_connection(peer) || (shared != nullptr && shared->has_ended(peer)); }
+bool Group::is_neighbour(int peer) const { return shared != nullptr && peer >= shared->first() && peer < shared->first() + shared->size(); }
+
+bool Group::is_closed(int peer) { return has_no_connection(peer) || (is_neighbour(peer) && shared->has_ended(peer - shared->first())); }
 
 // A wait that is aborted returns at once: false, or with the exception that has ended the connection.
 bool Group::has_no_connection(int peer) {

@@ -40,11 +40,11 @@ std::string describe(const Label& label);
 /// neighbour that does something else. This rank, like any rank for which a collective fails, first tells all others why (an alarm, for
 /// which they have had a receive posted from the start), and then closes its connections. Who waits for it fails at once, who waits for
 /// others when the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all
-/// buffers are free. Ranks that share memory find the calls of all in each other's mailboxes, and send no headers.
+/// buffers are free. Where all ranks share memory, they find the calls of all in each other's mailboxes, and send no headers.
 class Group {
  public:
   /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. Both are null in a
-  /// row of one. `shared` is null where the ranks do not share memory.
+  /// row of one. `shared` has this rank's neighbours, all of the row or a part; null where there are none.
   Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
         std::shared_ptr<SharedRow> shared = nullptr);
 
@@ -78,6 +78,9 @@ class Group {
 
   bool failed() const { return !first_failure_.empty(); }
 
+  /// All ranks of the row share memory.
+  bool is_one_host() const { return shared != nullptr && shared->size() == row.size(); }
+
   const Row row;
   const c10::intrusive_ptr<c10d::Backend> control;
   const c10::intrusive_ptr<c10d::Backend> data;
@@ -97,6 +100,7 @@ class Group {
   };
 
   Message receive(std::int64_t bytes, int peer, int tag);
+  bool is_neighbour(int peer) const;
   bool has_no_connection(int peer);
   bool is_closed(int peer);  // has no connection, or its process has ended
   bool has_alarm(int peer);

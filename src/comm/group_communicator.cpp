@@ -16,6 +16,7 @@
 
 #include "base/stable_hash.h"
 #include "comm/parts.h"
+#include "comm/rank_order_sum.h"
 
 namespace fsdp::comm {
 namespace {
@@ -267,8 +268,9 @@ std::unique_ptr<Pending> GroupCommunicator::all_gather(std::span<const GatherPar
   const std::int64_t bytes = check_parts(parts, size());
   auto pending = make_gather(begin(label, bytes, sizes_of(parts)), label, parts);
   pending->start();
-  stats_.all_gather_bytes += (size() - 1) * bytes;
-  if (group_->shared != nullptr) stats_.shared_memory_bytes += (size() - 1) * bytes;
+  const auto [wire, shared_memory] = sent(bytes, bytes);
+  stats_.all_gather_bytes += wire + shared_memory;
+  stats_.shared_memory_bytes += shared_memory;
   ++stats_.all_gathers;
   return pending;
 }
@@ -277,8 +279,11 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   const std::int64_t bytes = check_parts(parts, *this);
   auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
   pending->start();
-  stats_.reduce_scatter_bytes += (size() - 1) * bytes;
-  if (group_->shared != nullptr) stats_.shared_memory_bytes += (size() - 1) * bytes;
+  std::int64_t summed_bytes = 0;
+  for (const ReducePart& part : parts) summed_bytes += part.out.numel() * elementSize(sum_dtype(part.unreduced.scalar_type()));
+  const auto [wire, shared_memory] = sent(bytes, summed_bytes);
+  stats_.reduce_scatter_bytes += wire + shared_memory;
+  stats_.shared_memory_bytes += shared_memory;
   ++stats_.reduce_scatters;
   return pending;
 }

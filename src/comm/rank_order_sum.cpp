@@ -167,7 +167,7 @@ void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::
   const at::NoGradGuard no_grad;
   const at::ScalarType dtype = sources.front().scalar_type();
   check_summable(dtype);
-  const at::ScalarType precise = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType precise = sum_dtype(dtype);
   const auto is_out = [&](const at::Tensor& source) { return source.const_data_ptr() == out.const_data_ptr(); };
   const bool in_place = !accumulate && out.scalar_type() == precise && std::none_of(sources.begin(), sources.end(), is_out);
   at::Tensor total = in_place ? out : at::empty(out.sizes(), out.options().dtype(precise));

@@ -10,6 +10,9 @@ namespace fsdp::comm {
 /// Throws Error unless gradients of this dtype can be summed: float, double, bfloat16 or half.
 void check_summable(at::ScalarType dtype);
 
+/// The dtype in which gradients of this one are summed: double for double, else float.
+constexpr at::ScalarType sum_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
 /// out = scale * (sources[0] + sources[1] + ...), added to out's old value if `accumulate`. The sum runs in fp32 (fp64 for double sources),
 /// pairwise in the order of the sources: ((0 + 1) + (2 + 3)) + ..., the left operand a power of two of them. So a sum over the rows of a
 /// mesh and then over the rows' sums is the same bits as one over all ranks, where rows have a power of two of ranks. It is multiplied in

@@ -79,6 +79,11 @@ class Service {
     wake_sleepers(changed_);
   }
 
+  void change(const std::function<void()>& state) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    state();
+  }
+
   bool serve(const std::function<bool()>& ready) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (Served* served : served_) served->advance();
@@ -116,15 +121,23 @@ Service* Service::service_ = new Service();
 
 void Served::start_service() { Service::current().add(*this); }
 
+void Served::change(const std::function<void()>& state) { Service::current().change(state); }
+
 void Served::end_service() { Service::current().remove(*this); }
 
 void neighbours_changed() { Service::current().bump(); }
+
+void serve_and_wake(Neighbourhood& neighbourhood) {
+  Service::current().serve([] { return true; });
+  neighbourhood.ring();
+}
 
 void serve_until(Neighbourhood& neighbourhood, const std::function<bool()>& ready,
                  const std::function<std::optional<std::string>()>& look) {
   Service& service = Service::current();
   if (service.serve(ready)) return;
   Words bells(&neighbourhood, &HeapHead::bell);
+  bells.add(neighbourhood.head().bell);  // Another thread of this process may have served.
   for (int spin = 0; spin < kSpins; ++spin) {
     bells.read();
     if (service.serve(ready)) return;

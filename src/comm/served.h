@@ -20,9 +20,14 @@ class Served {
 
  protected:
   void start_service();
+  /// Calls it under the lock of all that is served.
+  static void change(const std::function<void()>& state);
   /// Afterwards no thread is in advance(), and none comes. Idempotent.
   void end_service();
 };
+
+/// Does what can be done by now of all that this process has under way, and wakes those of its threads that wait for that.
+void serve_and_wake(Neighbourhood& neighbourhood);
 
 /// Serves all that this process has under way, until `ready()`, which is asked under the same lock. Asks `look` now and then, which says
 /// why there is no hope, where there is none. After some time the peers' threads that serve are called: those of a process whose own

@@ -74,13 +74,29 @@ Introduction introduction() {
   return mine;
 }
 
+/// The ranks around one whose memory it reads.
+struct Neighbours {
+  std::int64_t first = 0;
+  std::int64_t count = 0;  ///< 0: it reads that of others beside, or reads that of none at all.
+};
+
+Neighbours neighbours_of(int rank, const std::vector<std::shared_ptr<const PeerHeap>>& found) {
+  const auto is_near = [&](int peer) { return peer == rank || found[static_cast<std::size_t>(peer)] != nullptr; };
+  int first = rank;
+  int end = rank + 1;
+  while (first > 0 && is_near(first - 1)) --first;
+  while (end < static_cast<int>(found.size()) && is_near(end)) ++end;
+  const auto near = std::count_if(found.begin(), found.end(), [](const auto& heap) { return heap != nullptr; });
+  return near == 0 || near + 1 != end - first ? Neighbours{} : Neighbours{.first = first, .count = end - first};
+}
+
 }  // namespace
 
 std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend& gloo, bool wanted, std::chrono::milliseconds timeout) {
   Introduction mine = introduction();
   std::shared_ptr<SharedRow> row;
   try {
-    if (wanted) row.reset(new SharedRow(rank, size, timeout, Neighbourhood::open()));
+    if (wanted) row.reset(new SharedRow(timeout, Neighbourhood::open()));
   } catch (...) {
     say_once(current_exception_text());
   }
@@ -90,33 +106,38 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
     mine.mailbox = *row->neighbourhood_->heap().offset_of(row->mailbox_);
   }
   const auto all = exchange(rank, size, gloo, kIntroduction, mine);
-  bool shares = std::all_of(all.begin(), all.end(), [&](const Introduction& one) {
-    return one.ready == 1 && one.user == mine.user && std::strncmp(one.boot, mine.boot, sizeof(mine.boot)) == 0;
-  });
-  // Ranks that are threads of one process have one heap, and nothing of a process's own to be known by.
-  for (std::size_t i = 0; i < all.size(); ++i) shares = shares && (static_cast<int>(i) == rank || all[i].heap.nonce != mine.heap.nonce);
+  std::vector<std::shared_ptr<const PeerHeap>> found(all.size());
   try {
-    for (int peer = 0; peer < size && shares; ++peer) {
+    for (int peer = 0; peer < size && mine.ready == 1; ++peer) {
       const auto& theirs = all[static_cast<std::size_t>(peer)];
-      auto& heap = row->heaps_.emplace_back();
-      row->mailboxes_.push_back(row->mailbox_);
-      if (peer == rank) continue;
-      heap = row->neighbourhood_->peer(theirs.heap);
-      shares = heap != nullptr;
-      if (shares) row->mailboxes_.back() = reinterpret_cast<const Mailbox*>(heap->at(theirs.mailbox));
+      const bool near = theirs.ready == 1 && theirs.user == mine.user && std::strncmp(theirs.boot, mine.boot, sizeof(mine.boot)) == 0;
+      // Ranks that are threads of one process have one heap, and nothing of a process's own to be known by.
+      if (near && theirs.heap.nonce != mine.heap.nonce) found[static_cast<std::size_t>(peer)] = row->neighbourhood_->peer(theirs.heap);
     }
   } catch (...) {
-    shares = false;
+    found.assign(all.size(), nullptr);
     say_once(current_exception_text());
   }
-  const auto verdicts = exchange(rank, size, gloo, kVerdict, static_cast<std::int64_t>(shares));
-  if (std::find(verdicts.begin(), verdicts.end(), 0) != verdicts.end()) return nullptr;
+  const Neighbours neighbours = neighbours_of(rank, found);
+  const auto verdicts = exchange(rank, size, gloo, kVerdict, neighbours);
+  for (int peer = 0; peer < size; ++peer) {
+    const auto& theirs = verdicts[static_cast<std::size_t>(peer)];
+    if (theirs.count != neighbours.count || theirs.count < 2 || theirs.first != peer / theirs.count * theirs.count) return nullptr;
+  }
+  row->first_ = static_cast<int>(neighbours.first);
+  row->size_ = static_cast<int>(neighbours.count);
+  row->rank_ = rank - row->first_;
+  for (int peer = row->first_; peer < row->first_ + row->size_; ++peer) {
+    const auto& heap = row->heaps_.emplace_back(std::move(found[static_cast<std::size_t>(peer)]));
+    const std::int64_t mailbox = all[static_cast<std::size_t>(peer)].mailbox;
+    row->mailboxes_.push_back(peer == rank ? row->mailbox_ : reinterpret_cast<const Mailbox*>(heap->at(mailbox)));
+  }
   neighbours_changed();
   return row;
 }
 
-SharedRow::SharedRow(int rank, int size, std::chrono::milliseconds timeout, std::shared_ptr<Neighbourhood> neighbourhood)
-    : rank_(rank), size_(size), timeout_(timeout), neighbourhood_(std::move(neighbourhood)) {
+SharedRow::SharedRow(std::chrono::milliseconds timeout, std::shared_ptr<Neighbourhood> neighbourhood)
+    : timeout_(timeout), neighbourhood_(std::move(neighbourhood)) {
   memory_ = neighbourhood_->heap().allocate(sizeof(Mailbox));
   if (!memory_) throw Error("no room for a mailbox");
   std::memset(memory_.get(), 0, sizeof(Mailbox));
@@ -145,9 +166,10 @@ void SharedRow::publish(const Call& call) {
   neighbourhood_->ring();
 }
 
-void SharedRow::publish_parts(std::int64_t table) {
-  uncompared_.back().has_parts = true;
-  mailbox_->publications[newest_ % kCalls].table.store(table, std::memory_order_release);
+void SharedRow::announce_parts() { uncompared_.back().has_parts = true; }
+
+void SharedRow::publish_parts(std::uint64_t number, std::int64_t table) {
+  mailbox_->publications[number % kCalls].table.store(table, std::memory_order_release);
   neighbourhood_->ring();
 }
 
@@ -197,7 +219,7 @@ bool SharedRow::compare(std::uint64_t number) {
       const Call* const theirs = call_of(previous(), mine.number);
       // Of a rank that has given up, its alarm says why.
       if (theirs == nullptr || is_revoked(previous())) return false;
-      if (*theirs != mine) throw RowFailure(describe_divergence(mine, rank_, *theirs, previous()));
+      if (*theirs != mine) throw RowFailure(describe_divergence(mine, first_ + rank_, *theirs, first_ + previous()));
       if (!has_parts) set_done(mine.number);
     }
     uncompared_.pop_front();

@@ -15,7 +15,8 @@
 
 namespace fsdp::comm {
 
-/// The ranks of a row that read each other's memory: who is at which collective, and where its buffers lie.
+/// The ranks of a row that read each other's memory, all or those of one host: who is at which collective, and where its buffers lie. They
+/// are numbered from 0 here; `first()` is the row's number of their first.
 ///
 /// [Note: Memory instead of messages]
 /// Each rank has a mailbox in its heap, which it alone writes. There it says of each of the row's collectives in turn what it does (the
@@ -25,9 +26,10 @@ namespace fsdp::comm {
 /// meanwhile sees that, and does not trust what he has read.
 class SharedRow {
  public:
-  /// Tries whether all ranks of a row can read each other's memory. Null if not, on all ranks alike. Silent where ranks are on different
-  /// hosts or in different containers; where the system refuses something, a line on stderr says what, once in a process. Collective over
-  /// `gloo`. Throws std::runtime_error if a message can't be sent or received.
+  /// Tries which ranks of a row can read each other's memory. The result has all of them, or the neighbours of this rank where the row
+  /// consists of hosts with equal numbers of ranks, one host's ranks after the other's. Otherwise null, on all ranks alike. Silent where
+  /// ranks are on different hosts or in different containers; where the system refuses something, a line on stderr says what, once in a
+  /// process. Collective over `gloo`. Throws std::runtime_error if a message can't be sent or received.
   static std::shared_ptr<SharedRow> connect(int rank, int size, c10d::Backend& gloo, bool wanted, std::chrono::milliseconds timeout);
   ~SharedRow();
   SharedRow(const SharedRow&) = delete;
@@ -37,8 +39,10 @@ class SharedRow {
   bool has_room();
   /// Says what this rank does next.
   void publish(const Call& call);
-  /// Of this rank's newest call: the offset of the offsets of its parts.
-  void publish_parts(std::int64_t table);
+  /// This rank's newest call has parts: it is done with that call when it says so.
+  void announce_parts();
+  /// The offset of the offsets of the parts of that call, which were announced.
+  void publish_parts(std::uint64_t number, std::int64_t table);
   /// This rank needs nothing more of its peers for that call.
   void set_done(std::uint64_t number);
   /// No peer needs anything more of this rank for that call.
@@ -66,7 +70,9 @@ class SharedRow {
   bool has_ended(int peer) const { return heaps_[static_cast<std::size_t>(peer)]->has_lost_owner(); }
 
   Neighbourhood& neighbourhood() { return *neighbourhood_; }
+  int rank() const { return rank_; }
   int size() const { return size_; }
+  int first() const { return first_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
@@ -83,11 +89,12 @@ class SharedRow {
     std::array<std::atomic<std::uint64_t>, kCalls> done;
   };
 
-  SharedRow(int rank, int size, std::chrono::milliseconds timeout, std::shared_ptr<Neighbourhood> neighbourhood);
+  SharedRow(std::chrono::milliseconds timeout, std::shared_ptr<Neighbourhood> neighbourhood);
   const Publication* publication_of(int peer, std::uint64_t number) const;
 
-  const int rank_;
-  const int size_;
+  int rank_ = 0;
+  int size_ = 1;
+  int first_ = 0;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Neighbourhood> neighbourhood_;
   c10::DataPtr memory_;  // of the mailbox

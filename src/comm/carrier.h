@@ -1,0 +1,47 @@
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace fsdp::comm {
+
+/// A thread that waits for messages on behalf of collectives that are served, since Gloo does not tell whether a message has come. Each
+/// row has one of its own: its collectives begin in the same order on all ranks, so that those in front never wait for those behind.
+/// Thread-safe.
+class Carrier {
+ public:
+  Carrier();
+  ~Carrier();  ///< The thread ends on its own when it has nothing to wait for.
+  Carrier(const Carrier&) = delete;
+  Carrier& operator=(const Carrier&) = delete;
+
+  /// Calls `wait`, after those added before it, on the thread. It must not throw. `key` names it for remove().
+  void add(const void* key, std::function<void()> wait);
+  /// Afterwards it is not called, and not under way. Idempotent.
+  void remove(const void* key);
+
+ private:
+  struct Waiting {
+    const void* key;
+    std::function<void()> wait;
+  };
+  // Shared with the thread, which may outlive the carrier.
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Waiting> waiting;  // the first is under way
+    bool ended = false;
+  };
+  static void run(const std::shared_ptr<Queue>& queue);
+
+  const pid_t process_ = getpid();  // A forked child has the queue, but not the thread.
+  const std::shared_ptr<Queue> queue_;
+};
+
+}  // namespace fsdp::comm
