@@ -98,7 +98,13 @@ class SharedPending : public GroupPending, public Served {
   }
 
   void finish() final {
-    group_->serve_until(call_.number, [this] { return state_ == State::kDone || failure_ != nullptr; });
+    try {
+      group_->serve_until(call_.number, [this] { return state_ == State::kDone || failure_ != nullptr; });
+    } catch (...) {
+      // If the carrier has waited too long, Gloo has closed all connections: that is why.
+      if (carrier_ != nullptr) carrier_->remove(this);
+      if (failure_ == nullptr) throw;
+    }
     if (failure_ != nullptr) std::rethrow_exception(failure_);
     conclude();
     transfers_.wait_sends();
