@@ -22,6 +22,7 @@ struct MemoryStats {
   MemoryUse total;                    ///< Of all of the above; its peak is the peak of the sum.
   MemoryUse host;                     ///< Of offloaded main parameters, main gradients and optimizer state. Counted nowhere else.
   MemoryUse slots;                    ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
+  MemoryUse shared_slots;             ///< Of these: bytes that peers on this host read where they lie. Each rank counts its own only.
   std::int64_t slot_allocations = 0;  ///< Calls to the allocator so far; constant in the steady state.
 };
 

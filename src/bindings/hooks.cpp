@@ -155,6 +155,7 @@ py::dict memory_stats(HookedModel& model) {
   put("total", stats.total);
   put("host", stats.host);
   put("slots", stats.slots);
+  put("shared_slots", stats.shared_slots);
   result["slot_allocations"] = stats.slot_allocations;
   return result;
 }

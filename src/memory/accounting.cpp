@@ -22,12 +22,16 @@ void Accounting::remove(Kind kind, std::int64_t bytes) {
   if (kind != Kind::kHost) total_.live -= bytes;
 }
 
-void Accounting::pool_grew(std::int64_t bytes) {
+void Accounting::pool_grew(std::int64_t bytes, bool shared) {
   grow(pool_, bytes);
+  if (shared) grow(shared_, bytes);
   ++pool_allocations_;
 }
 
-void Accounting::pool_shrank(std::int64_t bytes) { pool_.live -= bytes; }
+void Accounting::pool_shrank(std::int64_t bytes, bool shared) {
+  pool_.live -= bytes;
+  if (shared) shared_.live -= bytes;
+}
 
 MemoryStats Accounting::stats() const {
   const auto of = [&](Kind kind) { return by_kind_[static_cast<std::size_t>(kind)]; };
@@ -41,6 +45,7 @@ MemoryStats Accounting::stats() const {
       .total = total_,
       .host = of(Kind::kHost),
       .slots = pool_,
+      .shared_slots = shared_,
       .slot_allocations = pool_allocations_,
   };
 }
@@ -49,6 +54,7 @@ void Accounting::reset_peaks() {
   for (auto& use : by_kind_) use.peak = use.live;
   total_.peak = total_.live;
   pool_.peak = pool_.live;
+  shared_.peak = shared_.live;
 }
 
 }  // namespace fsdp::memory

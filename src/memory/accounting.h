@@ -24,8 +24,9 @@ class Accounting {
  public:
   void add(Kind kind, std::int64_t bytes);
   void remove(Kind kind, std::int64_t bytes);
-  void pool_grew(std::int64_t bytes);
-  void pool_shrank(std::int64_t bytes);
+  /// `shared`: peers of this host may map these bytes.
+  void pool_grew(std::int64_t bytes, bool shared = false);
+  void pool_shrank(std::int64_t bytes, bool shared = false);
 
   MemoryStats stats() const;
   /// Peaks start again from what is live now.
@@ -35,6 +36,7 @@ class Accounting {
   std::array<MemoryUse, 7> by_kind_{};
   MemoryUse total_;
   MemoryUse pool_;
+  MemoryUse shared_;
   std::int64_t pool_allocations_ = 0;
 };
 

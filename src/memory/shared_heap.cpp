@@ -133,13 +133,15 @@ c10::DataPtr SharedHeap::allocate(std::int64_t bytes) {
     if (rest > 0) free_.emplace(offset + needed, rest);
   }
   auto* const block = new Block{shared_from_this(), offset, needed};
-  return {base_ + offset, block,
-          [](void* context) {
-            const std::unique_ptr<Block> freed(static_cast<Block*>(context));
-            if (!freed->stays) freed->heap->give_back(freed->offset, freed->bytes);
-          },
-          c10::Device(c10::kCPU)};
+  return {base_ + offset, block, &free_block, c10::Device(c10::kCPU)};
 }
+
+void SharedHeap::free_block(void* context) {
+  const std::unique_ptr<Block> freed(static_cast<Block*>(context));
+  if (!freed->stays) freed->heap->give_back(freed->offset, freed->bytes);
+}
+
+bool SharedHeap::is_block(const c10::DataPtr& memory) { return memory.get_deleter() == &free_block; }
 
 void SharedHeap::leave_behind(c10::DataPtr block) { static_cast<Block*>(block.get_context())->stays = true; }
 

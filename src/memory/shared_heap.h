@@ -31,6 +31,8 @@ class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
   c10::DataPtr allocate(std::int64_t bytes);
   /// Ends a block whose pages stay as long as anybody has mapped the file.
   static void leave_behind(c10::DataPtr block);
+  /// The block is one of a heap of this process, or (in a forked child) of the parent's.
+  static bool is_block(const c10::DataPtr& memory);
   /// Where `data` lies in the file; nothing where it lies elsewhere.
   std::optional<std::int64_t> offset_of(const void* data) const;
 
@@ -46,6 +48,7 @@ class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
  private:
   SharedHeap(int fd, void* base, std::int64_t size);
   static void after_fork();
+  static void free_block(void* context);
   void give_back(std::int64_t offset, std::int64_t bytes);
   void become_private();
 

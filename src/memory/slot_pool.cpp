@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "memory/device_memory.h"
+#include "memory/shared_heap.h"
 
 namespace fsdp::memory {
 namespace {
@@ -42,7 +43,7 @@ SlotPool::SlotPool(c10::Device device, Accounting& accounting) : device_(device)
 
 SlotPool::~SlotPool() {
   leave_plan();
-  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity);
+  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity, SharedHeap::is_block(memory));
 }
 
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
@@ -81,7 +82,7 @@ c10::DataPtr SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
   }
   if (!free_.empty()) {
     const auto largest = std::prev(free_.end());
-    accounting_.pool_shrank(largest->first);
+    accounting_.pool_shrank(largest->first, SharedHeap::is_block(largest->second));
     free_.erase(largest);
   }
   capacity = bytes;
@@ -90,7 +91,7 @@ c10::DataPtr SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
 
 c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
   auto memory = allocate_shareable(device_, bytes);
-  accounting_.pool_grew(bytes);
+  accounting_.pool_grew(bytes, SharedHeap::is_block(memory));
   return memory;
 }
 
@@ -151,7 +152,7 @@ void SlotPool::end_step() {
     planned_.push_back(block == free_.end() ? c10::DataPtr() : std::move(block->second));
     if (block != free_.end()) free_.erase(block);
   }
-  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity);
+  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity, SharedHeap::is_block(memory));
   free_.clear();
 }
 

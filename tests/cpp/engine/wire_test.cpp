@@ -182,6 +182,21 @@ TEST_P(Wire, AccumulationWithoutSyncSendsNoGradients) {
   });
 }
 
+TEST_P(Wire, MemoryThatPeersReadInsteadIsShown) {
+  run_ranks(GetParam(), [] {
+    for (const bool wanted : {true, false}) {
+      const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = wanted});
+      torch::nn::Linear model(256, 256);  // Smaller blocks are copied for the peers.
+      auto sharded = fsdp::fully_shard(*model, {.mesh = mesh});
+      model->forward(torch::ones({1, 256})).sum().backward();
+      const auto memory = sharded.memory_stats();
+      EXPECT_GE(memory.slots.live, mesh.size() > 1 ? 256 * 256 * 4 : 0);
+      EXPECT_EQ(memory.shared_slots.live, wanted && mesh.size() > 1 ? memory.slots.live : 0);
+      EXPECT_EQ(sharded.wire_stats().shared_memory_bytes > 0, wanted && mesh.size() > 1);
+    }
+  });
+}
+
 TEST_P(Wire, UnusedUnitsSendNothing) {
   run_ranks(GetParam(), [] {
     const auto mesh = line();

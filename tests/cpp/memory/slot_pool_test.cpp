@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "memory/shared_heap.h"
+
 namespace fsdp::memory {
 namespace slot_pool_test {
 
@@ -45,6 +47,30 @@ TEST_F(SlotPoolTest, LentBytesCountUnderTheirKind) {
   EXPECT_EQ(stats().gathered_parameters.peak, 128);
   EXPECT_EQ(stats().slots.live, 192);  // the pool keeps the block
   EXPECT_EQ(stats().unreduced_gradients.live, 64);
+}
+
+TEST_F(SlotPoolTest, BlocksThatPeersMayReadAreShown) {
+  constexpr std::int64_t kLarge = std::int64_t{64} << 10;
+  {
+    SlotPool own(c10::Device(c10::kCPU), accounting);
+    auto before = own.acquire(kLarge, kKind);
+    const auto heap = SharedHeap::open();
+    auto small = own.acquire(100, kKind);
+    auto large = own.acquire(3 * kLarge, kKind);
+    EXPECT_EQ(stats().slots.live, 4 * kLarge + 100);
+    EXPECT_EQ(stats().shared_slots.live, 3 * kLarge);
+    before.release();
+    large.release();
+    auto larger = own.acquire(4 * kLarge, kKind);  // in place of the largest free block
+    EXPECT_EQ(stats().shared_slots.live, 4 * kLarge);
+    EXPECT_EQ(stats().shared_slots.peak, 4 * kLarge);
+    accounting.reset_peaks();
+  }
+  EXPECT_EQ(stats().shared_slots.live, 0);
+  EXPECT_EQ(stats().slots.live, 0);
+  EXPECT_EQ(stats().shared_slots.peak, 4 * kLarge);
+  accounting.reset_peaks();
+  EXPECT_EQ(stats().shared_slots.peak, 0);
 }
 
 TEST_F(SlotPoolTest, BlocksHoldNaNOnDemand) {
