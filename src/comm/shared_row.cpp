@@ -74,10 +74,10 @@ Introduction introduction() {
   return mine;
 }
 
-/// The ranks around one whose memory it reads.
+/// A rank, and those next to it whose memory it reads.
 struct Neighbours {
-  std::int64_t first = 0;
-  std::int64_t count = 0;  ///< 0: it reads that of others beside, or reads that of none at all.
+  std::int64_t first;
+  std::int64_t count;
 };
 
 Neighbours neighbours_of(int rank, const std::vector<std::shared_ptr<const PeerHeap>>& found) {
@@ -86,8 +86,7 @@ Neighbours neighbours_of(int rank, const std::vector<std::shared_ptr<const PeerH
   int end = rank + 1;
   while (first > 0 && is_near(first - 1)) --first;
   while (end < static_cast<int>(found.size()) && is_near(end)) ++end;
-  const auto near = std::count_if(found.begin(), found.end(), [](const auto& heap) { return heap != nullptr; });
-  return near == 0 || near + 1 != end - first ? Neighbours{} : Neighbours{.first = first, .count = end - first};
+  return {.first = first, .count = end - first};
 }
 
 }  // namespace

@@ -313,8 +313,8 @@ class Layouts : public TwoLevels {};
 
 // Hosts with different numbers of ranks, or whose ranks are not in a row, send messages.
 TEST_F(Layouts, OtherLayoutsSendMessages) {
-  for (const auto& hosts : {std::vector<int>{0, 1, 1, 1}, {0, 1, 0, 1}, {0, 0, 1, 2}}) {
-    run_ranks(4, [&](int rank) {
+  for (const auto& hosts : {std::vector<int>{0, 1, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 0, 1, 1}}) {
+    run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
       pretend_hosts(hosts[static_cast<std::size_t>(rank)], 1);
       const auto communicator = world();
       EXPECT_FALSE(shares(*communicator));
