@@ -70,12 +70,10 @@ def check_training(program: str, case: Case) -> None:
     """The ranks compare the model themselves. Here: bytes on the links."""
     ranks = case.hosts * case.ranks_per_host
     data, shared, crossed = train(program, case)
-    if case.shares:
-        # Every byte crosses once per host, and the rest is shared.
-        least = data * (case.hosts - 1) // (ranks - 1)
-    else:
-        # By messages between all pairs: what a rank owns, or owes another one, goes to each of the ranks - 1 others by itself.
-        least = data * (ranks - case.ranks_per_host) // (ranks - 1)
+    # By shared memory, every byte crosses once per host. By messages between all pairs, what a rank owns, or owes another one, goes to each
+    # of the ranks of other hosts by itself.
+    crossings = case.hosts - 1 if case.shares else ranks - case.ranks_per_host
+    least = data * crossings // (ranks - 1)
     print(
         f"{case}: {data} bytes of data, {shared} shared, {crossed} crossed the links, of which {least} had to",
         flush=True,
