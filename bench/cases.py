@@ -63,6 +63,10 @@ MODELS = {
         variant("recompute", "--recompute", "1"),
         variant("hsdp", "--replicas", "2", ranks=4, only=OF_SHARDING),
         *(other(name) for name in OTHERS),
+        PacedModel(
+            ModelCase("hosts", GPTConfig(VOCAB, 512, 12, heads=8, context=CONTEXT), SEQUENCES, ranks=4),
+            Pace(rounds=6, turn=2),
+        ),
         host("world8", 8, 48, Pace(rounds=12, turn=5)),
         host("world1024", 1024, 48, Pace(rounds=10, turn=3)),
         # As many units as a model of many experts has.

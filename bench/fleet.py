@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from hosts import Hosts
+
 Reply = dict[str, Any]
 REPLY_TIMEOUT_S = 300.0
 EXIT_TIMEOUT_S = 20.0
@@ -28,11 +30,23 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a contender: its name in the results, its command, and how many ranks of it."""
+    """How to start a contender: its name in the results, its command, how many ranks of it, and on which hosts if not all on this one."""
 
     name: str
     command: tuple[str, ...]
     ranks: int
+    hosts: Hosts | None = None
+
+    def of_ranks(self) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+        """Each rank's command and environment."""
+        port = free_port()
+        if self.hosts is None:
+            return [(self.command, rank_environment(rank, self.ranks, port)) for rank in range(self.ranks)]
+        each = self.ranks // len(self.hosts.hosts)
+        environments = self.hosts.environments(each)
+        commands = self.hosts.commands(each, self.command)
+        everything = [{**os.environ, **environment, "MASTER_PORT": str(port)} for environment in environments]
+        return list(zip(commands, everything, strict=True))
 
 
 def free_port() -> int:
@@ -92,10 +106,8 @@ class Contender:
 
     def __init__(self, launch: Launch) -> None:
         self.name = launch.name
-        port = free_port()
-        environments = [rank_environment(rank, launch.ranks, port) for rank in range(launch.ranks)]
         try:
-            self.ranks = [Rank(launch.command, environment) for environment in environments]
+            self.ranks = [Rank(command, environment) for command, environment in launch.of_ranks()]
         except OSError as error:
             raise BenchError(f"contender {self.name} can't be started ({error}); build the project first") from error
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fleet import BenchError, Contender, Fleet, Launch
 from gpt import GPTConfig
+from hosts import Hosts, HostsUnavailable
 from intervals import median_interval
 from optimizer_steps import OPTIONS
 from theory import FORMULA, theory_mib
@@ -20,6 +21,9 @@ from theory import FORMULA, theory_mib
 RANKS = 2
 WARM_UP_STEPS = 3
 WATCHED_STEPS = 4
+HOSTS = 2
+HOST_MBIT = 1000
+ON_HOSTS = ("libfsdp", "libfsdp_messages", "fsdp2", "ddp")
 LOSS_TOLERANCE = 1e-5  # Relative: some ulps of fp32, for sums in another order.
 
 # Each contender's program, and its name there.
@@ -272,6 +276,33 @@ def measure_steps(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
         rows = [row(case.name, name, "step_ms", "ms", flat(of_it)) for name, of_it in samples.items()]
         rows += overhead_rows(case.name, samples)
         return rows + ratio_rows(case.name, "step", samples, (*REFERENCES, BEST)) + memory_rows(case, contenders)
+
+
+def measure_hosts(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
+    """(f) a training step of ranks on two hosts, whose links are slow, and what crosses a link in it."""
+    try:
+        with Hosts(HOSTS, HOST_MBIT) as hosts:
+            launches = programs.launches({name: TRAINERS[name] for name in ON_HOSTS}, case.arguments(), case.ranks)
+            with Fleet([replace(launch, hosts=hosts) for launch in launches]) as contenders:
+                check_losses(case.name, warm_up(contenders, "step"), WARM_UP_STEPS)
+                rounds = interleave(case.name, [Turn(contender, "step") for contender in contenders], pace)
+                crossed = {contender.name: crossing_mib(contender, hosts) for contender in contenders}
+    except HostsUnavailable as reason:
+        print(f"{case.name}: skipped: {reason}", file=sys.stderr)
+        return []
+    samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
+    return [
+        *(row(case.name, name, "step_ms", "ms", flat(of_it)) for name, of_it in samples.items()),
+        *(row(case.name, name, "link_mib_per_step", "MiB", of_links) for name, of_links in crossed.items()),
+        *ratio_rows(case.name, "step", samples, ("libfsdp_messages", "fsdp2", "ddp")),
+    ]
+
+
+def crossing_mib(contender: Contender, hosts: Hosts) -> list[float]:
+    """What each host sends in a step, headers of packets included."""
+    before = hosts.sent_bytes()
+    contender.ask("step", WATCHED_STEPS)
+    return [(now - then) / 2**20 / WATCHED_STEPS for now, then in zip(hosts.sent_bytes(), before, strict=True)]
 
 
 def measure_host(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:

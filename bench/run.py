@@ -18,7 +18,16 @@ import report
 import torch
 from cases import MODELS, VARIANTS_OF_STEPS
 from fleet import BenchError
-from measure import Pace, Programs, Row, measure_collectives, measure_host, measure_optimizers, measure_steps
+from measure import (
+    Pace,
+    Programs,
+    Row,
+    measure_collectives,
+    measure_host,
+    measure_hosts,
+    measure_optimizers,
+    measure_steps,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,6 +61,11 @@ CASES = {
     "d256": step_case("d256"),
     "d512": step_case("d512"),
     **{name: step_case(name) for name in VARIANTS_OF_STEPS},
+    "hosts": Case(
+        lambda pace, programs: measure_hosts(MODELS["hosts"].model, pace, programs),
+        MODELS["hosts"].pace,
+        Pace(rounds=2, turn=1),
+    ),
     "world8": host_case("world8"),
     "world1024": host_case("world1024"),
     # FSDP2 would take ten seconds a step.

@@ -1,6 +1,7 @@
 #include "comm/shared_row.h"
 
 #include <ATen/ops/zeros.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +24,7 @@ namespace {
 struct Introduction {
   char boot[40] = {};  ///< The kernel's name of its present life: the same on one host only.
   std::int64_t user = -1;
+  std::uint64_t processes = 0;  ///< Its namespace: what the number of a process means.
   std::int64_t ready = 0;  ///< This rank wants to share, and has a heap.
   HeapAddress heap;
   std::int64_t mailbox = 0;
@@ -71,7 +73,14 @@ Introduction introduction() {
   Introduction mine;
   std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.boot, sizeof(mine.boot) - 1);
   mine.user = geteuid();
+  struct stat processes {};
+  if (stat("/proc/self/ns/pid", &processes) == 0) mine.processes = processes.st_ino;
   return mine;
+}
+
+/// They may be able to read each other's memory.
+bool are_near(const Introduction& a, const Introduction& b) {
+  return a.user == b.user && a.processes == b.processes && std::strncmp(a.boot, b.boot, sizeof(a.boot)) == 0;
 }
 
 /// A rank, and those next to it whose memory it reads.
@@ -109,9 +118,9 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
   try {
     for (int peer = 0; peer < size && mine.ready == 1; ++peer) {
       const auto& theirs = all[static_cast<std::size_t>(peer)];
-      const bool near = theirs.ready == 1 && theirs.user == mine.user && std::strncmp(theirs.boot, mine.boot, sizeof(mine.boot)) == 0;
+      if (theirs.ready == 0 || !are_near(theirs, mine)) continue;
       // Ranks that are threads of one process have one heap, and nothing of a process's own to be known by.
-      if (near && theirs.heap.nonce != mine.heap.nonce) found[static_cast<std::size_t>(peer)] = row->neighbourhood_->peer(theirs.heap);
+      if (theirs.heap.nonce != mine.heap.nonce) found[static_cast<std::size_t>(peer)] = row->neighbourhood_->peer(theirs.heap);
     }
   } catch (...) {
     found.assign(all.size(), nullptr);
