@@ -16,7 +16,7 @@ from gpt import GPTConfig
 from hosts import Hosts, HostsUnavailable
 from intervals import median_interval
 from optimizer_steps import OPTIONS
-from theory import FORMULA, theory_mib
+from theory import FORMULA, least_link_mib, theory_mib
 
 RANKS = 2
 WARM_UP_STEPS = 3
@@ -291,9 +291,12 @@ def measure_hosts(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
         print(f"{case.name}: skipped: {reason}", file=sys.stderr)
         return []
     samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
+    config = case.config
+    assert config is not None
     return [
         *(row(case.name, name, "step_ms", "ms", flat(of_it)) for name, of_it in samples.items()),
         *(row(case.name, name, "link_mib_per_step", "MiB", of_links) for name, of_links in crossed.items()),
+        row(case.name, "theory", "link_mib_per_step", "MiB without headers", [least_link_mib(config, HOSTS)]),
         *ratio_rows(case.name, "step", samples, ("libfsdp_messages", "fsdp2", "ddp")),
     ]
 

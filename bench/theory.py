@@ -1,4 +1,4 @@
-"""What a sharded step needs at the least: the yardstick for the measured memory."""
+"""What a sharded step needs at the least: the yardsticks for the measured memory and traffic."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def theory_mib(config: GPTConfig, sequences: int, world: int) -> float:
     whole = parameter_bytes(model.parameters())
     two_largest = sum(sorted([*blocks, whole - sum(blocks)])[-2:])
     return (4 * whole / world + 2 * two_largest + saved_bytes(model, config, sequences)) / MIB
+
+
+def least_link_mib(config: GPTConfig, hosts: int) -> float:
+    """MiB that each host has to send to the others in a step with resharding, where every byte crosses once per host.
+
+    Forward gathers all units. The root and the last block are still there when backward begins, the others are gathered again; all
+    gradients are reduced.
+    """
+    model = GPT(config)
+    blocks = [parameter_bytes(block.parameters()) for block in model.blocks]
+    whole = parameter_bytes(model.parameters())
+    return (2 * whole + sum(blocks[:-1])) * (hosts - 1) / hosts / MIB
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
