@@ -198,10 +198,16 @@ def _over_store(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorl
         dims=[row.name for row in rows],
         rows=[row.ranks for row in rows],
         device=device_of(mesh),
-        timeout=dist.distributed_c10d._get_default_timeout("gloo").total_seconds(),
+        timeout=min(_timeout_of(row.group) for row in rows if row.group is not None),
         make=_maker(mesh, rows, ()),
     )
     return ShardingMesh(mesh, engine_mesh, shards)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Of a group of Gloo, seconds: what init_process_group or new_group was given."""
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
 
 
 def _over_python(

@@ -1,8 +1,10 @@
-"""FSDP_DEBUG=1: ranks compare each collective before anything is sent."""
+"""Ranks that differ: FSDP_DEBUG=1 compares each collective before anything is sent, and a time-out ends what no peer comes to."""
 
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import Ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import libfsdp
 from libfsdp import fully_shard
@@ -73,3 +76,25 @@ def test_ranks_that_differ_are_named_at_once(fresh: Any) -> None:
         assert "unit '2'" in text
         assert "rank 0" in text
         assert "rank 1" in text
+
+
+def wait_in_vain(shared: str) -> str:
+    """Rank 1 comes too late."""
+    os.environ["FSDP_SHARED_MEMORY"] = shared
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    assert isinstance(group, dist.ProcessGroup)
+    layer: Any = nn.Linear(4, 4)
+    fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(7)
+    with pytest.raises(libfsdp.CommError) as raised:
+        layer(torch.ones(2, 4))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_the_time_out_is_that_of_the_process_group(fresh: Any, shared: str) -> None:
+    waited, _ = fresh(2).run(wait_in_vain, shared)
+    assert "Timed out waiting 3000ms" in waited
+    assert "receiving from rank 1" in waited

@@ -14,12 +14,14 @@ from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron._quantized import is_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from libfsdp._sharded_parameter import ShardedParameter
     from libfsdp._state import ShardState
     from libfsdp.megatron._index import FSDPDistributedIndex
     from libfsdp.megatron._quantized import TransformerEngineForm
+
+    Places = dict[tuple[int, str], tuple[ShardState, int]]
 
 
 @torch.no_grad()
@@ -43,7 +45,7 @@ def initialize(
     Raises:
         ValueError: if a module has parameters on meta and no ``reset_parameters``.
     """
-    places = {
+    places: Places = {
         (id(place.module), place.name): (state, i)
         for state in states
         for i, parameter in enumerate(state.parameters)
@@ -58,9 +60,13 @@ def initialize(
                 "and no reset_parameters() or _reset_parameters() that gives them values"
             )
     root.to_empty(device=index.get_root_mesh().device_type)  # type: ignore[union-attr]
+    scratch = _Scratch()
+    for module in modules:
+        scratch.make_room_for(_parameters_of(module, places))
     done: set[tuple[int, int]] = set()
     for module in modules:
-        _reset(module, places, done, index, take_form)
+        scratch.clear()
+        _reset(module, places, scratch, done, index, take_form)
     for state in states:
         if any(parameter.quantized is not None and not parameter.extended for parameter in state.parameters):
             state.adopt_registered()  # as quantized ones
@@ -70,7 +76,8 @@ def initialize(
 
 def _reset(
     module: nn.Module,
-    places: dict[tuple[int, str], tuple[ShardState, int]],
+    places: Places,
+    scratch: _Scratch,
     done: set[tuple[int, int]],
     index: FSDPDistributedIndex,
     take_form: Callable[[str, nn.Parameter], TransformerEngineForm],
@@ -80,6 +87,7 @@ def _reset(
     Args:
         module: with parameters of its own.
         places: of parameters, by the modules' ids and their names there.
+        scratch: for the whole parameters.
         done: parameters that have their values.
         index: the ranks.
         take_form: of parameters that are quantized.
@@ -90,7 +98,7 @@ def _reset(
             continue
         state, i = places.get((id(module), name), (None, -1))
         wholes[name] = nn.Parameter(
-            torch.empty_like(shown) if state is None else _whole_of(state, state.parameters[i]),
+            torch.empty_like(shown) if state is None else _whole_of(state, state.parameters[i], scratch),
             requires_grad=shown.requires_grad,
         )
     shards = dict(module._parameters)
@@ -122,6 +130,51 @@ def _reset(
         _from_first_rank(buffer, index, expert=False)
 
 
+class _Scratch:
+    """Memory of one module's whole parameters, which the next module uses again.
+
+    With a tensor per parameter, some of the module before would be there, too: a process group's thread may hold what it has
+    broadcast for a moment longer than the broadcast takes.
+    """
+
+    def __init__(self) -> None:
+        self._capacity = 0
+        self._used = 0
+        self._memory: torch.Tensor | None = None
+
+    def make_room_for(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Before the first is taken: a module has all of these."""
+        self._capacity = max(self._capacity, sum(self._bytes_of(parameter) for parameter in parameters))
+
+    def take(self, parameter: ShardedParameter, device: torch.device) -> torch.Tensor:
+        """A tensor of the parameter's whole shape, of no particular values."""
+        if self._memory is None:
+            self._memory = torch.empty(self._capacity, dtype=torch.uint8, device=device)
+        begin = self._used
+        self._used += self._bytes_of(parameter)
+        dtype = _whole_dtype(parameter)
+        return self._memory[begin : begin + parameter.shape.numel() * dtype.itemsize].view(dtype).view(parameter.shape)
+
+    def clear(self) -> None:
+        """What was taken is not needed any more."""
+        self._used = 0
+
+    @staticmethod
+    def _bytes_of(parameter: ShardedParameter) -> int:
+        alignment = 64  # of the allocators' own tensors
+        size = parameter.shape.numel() * _whole_dtype(parameter).itemsize
+        return (size + alignment - 1) // alignment * alignment
+
+
+def _parameters_of(module: nn.Module, places: Places) -> list[ShardedParameter]:
+    found = (places.get((id(module), name)) for name in module._parameters)
+    return [state.parameters[i] for state, i in filter(None, found)]
+
+
+def _whole_dtype(parameter: ShardedParameter) -> torch.dtype:
+    return parameter.computes_in or parameter.dtype
+
+
 def _inner_first(root: nn.Module) -> list[nn.Module]:
     return list(reversed(list(root.modules())))
 
@@ -136,8 +189,8 @@ def _resetter(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _whole_of(state: ShardState, parameter: ShardedParameter) -> torch.Tensor:
-    local = torch.empty(parameter.shape, dtype=parameter.computes_in or parameter.dtype, device=state.mesh.device)
+def _whole_of(state: ShardState, parameter: ShardedParameter, scratch: _Scratch) -> torch.Tensor:
+    local = scratch.take(parameter, state.mesh.device)
     return local if parameter.whole_spec is None else DTensor(local, parameter.whole_spec, requires_grad=False)
 
 
