@@ -24,8 +24,8 @@ struct MeshOptions {
   /// How long a collective may wait for a peer before it fails with CommError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
-  /// On CPU meshes, ranks of one host read each other's memory instead of sending messages, where all ranks of a row can and want to.
-  /// The variable FSDP_SHARED_MEMORY=0 turns it off, too.
+  /// On CPU meshes, ranks of one host read each other's memory instead of sending messages, where all ranks of a row can and want to. If it
+  /// spans hosts, each must have as many of them, one host's after the other's. The variable FSDP_SHARED_MEMORY=0 turns it off, too.
   bool shared_memory = true;
 };
 
