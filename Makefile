@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -6,6 +6,8 @@ SHELL := bash
 
 VENV ?= .venv
 BUILD_DIR ?= build
+# When the build directory is made: ON or OFF.
+WARNINGS_AS_ERRORS ?= OFF
 JOBS ?= $(shell nproc)
 # Of each fuzz target, and of `make soak`.
 SECONDS ?= 60
@@ -21,9 +23,11 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 peers = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS) --results $(BUILD_DIR)/peers
 megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --checkout $(MEGATRON) --results $(BUILD_DIR)/peers/megatron
-configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING
+PYTHON_MODULES = libfsdp libfsdp.optim libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.experimental libfsdp.megatron.uneven_dtensor
+configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
+  -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS)
 
-.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -85,6 +89,12 @@ mutants: | $(STAMP)-build $(STAMP)-clang  ## Break the library, one change at a 
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
 	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender --package $(BUILD_DIR)/python $(ARGS)
+
+docs: $(BUILD_DIR)/build.ninja $(STAMP)-docs  ## Reference of the C++ headers and the Python package in $BUILD_DIR/docs; fails on a public name without a comment
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
+	mkdir -p $(BUILD_DIR)/docs
+	(cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = "$(BUILD_DIR)/docs"') | doxygen -
+	PYTHONPATH=$(BUILD_DIR)/python pdoc --docformat google -o $(BUILD_DIR)/docs/python $(PYTHON_MODULES)
 
 format: $(STAMP)-format  ## Rewrite all C++ files in the project's format
 	clang-format -i $(CXX_FILES)

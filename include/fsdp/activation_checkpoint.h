@@ -14,6 +14,7 @@
 
 namespace fsdp {
 
+/// What activation_checkpoint() repeats.
 struct ActivationCheckpointOptions {
   /// Random operators (dropout) draw the same numbers again when `fn` is repeated: the states of the CPU's generator and of the current
   /// accelerator's are kept per call, 5 KB on the CPU. False saves that where `fn` draws none.
@@ -116,6 +117,7 @@ auto activation_checkpoint(ActivationCheckpointOptions options, Fn fn, const Inp
   return detail::Results<Result>::from(detail::activation_checkpoint(options, std::move(on_list), std::move(list)));
 }
 
+/// The same with the default options.
 template <typename Fn, detail::TensorOrTensors... Inputs>
 auto activation_checkpoint(Fn fn, const Inputs&... inputs) {
   return activation_checkpoint(ActivationCheckpointOptions{}, std::move(fn), inputs...);

@@ -8,11 +8,12 @@
 
 namespace fsdp {
 
+/// AdamWOptions, and which parameters have 8-bit state.
 struct AdamW8bitOptions {
-  double lr = 1e-3;
-  std::tuple<double, double> betas = {0.9, 0.999};
-  double eps = 1e-8;
-  double weight_decay = 1e-2;
+  double lr = 1e-3;                                 ///< Learning rate.
+  std::tuple<double, double> betas = {0.9, 0.999};  ///< Decay of the averages of the gradient and of its square.
+  double eps = 1e-8;                                ///< Added to the denominator.
+  double weight_decay = 1e-2;                       ///< Times the learning rate.
   /// Parameters with fewer elements keep their state in full precision: they hardly matter for memory, and norms and biases are sensitive.
   std::int64_t min_8bit_size = 4096;
 };

@@ -7,6 +7,7 @@
 
 namespace fsdp {
 
+/// What deferred_init() records.
 struct DeferredInitOptions {
   /// False draws no random numbers, here or later: for models whose values come from elsewhere (InitialValues::kZero before a checkpoint
   /// is loaded, InitialValues::kFromRank0 on the other ranks). The generators stay where they are.

@@ -16,10 +16,11 @@ class Communicator;
 
 /// One named dimension of a mesh. A size of -1 (in at most one dimension) is inferred from the number of ranks.
 struct MeshDim {
-  std::string name;
-  std::int64_t size = -1;
+  std::string name;        ///< Different ones in a mesh.
+  std::int64_t size = -1;  ///< In ranks.
 };
 
+/// How the ranks of a mesh exchange data.
 struct MeshOptions {
   /// How long a collective may wait for a peer before it fails with CommError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
@@ -35,7 +36,7 @@ class DeviceMesh {
  public:
   DeviceMesh() = default;  ///< An undefined mesh; `defined()` is false.
 
-  bool defined() const { return state_ != nullptr; }
+  bool defined() const { return state_ != nullptr; }      ///< False for `DeviceMesh()`.
   c10::Device device() const;                             ///< This rank's device.
   const std::vector<MeshDim>& dims() const;               ///< Names and sizes, outermost first.
   std::int64_t rank() const;                              ///< This rank's global rank.
@@ -67,6 +68,7 @@ class DeviceMesh {
   void barrier() const;
 
   struct State;
+  /// For the library's own use.
   explicit DeviceMesh(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
  private:

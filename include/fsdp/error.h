@@ -9,6 +9,7 @@ namespace fsdp {
 /// the earliest moment and, where the fault can be seen by all, on every rank. See docs/errors.md.
 class Error : public std::runtime_error {
  public:
+  /// With this message.
   explicit Error(const std::string& message) : std::runtime_error(message) {}
 };
 
@@ -16,6 +17,7 @@ class Error : public std::runtime_error {
 /// extended by the operation, the unit and this rank.
 class CommError : public Error {
  public:
+  /// With this message.
   explicit CommError(const std::string& message) : Error(message) {}
 };
 

@@ -26,18 +26,18 @@ class Engine;
 
 /// A name, this rank's part of the tensor (1-D, a view into the engine's memory, possibly empty), and where it lies.
 struct Shard {
-  std::string name;                 ///< Fully qualified, as named_parameters() gives it.
-  at::Tensor value;                 ///< 1-D, `numel` elements.
-  std::vector<std::int64_t> shape;  ///< Of the whole parameter (of a tensor-parallel one: of this rank's piece).
-  std::int64_t offset = 0;          ///< Of value[0] in the flattened parameter, in elements.
-  /// Of the tensor-parallel whole, and where this rank's piece begins in it; otherwise `shape` and zeros.
-  std::vector<std::int64_t> global_shape;
-  std::vector<std::int64_t> global_offset;
+  std::string name;                         ///< Fully qualified, as named_parameters() gives it.
+  at::Tensor value;                         ///< 1-D, `numel` elements.
+  std::vector<std::int64_t> shape;          ///< Of the whole parameter (of a tensor-parallel one: of this rank's piece).
+  std::int64_t offset = 0;                  ///< Of value[0] in the flattened parameter, in elements.
+  std::vector<std::int64_t> global_shape;   ///< Of the tensor-parallel whole; otherwise `shape`.
+  std::vector<std::int64_t> global_offset;  ///< Where this rank's piece begins in it; otherwise zeros.
 };
 
 /// A started all-gather of a unit's parameters.
 class UnshardHandle {
  public:
+  /// For the library's own use.
   explicit UnshardHandle(std::function<void()> wait) : wait_(std::move(wait)) {}
   /// Blocks until the parameters may be used. Not needed before an operator uses them: that waits by itself.
   void wait() { wait_(); }
@@ -72,13 +72,16 @@ class FSDPModule {
   void set_gradient_divide_factor(double factor, bool recurse = true);
   /// Multiplies the reduced gradients of all units.
   void scale_gradients(double factor);
+  /// FullyShardOptions::reshard_after_forward, from the next forward on.
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   /// With false, parameters stay gathered after backward: more memory, and the next forward gathers nothing unless parameters have changed.
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
+  /// FullyShardOptions::prefetch_depth, for all units of the model. Throws Error if negative.
   void set_prefetch_depth(int depth);
-  /// The units whose all-gathers start when this handle's unit is entered in forward (backward), instead of those that came next last time.
+  /// The units whose all-gathers start when this handle's unit is entered in forward, instead of those that came next last time.
   /// They stay until they are used, or until backward ends. Empty: back to what came next last time. The same on every rank.
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
+  /// The same for backward.
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
   /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. After a backward
   /// that failed, reduced gradients are dropped, too, with a warning if earlier backwards had given some. Called by itself at the next
@@ -97,14 +100,15 @@ class FSDPModule {
   std::vector<Shard> gradient_shards() const;
   /// fsdp::clip_grad_norm of the whole model (fsdp/gradient_norm.h, which has the options). Collective.
   double clip_grad_norm(double max_norm);
+  /// The same with options.
   double clip_grad_norm(double max_norm, const ClipGradNormOptions& options);
   /// Says that the main parameters were written through their shards: gathered copies are dropped and the parameters' versions are bumped.
   /// Collective: where main parameters are replicated (no_shard), ranks get each other's shards.
   void main_parameters_changed();
 
-  /// Whole main parameters and gradients by name, in the order of named_parameters(): collective and as large as the model. For tests and
-  /// small models.
+  /// Whole main parameters by name, in the order of named_parameters(): collective and as large as the model. For tests and small models.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
+  /// The same of their gradients.
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
   /// All units of the model, enclosing ones first: `std::cout << sharded.units()` prints them as a table.
@@ -113,13 +117,15 @@ class FSDPModule {
   /// The policy of this handle's unit, if it has one.
   std::optional<MixedPrecisionPolicy> mixed_precision() const;
 
-  MemoryStats memory_stats() const;
-  void reset_peak_memory_stats();
-  WireStats wire_stats() const;
-  void reset_wire_stats();
+  MemoryStats memory_stats() const;  ///< Of the whole model, on this rank.
+  void reset_peak_memory_stats();    ///< Peaks begin at what is live now.
+  WireStats wire_stats() const;      ///< Of the whole model, on this rank, since the start or the last reset.
+  void reset_wire_stats();           ///< All counts begin at 0 again.
 
-  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
-  std::size_t unit() const { return unit_; }
+  // For the library's own use.
+  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }  ///< The model's.
+  std::size_t unit() const { return unit_; }                                 ///< The unit's number there.
+  /// The handle of a unit.
   FSDPModule(std::shared_ptr<engine::Engine> engine, std::size_t unit) : engine_(std::move(engine)), unit_(unit) {}
 
  private:
@@ -134,6 +140,7 @@ FSDPModule handle(const torch::nn::Module& module);
 /// before. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
 class NoSync {
  public:
+  /// Of all units of the module. Throws Error if it is not sharded.
   explicit NoSync(const torch::nn::Module& module);
   ~NoSync();
   NoSync(const NoSync&) = delete;

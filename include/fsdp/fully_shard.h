@@ -17,6 +17,7 @@
 #include "fsdp/offload.h"
 #include "fsdp/placements.h"
 
+/// Fully Sharded Data Parallel training on LibTorch.
 namespace fsdp {
 
 /// Says which modules become units of their own, by name ("layers.3") and module. The root is always one.
@@ -44,17 +45,18 @@ struct UnitSettings {
   DeviceMesh mesh = {};
   /// By how much the sum of the gradients of its mesh's ranks is divided; 0: by their number.
   double gradient_divide_factor = 0;
-  std::optional<bool> reshard_after_forward = {};
-  std::optional<MixedPrecisionPolicy> mixed_precision = {};
+  std::optional<bool> reshard_after_forward = {};            ///< By default the options'.
+  std::optional<MixedPrecisionPolicy> mixed_precision = {};  ///< By default the options'.
 };
 
 /// A parameter that is one piece already of a whole that other ranks hold, too (tensor parallelism): the pieces of the ranks of `mesh`, in
 /// their order, one behind the other along `dim`. Their sizes along it may differ.
 struct TensorParallel {
-  DeviceMesh mesh;  ///< One dimension; the same for all parameters of a model.
-  std::int64_t dim = 0;
+  DeviceMesh mesh;       ///< One dimension; the same for all parameters of a model.
+  std::int64_t dim = 0;  ///< Of the parameter.
 };
 
+/// How fully_shard divides and trains a model. The defaults are FSDP2's, on all ranks.
 struct FullyShardOptions {
   /// The ranks to shard over; by default all of them, on the CPU. With two dimensions, units are sharded over the last one, and replicated
   /// over the first (HSDP), or main parameters and optimizer state sharded over it as well (HFSDP): see outer_placements.
@@ -66,10 +68,12 @@ struct FullyShardOptions {
   std::vector<std::vector<std::string>> unit_groups = {};
   /// Parameters that stay ordinary tensors, whole on every rank, with gradients of their own: the caller's to synchronize and to update.
   std::function<bool(const std::string& name, const at::Tensor& parameter)> ignore = {};
+  /// What is sharded: parameters, gradients, optimizer state.
   Placements placements = Placements::optim_grads_params();
   /// Of the outer dimension of a 2-D mesh: no_shard (HSDP: the shards' gradients are all-reduced over it), or optim (HFSDP: main parameters
   /// and optimizer state are sharded over both dimensions, parameters and gradients over the inner one; needs optim_grads_params there).
   Placements outer_placements = Placements::no_shard();
+  /// Whose values the parameters begin with.
   InitialValues initial_values = InitialValues::kOwn;
   /// With kOwn: compares the bytes of all ranks' parameters, by a checksum each, before they are given up. A difference is an Error on
   /// every rank that names the first unit, its first parameter, and two ranks; the module can't be used then.

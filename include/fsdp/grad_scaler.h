@@ -11,8 +11,9 @@
 
 namespace fsdp {
 
+/// Defaults are torch.amp.GradScaler's.
 struct GradScalerOptions {
-  double init_scale = 65'536;
+  double init_scale = 65'536;           ///< Of the first step.
   double growth_factor = 2;             ///< Of the scale, after `growth_interval` steps in a row without an infinite or NaN gradient.
   double backoff_factor = 0.5;          ///< Of the scale, after a step with one.
   std::int64_t growth_interval = 2000;  ///< In steps.
@@ -21,11 +22,11 @@ struct GradScalerOptions {
 
 /// What a GradScaler has to remember between runs.
 struct GradScalerState {
-  double scale = 0;
-  double growth_factor = 0;
-  double backoff_factor = 0;
-  std::int64_t growth_interval = 0;
-  std::int64_t growth_tracker = 0;  ///< Steps without an infinite gradient since the scale last changed.
+  double scale = 0;                  ///< The current one.
+  double growth_factor = 0;          ///< As in the options.
+  double backoff_factor = 0;         ///< As in the options.
+  std::int64_t growth_interval = 0;  ///< As in the options.
+  std::int64_t growth_tracker = 0;   ///< Steps without an infinite gradient since the scale last changed.
   bool operator==(const GradScalerState&) const = default;
 };
 
@@ -63,8 +64,9 @@ class GradScaler {
 
   /// The current scale; 1 if disabled.
   double get_scale() const { return enabled_ ? state_.scale : 1; }
-  bool is_enabled() const { return enabled_; }
+  bool is_enabled() const { return enabled_; }  ///< GradScalerOptions::enabled.
 
+  /// For a checkpoint; see SaveOptions::grad_scaler.
   GradScalerState state_dict() const { return state_; }
   /// Throws Error as the constructor.
   void load_state_dict(const GradScalerState& state);

@@ -8,6 +8,7 @@
 
 namespace fsdp {
 
+/// How clip_grad_norm() measures.
 struct ClipGradNormOptions {
   /// The p of the p-norm: positive, or infinity for the largest magnitude.
   double norm_type = 2;

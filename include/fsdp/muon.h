@@ -20,12 +20,13 @@ enum class AdjustLR : std::uint8_t {
   kMatchRMSAdamW,  ///< lr * 0.2 * sqrt(max(rows, columns)): updates as large as AdamW's, so AdamW's lr and weight decay fit (Moonshot).
 };
 
+/// Of the matrices, and of AdamW for everything else.
 struct MuonOptions {
-  double lr = 0.02;
-  double weight_decay = 0;
-  double momentum = 0.95;
-  bool nesterov = true;
-  AdjustLR adjust_lr = AdjustLR::kOriginal;
+  double lr = 0.02;                                                   ///< Learning rate, before `adjust_lr`.
+  double weight_decay = 0;                                            ///< Times the learning rate.
+  double momentum = 0.95;                                             ///< Of the gradients of the steps before.
+  bool nesterov = true;                                               ///< Nesterov's form of momentum.
+  AdjustLR adjust_lr = AdjustLR::kOriginal;                           ///< What a matrix's shape does to the learning rate.
   int ns_steps = 5;                                                   ///< Newton-Schulz iterations.
   std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};  ///< Of x, x^3 and x^5.
   double eps = 1e-7;                                                  ///< The least norm that an update is divided by.

@@ -18,9 +18,9 @@ class Engine;
 
 /// Parameters whose names `matches` accepts get these settings instead of the optimizer's own. The first group that matches wins.
 struct ParamGroup {
-  std::function<bool(const std::string& name)> matches;
-  std::optional<double> lr;
-  std::optional<double> weight_decay;
+  std::function<bool(const std::string& name)> matches;  ///< Names are fully qualified.
+  std::optional<double> lr;                              ///< By default the optimizer's.
+  std::optional<double> weight_decay;                    ///< By default the optimizer's.
 };
 
 /// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update: AdamW and SGD are
@@ -29,7 +29,7 @@ struct ParamGroup {
 class Optimizer {
  public:
   virtual ~Optimizer();
-  Optimizer(Optimizer&&) noexcept;
+  Optimizer(Optimizer&&) noexcept;  ///< Moves; the other one can only be destroyed.
   Optimizer& operator=(Optimizer&&) noexcept;
 
   /// Updates the main parameters from the reduced gradients, then tells the engine, so that stale gathered copies are dropped and the
@@ -42,52 +42,57 @@ class Optimizer {
   /// The current learning rate of the parameters that no ParamGroup matches.
   double lr() const;
 
-  const std::shared_ptr<engine::Engine>& engine() const;
+  const std::shared_ptr<engine::Engine>& engine() const;  ///< Of its module. For the library's own use.
 
   /// For the library's own use.
   struct State;
-  State& state() { return *state_; }
+  State& state() { return *state_; }  ///< For the library's own use.
 
  protected:
-  explicit Optimizer(std::unique_ptr<State> state);
-  std::unique_ptr<State> state_;
+  explicit Optimizer(std::unique_ptr<State> state);  ///< For the optimizers of this library.
+  std::unique_ptr<State> state_;                     ///< What it keeps of its parameters.
 };
 
+/// Defaults are torch.optim.AdamW's.
 struct AdamWOptions {
-  double lr = 1e-3;
-  std::tuple<double, double> betas = {0.9, 0.999};
-  double eps = 1e-8;
-  double weight_decay = 1e-2;
+  double lr = 1e-3;                                 ///< Learning rate.
+  std::tuple<double, double> betas = {0.9, 0.999};  ///< Decay of the averages of the gradient and of its square.
+  double eps = 1e-8;                                ///< Added to the denominator.
+  double weight_decay = 1e-2;                       ///< Times the learning rate.
 };
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019) through ATen's fused kernel.
 class AdamW : public Optimizer {
  public:
+  /// `module` is one that fully_shard has sharded; its groups' settings come before the options. Throws Error if an option is out of range.
   AdamW(torch::nn::Module& module, AdamWOptions options = {}, std::vector<ParamGroup> groups = {});
 };
 
+/// Defaults are torch.optim.SGD's.
 struct SGDOptions {
-  double lr = 1e-3;
-  double momentum = 0;
-  double dampening = 0;
-  double weight_decay = 0;
-  bool nesterov = false;
+  double lr = 1e-3;         ///< Learning rate.
+  double momentum = 0;      ///< Of the gradients of the steps before; 0 keeps none.
+  double dampening = 0;     ///< The part of a new gradient that does not enter the momentum.
+  double weight_decay = 0;  ///< L2 penalty: times the parameter, added to the gradient.
+  bool nesterov = false;    ///< Needs momentum, and no dampening.
 };
 
 /// Stochastic gradient descent with momentum through ATen's fused kernel.
 class SGD : public Optimizer {
  public:
+  /// As AdamW's.
   SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> groups = {});
 };
 
 /// Makes a torch optimizer over the given parameters.
 using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
 
-/// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
+/// Any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
 /// std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`. It sees one 1-D tensor per parameter (possibly empty). Exact for elementwise
 /// optimizers only; set_lr_factor scales the options' learning rate. Checkpoints hold the state of Adam, AdamW, SGD, RMSprop and Adagrad.
 class WrappedOptimizer : public Optimizer {
  public:
+  /// See wrap().
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
   /// To read, and to set options (but learning rates by set_lr_factor). Only step() may write its parameters and state.
   torch::optim::Optimizer& torch_optimizer();
@@ -95,6 +100,8 @@ class WrappedOptimizer : public Optimizer {
  private:
   struct Wrapped;
 };
+
+/// A WrappedOptimizer of what `factory` makes for this rank's shards. Throws Error if the module is not sharded.
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
 
 }  // namespace fsdp

@@ -18,14 +18,14 @@ enum class Placement : std::uint8_t { kReplicated, kSharded };
 /// | optim_grads (ZeRO-2)                  | replicated | sharded   | sharded   |
 /// | optim_grads_params (ZeRO-3, FSDP)     | sharded    | sharded   | sharded   |
 struct Placements {
-  Placement parameters = Placement::kSharded;
-  Placement gradients = Placement::kSharded;
-  Placement optimizer = Placement::kSharded;
+  Placement parameters = Placement::kSharded;  ///< In which forward and backward compute, between their uses.
+  Placement gradients = Placement::kSharded;   ///< Once they are reduced.
+  Placement optimizer = Placement::kSharded;   ///< The optimizer's state, and the main parameters that it updates.
 
-  static constexpr Placements no_shard() { return {Placement::kReplicated, Placement::kReplicated, Placement::kReplicated}; }
-  static constexpr Placements optim() { return {Placement::kReplicated, Placement::kReplicated, Placement::kSharded}; }
-  static constexpr Placements optim_grads() { return {Placement::kReplicated, Placement::kSharded, Placement::kSharded}; }
-  static constexpr Placements optim_grads_params() { return {}; }
+  static constexpr Placements no_shard() { return {Placement::kReplicated, Placement::kReplicated, Placement::kReplicated}; }  ///< ZeRO-0
+  static constexpr Placements optim() { return {Placement::kReplicated, Placement::kReplicated, Placement::kSharded}; }        ///< ZeRO-1
+  static constexpr Placements optim_grads() { return {Placement::kReplicated, Placement::kSharded, Placement::kSharded}; }     ///< ZeRO-2
+  static constexpr Placements optim_grads_params() { return {}; }                                                              ///< ZeRO-3
 
   /// By one of the four names above or Megatron-FSDP's digits "0" to "3". Throws Error naming the choices.
   static Placements from_name(const std::string& name);

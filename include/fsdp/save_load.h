@@ -22,14 +22,15 @@ namespace fsdp {
 
 struct ExtraBytes;
 struct ExtraList;
+/// A value of ExtraState.
 using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Tensor, ExtraBytes, ExtraList>;
 /// Python's bytes.
 struct ExtraBytes {
-  std::string data;
+  std::string data;  ///< Any bytes.
 };
 /// Python's list, and its tuple when it is read. Of all but tensors.
 struct ExtraList {
-  std::vector<ExtraValue> items;
+  std::vector<ExtraValue> items;  ///< In their order.
 };
 /// What a run needs beside model and optimizer, by name: the step, where the data stood. Rank 0's is saved; every rank gets it.
 using ExtraState = std::map<std::string, ExtraValue>;
@@ -45,15 +46,17 @@ enum class Phase : std::uint8_t {
   kAssign,   ///< load: it is read again, to its places. Begins when all ranks have checked.
 };
 
+/// A phase that has ended on this rank.
 struct PhaseReport {
-  Phase phase = Phase::kCollect;
-  std::int64_t bytes = 0;  ///< Of values on this rank; written, in kWrite, of its file.
-  double seconds = 0;
+  Phase phase = Phase::kCollect;  ///< Which one.
+  std::int64_t bytes = 0;         ///< Of values on this rank; written, in kWrite, of its file.
+  double seconds = 0;             ///< How long it took.
 };
 /// Called on every rank at the end of each of its phases, on the thread that saves or loads; AsyncSaver's own after kCollect. Must not
 /// throw.
 using OnPhase = std::function<void(const PhaseReport& report)>;
 
+/// What a checkpoint holds beside model and optimizer, and which older ones stay.
 struct SaveOptions {
   /// After the checkpoint is complete, older complete ones of its series are removed (beside it, with the same name before the number at
   /// its end: "step-" of "step-1000"), but for the last saved, so many with this one. 0: none is. Nor where its name has no number.
@@ -71,6 +74,7 @@ struct SaveOptions {
   ExtraState rank_extra = {};
   /// Its state is saved, as torch.amp.GradScaler's is under "scaler".
   const GradScaler* grad_scaler = nullptr;
+  /// Told of each phase.
   OnPhase on_phase = {};
 };
 
@@ -78,16 +82,18 @@ struct SaveOptions {
 /// all: files are written to a hidden folder beside it, synced, and one rename commits. A folder that is there already is replaced in the
 /// same way. Collective. Throws Error on every rank if it failed on any; what was there before is then as it was.
 void save(const std::string& path, torch::nn::Module& module, const ExtraState& extra = {}, SaveOptions options = {});
+/// The same with the optimizer's state.
 void save(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, const ExtraState& extra = {}, SaveOptions options = {});
 
+/// Which names are read, and what else is restored.
 struct LoadOptions {
   /// Error if the model has names that the checkpoint has not, or the reverse. Otherwise they stay as they are, or are left out.
   bool strict = true;
   /// The name in the checkpoint of one in the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"). By default the same.
   std::function<std::string(const std::string& key)> rename = {};
-  /// What stands in the checkpoint where names here, after `rename`, begin with "model." and "optim.". torchtitan's are "" and
-  /// "optimizer.".
+  /// What stands in the checkpoint where names here, after `rename`, begin with "model.". torchtitan's is "".
   std::string model_prefix = "model.";
+  /// The same for "optim.". torchtitan's is "optimizer.".
   std::string optimizer_prefix = "optim.";
   /// Names of the model (as `rename` gets them) that stay as they are, and names in the checkpoint that are left out, even if strict.
   std::function<bool(const std::string& name)> ignore = {};
@@ -95,12 +101,14 @@ struct LoadOptions {
   bool rng = true;
   /// Gets the state that was saved. Strict: an Error if there is none.
   GradScaler* grad_scaler = nullptr;
+  /// Told of each phase.
   OnPhase on_phase = {};
 };
 
+/// What load() has found beside model and optimizer.
 struct Loaded {
-  std::string path;
-  ExtraState extra;
+  std::string path;                     ///< The checkpoint's.
+  ExtraState extra;                     ///< As it was saved.
   ExtraState rank_extra;                ///< This rank's own, if as many ranks saved theirs. Otherwise see read_rank_extra().
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
   std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
@@ -116,18 +124,21 @@ struct Loaded {
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
+/// The same with the optimizer's state.
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
 /// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none. If it turns
 /// out to be damaged, the one before it is taken, and every rank is warned of it. Newer ones that Python wrote are told of. Throws Error if
 /// all are damaged, and if a disk does not let it be told whether one is complete.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
+/// The same with the optimizer's state.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
 /// Every rank's SaveOptions::rank_extra in a checkpoint, by rank: for a run on another number of ranks, which has to divide them anew. Not
 /// collective. Throws Error.
 std::vector<ExtraState> read_rank_extra(const std::string& path);
 
+/// The form of the files that export_safetensors() writes.
 struct ExportOptions {
   /// Of floating-point tensors; by default that of the main parameters.
   std::optional<at::ScalarType> dtype = {};

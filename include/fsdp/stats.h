@@ -6,19 +6,19 @@ namespace fsdp {
 
 /// Live and peak bytes of one kind of engine memory on this rank.
 struct MemoryUse {
-  std::int64_t live = 0;
-  std::int64_t peak = 0;
+  std::int64_t live = 0;  ///< Now.
+  std::int64_t peak = 0;  ///< The most since the start, or since reset_peak_memory_stats().
 };
 
 /// Exact accounting of all memory that the engine holds for a model on this rank, in bytes. Activations, and gradients on their way
 /// from autograd into the engine's buffers, are autograd's and are not counted.
 struct MemoryStats {
-  MemoryUse main_parameters;      ///< Shards (or replicas) that the optimizer updates.
-  MemoryUse main_gradients;       ///< Reduced gradients that the optimizer reads.
-  MemoryUse gathered_parameters;  ///< Whole units, present for computation.
-  MemoryUse unreduced_gradients;  ///< Whole units' gradients before reduction.
-  MemoryUse communication;        ///< Receive staging of reductions.
-  MemoryUse optimizer_state;
+  MemoryUse main_parameters;          ///< Shards (or replicas) that the optimizer updates.
+  MemoryUse main_gradients;           ///< Reduced gradients that the optimizer reads.
+  MemoryUse gathered_parameters;      ///< Whole units, present for computation.
+  MemoryUse unreduced_gradients;      ///< Whole units' gradients before reduction.
+  MemoryUse communication;            ///< Receive staging of reductions.
+  MemoryUse optimizer_state;          ///< Moments, and what else the optimizer keeps per element.
   MemoryUse total;                    ///< Of all of the above; its peak is the peak of the sum.
   MemoryUse host;                     ///< Of offloaded main parameters, main gradients and optimizer state. Counted nowhere else.
   MemoryUse slots;                    ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
@@ -28,15 +28,15 @@ struct MemoryStats {
 
 /// Bytes that this rank sent and collectives that it started.
 struct WireStats {
-  std::int64_t all_gather_bytes = 0;
-  std::int64_t reduce_scatter_bytes = 0;
-  std::int64_t scatter_bytes = 0;  ///< First values, sent by another rank.
-  std::int64_t control_bytes = 0;  ///< Small host-side exchanges: usage flags, gradient norms, checks.
+  std::int64_t all_gather_bytes = 0;      ///< Shards, sent to gather parameters.
+  std::int64_t reduce_scatter_bytes = 0;  ///< Gradients, sent to be reduced; all-reduces, too.
+  std::int64_t scatter_bytes = 0;         ///< First values, sent by another rank.
+  std::int64_t control_bytes = 0;         ///< Small host-side exchanges: usage flags, gradient norms, checks.
   /// Of all of these: what peers on this host read from this rank's memory. The rest went over the wire.
   std::int64_t shared_memory_bytes = 0;
-  std::int64_t all_gathers = 0;
-  std::int64_t reduce_scatters = 0;
-  std::int64_t scatters = 0;
+  std::int64_t all_gathers = 0;      ///< Started by this rank.
+  std::int64_t reduce_scatters = 0;  ///< Started by this rank; all-reduces, too.
+  std::int64_t scatters = 0;         ///< Of first values.
 };
 
 }  // namespace fsdp

@@ -13,6 +13,7 @@ class Engine;
 struct Unit;
 }  // namespace engine
 
+/// What SummonFullParams shows, and what becomes of it.
 struct SummonOptions {
   /// What is written while the parameters are whole becomes the main parameters: each rank keeps its slices of what it wrote, so all ranks
   /// must write the same. Counts as an optimizer's step does: backward through a graph from before raises torch's in-place error. False:
@@ -37,10 +38,9 @@ struct SummonOptions {
 /// Takes memory for all units that own a parameter of the module, whole, in every placement. Parameters that another guard shows stay with
 /// that one. Construction is collective; destruction is not. Inside, a backward, an optimizer's step, the handle's shards and
 /// fully_unshard are Errors.
-///
-/// Throws Error if the module has no sharded parameters, inside of a backward, and for rank0_only with writeback.
 class [[nodiscard]] SummonFullParams {
  public:
+  /// Throws Error if the module has no sharded parameters, inside of a backward, and for rank0_only with writeback.
   explicit SummonFullParams(torch::nn::Module& module, SummonOptions options = {});
   ~SummonFullParams();
   SummonFullParams(const SummonFullParams&) = delete;

@@ -13,11 +13,11 @@ namespace fsdp {
 
 /// The dtypes of a parameter's life (MixedPrecisionPolicy, resolved).
 struct UnitDtypes {
-  at::ScalarType param = at::kFloat;  ///< Of the gathered parameters, in which forward and backward compute.
-  at::ScalarType main_param = at::kFloat;
-  at::ScalarType main_grad = at::kFloat;
-  at::ScalarType grad_comm = at::kFloat;  ///< In which gradients travel.
-  bool gather_format = false;             ///< Parameters travel in bytes of their own (GatherFormat), else in `param`.
+  at::ScalarType param = at::kFloat;       ///< Of the gathered parameters, in which forward and backward compute.
+  at::ScalarType main_param = at::kFloat;  ///< Of the main parameters, which the optimizer updates.
+  at::ScalarType main_grad = at::kFloat;   ///< Of the reduced gradients, which the optimizer reads.
+  at::ScalarType grad_comm = at::kFloat;   ///< In which gradients travel.
+  bool gather_format = false;              ///< Parameters travel in bytes of their own (GatherFormat), else in `param`.
 
   bool operator==(const UnitDtypes&) const = default;
 };
@@ -29,13 +29,14 @@ struct UnitInfo {
   std::int64_t whole_bytes = 0;         ///< Of the gathered parameters, with their padding.
   std::int64_t shard_bytes = 0;         ///< Of this rank's main parameters, which the optimizer updates, with their padding.
   std::vector<UnitDtypes> dtypes;       ///< Of its parameters, each combination once.
-  bool reshard_after_forward = true;
+  bool reshard_after_forward = true;    ///< FullyShardOptions::reshard_after_forward, or what was set since.
   /// The dimensions of its mesh. A unit with a mesh of its own that is no part of the model's: without names.
   std::vector<MeshDim> mesh;
 };
 
 /// A table, a line per unit, for people.
 std::string to_string(const std::vector<UnitInfo>& units);
+/// The same, written to a stream.
 std::ostream& operator<<(std::ostream& stream, const std::vector<UnitInfo>& units);
 
 }  // namespace fsdp

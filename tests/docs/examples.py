@@ -1,7 +1,7 @@
 """The C++ examples in Markdown files.
 
     examples.py extract OUT FILE...   writes each example as a program into OUT and prints their names
-    examples.py check FILE...         fails if a block of C++ or a link to another file of the project is not in order
+    examples.py check FILE...         fails if a block of C++, a link into the project or a table is not in order
 
 A block marked ```cpp is a whole program with a `main`, which the build compiles and CTest runs. A block marked
 ```cpp fragment is a piece that can't stand alone.
@@ -15,7 +15,9 @@ from pathlib import Path
 
 FENCE = re.compile(r"^\s*```+\s*(.*?)\s*$")
 MAIN = re.compile(r"\bint main\(")
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ +(.*?) *$")
+BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 
 
 @dataclass
@@ -60,6 +62,53 @@ def extract(out: Path, files: list[Path]) -> None:
             print(name)
 
 
+def text_of(file: Path) -> list[tuple[int, str]]:
+    """The lines outside of blocks of code, with their numbers from 1."""
+    lines = []
+    inside = False
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if FENCE.match(line):
+            inside = not inside
+        elif not inside:
+            lines.append((number, line))
+    return lines
+
+
+def anchors_of(file: Path) -> set[str]:
+    """As GitHub names the headings: lower case, hyphens for spaces, nothing else than letters, digits, hyphens and underscores."""
+    headings = [match[1] for _, line in text_of(file) if (match := HEADING.match(line))]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def faults_of_links(file: Path) -> list[str]:
+    faults = []
+    for number, line in text_of(file):
+        for target, anchor in LINK.findall(line):
+            if "://" in target:
+                continue
+            other = file.parent / target if target else file
+            if not other.exists():
+                faults.append(f"{file}:{number}: no such file: {target}")
+            elif anchor and anchor not in anchors_of(other):
+                faults.append(f"{file}:{number}: no such heading: {target}#{anchor}")
+    return faults
+
+
+def faults_of_tables(file: Path) -> list[str]:
+    """Renderers drop the cells that a row has too many, and show a table as text if its second line does not fit."""
+    faults = []
+    cells = 0
+    for number, line in text_of(file):
+        if not line.startswith("|"):
+            cells = 0
+            continue
+        here = len(BETWEEN_CELLS.findall(line.rstrip()))
+        cells = cells or here
+        if here != cells:
+            faults.append(f"{file}:{number}: {here - 1} cells in a table of {cells - 1}")
+    return faults
+
+
 def check(files: list[Path]) -> int:
     faults = []
     for file in files:
@@ -68,10 +117,8 @@ def check(files: list[Path]) -> int:
                 faults.append(f"{file}:{block.line}: C++ without main; mark it ```cpp fragment, or make it a program")
             elif block.info.startswith("cpp") and block.info not in ("cpp", "cpp fragment"):
                 faults.append(f"{file}:{block.line}: unknown mark ```{block.info}")
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-            for target in LINK.findall(line):
-                if "://" not in target and not (file.parent / target).exists():
-                    faults.append(f"{file}:{number}: no such file: {target}")
+        faults += faults_of_links(file)
+        faults += faults_of_tables(file)
     print("\n".join(faults) if faults else f"{len(files)} files in order")
     return 1 if faults else 0
 
