@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -61,10 +61,16 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target test_$(GROUP)
 	$(BUILD_DIR)/tests/cpp/test_$(GROUP) --gtest_brief=1 $(if $(FILTER),--gtest_filter='$(FILTER)')
 
-nightly: build $(STAMP)-test  ## What takes an hour or more: each Python model with each option; ranks killed a hundred times; PyTorch's FSDP2 tests, with TESTS=its folder test/
-	FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R 'Python.test_(parity|features)|SharedFailures.ARankThatIsKilled' $(ARGS)
-	$(if $(TESTS),$(peers),@echo "nightly: no TESTS=, so PyTorch's tests are left out")
-	$(if $(MEGATRON),$(megatron))
+# Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
+NIGHTLY ?= options soak fuzz torture large tsan tidy mutants peers
+nightly_options = FSDP_NIGHTLY=1 ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.test_(parity|features)|SharedFailures.ARankThatIsKilled"
+nightly_soak = make soak SECONDS=1800
+nightly_fuzz = make fuzz SECONDS=600
+nightly_torture = make torture KILLS=1000
+nightly_peers = $(if $(TESTS),$(peers),echo "no TESTS=, so PyTorch's tests are left out") && $(if $(MEGATRON),$(megatron),echo "no MEGATRON=, so its tests are left out")
+
+nightly: build $(STAMP)-test  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
+	python scripts/nightly.py $(BUILD_DIR)/nightly $(foreach part,$(NIGHTLY),$(part)='$(subst ','\'',$(or $(nightly_$(part)),make $(part)))')
 
 peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## A peer's tests against it and libfsdp; TESTS=PyTorch's folder test/, or MEGATRON=a checkout of Megatron-LM; ARGS="FILE"
 	@[ -n "$(TESTS)$(MEGATRON)" ] || { echo "make peers: give TESTS=PyTorch's folder test/, or MEGATRON=a checkout of Megatron-LM" >&2; exit 2; }

@@ -109,9 +109,10 @@ auto activation_checkpoint(ActivationCheckpointOptions options, Fn fn, const Inp
   auto on_list = [fn = std::move(fn),
                   counts = std::array<std::size_t, sizeof...(Inputs)>{detail::count(inputs)...}](std::vector<at::Tensor> tensors) mutable {
     auto position = tensors.begin();
-    auto count = counts.begin();
-    // Braces: from left to right.
-    std::tuple<Inputs...> arguments{detail::take<Inputs>(position, *count++)...};
+    auto arguments = [&]<std::size_t... i>(std::index_sequence<i...>) {
+      return std::tuple<Inputs...>{detail::take<Inputs>(position, counts[i])...};  // Braces: from left to right.
+    }
+    (std::index_sequence_for<Inputs...>());
     return detail::Results<Result>::list(std::apply(fn, std::move(arguments)));
   };
   return detail::Results<Result>::from(detail::activation_checkpoint(options, std::move(on_list), std::move(list)));

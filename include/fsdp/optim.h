@@ -19,8 +19,8 @@ class Engine;
 /// Parameters whose names `matches` accepts get these settings instead of the optimizer's own. The first group that matches wins.
 struct ParamGroup {
   std::function<bool(const std::string& name)> matches;  ///< Names are fully qualified.
-  std::optional<double> lr;                              ///< By default the optimizer's.
-  std::optional<double> weight_decay;                    ///< By default the optimizer's.
+  std::optional<double> lr = {};                         ///< By default the optimizer's.
+  std::optional<double> weight_decay = {};               ///< By default the optimizer's.
 };
 
 /// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update: AdamW and SGD are

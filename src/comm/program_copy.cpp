@@ -71,7 +71,10 @@ std::optional<ProgramCopy> take_own_copy() {
 pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<const int> open_fds) {
   environment.emplace_back(kReportFd, std::to_string(told.report_fd));
   std::string results;
-  for (const int result : told.earlier_results) results += (results.empty() ? "" : ",") + std::to_string(result);
+  for (const int result : told.earlier_results) {
+    if (!results.empty()) results += ',';
+    results += std::to_string(result);
+  }
   environment.emplace_back(kEarlierResults, results);
   // Other threads may hold the allocator's locks, so everything is made ready before the fork.
   std::vector<std::string> arguments = own_arguments();

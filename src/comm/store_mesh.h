@@ -19,7 +19,7 @@ struct StoreMesh {
   std::vector<std::string> dims;                ///< Outermost first.
   std::vector<std::vector<std::int64_t>> rows;  ///< Per dimension: the global ranks of this rank's row.
   c10::Device device = c10::kCPU;
-  MeshOptions options;
+  MeshOptions options = {};
 };
 
 /// Connects the ranks of each row with groups of their own. Collective over the mesh; blocks. Throws CommError if the ranks can't meet.

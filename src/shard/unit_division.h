@@ -26,7 +26,7 @@ std::string shown(const std::string& unit_name);
 
 /// The rules of a division: FullyShardOptions' fields of these names.
 struct DivisionRules {
-  UnitPredicate units;
+  UnitPredicate units = {};
   std::vector<std::vector<std::string>> unit_groups = {};
   std::function<bool(const std::string& name, const at::Tensor& parameter)> ignore = {};
 };

@@ -95,3 +95,19 @@ def test_the_picture_of_a_step_can_be_drawn_again(tmp_path: Path) -> None:
     assert "24 spans, at most 2.00 blocks gathered" in said
     assert (tmp_path / "step.svg").read_text(encoding="utf-8").count("<path") > 20
     assert (PICTURES / "step.svg").stat().st_size > 0
+
+
+def test_nightly_results_are_one_page(tmp_path: Path) -> None:
+    nightly = (sys.executable, ROOT / "scripts" / "nightly.py", tmp_path)
+    first = subprocess.run(
+        [*nightly, "one=echo a; echo 'b | c'", "two=echo no >&2; exit 3"], capture_output=True, text=True
+    )
+    assert first.returncode == 1  # Both ran.
+    rows = (tmp_path / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [row.split(" | ")[:2] for row in rows[2:]] == [["| one", "passed"], ["| two", "**failed**"]]
+    assert r"`b \| c`" in rows[2]
+    assert "`no`" in rows[3]
+    assert (tmp_path / "two.log").read_text(encoding="utf-8") == "no\n"
+    subprocess.run([*nightly, "two=true"], check=True, capture_output=True)
+    rows = (tmp_path / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [row.split(" | ")[:2] for row in rows[2:]] == [["| one", "passed"], ["| two", "passed"]]

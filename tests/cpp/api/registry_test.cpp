@@ -46,7 +46,9 @@ TEST(Registry, AModuleAtADeadOnesAddress) {
     model = place.make();
     EXPECT_TRUE(has(message_of([&] { handle(*model); }), kNoUnit));
     EXPECT_NE(model->second.get(), nullptr);
-    if (model->second.get() == second) EXPECT_TRUE(has(message_of([&] { handle(*model->second); }), kNoUnit));
+    if (model->second.get() == second) {
+      EXPECT_TRUE(has(message_of([&] { handle(*model->second); }), kNoUnit));
+    }
     fully_shard(*model, {.mesh = line(), .units = each_linear()});
     EXPECT_EQ(handle(*model).engine()->units().size(), 4U);
     model->forward(batch(0)).sum().backward();

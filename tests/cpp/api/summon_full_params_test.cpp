@@ -153,7 +153,9 @@ TEST(SummonFullParams, OnRank0Only) {
         model->first->weight.zero_();
       } else {
         expect_sharded(*model, strategy);
-        if (is_sharded(strategy)) EXPECT_EQ(sharded.memory_stats().gathered_parameters.live, 0);
+        if (is_sharded(strategy)) {
+          EXPECT_EQ(sharded.memory_stats().gathered_parameters.live, 0);
+        }
       }
     }
     expect_sharded(*model, strategy);

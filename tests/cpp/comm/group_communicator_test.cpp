@@ -59,7 +59,9 @@ TEST(GroupCommunicator, BroadcastsTheTextOfAnyRank) {
         EXPECT_EQ(communicator->broadcast(rank == root ? text : "of another", root, {.operation = "text", .unit = {}}), text);
         const auto& stats = communicator->stats();
         EXPECT_LE(stats.control_messages, 2 * rounds);
-        if (rank == root) EXPECT_EQ(stats.control_bytes, rounds * (8 + 100'000));
+        if (rank == root) {
+          EXPECT_EQ(stats.control_bytes, rounds * (8 + 100'000));
+        }
         const auto sent = communicator->exchange(at::full({1}, stats.control_bytes, at::kLong), {.operation = "sum", .unit = {}});
         EXPECT_EQ(sent.sum().item<std::int64_t>(), (size - 1) * (8 + 100'000));
         EXPECT_EQ(communicator->broadcast("", root, {.operation = "no text", .unit = {}}), "");

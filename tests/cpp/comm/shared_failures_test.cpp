@@ -141,7 +141,9 @@ TEST_F(SharedFailures, ARankThatIsKilledFailsAllOthersSoonAndLeavesNothing) {
     if (::testing::Test::HasFailure()) return;
   }
   EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
-  if (sees_own_files_only) EXPECT_EQ(entries_of("/dev/shm"), 0);
+  if (sees_own_files_only) {
+    EXPECT_EQ(entries_of("/dev/shm"), 0);
+  }
 }
 
 // A child of the dead rank has its sockets, so that no connection closes.

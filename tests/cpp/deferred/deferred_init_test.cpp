@@ -313,7 +313,9 @@ TEST(DeferredInit, EverySharding) {
       expect_same(sharded.full_parameters(), reference.full_parameters(), 0, name);
       for (const auto& [parameter, value] : sharded.full_parameters()) {
         for (const auto& [other, expected] : whole) {
-          if (other == parameter) EXPECT_TRUE(torch::equal(value, expected.to(value.scalar_type()))) << name << " " << parameter;
+          if (other == parameter) {
+            EXPECT_TRUE(torch::equal(value, expected.to(value.scalar_type()))) << name << " " << parameter;
+          }
         }
       }
       const auto tokens = at::arange(6, at::kLong).add(rank);

@@ -73,7 +73,9 @@ fsdp::testing::NamedTensors train(const fsdp::DeviceMesh& mesh, FullyShardOption
       const auto stats = sharded.memory_stats();
       EXPECT_EQ(stats.unreduced_gradients.live, 0);
       EXPECT_EQ(stats.communication.live, 0);
-      if (options.placements.parameters == fsdp::Placement::kSharded) EXPECT_EQ(stats.gathered_parameters.live, 0);
+      if (options.placements.parameters == fsdp::Placement::kSharded) {
+        EXPECT_EQ(stats.gathered_parameters.live, 0);
+      }
     }
     optimizer.zero_grad();
   }

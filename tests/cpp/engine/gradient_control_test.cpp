@@ -186,7 +186,9 @@ TEST(GradientControl, NotTheLastBackward) {
             stack_loss(model, 2 * step + 1, rank).backward();
             EXPECT_EQ(sharded.memory_stats().communication.live > 0, !last) << "the staging of reductions that are under way";
             if (step == 0) sharded.finish_gradient_sync();
-            if (step == 0) EXPECT_EQ(sharded.memory_stats().communication.live, 0);
+            if (step == 0) {
+              EXPECT_EQ(sharded.memory_stats().communication.live, 0);
+            }
             optimizer.step();
             optimizer.zero_grad();
           }

@@ -319,7 +319,9 @@ void expect_unsharded_training(const Precision& precision, int ranks,
           }
           // Without staging, which whole gradients need more of, both hold all of these until they are reduced, and one has shards, too.
           const bool staged = line.communicator("dp_shard")->staging_numel(1) > 0;
-          if (accumulation.sync || staged) EXPECT_LE(peaks["optim_grads"], peaks["optim"]) << accumulation.name;
+          if (accumulation.sync || staged) {
+            EXPECT_LE(peaks["optim_grads"], peaks["optim"]) << accumulation.name;
+          }
         }
       },
       std::chrono::seconds(240));

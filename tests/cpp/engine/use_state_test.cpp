@@ -149,7 +149,9 @@ TEST_P(UseState, PinnedUnitsOutliveWhatDoesNotUseThem) {
       EXPECT_EQ(sharded.gathered_bytes(), one);
       // Forward gathers the others only, backward all that forward has left. (With read-ahead, wrong predictions come on top.)
       const auto gathers = sharded.gathers([&] { sharded.loss({0, 3, 1}).backward(); });
-      if (depth == 0) EXPECT_EQ(gathers, 3 + 2);
+      if (depth == 0) {
+        EXPECT_EQ(gathers, 3 + 2);
+      }
       sharded.handle->zero_grad();
       EXPECT_EQ(sharded.gathered_bytes(), 0);
       sharded.block(3).unshard();
@@ -269,12 +271,18 @@ TEST(PrefetchLists, StartWhenTheListingUnitIsEntered) {
       for (std::int64_t ahead = k + 1; ahead <= std::min(k + depth, kBlocks - 1); ++ahead) {
         EXPECT_LT(at(log, "gather " + block(ahead)), at(log, "wait gather " + block(k)));
       }
-      if (k + depth < kBlocks) EXPECT_GT(at(log, "gather " + block(k + depth)), entered);
+      if (k + depth < kBlocks) {
+        EXPECT_GT(at(log, "gather " + block(k + depth)), entered);
+      }
       const auto entered_again = at(log, "backward " + block(k));
       for (std::int64_t ahead = k - 1; ahead >= std::max<std::int64_t>(k - depth, 0); --ahead) {
         const auto gathered = at(log, "gather " + block(ahead), backward);
-        if (k < kBlocks - 1) EXPECT_LT(gathered, at(log, "wait gather " + block(k), backward));
-        if (ahead == k - depth) EXPECT_GT(gathered, entered_again);
+        if (k < kBlocks - 1) {
+          EXPECT_LT(gathered, at(log, "wait gather " + block(k), backward));
+        }
+        if (ahead == k - depth) {
+          EXPECT_GT(gathered, entered_again);
+        }
         EXPECT_LT(gathered, at(log, "backward " + block(ahead), backward));
       }
     }

@@ -33,9 +33,9 @@ const std::vector<std::string> kUnits = {"", "blocks.0", "blocks.1", "blocks.2",
 
 /// What one step, or one pass of it, should send: the units of each collective by index into kUnits.
 struct Expected {
-  std::vector<std::size_t> gathered;            ///< Parameters.
-  std::vector<std::size_t> reduced;             ///< Gradients.
-  std::vector<std::size_t> gathered_gradients;  ///< Reduced ones (no_shard).
+  std::vector<std::size_t> gathered = {};            ///< Parameters.
+  std::vector<std::size_t> reduced = {};             ///< Gradients.
+  std::vector<std::size_t> gathered_gradients = {};  ///< Reduced ones (no_shard).
   int usage_exchanges = 1;
 };
 
@@ -368,7 +368,9 @@ TEST(Order, ReadAheadOfTwo) {
     const auto current = "wait gather blocks." + std::to_string(k);
     EXPECT_LT(position(log, "gather blocks." + std::to_string(k + 2)), position(log, current));
     const auto ahead = position(log, "gather blocks." + std::to_string(k), loss);
-    if (k < 2) EXPECT_LT(ahead, position(log, "wait gather blocks." + std::to_string(k + 2), loss));
+    if (k < 2) {
+      EXPECT_LT(ahead, position(log, "wait gather blocks." + std::to_string(k + 2), loss));
+    }
   }
   // The first two of backward are under way before its first block.
   EXPECT_LT(position(log, "gather blocks.3", loss), position(log, "backward blocks.4"));
@@ -480,7 +482,9 @@ TEST(Order, UnitsThatAreUsedTwiceAreReducedTwiceOnce) {
         EXPECT_LT(gather, reduce);  // counted from the end
       }
       // Units 3, 2 and 1 are reduced on their second departure, before the end of backward.
-      if (step > 0) EXPECT_LT(position(*log, "reduce 1"), position(*log, "exchange"));
+      if (step > 0) {
+        EXPECT_LT(position(*log, "reduce 1"), position(*log, "exchange"));
+      }
     }
   }
 }

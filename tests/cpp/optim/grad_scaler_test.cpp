@@ -82,7 +82,9 @@ TEST(GradScaler, OneInfiniteElementOnOneRankStopsAll) {
           for (const std::int64_t element : {0, 99}) {
             optimizer.zero_grad();
             scaler.scale(loss_of(net, rank)).backward();
-            if (source == 0) EXPECT_TRUE(scaler.step(optimizer));  // Gives the optimizer a state that must stay.
+            if (source == 0) {
+              EXPECT_TRUE(scaler.step(optimizer));
+            }  // Gives the optimizer a state that must stay.
             if (source == 0) scaler.update();
 
             optimizer.zero_grad();

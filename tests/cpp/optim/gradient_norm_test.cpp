@@ -34,7 +34,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 TEST(ClipGradNorm, IsTorchsAndTheSameForEveryStrategy) {
   over_ranks([](int rank) {
     const auto mesh = line();
-    for (const auto [norm_type, max_norm] : std::vector<std::pair<double, double>>{
+    for (const auto& [norm_type, max_norm] : std::vector<std::pair<double, double>>{
              {2, 0.01}, {2, 1e6}, {1, 0.01}, {1, 1e6}, {3, 0.01}, {0.5, 0.01}, {kInf, 0.001}, {kInf, 1e6}}) {
       std::optional<double> first;
       NamedTensors first_gradients;
@@ -60,7 +60,9 @@ TEST(ClipGradNorm, IsTorchsAndTheSameForEveryStrategy) {
         EXPECT_EQ(norm, *first) << strategy;
         expect_same(after, first_gradients, 0, strategy);
         // Once clipped, there is nothing to do.
-        if (max_norm < norm) EXPECT_NEAR(clip_grad_norm(*model, max_norm, {.norm_type = norm_type}), max_norm, 1e-6);
+        if (max_norm < norm) {
+          EXPECT_NEAR(clip_grad_norm(*model, max_norm, {.norm_type = norm_type}), max_norm, 1e-6);
+        }
       }
     }
   });

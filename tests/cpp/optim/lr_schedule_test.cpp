@@ -52,8 +52,12 @@ TEST(LRSchedule, WarmUpOnly) {
 TEST(LRSchedule, NeverRisesAfterTheWarmUp) {
   for (const auto& schedule : {linear_schedule(10, 1000, 0.1), cosine_schedule(10, 1000, 0.1)}) {
     for (std::int64_t step = 1; step < 1100; ++step) {
-      if (step < 10) EXPECT_GT(schedule(step), schedule(step - 1)) << step;
-      if (step > 10) EXPECT_LE(schedule(step), schedule(step - 1)) << step;
+      if (step < 10) {
+        EXPECT_GT(schedule(step), schedule(step - 1)) << step;
+      }
+      if (step > 10) {
+        EXPECT_LE(schedule(step), schedule(step - 1)) << step;
+      }
       EXPECT_GE(schedule(step), 0.1 - 1e-15) << step;
       EXPECT_LE(schedule(step), 1) << step;
     }

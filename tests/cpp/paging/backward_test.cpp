@@ -231,7 +231,9 @@ TEST(Backward, AUnitWithAGradientOnOneRankOnly) {
     const auto plain = make_net();
     loss(*plain, 0, true).div(2).backward();
     for (const auto& [name, gradient] : sharded.full_gradients()) {
-      if (name.starts_with("second.")) EXPECT_TRUE(torch::allclose(gradient, plain->named_parameters()[name].grad(), 1e-5, 1e-7)) << name;
+      if (name.starts_with("second.")) {
+        EXPECT_TRUE(torch::allclose(gradient, plain->named_parameters()[name].grad(), 1e-5, 1e-7)) << name;
+      }
     }
   });
 }

@@ -422,7 +422,9 @@ TEST_F(SaveLoad, WhatIsWrittenAfterASaveBesideTrainingIsNotInIt) {
       const auto loaded = fsdp::load(path(name), *other.model, *other.optimizer);
       expect_same_bits(other.handle->full_parameters(), parameters);
       EXPECT_TRUE(same_bits(other.model->named_buffers()["counts"], counts));
-      if (run.mesh.rank() == 0) EXPECT_TRUE(same_bits(std::get<at::Tensor>(loaded.extra.at("mine")), at::ones({3})));
+      if (run.mesh.rank() == 0) {
+        EXPECT_TRUE(same_bits(std::get<at::Tensor>(loaded.extra.at("mine")), at::ones({3})));
+      }
       Training same(options);
       same.train(0, 4);
       other.train(2, 4);

@@ -46,9 +46,9 @@ struct Replica {
   at::Tensor main;   ///< May share its memory.
   at::ScalarType main_gradient = at::kFloat;
   at::ScalarType wire = at::kFloat;
-  std::vector<at::Tensor> unreduced;  ///< By rank.
-  std::vector<at::Tensor> partial;    ///< By row.
-  at::Tensor gradient;
+  std::vector<at::Tensor> unreduced = {};  ///< By rank.
+  std::vector<at::Tensor> partial = {};    ///< By row.
+  at::Tensor gradient = {};
 
   at::ScalarType precise() const { return wire == at::kDouble ? at::kDouble : at::kFloat; }
 

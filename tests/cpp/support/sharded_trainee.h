@@ -88,7 +88,9 @@ class ShardedTrainee final : public Trainee {
     if (plan.is_last) {
       const auto memory = handle_->memory_stats();
       EXPECT_EQ(memory.communication.live, 0) << "after backward";
-      if (plan.sync && plan.all_reduce) EXPECT_EQ(memory.unreduced_gradients.live, 0) << "after a synchronized backward";
+      if (plan.sync && plan.all_reduce) {
+        EXPECT_EQ(memory.unreduced_gradients.live, 0) << "after a synchronized backward";
+      }
       // What unshard() has gathered stays until it is used.
       if (settings_.strategy == "optim_grads_params" && !settings_.hfsdp && settings_.disturbance == 0) {
         EXPECT_EQ(memory.gathered_parameters.live, 0) << "after backward";
@@ -203,7 +205,9 @@ class ShardedTrainee final : public Trainee {
       ASSERT_NE(found, expected.end()) << name;
       EXPECT_TRUE(at::allclose(parameter, found->second, 0, 0, /*equal_nan=*/true)) << "unsharded: " << name;
     }
-    if (computes) EXPECT_EQ(evaluate(1), before) << "unsharded";
+    if (computes) {
+      EXPECT_EQ(evaluate(1), before) << "unsharded";
+    }
   }
 
  private:
