@@ -87,6 +87,7 @@ PANELS = (
     Panel("Over plain training, d=512, 2 ranks", "d512", "step_overhead", "part of a plain step"),
     Panel("Memory, d=256", "d256", "peak_memory_mib", "MiB, shared pages counted once"),
     Panel("Memory, d=512", "d512", "peak_memory_mib", "MiB, shared pages counted once"),
+    Panel("Step, d=512, 2 hosts of 2 ranks, links of 1 Gbit/s", "hosts", "step_ms", "ms"),
     Panel("Host time added, world 8", "world8", "host_us_per_unit", "µs per unit and step"),
     Panel("Host time added, world 1,024", "world1024", "host_us_per_unit", "µs per unit and step"),
     Panel("AdamW, 2,000 small parameters", "optimizer2000", "optimizer_ms", "ms"),
