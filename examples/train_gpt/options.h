@@ -36,9 +36,9 @@ struct Options {
   std::uint64_t seed = 1;
   std::int64_t eval_every = 200;
   std::int64_t eval_sequences = 64;
-  std::string run;  ///< The folder of this run. Empty: a new one below runs/.
-  std::string log;  ///< Empty: in the folder of the run, as is `save`.
-  std::string save;
+  std::string run = {};  ///< The folder of this run. Empty: a new one below runs/.
+  std::string log = {};  ///< Empty: in the folder of the run, as is `save`.
+  std::string save = {};
   std::string save_name = "step";
   bool save_async = false;
   std::int64_t save_every = 100;
@@ -46,8 +46,8 @@ struct Options {
   std::string resume = "no";
   std::int64_t sample_tokens = 400;
   double temperature = 0.8;
-  std::string prompt;    ///< By default one that suits the default data.
-  std::string generate;  ///< The folder of the run that writes text. Empty: train.
+  std::string prompt;         ///< By default one that suits the default data.
+  std::string generate = {};  ///< The folder of the run that writes text. Empty: train.
   int threads = 1;
   std::string device = "cpu";
 };

@@ -171,7 +171,9 @@ TEST(Generate, GathersOncePerTextNotPerToken) {
       sharded.reset_wire_stats();
       const auto text = generate(model, options, mesh);
       EXPECT_EQ(text.empty(), rank != 0);
-      if (rank == 0) EXPECT_GT(text.size(), 4U);
+      if (rank == 0) {
+        EXPECT_GT(text.size(), 4U);
+      }
       const auto stats = sharded.wire_stats();
       return stats.all_gather_bytes + stats.scatter_bytes + stats.control_bytes;
     };
