@@ -23,7 +23,7 @@ STAMP := $(VENV)/.setup
 CXX_FILES = $(shell find include src examples tools bench tests -name '*.h' -o -name '*.cpp')
 peers = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS) --results $(BUILD_DIR)/peers
 megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --checkout $(MEGATRON) --results $(BUILD_DIR)/peers/megatron
-PYTHON_MODULES = libfsdp libfsdp.optim libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.experimental libfsdp.megatron.uneven_dtensor
+PYTHON_MODULES = libfsdp libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.experimental libfsdp.megatron.uneven_dtensor
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
   -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS)
 

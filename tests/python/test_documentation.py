@@ -35,6 +35,9 @@ def undocumented(module: Any) -> list[str]:
     found = [] if module.__doc__ else [module.__name__]
     for name in module.__all__:
         public = getattr(module, name)
+        if inspect.ismodule(public):
+            found += undocumented(public)
+            continue
         if not getattr(public, "__module__", "").startswith(("libfsdp", "test_documentation")):
             continue  # torch's, or a value
         found += [] if public.__doc__ else [f"{module.__name__}.{name}"]
