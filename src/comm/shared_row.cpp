@@ -25,7 +25,7 @@ struct Introduction {
   char boot[40] = {};  ///< The kernel's name of its present life: the same on one host only.
   std::int64_t user = -1;
   std::uint64_t processes = 0;  ///< Its namespace: what the number of a process means.
-  std::int64_t ready = 0;  ///< This rank wants to share, and has a heap.
+  std::int64_t ready = 0;       ///< This rank wants to share, and has a heap.
   HeapAddress heap;
   std::int64_t mailbox = 0;
 };
