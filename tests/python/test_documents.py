@@ -1,4 +1,4 @@
-"""The Python programs in the documents run as they stand there."""
+"""The Python programs in the documents run as they stand there, and what one replaces prints the same."""
 
 import re
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
+DIFF = re.compile(r"^```diff\n( import .*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = ["README.md", "docs/python-guide.md", "docs/migrating-from-megatron-fsdp.md", "docs/megatron-v2.md"]
 
 
@@ -27,10 +28,33 @@ def test_documents_have_programs() -> None:
 
 @pytest.mark.parametrize("program", [pytest.param(program, id=name) for name, program in programs()])
 def test_program_runs(program: str, tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
+    run(program, tmp_path)
+
+
+def run(program: str, folder: Path) -> list[str]:
+    """The lines that it prints, sorted; on two ranks if it is made for ranks."""
+    path = folder / "program.py"
     path.write_text(program, encoding="utf-8")
     command = [sys.executable, str(path)]
     if "init_process_group" in program:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
     assert result.returncode == 0, result.stderr[-4000:]
+    return sorted(result.stdout.splitlines())
+
+
+def test_the_program_before_migrating_prints_the_same(tmp_path: Path) -> None:
+    (diff,) = DIFF.findall((ROOT / "docs/migrating-from-fsdp2.md").read_text(encoding="utf-8"))
+    lines = diff.splitlines()
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    assert any("torch.distributed.fsdp" in line for line in before)
+    assert not any("torch.distributed.fsdp" in line for line in after)
+    printed = []
+    for name, program in (("before", before), ("after", after)):
+        folder = tmp_path / name
+        folder.mkdir()
+        printed.append(run("\n".join([*program, ""]), folder))
+        assert (folder / "checkpoint" / ".metadata").exists()
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 6
