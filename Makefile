@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -27,7 +27,7 @@ PYTHON_MODULES = libfsdp libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.e
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
   -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS)
 
-.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan fuzz tidy clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan fuzz tidy torch-compat clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -139,5 +139,13 @@ fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files,
 tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's sources
 	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
 
+torch-compat: | $(STAMP)-build  ## Compile the library with another torch, TORCH=2.15.0, in $BUILD_DIR-torch-2.15.0; nothing of that torch is run
+	@[ -n "$(TORCH)" ] || { echo "make torch-compat: give TORCH=, a version of torch" >&2; exit 2; }
+	python -m pip download -qq --disable-pip-version-check --no-deps --only-binary :all: -d $(BUILD_DIR)-torch-$(TORCH)/wheel torch==$(TORCH)
+	python -m zipfile -e $(BUILD_DIR)-torch-$(TORCH)/wheel/torch-*.whl $(BUILD_DIR)-torch-$(TORCH)/root
+	cmake -DCMAKE_PREFIX_PATH=$(abspath $(BUILD_DIR)-torch-$(TORCH))/root/torch/share/cmake --log-level=WARNING --preset release \
+	  -B $(BUILD_DIR)-torch-$(TORCH) $(foreach part,TESTS EXAMPLES TOOLS BENCH PYTHON,-DFSDP_BUILD_$(part)=OFF)
+	cmake --build $(BUILD_DIR)-torch-$(TORCH) -j $(JOBS) --target fsdp
+
 clean:  ## Remove the build directories; the virtual environment stays
-	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel $(BUILD_DIR)-torch-*
