@@ -1,7 +1,7 @@
 """Breaks the library on purpose, one small change at a time, and looks whether a test notices.
 
     mutants.py check ROOT                          every mutant still fits the sources, and its tests are there
-    mutants.py run ROOT WORK [--part 2/5] [--only NAME] [--jobs N]
+    mutants.py run ROOT WORK [--part 2/5] [--only NAME] [--workshops N]
                                                    builds and tests them in WORK, a folder of their own
 
 A mutant is a file under tests/mutants: a few `key: value` lines, then the text that it replaces and the new one.
@@ -29,9 +29,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty, Queue
 
 TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+), (\w+)\)", re.MULTILINE)
 # Tests with parameters have a prefix and a suffix, each with a slash.
@@ -237,64 +240,99 @@ def chosen(mutants: list[Mutant], part: str, only: list[str]) -> list[Mutant]:
     return mutants[int(index) - 1 :: int(count)]
 
 
-def run(root: Path, work: Path, mutants: list[Mutant], jobs: int) -> int:
-    work.mkdir(parents=True, exist_ok=True)
-    record = work / "results.json"
-    results: dict[str, dict[str, str]] = json.loads(record.read_text()) if record.exists() else {}
-    keys = {mutant.name: key_of(root, mutant) for mutant in mutants}
+class Results:
+    """What came out for each mutant, in a file that a stopped run goes on from. Two workshops may write at once."""
 
-    def verdict(mutant: Mutant) -> str:
-        known = results.get(mutant.name, {})
-        return known.get("verdict", "") if known.get("key") == keys[mutant.name] else ""
+    def __init__(self, root: Path, record: Path, mutants: list[Mutant]) -> None:
+        self.record = record
+        self.keys = {mutant.name: key_of(root, mutant) for mutant in mutants}
+        self.known: dict[str, dict[str, str]] = json.loads(record.read_text()) if record.exists() else {}
+        self.lock = threading.Lock()
 
-    todo = [mutant for mutant in mutants if not verdict(mutant).startswith("killed")]
-    workshop = Workshop(root, work, jobs)
-    workshop.prepare()
-    print(f"{len(todo)} of {len(mutants)} mutants to try; building", flush=True)
-    complaint = workshop.build(program for mutant in todo for program, _ in mutant.tests)
-    if complaint:
-        print(complaint)
-        return 1
+    def verdict(self, mutant: Mutant) -> str:
+        known = self.known.get(mutant.name, {})
+        return known.get("verdict", "") if known.get("key") == self.keys[mutant.name] else ""
 
-    # As the library is, all tests pass, and take so long; a busy machine may make that several times as much.
-    limits: dict[tuple[str, str], float] = {}
-    for test in sorted({test for mutant in todo for test in mutant.tests}):
-        began = time.monotonic()
-        if workshop.test(*test, limit=600) == "passed":
-            limits[test] = 30 + 8 * (time.monotonic() - began)
-        else:
-            print(f"{' '.join(test)} fails without any mutant", flush=True)
+    def add(self, mutant: Mutant, verdict: str, seconds: float) -> None:
+        with self.lock:
+            self.known[mutant.name] = {"key": self.keys[mutant.name], "verdict": verdict}
+            self.record.write_text(json.dumps(self.known, indent=1, sort_keys=True))
+            print(f"{mutant.name}: {verdict} ({seconds:.0f} s)", flush=True)
 
-    for mutant in todo:
-        started = time.monotonic()
-        if not limits.keys() >= set(mutant.tests):
-            continue
-        source = workshop.tree / mutant.file
-        original = source.read_text(encoding="utf-8")
-        outcome = "survived"
-        source.write_text(mutated(workshop.tree, mutant), encoding="utf-8")
-        try:
-            complaint = workshop.build(program for program, _ in mutant.tests)
-            if complaint:
-                outcome = "does not compile"
-            for program, pattern in mutant.tests:
-                if outcome != "survived":
-                    break
-                seen = workshop.test(program, pattern, limits[program, pattern])
-                if seen != "passed":
-                    outcome = f"killed by {program} {pattern}" + (" (time-out)" if seen == "timed out" else "")
-        finally:
-            source.write_text(original, encoding="utf-8")
-        results[mutant.name] = {"key": keys[mutant.name], "verdict": outcome}
-        record.write_text(json.dumps(results, indent=1, sort_keys=True))
-        print(f"{mutant.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+
+def try_mutant(workshop: Workshop, mutant: Mutant, limits: dict[tuple[str, str], float]) -> str:
+    source = workshop.tree / mutant.file
+    original = source.read_text(encoding="utf-8")
+    source.write_text(mutated(workshop.tree, mutant), encoding="utf-8")
+    try:
+        complaint = workshop.build(program for program, _ in mutant.tests)
         if complaint:
             print(complaint)
+            return "does not compile"
+        for program, pattern in mutant.tests:
+            seen = workshop.test(program, pattern, limits[program, pattern])
+            if seen != "passed":
+                return f"killed by {program} {pattern}" + (" (time-out)" if seen == "timed out" else "")
+        return "survived"
+    finally:
+        source.write_text(original, encoding="utf-8")
 
-    alive = [mutant for mutant in mutants if not verdict(mutant).startswith("killed")]
+
+def work_on(workshop: Workshop, programs: set[str], batches: "Queue[list[Mutant]]", results: Results) -> None:
+    """Builds the library as it is, then tries mutants until none is left."""
+    workshop.prepare()
+    complaint = workshop.build(programs)
+    if complaint:
+        raise MutantError(complaint)
+    # As the library is, all tests pass, and take so long; a busy machine may make that several times as much.
+    limits: dict[tuple[str, str], float] = {}
+    while True:
+        try:
+            batch = batches.get_nowait()
+        except Empty:
+            return
+        for mutant in batch:
+            started = time.monotonic()
+            failing = ""
+            for test in mutant.tests:
+                if test not in limits:
+                    began = time.monotonic()
+                    if workshop.test(*test, limit=600) != "passed":
+                        failing = " ".join(test)
+                        break
+                    limits[test] = 30 + 8 * (time.monotonic() - began)
+            verdict = (
+                f"not tried: {failing} fails without any mutant" if failing else try_mutant(workshop, mutant, limits)
+            )
+            results.add(mutant, verdict, time.monotonic() - started)
+
+
+def run(root: Path, work: Path, mutants: list[Mutant], workshops: int) -> int:
+    work.mkdir(parents=True, exist_ok=True)
+    results = Results(root, work / "results.json", mutants)
+    todo = [mutant for mutant in mutants if not results.verdict(mutant).startswith("killed")]
+    print(f"{len(todo)} of {len(mutants)} mutants to try; building", flush=True)
+    # Mutants of one file go to one workshop: restoring the file and changing it again is then one compilation.
+    by_file: dict[str, list[Mutant]] = {}
+    for mutant in todo:
+        by_file.setdefault(mutant.file, []).append(mutant)
+    batches: Queue[list[Mutant]] = Queue()
+    for batch in sorted(by_file.values(), key=len, reverse=True):
+        batches.put(batch)
+    programs = {program for mutant in todo for program, _ in mutant.tests}
+    jobs = max(1, (os.cpu_count() or 1) // workshops)
+    with ThreadPoolExecutor(workshops) as pool:
+        running = [
+            pool.submit(work_on, Workshop(root, work / str(index), jobs), programs, batches, results)
+            for index in range(workshops)
+        ]
+    for future in running:
+        future.result()
+
+    alive = [mutant for mutant in mutants if not results.verdict(mutant).startswith("killed")]
     print(f"{len(mutants) - len(alive)} of {len(mutants)} mutants killed")
     for mutant in alive:
-        print(f"  {mutant.name} {verdict(mutant) or 'was not tried'}: {mutant.promise}")
+        print(f"  {mutant.name} {results.verdict(mutant) or 'was not tried'}: {mutant.promise}")
     return 1 if alive else 0
 
 
@@ -308,7 +346,9 @@ def main() -> int:
     runner.add_argument("work", type=Path)
     runner.add_argument("--part", default="1/1", help="2/5: the second of five parts")
     runner.add_argument("--only", action="append", default=[], help="mutants whose names begin so")
-    runner.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    runner.add_argument(
+        "--workshops", type=int, default=os.cpu_count() or 1, help="copies of the tree to work in at once"
+    )
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     mutants = read_mutants(root)
@@ -322,7 +362,7 @@ def main() -> int:
     if arguments.command == "check":
         print(f"{len(mutants)} mutants fit")
         return 0
-    return run(root, arguments.work.resolve(), mutants, arguments.jobs)
+    return run(root, arguments.work.resolve(), mutants, arguments.workshops)
 
 
 if __name__ == "__main__":
