@@ -121,15 +121,20 @@ def pace_of(case: Case, args: argparse.Namespace) -> Pace:
     return Pace(args.rounds or pace.rounds, pace.turn)
 
 
-def measure_all(args: argparse.Namespace) -> list[Row]:
-    """Every case that was asked for, one after the other."""
+def measure_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Every case that was asked for, one after the other; the names of those that failed, which cost the others nothing."""
     programs = Programs(sys.executable, args.binary, frozenset(args.contender or ()))
     rows: list[Row] = []
+    failed: list[str] = []
     for name in args.case or CASES:
         start = time.monotonic()
-        rows += CASES[name].measure(pace_of(CASES[name], args), programs)
+        try:
+            rows += CASES[name].measure(pace_of(CASES[name], args), programs)
+        except BenchError as error:
+            failed.append(name)
+            print(f"bench: {error}", file=sys.stderr)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    return rows
+    return rows, failed
 
 
 def main() -> int:
@@ -139,17 +144,17 @@ def main() -> int:
     path = (str(args.package.resolve()), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # All contenders inherit it.
     machine = describe_machine()
-    try:
-        rows = measure_all(args)
-    except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
+    rows, failed = measure_all(args)
+    if not rows:
         return 1
     result = report.Result(shlex.join(("python", "bench/run.py", *sys.argv[1:])), machine, rows)
     report.write(result, args.out)
-    if not args.quick and not machine["commit"].endswith("-dirty"):
+    if not failed and not args.quick and not machine["commit"].endswith("-dirty"):
         report.remember(result, args.out.parent)
     print(report.markdown(result))
-    return 0
+    if failed:
+        print(f"bench: not measured: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import history
 import measure
 import report
+import run
 from fleet import used_kib
 from intervals import is_below_resolution, median_interval
 
@@ -83,11 +85,36 @@ def test_the_fastest_setting_of_fsdp2_is_the_reference() -> None:
     assert measure.with_best({"ddp": rounds(1.0)}) == {"ddp": rounds(1.0)}
 
 
-def test_losses_that_differ_end_the_benchmark() -> None:
+def test_losses_that_differ_end_their_case() -> None:
     same: measure.Losses = {"fsdp2": [[1.0, 2.0]], "ddp": [[1.0, 2.0 + 1e-9]]}
     measure.check_losses("d512", same, 2)
     with pytest.raises(measure.BenchError, match=r"at step 1 on rank 0, fsdp2 has loss 2\.0 and ddp has 2\.1"):
         measure.check_losses("d512", {**same, "ddp": [[1.0, 2.1]]}, 2)
+
+
+def test_a_case_that_fails_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measures(*_: object) -> list[measure.Row]:
+        return [measure.row("d256", "libfsdp", "step_ms", "ms", [1.0])]
+
+    def fails(*_: object) -> list[measure.Row]:
+        raise measure.BenchError("contender ddp lost rank 1")
+
+    pace = measure.Pace(rounds=1, turn=1)
+    cases = {
+        name: SimpleNamespace(measure=work, quick=pace, full=pace)
+        for name, work in (("a", measures), ("b", fails), ("c", measures))
+    }
+    monkeypatch.setattr(run, "CASES", cases)
+    out = tmp_path / "latest.json"
+    monkeypatch.setattr(sys, "argv", ["run.py", "--case", "a", "--case", "b", "--case", "c", "--out", str(out)])
+    assert run.main() == 1
+    assert len(json.loads(out.read_text())["rows"]) == 2
+    said = capsys.readouterr().err
+    assert "contender ddp lost rank 1" in said
+    assert "not measured: b" in said
+    assert not (tmp_path / "history.jsonl").exists()
 
 
 def test_targets_are_met_at_their_limit() -> None:
@@ -100,7 +127,9 @@ def test_targets_are_met_at_their_limit() -> None:
 
 def test_history_keeps_a_line_for_each_commit(tmp_path: Path) -> None:
     def run(commit: str, **measured: float) -> dict[str, Any]:
-        targets = [{"case": "d512", "contender": "libfsdp", "metric": name, "median": x} for name, x in measured.items()]
+        targets = [
+            {"case": "d512", "contender": "libfsdp", "metric": name, "median": x} for name, x in measured.items()
+        ]
         machine = {"commit": commit, "date": "today", "cpu": "a"}
         return history.line_of(machine, targets)
 
@@ -119,7 +148,9 @@ def test_the_documented_targets_are_the_ones_that_are_checked() -> None:
     document = (Path(__file__).resolve().parents[2] / "docs/benchmarks.md").read_text(encoding="utf-8")
     section = document.split("## Targets\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\S+) \|$", section, re.MULTILINE)
-    written = [report.Target(case, contender, metric, float(Fraction(limit))) for case, contender, metric, limit in rows]
+    written = [
+        report.Target(case, contender, metric, float(Fraction(limit))) for case, contender, metric, limit in rows
+    ]
     assert written == list(report.TARGETS)
 
 
