@@ -37,6 +37,7 @@ class RankError(AssertionError):
 def serve(rank: int, size: int, store: str, calls: Connection, results: Connection) -> None:
     """A rank: answers calls until there are no more."""
     faulthandler.enable()
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # Of all threads: Gloo's are unknown to Python.
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
