@@ -32,4 +32,4 @@ class PackageTest(ConanFile):
 
     def test(self) -> None:
         if can_run(self):
-            self.run(str(Path(self.cpp.build.bindir) / "package_test"), env="conanrun")
+            self.run(str(Path(self.build_folder) / "package_test"), env="conanrun")
