@@ -15,10 +15,25 @@ if importlib.util.find_spec("libfsdp") is None:
 torch.set_num_threads(1)  # As the ranks: sums of matrix products depend on it.
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def kept_ranks(attempts: int) -> Iterator[Callable[[int], Ranks]]:
     """Ranks by their number; started when they are first used, and kept."""
     started: dict[int, Ranks] = {}
-    yield lambda size: started.setdefault(size, Ranks(size))
+    yield lambda size: started.setdefault(size, Ranks(size, attempts))
     for group in started.values():
         group.end()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks for anything."""
+    yield from kept_ranks(attempts=1)
+
+
+@pytest.fixture(scope="session")
+def peer_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks that run torch's FSDP2 and nothing of libfsdp.
+
+    Long runs of the peers on Gloo die of a signal now and then, in processes that have not even loaded libfsdp ("malloc(): unaligned tcache
+    chunk detected"). So they have processes of their own, and a second attempt.
+    """
+    yield from kept_ranks(attempts=2)

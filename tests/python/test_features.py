@@ -268,21 +268,21 @@ ONE_FORWARD = [name for name in SAME_AS_PLAIN if not name.endswith(("_between", 
 class Runs:
     """Training runs, each made once."""
 
-    def __init__(self, ranks: StartRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: StartRanks, peer_ranks: StartRanks) -> None:
+        self.ranks = {"libfsdp": ranks, "fsdp2": peer_ranks}
         self.made: dict[tuple[str, str], list[Run]] = {}
 
     def get(self, feature: str, implementation: str) -> list[Run]:
         """By rank."""
         if (feature, implementation) not in self.made:
-            self.made[feature, implementation] = self.ranks(2).run(train_with, feature, implementation)
+            self.made[feature, implementation] = self.ranks[implementation](2).run(train_with, feature, implementation)
         return self.made[feature, implementation]
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: StartRanks) -> Runs:
+def runs(ranks: StartRanks, peer_ranks: StartRanks) -> Runs:
     """All runs of this module."""
-    return Runs(ranks)
+    return Runs(ranks, peer_ranks)
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in FSDP2_FAILS])

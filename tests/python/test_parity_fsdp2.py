@@ -103,22 +103,22 @@ def as_parameter(case: str, options: str) -> object:
 class Runs:
     """Training runs, each made once."""
 
-    def __init__(self, ranks: StartRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: StartRanks, peer_ranks: StartRanks) -> None:
+        self.ranks = {"libfsdp": ranks, "fsdp2": peer_ranks}
         self.made: dict[tuple[str, str, Options, int], list[Run]] = {}
 
     def get(self, case: str, implementation: str, options: Options, world: int) -> list[Run]:
         """By rank."""
         key = (case, implementation, options, world)
         if key not in self.made:
-            self.made[key] = self.ranks(world).run(train, case, implementation, options)
+            self.made[key] = self.ranks[implementation](world).run(train, case, implementation, options)
         return self.made[key]
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: StartRanks) -> Runs:
+def runs(ranks: StartRanks, peer_ranks: StartRanks) -> Runs:
     """All runs of this module."""
-    return Runs(ranks)
+    return Runs(ranks, peer_ranks)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,13 @@ def die_on_1() -> None:
     time.sleep(60)
 
 
+def abort_on_1_at_first(mark: Path) -> int:
+    if dist.get_rank() == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGABRT)
+    return add_ranks(0)
+
+
 def test_results_come_by_rank_and_processes_stay(two: Ranks) -> None:
     assert two.run(add_ranks, 10) == [21, 21]
     before = two.run(process)
@@ -65,3 +74,15 @@ def test_a_rank_that_dies_is_named(two: Ranks) -> None:
 def test_a_rank_that_hangs_is_an_error(two: Ranks) -> None:
     with pytest.raises(RankError, match="rank 0 of 2: no answer in time\nrank 1 of 2: no answer in time"):
         two.run(time.sleep, 60, limit=10.0)
+
+
+def test_a_second_attempt_is_for_ranks_that_a_signal_has_killed(two: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: died with exit code -6"):
+        two.run(abort_on_1_at_first, tmp_path / "one attempt")
+    patient = Ranks(2, attempts=2)
+    try:
+        assert patient.run(abort_on_1_at_first, tmp_path / "two attempts") == [1, 1]
+        with pytest.raises(RankError, match="died with exit code 3"):
+            patient.run(die_on_1)
+    finally:
+        patient.end()

@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -56,26 +57,36 @@ def serve(rank: int, size: int, store: str, calls: Connection, results: Connecti
 
 
 class Ranks:
-    """The ranks of a process group on Gloo, each a process with one thread for its operators."""
+    """The ranks of a process group on Gloo, each a process with one thread for its operators.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        attempts: at a call. Only a rank that a signal has killed makes one fail that is not the last.
+    """
+
+    def __init__(self, size: int, attempts: int = 1) -> None:
         self.size = size
+        self._attempts = attempts
         self._processes: list[BaseProcess] = []
         self._calls: list[Connection] = []
         self._results: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
         """What function(*arguments) returns on each rank."""
-        if not self._processes:
-            self._start()
-        call = pickle.dumps((function, arguments))
-        for connection in self._calls:
-            connection.send_bytes(call)
-        answers, failed = self._collect(time.monotonic() + limit)
-        if failed:
+        for left in reversed(range(self._attempts)):
+            if not self._processes:
+                self._start()
+            call = pickle.dumps((function, arguments))
+            for connection in self._calls:
+                connection.send_bytes(call)
+            answers, failed = self._collect(time.monotonic() + limit)
+            if not failed:
+                break
+            killed = any(process.exitcode is not None and process.exitcode < 0 for process in self._processes)
             self.end()
-            texts = (f"rank {rank} of {self.size}: {text}" for rank, text in sorted(failed.items()))
-            raise RankError("\n".join(texts))
+            text = "\n".join(f"rank {rank} of {self.size}: {text}" for rank, text in sorted(failed.items()))
+            if left == 0 or not killed:
+                raise RankError(text)
+            print(f"{text}\n{left} more of {self._attempts} attempts", file=sys.stderr)
         return [answers[rank] for rank in range(self.size)]
 
     def end(self) -> None:
