@@ -59,7 +59,7 @@ test: build $(STAMP)-test  ## All tests; options for ctest in ARGS="-R name"; wi
 	ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error $(ARGS)
 	$(if $(TESTS),$(peers) --subset tests/peers/subset.txt)
 
-unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more of the build: GROUP=engine FILTER='Memory.*'
+unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more of the build: GROUP=engine FILTER='*UseState*'
 	@[ -n "$(GROUP)" ] || { echo "make unit: give GROUP=, a folder of tests/cpp/ that has a program test_GROUP" >&2; exit 2; }
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target test_$(GROUP)
 	$(if $(FILTER),$(BUILD_DIR)/tests/cpp/test_$(GROUP) --gtest_brief=1 --gtest_filter='$(FILTER)', \
@@ -136,7 +136,8 @@ coverage: | $(STAMP)-build $(STAMP)-coverage  ## Lines of the library that the u
 	find $(BUILD_DIR)-$@ -name '*.gcda' -delete
 	$(call run_groups,$(BUILD_DIR)-$@)
 	mkdir -p $(BUILD_DIR)-$@/report
-	gcovr --root . --filter include/ --filter src/ --exclude src/bindings/ --gcov-ignore-parse-errors=negative_hits.warn_once_per_file,suspicious_hits.warn_once_per_file \
+	gcovr --root . --filter include/ --filter src/ --exclude src/bindings/ \
+	  --gcov-ignore-parse-errors=negative_hits.warn_once_per_file,suspicious_hits.warn_once_per_file \
 	  --print-summary --txt $(BUILD_DIR)-$@/report/table.txt --html-details $(BUILD_DIR)-$@/report/index.html $(BUILD_DIR)-$@
 
 fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz

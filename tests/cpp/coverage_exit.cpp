@@ -1,5 +1,5 @@
-// For `make coverage`: a rank ends by _exit, which would lose its counters. Part of the library, since every shared object has counters of
-// its own, and in front of the C library's function of that name.
+// For `make coverage`: a rank ends by _exit, and the C library's would lose the rank's counters. This one writes them first. It is linked
+// into libfsdp.so, since each shared object has counters of its own, and these are the ones to write.
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -33,7 +33,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 def peer_ranks() -> Iterator[Callable[[int], Ranks]]:
     """Ranks that run torch's FSDP2 and nothing of libfsdp.
 
-    Long runs of the peers on Gloo die of a signal now and then, in processes that have not even loaded libfsdp ("malloc(): unaligned tcache
-    chunk detected"). So they have processes of their own, and a second attempt.
+    They are processes of their own, so that a fault of the peer cannot end a rank of libfsdp. Only they get a second attempt: a peer that
+    had not loaded libfsdp has died on Gloo of "malloc(): unaligned tcache chunk detected".
     """
     yield from kept_ranks(attempts=2)

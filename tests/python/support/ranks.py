@@ -60,7 +60,7 @@ class Ranks:
     """The ranks of a process group on Gloo, each a process with one thread for its operators.
 
     Args:
-        attempts: at a call. Only a rank that a signal has killed makes one fail that is not the last.
+        attempts: how often run() tries a call at most. It tries again only when a signal has killed a rank.
     """
 
     def __init__(self, size: int, attempts: int = 1) -> None:
@@ -72,7 +72,7 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
         """What function(*arguments) returns on each rank."""
-        for left in reversed(range(self._attempts)):
+        for attempt in range(1, self._attempts + 1):
             if not self._processes:
                 self._start()
             call = pickle.dumps((function, arguments))
@@ -84,9 +84,9 @@ class Ranks:
             killed = any(process.exitcode is not None and process.exitcode < 0 for process in self._processes)
             self.end()
             text = "\n".join(f"rank {rank} of {self.size}: {text}" for rank, text in sorted(failed.items()))
-            if left == 0 or not killed:
+            if not killed or attempt == self._attempts:
                 raise RankError(text)
-            print(f"{text}\n{left} more of {self._attempts} attempts", file=sys.stderr)
+            print(f"{text}\nattempt {attempt} of {self._attempts} has failed", file=sys.stderr)
         return [answers[rank] for rank in range(self.size)]
 
     def end(self) -> None:
