@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from support.ranks import Ranks
+from support.ranks import ComparedRanks, Ranks, StartRanks
 
 if importlib.util.find_spec("libfsdp") is None:
     pytest.exit("no libfsdp: run ctest -L python, or PYTHONPATH=build/python python -m pytest", returncode=2)
@@ -15,8 +16,9 @@ if importlib.util.find_spec("libfsdp") is None:
 torch.set_num_threads(1)  # As the ranks: sums of matrix products depend on it.
 
 
-def kept_ranks(attempts: int) -> Iterator[Callable[[int], Ranks]]:
-    """Ranks by their number; started when they are first used, and kept."""
+@contextmanager
+def kept_ranks(attempts: int) -> Iterator[StartRanks]:
+    """Ranks that are started when they are first used, and kept."""
     started: dict[int, Ranks] = {}
     yield lambda size: started.setdefault(size, Ranks(size, attempts))
     for group in started.values():
@@ -24,16 +26,18 @@ def kept_ranks(attempts: int) -> Iterator[Callable[[int], Ranks]]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def ranks() -> Iterator[StartRanks]:
     """Ranks for anything."""
-    yield from kept_ranks(attempts=1)
+    with kept_ranks(attempts=1) as start_ranks:
+        yield start_ranks
 
 
 @pytest.fixture(scope="session")
-def peer_ranks() -> Iterator[Callable[[int], Ranks]]:
-    """Ranks that run torch's FSDP2 and nothing of libfsdp.
+def compared_ranks(ranks: StartRanks) -> Iterator[ComparedRanks]:
+    """Ranks for runs that are compared: of "libfsdp", and of its peer, "fsdp2".
 
-    They are processes of their own, so that a fault of the peer cannot end a rank of libfsdp. Only they get a second attempt: a peer that
-    had not loaded libfsdp has died on Gloo of "malloc(): unaligned tcache chunk detected".
+    The peer's are processes of their own, so that a fault of the peer cannot end a rank of libfsdp. Only they get a second attempt: a peer
+    that had not loaded libfsdp has died on Gloo of "malloc(): unaligned tcache chunk detected".
     """
-    yield from kept_ranks(attempts=2)
+    with kept_ranks(attempts=2) as peer_ranks:
+        yield {"libfsdp": ranks, "fsdp2": peer_ranks}

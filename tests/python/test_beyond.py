@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,8 +16,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import libfsdp
 from libfsdp import Float8Blocks, fully_shard
-
-StartRanks = Callable[[int], Ranks]
 
 
 def model(rows: int = 8, **options: Any) -> Any:

@@ -8,9 +8,8 @@ import pytest
 from support import clients, float8
 from support.clients import Trained
 from support.comparison import differences
-from support.ranks import Ranks
+from support.ranks import ComparedRanks, StartRanks
 
-StartRanks = Callable[[int], Ranks]
 needs = {
     name: pytest.mark.skipif(not clients.installed_packages(*packages), reason=f"not installed: {' '.join(packages)}")
     for name, packages in {
@@ -23,9 +22,9 @@ needs = {
 }
 
 
-def check_same(ranks: StartRanks, program: Callable[..., Trained], *options: str, world: int = 2) -> list[Trained]:
+def check_same(compared_ranks: ComparedRanks, program: Callable[..., Trained], *options: str, world: int = 2) -> list[Trained]:
     """Runs a program with both, compares all that it saw, and gives what it saw with libfsdp."""
-    theirs, ours = (ranks(world).run(program, implementation, *options) for implementation in ("fsdp2", "libfsdp"))
+    theirs, ours = (compared_ranks[name](world).run(program, name, *options) for name in ("fsdp2", "libfsdp"))
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         where = f"rank {rank}: "
         assert mine.losses == other.losses, f"{where}losses {mine.losses}, not {other.losses}"
@@ -39,48 +38,51 @@ def check_same(ranks: StartRanks, program: Callable[..., Trained], *options: str
 
 @needs["accelerate"]
 @pytest.mark.parametrize("options", ["", "bf16 full", "efficient checkpointing"])
-def test_accelerate(ranks: StartRanks, options: str) -> None:
-    for of_rank in check_same(ranks, clients.with_accelerate, *options.split()):
+def test_accelerate(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
         assert of_rank.notes["loaded as saved"]
 
 
 @needs["accelerate"]
 @pytest.mark.parametrize("options", ["", "bf16 checkpointing"])
-def test_transformers_trainer(ranks: StartRanks, options: str) -> None:
-    for of_rank in check_same(ranks, clients.with_trainer, *options.split()):
+def test_transformers_trainer(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
         assert of_rank.notes["resumed"]
 
 
 @needs["peft"]
 @pytest.mark.parametrize("options", ["", "bf16"])
-def test_peft_lora(ranks: StartRanks, options: str) -> None:
-    for of_rank in check_same(ranks, clients.with_peft, *options.split()):
+def test_peft_lora(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_peft, *options.split()):
         assert of_rank.notes["trained"] == len(of_rank.notes["adapter"]) == 8
 
 
 @needs["lightning"]
 @pytest.mark.parametrize("options", ["", "meta"])
-def test_lightning_fabric(ranks: StartRanks, options: str) -> None:
-    for of_rank in check_same(ranks, clients.with_lightning, *options.split()):
+def test_lightning_fabric(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_lightning, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
         assert of_rank.notes["loaded as saved"]
 
 
 @needs["torchtitan"]
 @pytest.mark.parametrize("options", ["compile", "tied", "bf16"])
-def test_torchtitan(ranks: StartRanks, options: str) -> None:
+def test_torchtitan(compared_ranks: ComparedRanks, options: str) -> None:
     """It sets gradient_divide_factor to 1."""
-    check_same(ranks, clients.with_torchtitan, *options.split())
+    check_same(compared_ranks, clients.with_torchtitan, *options.split())
 
 
 @pytest.mark.parametrize("options", ["", "own"])
-def test_one_rank_has_no_images(ranks: StartRanks, options: str) -> None:
+def test_one_rank_has_no_images(compared_ranks: ComparedRanks, options: str) -> None:
     """Nobody waits for it, and its zeros count in the means."""
     expected = clients.images_in_one_process(2, *options.split())
     # Where no rank has any, FSDP2 has gradients of zero, if told to reduce what is unused; plain training and libfsdp have none.
-    same = check_same(ranks, clients.with_images, "own") if options else ranks(2).run(clients.with_images, "libfsdp")
+    if options:
+        same = check_same(compared_ranks, clients.with_images, "own")
+    else:
+        same = compared_ranks["libfsdp"](2).run(clients.with_images, "libfsdp")
     for of_rank in same:
         for mine, other in zip(of_rank.gradients, expected.gradients, strict=True):
             assert not (text := differences("gradient", mine, other, {})), text

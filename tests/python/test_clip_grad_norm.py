@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from support.optimizers import ALIGNED, ODD, give_gradients, sharded
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from support.training import full
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import libfsdp
 
-StartRanks = Callable[[int], Ranks]
 INF = float("inf")
 
 

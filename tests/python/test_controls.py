@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import fully_shard
 from libfsdp._states import states_in
-
-StartRanks = Callable[[int], Ranks]
 
 
 def model(**options: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.extended import EightBits, EightBitsOld, patch_as_half
-from support.ranks import Ranks
+from support.ranks import ComparedRanks, StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -17,8 +16,6 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
 import libfsdp
-
-StartRanks = Callable[[int], Ranks]
 
 
 def model(kind: type[EightBits], rows: int) -> nn.Sequential:
@@ -71,9 +68,9 @@ bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     ],
     ids=["default", "no_reshard", "uneven", "bf16", "offload", "old_signature"],
 )
-def test_trains_as_fsdp2(ranks: StartRanks, kind: type[EightBits], rows: int, options: dict[str, Any]) -> None:
-    ours = ranks(2).run(train, "libfsdp", kind, rows, options)
-    theirs = ranks(2).run(train, "fsdp2", kind, rows, options)
+def test_trains_as_fsdp2(compared_ranks: ComparedRanks, kind: type[EightBits], rows: int, options: dict[str, Any]) -> None:
+    ours = compared_ranks["libfsdp"](2).run(train, "libfsdp", kind, rows, options)
+    theirs = compared_ranks["fsdp2"](2).run(train, "fsdp2", kind, rows, options)
     for mine, other in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, other))
 
@@ -92,8 +89,9 @@ def train_patched(implementation: str) -> list[torch.Tensor]:
     return steps(trained)
 
 
-def test_methods_of_a_plain_tensor_serve(ranks: StartRanks) -> None:
-    for mine, other in zip(ranks(2).run(train_patched, "libfsdp"), ranks(2).run(train_patched, "fsdp2"), strict=True):
+def test_methods_of_a_plain_tensor_serve(compared_ranks: ComparedRanks) -> None:
+    ours, theirs = (compared_ranks[name](2).run(train_patched, name) for name in ("libfsdp", "fsdp2"))
+    for mine, other in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, other))
 
 

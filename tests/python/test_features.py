@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from support.comparison import assert_same_runs, differences
 from support.models import Case, Transformer, next_token_loss, tokens
-from support.ranks import Ranks
+from support.ranks import ComparedRanks, StartRanks
 from support.training import (
     Gradients,
     Options,
@@ -37,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 
-StartRanks = Callable[[int], Ranks]
 BLOCKS = 3
 PLAIN = Options()
 CASE = Case(lambda: Transformer(blocks=BLOCKS), tokens(2, 8), lambda m: list(m.blocks), next_token_loss)
@@ -268,8 +267,8 @@ ONE_FORWARD = [name for name in SAME_AS_PLAIN if not name.endswith(("_between", 
 class Runs:
     """Training runs, each made once."""
 
-    def __init__(self, ranks: StartRanks, peer_ranks: StartRanks) -> None:
-        self.ranks = {"libfsdp": ranks, "fsdp2": peer_ranks}
+    def __init__(self, compared_ranks: ComparedRanks) -> None:
+        self.ranks = compared_ranks
         self.made: dict[tuple[str, str], list[Run]] = {}
 
     def get(self, feature: str, implementation: str) -> list[Run]:
@@ -280,9 +279,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: StartRanks, peer_ranks: StartRanks) -> Runs:
+def runs(compared_ranks: ComparedRanks) -> Runs:
     """All runs of this module."""
-    return Runs(ranks, peer_ranks)
+    return Runs(compared_ranks)
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in FSDP2_FAILS])
@@ -353,8 +352,8 @@ def graphs_of(implementation: str, whole: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
-def test_hooks_stay_out_of_graphs(ranks: StartRanks, whole: bool) -> None:
-    theirs, ours = (ranks(2).run(graphs_of, implementation, whole) for implementation in ("fsdp2", "libfsdp"))
+def test_hooks_stay_out_of_graphs(compared_ranks: ComparedRanks, whole: bool) -> None:
+    theirs, ours = (compared_ranks[name](2).run(graphs_of, name, whole) for name in ("fsdp2", "libfsdp"))
     assert ours == theirs
     assert min(ours[0]) > 2
 
@@ -388,8 +387,8 @@ def seen_by_hooks(implementation: str) -> list[tuple[str, bool]]:
     return seen
 
 
-def test_hooks_of_others_see_what_they_see_with_fsdp2(ranks: StartRanks) -> None:
-    theirs, ours = (ranks(2).run(seen_by_hooks, implementation) for implementation in ("fsdp2", "libfsdp"))
+def test_hooks_of_others_see_what_they_see_with_fsdp2(compared_ranks: ComparedRanks) -> None:
+    theirs, ours = (compared_ranks[name](2).run(seen_by_hooks, name) for name in ("fsdp2", "libfsdp"))
     assert ours == theirs
     assert {shards for _, shards in ours[0]} == {False, True}
 
@@ -417,10 +416,10 @@ def shard_as_programs_do_with(implementation: str) -> Any:
         return shard_as_programs_do(seeded(CASE), Options())
 
 
-def test_other_values_in_functional_call_are_an_error(ranks: StartRanks) -> None:
+def test_other_values_in_functional_call_are_an_error(compared_ranks: ComparedRanks) -> None:
     """FSDP2 takes no notice of them, and computes with the parameters."""
-    assert ranks(2).run(other_values, "fsdp2") == ["", ""]
-    for text in ranks(2).run(other_values, "libfsdp"):
+    assert compared_ranks["fsdp2"](2).run(other_values, "fsdp2") == ["", ""]
+    for text in compared_ranks["libfsdp"](2).run(other_values, "libfsdp"):
         assert "norm.weight" in text
         assert "functional_call" in text
 

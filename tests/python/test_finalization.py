@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
 from libfsdp import fully_shard
-
-StartRanks = Callable[[int], Ranks]
 
 
 def model(**options: Any) -> Any:

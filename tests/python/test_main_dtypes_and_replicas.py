@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import MixedPrecisionPolicy, fully_shard
-
-StartRanks = Callable[[int], Ranks]
 
 
 def plain_model() -> nn.Sequential:

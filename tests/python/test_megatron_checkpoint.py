@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from support.states import assert_same_state, train_more, trained
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from libfsdp.megatron._checkpoint import get_checkpoint_state, set_checkpoint_state
 
-StartRanks = Callable[[int], Ranks]
 CASE = "odd_shapes"  # On four ranks, some have nothing of some parameters.
 
 

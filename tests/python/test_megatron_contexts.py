@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.placements import WIDTH, Model, batch, mesh_of, placements_of, plain, shard
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -24,8 +24,6 @@ from libfsdp.megatron.experimental import (
     microbatch,
 )
 from libfsdp.megatron.experimental.module import FsdpModule
-
-StartRanks = Callable[[int], Ranks]
 
 
 def refused(kind: str) -> str:

@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, Block, batch, mean_gradients, plain_model, ranks_of, shard, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,8 +27,6 @@ from libfsdp.megatron import (
     fully_shard_optimizer,
 )
 from libfsdp.megatron import _config as config
-
-StartRanks = Callable[[int], Ranks]
 
 
 def first_update(checkpointed: bool) -> None:

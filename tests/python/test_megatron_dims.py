@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, AllGather, batch, mean_gradients, mesh_of, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-
-StartRanks = Callable[[int], Ranks]
 
 
 class CutExpert(nn.Module):

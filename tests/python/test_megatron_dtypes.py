@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, batch, gathered_gradients, plain_model, shard
-from support.ranks import Ranks
+from support.ranks import StartRanks
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_optimizer
 from libfsdp.megatron import _policy as policies
 
-StartRanks = Callable[[int], Ranks]
 VALUES = ("fp32", "bf16", "auto", None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.placements import NESTED, ZERO, batch, mesh_of, plain, shard, whole, wire
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +31,6 @@ from libfsdp.megatron.experimental import (
 )
 from libfsdp.megatron.experimental.module import FsdpContext
 
-StartRanks = Callable[[int], Ranks]
 STEPS = 3
 
 

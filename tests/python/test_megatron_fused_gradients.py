@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, batch, shard, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_optimizer
-
-StartRanks = Callable[[int], Ranks]
 
 
 class FusedLinear(nn.Module):

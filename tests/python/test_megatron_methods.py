@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, batch, gathered_gradients, plain_model, shard, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import libfsdp
 from libfsdp.megatron import MegatronFSDP
-
-StartRanks = Callable[[int], Ranks]
 
 
 def gathers(model: MegatronFSDP) -> int:

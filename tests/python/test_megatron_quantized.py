@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, batch, ranks_of, whole
 from support.quantized import Quantized, QuantizedLinear, Quantizer, quantized_parameter
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
-StartRanks = Callable[[int], Ranks]
 POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, Block, batch, gathered_gradients, mean_gradients, plain_model, shard, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp.megatron import fully_shard_optimizer
 
-StartRanks = Callable[[int], Ranks]
 CASES = [*((strategy, kind) for strategy in STRATEGIES for kind in ("fsdp", "hsdp")), ("optim_grads_params", "hfsdp")]
 
 

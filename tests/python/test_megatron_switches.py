@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, batch, mesh_of, plain_model, shard, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from libfsdp.megatron import _config as config
 
-StartRanks = Callable[[int], Ranks]
 FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
 BF16 = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 

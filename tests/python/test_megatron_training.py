@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, AllGather, Block, batch, mean_gradients, mesh_of, plain_model, whole
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,8 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import libfsdp
 from libfsdp.megatron import fully_shard_model, fully_shard_optimizer
-
-StartRanks = Callable[[int], Ranks]
 
 
 def quick_start(folder: str, strategy: int, steps_before: int, resume: bool) -> list[float]:

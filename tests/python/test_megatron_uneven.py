@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import RankError, Ranks
+from support.ranks import RankError, StartRanks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -20,7 +19,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from libfsdp.megatron import uneven_dtensor as uneven
 
-StartRanks = Callable[[int], Ranks]
 # Rows of each rank of two and of four: equal, none for some, all for one.
 CUTS = {2: ([4, 3], [0, 7], [7, 0]), 4: ([2, 2, 2, 1], [0, 5, 0, 2], [0, 0, 0, 7], [3, 0, 4, 0]), 1: ([7],)}
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.placements import WIDTH, Model, batch, plain, whole, wire
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 import libfsdp
 from libfsdp.megatron.v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-StartRanks = Callable[[int], Ranks]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 STEPS = 3
 AS_IS = MixedPrecisionPolicy(main_params_dtype=None)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 from libfsdp import fully_shard
-
-StartRanks = Callable[[int], Ranks]
 
 
 class Hidden:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.optimizers import ALIGNED, ODD, Shapes, give_gradients, sharded, train, whole_state, without_torchs_steps
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from support.states import assert_same_state, train_more
 from support.training import CASES, Options, full, seeded, shard
 from torch import nn
@@ -22,7 +22,6 @@ from torch.distributed.tensor import distribute_tensor
 
 import libfsdp
 
-StartRanks = Callable[[int], Ranks]
 Making = tuple[str, dict[str, Any]]
 OPTIMIZERS: dict[str, Making] = {
     "adamw": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.optimizers import Parameters, keep_alive, sharded, train, whole_state
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from support.states import assert_same_state, describe, flatten
 from support.training import mesh_of
 from torch import nn
@@ -20,7 +19,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import libfsdp
 
-StartRanks = Callable[[int], Ranks]
 MATRICES = [(64, 16), (32, 64), (64, 64), (16, 128)]
 ODD_MATRICES = [(5, 3), (1, 9), (13, 7)]
 

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import Case, Transformer, next_token_loss, tokens
-from support.ranks import Ranks
+from support.ranks import ComparedRanks, StartRanks
 from support.training import Options, batch_of, make_optimizer, seeded, shard
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import libfsdp
 
-StartRanks = Callable[[int], Ranks]
 Stats = dict[str, int]
 BLOCKS = 4
 UNITS = BLOCKS + 1
@@ -238,7 +237,7 @@ def count_collectives(implementation: str, options: Options) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("options", [RESHARD, KEEP], ids=["reshard", "keep"])
-def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(ranks: StartRanks, options: Options) -> None:
-    ours, theirs = (ranks(2).run(count_collectives, implementation, options) for implementation in ("libfsdp", "fsdp2"))
+def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(compared_ranks: ComparedRanks, options: Options) -> None:
+    ours, theirs = (compared_ranks[name](2).run(count_collectives, name, options) for name in ("libfsdp", "fsdp2"))
     assert ours == theirs
     assert sum(ours[0].values()) == (3 * BLOCKS + 2 if options.reshard is None else 2 * UNITS)

@@ -13,10 +13,9 @@ import torch
 from support.comparison import assert_follows_replica, assert_same_runs, one_order
 from support.marks import IMPLEMENTATIONS, needs_transformers
 from support.models import CASES as OWN_MODELS
-from support.ranks import Ranks
+from support.ranks import ComparedRanks
 from support.training import CASES, Options, Run, api, mesh_of, train
 
-StartRanks = Callable[[int], Ranks]
 bf16, fp32 = torch.bfloat16, torch.float32
 NIGHTLY = "FSDP_NIGHTLY" in os.environ  # Each model with each of the options (make nightly).
 
@@ -103,8 +102,8 @@ def as_parameter(case: str, options: str) -> object:
 class Runs:
     """Training runs, each made once."""
 
-    def __init__(self, ranks: StartRanks, peer_ranks: StartRanks) -> None:
-        self.ranks = {"libfsdp": ranks, "fsdp2": peer_ranks}
+    def __init__(self, compared_ranks: ComparedRanks) -> None:
+        self.ranks = compared_ranks
         self.made: dict[tuple[str, str, Options, int], list[Run]] = {}
 
     def get(self, case: str, implementation: str, options: Options, world: int) -> list[Run]:
@@ -116,9 +115,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: StartRanks, peer_ranks: StartRanks) -> Runs:
+def runs(compared_ranks: ComparedRanks) -> Runs:
     """All runs of this module."""
-    return Runs(ranks, peer_ranks)
+    return Runs(compared_ranks)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -150,7 +149,7 @@ def shard_a_scalar(implementation: str) -> str:
     return str(raised.value)
 
 
-def test_a_scalar_parameter_is_the_same_error(ranks: StartRanks) -> None:
-    ours, theirs = (ranks(2).run(shard_a_scalar, implementation)[0] for implementation in ("libfsdp", "fsdp2"))
+def test_a_scalar_parameter_is_the_same_error(compared_ranks: ComparedRanks) -> None:
+    ours, theirs = (compared_ranks[name](2).run(shard_a_scalar, name)[0] for name in ("libfsdp", "fsdp2"))
     assert ours == theirs
     assert "scale" in ours

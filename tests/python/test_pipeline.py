@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.comparison import differences
-from support.ranks import Ranks
+from support.ranks import ComparedRanks
 from support.training import Gradients, full, full_gradients, installed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +13,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import libfsdp
 
-StartRanks = Callable[[int], Ranks]
 WIDTH, MICROBATCHES, STEPS = 6, 4, 2
 # By schedule: how many stages a rank has.
 SCHEDULES = {
@@ -99,8 +96,8 @@ def in_one_process(stages: int) -> tuple[list[Gradients], list[list[float]]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_equals_fsdp2(ranks: StartRanks, schedule: str) -> None:
-    theirs, ours = (ranks(4).run(run_pipeline, schedule, implementation) for implementation in ("fsdp2", "libfsdp"))
+def test_equals_fsdp2(compared_ranks: ComparedRanks, schedule: str) -> None:
+    theirs, ours = (compared_ranks[name](4).run(run_pipeline, schedule, name) for name in ("fsdp2", "libfsdp"))
     stages = SCHEDULES[schedule]
     expected, losses = in_one_process(2 * stages)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import libfsdp
 from libfsdp import ShardPlacementResult, fully_shard
-
-StartRanks = Callable[[int], Ranks]
 
 
 class Experts(nn.Module):

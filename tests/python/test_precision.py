@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
 from libfsdp import MixedPrecisionPolicy, fully_shard
 
-StartRanks = Callable[[int], Ranks]
 bf16, fp32 = torch.bfloat16, torch.float32
 
 

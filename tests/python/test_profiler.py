@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import torch
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from libfsdp import fully_shard
-
-StartRanks = Callable[[int], Ranks]
 
 
 def profile_step() -> Counter[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.marks import IMPLEMENTATIONS
-from support.ranks import Ranks
+from support.ranks import StartRanks
 from support.states import assert_same_state, flatten, train_more, trained
 from support.training import CASES, Options, full, seeded, shard
 from torch import Tensor
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-StartRanks = Callable[[int], Ranks]
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 MODELS = ("mlp", "tied", "batch_norm", "nested", "odd_shapes")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -136,3 +136,7 @@ class Ranks:
                     failed[rank] = answer
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
         return answers, failed
+
+
+StartRanks = Callable[[int], Ranks]  # Ranks by their number, started when they are first used.
+ComparedRanks = Mapping[str, StartRanks]  # By the implementation that they run.
