@@ -200,18 +200,20 @@ TEST(GroupCommunicator, ARankThatDiesMidwayFailsPendingCollectives) {
 }
 
 TEST(GroupCommunicator, TimeoutsAreHonoured) {
-  run_ranks(2, [](int rank) {
-    const auto communicator = world({.timeout = std::chrono::milliseconds(500)});
-    if (rank == 1) {
-      usleep(2'500'000);
-      return;
-    }
-    const auto start = std::chrono::steady_clock::now();
-    const std::string message = message_of<CommError>([&] { communicator->barrier(); });
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
-    EXPECT_TRUE(message.starts_with("barrier on rank 0 of 2 failed: ")) << message;
-    EXPECT_TRUE(has(message, "FSDP_DEBUG=1")) << message;
-  });
+  for (const bool shared : {true, false}) {
+    run_ranks(2, [shared](int rank) {
+      const auto communicator = world({.timeout = std::chrono::milliseconds(500), .shared_memory = shared});
+      if (rank == 1) {
+        usleep(2'500'000);
+        return;
+      }
+      const auto start = std::chrono::steady_clock::now();
+      const std::string message = message_of<CommError>([&] { communicator->barrier(); });
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2)) << "shared memory: " << shared;
+      EXPECT_TRUE(message.starts_with("barrier on rank 0 of 2 failed: ")) << message;
+      EXPECT_TRUE(has(message, "FSDP_DEBUG=1")) << message;
+    });
+  }
 }
 
 TEST(GroupCommunicator, ErrorsInARowNameTheGlobalRank) {

@@ -33,8 +33,8 @@ using fsdp::testing::run_ranks;
 using fsdp::testing::stack_loss;
 using fsdp::testing::stack_units;
 
-fsdp::DeviceMesh world(std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
-  return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.timeout = timeout});
+fsdp::DeviceMesh world(std::chrono::milliseconds timeout = std::chrono::seconds(20), bool shared_memory = true) {
+  return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.timeout = timeout, .shared_memory = shared_memory});
 }
 
 // Exceptions of the user's own, on all ranks alike.
@@ -241,26 +241,28 @@ TEST(DyingRank, FailsTheOthersWithANamedError) {
 }
 
 TEST(HangingRank, TimesOutWithANamedError) {
-  run_ranks(2, [](int rank) {
-    const auto mesh = world(std::chrono::milliseconds(500));
-    auto model = make_stack();
-    fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
-    fsdp::AdamW optimizer(*model);
-    stack_loss(model, 0, rank).backward();
-    if (rank == 1) {
-      usleep(1'500'000);
-      return;
-    }
-    const auto message = message_of<CommError>([&] {
-      optimizer.step();
-      stack_loss(model, 1, rank).backward();
+  for (const bool shared : {true, false}) {
+    run_ranks(2, [shared](int rank) {
+      const auto mesh = world(std::chrono::milliseconds(500), shared);
+      auto model = make_stack();
+      fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+      fsdp::AdamW optimizer(*model);
+      stack_loss(model, 0, rank).backward();
+      if (rank == 1) {
+        usleep(1'500'000);
+        return;
+      }
+      const auto message = message_of<CommError>([&] {
+        optimizer.step();
+        stack_loss(model, 1, rank).backward();
+      });
+      EXPECT_TRUE(has(message, "all-gather of unit '(root)' on rank 0 of 2 failed: ")) << message;
+      EXPECT_TRUE(has(message, "receiving from rank 1")) << message;
+      EXPECT_TRUE(has(message, "MeshOptions::timeout")) << message;
+      EXPECT_TRUE(has(message, "; last units that this rank touched, newest first: '(root)'")) << message;
+      EXPECT_FALSE(has(message, ".;")) << message;
     });
-    EXPECT_TRUE(has(message, "all-gather of unit '(root)' on rank 0 of 2 failed: ")) << message;
-    EXPECT_TRUE(has(message, "receiving from rank 1")) << message;
-    EXPECT_TRUE(has(message, "MeshOptions::timeout")) << message;
-    EXPECT_TRUE(has(message, "; last units that this rank touched, newest first: '(root)'")) << message;
-    EXPECT_FALSE(has(message, ".;")) << message;
-  });
+  }
 }
 
 // Ranks that do different things, with FSDP_DEBUG=1.
