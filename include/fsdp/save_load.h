@@ -158,8 +158,9 @@ std::optional<std::string> latest(const std::string& folder);
 /// Saves beside training (DCP's async_save): a thread copies this rank's shards to host memory, which is kept and used again, and writes
 /// them. What is saved is what there was when save() returned: whoever would write shards or the optimizer's state before they have been
 /// copied waits for that, mostly the optimizer's next step; what operators or users may write at any time (buffers, replicated parameters,
-/// extra state, and parameters whose shards parameter_shards() gave out) is copied by save() itself. One save is under way at most: the
-/// next one waits for it. Errors surface there, or in wait().
+/// extra state, and parameters whose shards parameter_shards() gave out) is copied by save() itself. The thread writes with a lower
+/// priority (nice 10), so that training has the cores. One save is under way at most: the next one waits for it. Errors surface there, or
+/// in wait().
 class AsyncSaver {
  public:
   /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.

@@ -1,4 +1,5 @@
 #include <c10/util/ScopeExit.h>
+#include <unistd.h>
 
 #include <exception>
 #include <future>
@@ -19,6 +20,7 @@ using state::Ranks;
 using state::Snapshot;
 
 constexpr const char* kNothingSaved = "nothing was saved:";
+constexpr int kNiceWhileWriting = 10;  // A tenth of a core that training wants, too; all of one that it does not want.
 
 /// This rank's part, or an Error on every rank. With a buffer, the part lies there as soon as that has finished.
 Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
@@ -73,6 +75,8 @@ struct AsyncSaver::Impl {
         const auto tell = c10::make_scope_exit([&] { copied.set_value(); });
         buffer.finish();
       });
+      // Of this thread alone: on Linux, threads have priorities of their own. Not before the copy has ended, as an update may wait for it.
+      [[maybe_unused]] const int now = ::nice(kNiceWhileWriting);
       state::write_checkpoint(path, snapshot, options, ranks, phases);
     } catch (const std::exception&) {
       failure = std::current_exception();

@@ -1,8 +1,10 @@
 // What a run needs beside its model, and what it hears of a save and a load: scalers, loaders, lists, bytes; phases.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <map>
@@ -135,6 +137,29 @@ TEST_F(RunState, WhatIsMissingOrHasNoMeaningIsAnError) {
     EXPECT_TRUE(has(part, "has no 'scaler.growth_factor'")) << part;
     const auto list = message_of([&] { fsdp::save(path("list"), *run.model, {{"x", ExtraList{{at::zeros({1})}}}}); });
     EXPECT_TRUE(has(list, "extra state 'x' is a list with a tensor; give tensors names of their own")) << list;
+  });
+}
+
+TEST_F(RunState, WritingBesideTrainingHasALowerPriority) {
+  run_ranks(2, [&] {
+    Training run;
+    run.train(0, 1);
+    const auto niceness = [] { return getpriority(PRIO_PROCESS, 0); };  // of the calling thread
+    std::map<Phase, int> seen;
+    const fsdp::SaveOptions options{.on_phase = [&](const fsdp::PhaseReport& report) { seen[report.phase] = niceness(); }};
+    const int usual = niceness();
+    const int lower = std::min(usual + 10, 19);
+    fsdp::save(path("1"), *run.model, *run.optimizer, {}, options);
+    EXPECT_EQ(seen.at(Phase::kWrite), usual);
+    fsdp::AsyncSaver saver(*run.model, run.optimizer.get());
+    for (const auto* name : {"2", "3"}) {
+      saver.save(path(name), {}, options);
+      saver.wait();
+      EXPECT_EQ(seen.at(Phase::kCollect), usual);
+      EXPECT_EQ(seen.at(Phase::kWrite), lower);
+      EXPECT_EQ(seen.at(Phase::kCommit), lower);
+      EXPECT_EQ(niceness(), usual);
+    }
   });
 }
 
