@@ -68,8 +68,6 @@ BEST = "fsdp2_best"
 OTHER_UPDATES = (*LOCALS, "megatron_fsdp")
 REFERENCES = ("fsdp2", "ddp", "megatron_fsdp")
 HOST_REFERENCES = ("fsdp2", "fsdp2_instant")
-# First and last element of an operation's result on every rank r, whose own elements are r + 1 (for memcpy: all 1).
-COLLECTIVE_RESULTS = {"all_gather": [1.0, 2.0], "reduce_scatter": [3.0, 3.0], "memcpy": [1.0, 1.0]}
 
 Rounds = list[list[float]]  # For each round, the milliseconds of its steps.
 Losses = dict[str, list[list[float]]]  # By contender, rank and step.
@@ -354,14 +352,13 @@ def measure_optimizers(pace: Pace, programs: Programs) -> list[Row]:
     return rows + ratio_rows(case, "optimizer", samples, ("torch", "torch_foreach", "torch_fused"))
 
 
-def measure_collectives(pace: Pace, programs: Programs) -> list[Row]:
+def measure_collectives(case: str, ranks: int, pace: Pace, programs: Programs) -> list[Row]:
     """(d) collectives over a whole buffer of 64 MiB, and a plain copy of 64 MiB on every rank at once."""
-    case = "collectives"
-    with Fleet(programs.launches(COLLECTIVES, (), RANKS)) as contenders:
+    with Fleet(programs.launches(COLLECTIVES, (), ranks)) as contenders:
         turns = [Turn(contender, verb) for verb in ("all_gather", "reduce_scatter") for contender in contenders]
         turns += [Turn(contender, "memcpy") for contender in contenders if contender.name == "c10d"]
         for turn in turns:
-            check_collective(turn)
+            check_collective(turn, case, ranks)
         rounds = interleave(case, turns, pace)
     rows = []
     for verb in ("all_gather", "reduce_scatter"):
@@ -375,10 +372,16 @@ def measure_collectives(pace: Pace, programs: Programs) -> list[Row]:
     return rows
 
 
-def check_collective(turn: Turn) -> None:
+def result_of_collective(verb: str, ranks: int) -> list[float]:
+    """First and last element of an operation's result on every rank r, whose own elements are r + 1 (for memcpy: all 1)."""
+    total = float(sum(range(1, ranks + 1)))
+    return {"all_gather": [1.0, float(ranks)], "reduce_scatter": [total, total], "memcpy": [1.0, 1.0]}[verb]
+
+
+def check_collective(turn: Turn, case: str, ranks: int) -> None:
     """Warms an operation up, and stops the benchmark if its result is wrong."""
-    expected = COLLECTIVE_RESULTS[turn.verb]
+    expected = result_of_collective(turn.verb, ranks)
     for rank, reply in enumerate(turn.contender.ask(turn.verb, WARM_UP_STEPS)):
         if reply["check"] != expected:
             got = f"{turn.contender.name}'s {turn.verb} gave {reply['check']} on rank {rank}, not {expected}"
-            raise BenchError(f"collectives: {got}")
+            raise BenchError(f"{case}: {got}")

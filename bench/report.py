@@ -46,6 +46,8 @@ TARGETS = (
     Target("optimizer2000", "libfsdp", "optimizer_ratio_to_torch", 1 / 10),
     Target("collectives", "libfsdp", "all_gather_ratio_to_memcpy", 1.2),
     Target("collectives", "libfsdp", "reduce_scatter_ratio_to_memcpy", 1.5),
+    Target("collectives4", "libfsdp", "all_gather_ratio_to_memcpy", 1.2),
+    Target("collectives4", "libfsdp", "reduce_scatter_ratio_to_memcpy", 1.5),
 )
 
 

@@ -19,6 +19,7 @@ import torch
 from cases import MODELS, VARIANTS_OF_STEPS
 from fleet import BenchError
 from measure import (
+    RANKS,
     Pace,
     Programs,
     Row,
@@ -57,6 +58,11 @@ def host_case(name: str, only: frozenset[str] = frozenset()) -> Case:
     return Case(measure, paced.pace, Pace(rounds=3, turn=2))
 
 
+def collectives_case(name: str, ranks: int) -> Case:
+    """Collectives of so many ranks."""
+    return Case(lambda pace, programs: measure_collectives(name, ranks, pace, programs), Pace(rounds=12, turn=3), Pace(rounds=3, turn=2))
+
+
 CASES = {
     "d256": step_case("d256"),
     "d512": step_case("d512"),
@@ -71,7 +77,8 @@ CASES = {
     # FSDP2 would take ten seconds a step.
     "units4000": host_case("units4000", frozenset({"libfsdp", "local_cpp"})),
     "optimizer2000": Case(measure_optimizers, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
-    "collectives": Case(measure_collectives, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
+    "collectives": collectives_case("collectives", RANKS),
+    "collectives4": collectives_case("collectives4", 4),
 }
 
 
