@@ -93,10 +93,9 @@ def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -
 
 
 def divides_by_all(ranks: ShardingMesh, parameter: nn.Parameter, shard_dim: int) -> bool:
-    """The parameter can be cut over both dimensions of a mesh."""
-    if isinstance(parameter, DTensor) or shard_dim != 0 or not ranks.replicates:
-        return False
-    return parameter.size(0) % (ranks.shard_size * ranks.mesh.size(0)) == 0
+    """The parameter, or this rank's piece of it, can be cut over both dimensions of a mesh."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return shard_dim == 0 and ranks.replicates and local.size(0) % (ranks.shard_size * ranks.mesh.size(0)) == 0
 
 
 def check_parameter(beyond: Beyond, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh) -> int:
@@ -109,7 +108,7 @@ def check_parameter(beyond: Beyond, parameter: nn.Parameter, name: str, shard_di
     if beyond.outer_sharded and not divides_by_all(ranks, parameter, shard_dim):
         pieces = ranks.shard_size * ranks.mesh.size(0)
         raise ValueError(
-            f"outer_placements='optim': parameter '{name}' {tuple(local.shape)} must be an ordinary tensor, cut along its first "
+            f"outer_placements='optim': parameter '{name}' {tuple(local.shape)} must be cut along its first "
             f"dimension, which must divide by all {pieces} ranks; 'optim_if_even' replicates others over the outer dimension"
         )
     form = beyond.gather_format(parameter) if beyond.gather_format is not None else None

@@ -149,21 +149,23 @@ def sharded_spec(
         return own, own
     if spmd is not None:
         return spmd_specs(parameter, spmd, shard_dim)
-    replicate: tuple[Placement, ...] = (Replicate(),) if mesh.replicates else ()
-    if outer_sharded:  # The inner dimension cuts first, and the outer one each of its shards.
-        replicate = (_StridedShard(shard_dim, split_factor=mesh.shard_size),)
-    if not isinstance(parameter, DTensor):
-        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
-        return DTensorSpec(mesh.mesh, (*replicate, Shard(shard_dim)), tensor_meta=meta), None
-    whole = parameter._spec
+    whole = parameter._spec if isinstance(parameter, DTensor) else None
     pieces = 1
-    for dimension, placement in enumerate(whole.placements):
-        if isinstance(placement, Shard) and placement.dim == shard_dim:
-            pieces *= whole.mesh.size(dimension)
-    shard: Placement = Shard(shard_dim) if pieces == 1 else _StridedShard(shard_dim, split_factor=pieces)
+    if whole is not None:
+        for dimension, placement in enumerate(whole.placements):
+            if isinstance(placement, Shard) and placement.dim == shard_dim:
+                pieces *= whole.mesh.size(dimension)
+    # The inner dimension cuts the pieces that there are, and the outer one each of its shards.
+    data: tuple[Placement, ...] = (Shard(shard_dim) if pieces == 1 else _StridedShard(shard_dim, split_factor=pieces),)
+    if outer_sharded:
+        data = (_StridedShard(shard_dim, split_factor=pieces * mesh.shard_size), *data)
+    elif mesh.replicates:
+        data = (Replicate(), *data)
+    if whole is None:
+        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+        return DTensorSpec(mesh.mesh, data, tensor_meta=meta), None
     all_dims = DeviceMesh._concatenate([mesh.mesh, whole.mesh])
-    placements = (*replicate, shard, *whole.placements)
-    return DTensorSpec(all_dims, placements, tensor_meta=whole.tensor_meta), whole
+    return DTensorSpec(all_dims, (*data, *whole.placements), tensor_meta=whole.tensor_meta), whole
 
 
 def refuse_shared(parameters: Iterable[ShardedParameter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import libfsdp
 from libfsdp import Float8Blocks, fully_shard
+from libfsdp.megatron.uneven_dtensor import redistribute_uneven_dtensor_to_replicated
 
 
 def model(rows: int = 8, **options: Any) -> Any:
@@ -66,6 +69,36 @@ def shard_twice(offload: bool) -> None:
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_outer_ranks_cut_shards(ranks: StartRanks, offload: bool) -> None:
     ranks(4).run(shard_twice, offload)
+
+
+def shard_twice_beside_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 8))
+    module = copy.deepcopy(plain)
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh["replicate", "shard"], outer_placements="optim")
+    # The pieces of tensor parallelism are cut into shards, and these between the outer ranks.
+    by_columns, by_rows = module[0].weight, module[1].weight
+    assert by_columns.placements == (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0))
+    assert by_rows.placements == (_StridedShard(0, split_factor=2), Shard(0), Shard(1))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
+    for step in range(3):
+        for mine, whole in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), whole)
+            torch.testing.assert_close(redistribute_uneven_dtensor_to_replicated(mine).to_local(), whole)
+        batches = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(step))
+        own = 2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")
+        for one, batch in ((module, batches[own]), (plain, batches)):
+            one.zero_grad()
+            one(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_outer_ranks_cut_shards_of_tensor_parallel_pieces(ranks: StartRanks) -> None:
+    ranks(8).run(shard_twice_beside_tensor_parallelism)
 
 
 def refuse_outer() -> None:

@@ -189,6 +189,12 @@ def mesh_of_two_dims() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
 
 
+def mesh_of_three_dims() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "data", "tp"))
+    mesh["outer", "data"]._flatten("both")
+    return mesh
+
+
 def test_tensor_parallel_layers(ranks: StartRanks) -> None:
     for strategy in STRATEGIES[1:]:
         ranks(4).run(train_tensor_parallel, strategy)
@@ -209,8 +215,15 @@ class ColumnLinear(nn.Module):
         return x @ self.weight.t()
 
 
-def megatrons_pieces(strategy: str) -> None:
-    mesh = mesh_of_two_dims()
+def megatrons_pieces(strategy: str, with_outer: bool) -> None:
+    mesh = mesh_of_three_dims() if with_outer else mesh_of_two_dims()
+    outer: dict[str, Any] = {}
+    if with_outer:
+        outer = {
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": mesh["both"].get_group(),
+            "outer_dp_sharding_strategy": "optim",
+        }
     module = nn.Sequential(ColumnLinear(mesh))
     model = fully_shard_model(
         module,
@@ -219,6 +232,7 @@ def megatrons_pieces(strategy: str) -> None:
         tp_dim="tp",
         fsdp_unit_modules=[ColumnLinear],
         zero_dp_strategy=strategy,
+        **outer,
     )
     weight = model.module[0].weight
     torch.manual_seed(2)
@@ -236,4 +250,8 @@ def megatrons_pieces(strategy: str) -> None:
 
 def test_pieces_of_megatrons_layers(ranks: StartRanks) -> None:
     for strategy in STRATEGIES:
-        ranks(4).run(megatrons_pieces, strategy)
+        ranks(4).run(megatrons_pieces, strategy, False)
+
+
+def test_outer_ranks_cut_shards_of_megatrons_pieces(ranks: StartRanks) -> None:
+    ranks(8).run(megatrons_pieces, STRATEGIES[-1], True)

@@ -65,9 +65,10 @@ def describe(state: ShardState, i: int, tensor_parallel: DeviceMesh | None, cut_
 
 def _strided(placement: Placement, dim: int, pieces: int) -> Placement:
     """Of a data-parallel dimension that cuts pieces along the dimension along which they were cut."""
-    if not isinstance(placement, Shard) or placement.dim != dim or pieces == 1:
+    if not isinstance(placement, Shard | _StridedShard) or placement.dim != dim or pieces == 1:
         return placement
-    return _StridedShard(dim, split_factor=pieces)
+    cut_before = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return _StridedShard(dim, split_factor=pieces * cut_before)
 
 
 def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
