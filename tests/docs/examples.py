@@ -18,6 +18,7 @@ MAIN = re.compile(r"\bint main\(")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ +(.*?) *$")
 BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
+BELOW_HEAD = re.compile(r"\|( *:?-+:? *\|)+")
 
 
 @dataclass
@@ -95,15 +96,18 @@ def faults_of_links(file: Path) -> list[str]:
 
 
 def faults_of_tables(file: Path) -> list[str]:
-    """Renderers drop the cells that a row has too many, and show a table as text if its second line does not fit."""
+    """Renderers drop the cells that a row has too many, and show a table as text if its second line is not one of dashes."""
     faults = []
-    cells = 0
+    cells = rows = 0
     for number, line in text_of(file):
         if not line.startswith("|"):
-            cells = 0
+            cells = rows = 0
             continue
         here = len(BETWEEN_CELLS.findall(line.rstrip()))
         cells = cells or here
+        rows += 1
+        if rows == 2 and not BELOW_HEAD.fullmatch(line.rstrip()):
+            faults.append(f"{file}:{number}: the second line of a table has dashes only")
         if here != cells:
             faults.append(f"{file}:{number}: {here - 1} cells in a table of {cells - 1}")
     return faults
