@@ -51,7 +51,7 @@ def main(tutorial: Path, folder: Path, prefix: Path, package: Path, generator: s
     losses = [float(loss) for loss in re.findall(r"loss (?:of rank 0 )?([\d.]+)$", first + second + third, re.MULTILINE)]
     assert len(losses) == 6, output
     assert losses[-1] < losses[0], losses
-    assert "goes on after step 20\n" in second, second
+    assert "resumes after step 20\n" in second, second
     left = {path.name for path in (project / "run").iterdir() if not path.name.startswith(".")}
     assert left == {"step-30", "step-40", "from-python"}, left
 
