@@ -1,5 +1,5 @@
 // What each lever of fully_shard costs and saves: the same training with one thing changed, all variants alive in the same ranks and taking
-// turns, so that what disturbs the machine hits all of them. Prints the table of docs/tuning.md; docs/benchmarks.md says how to read it.
+// turns, so that what disturbs the machine hits all of them. Prints the table of docs/tuning.md, which also says how to read it.
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fsdp/fsdp.h>
@@ -170,7 +170,7 @@ double slowest(const fsdp::DeviceMesh& mesh, double value) {
 
 void print(const std::vector<std::unique_ptr<Variant>>& variants, const std::vector<Result>& results) {
   constexpr double kMiB = 1 << 20;
-  std::printf("| lever | step, x of the base | update, ms | engine peak | host | tensors' peak | gathered | reduced |\n");
+  std::printf("| option | step, x of the base | update, ms | engine peak | host | tensors' peak | gathered | reduced |\n");
   std::printf("|---|---|---|---|---|---|---|---|\n");
   for (std::size_t v = 0; v < variants.size(); ++v) {
     std::vector<double> ratios;
