@@ -16,8 +16,8 @@ namespace fsdp {
 
 /// What activation_checkpoint() repeats.
 struct ActivationCheckpointOptions {
-  /// Random operators (dropout) draw the same numbers again when `fn` is repeated: the states of the CPU's generator and of the current
-  /// accelerator's are kept per call, 5 KB on the CPU. False saves that where `fn` draws none.
+  /// True: random operators (dropout) draw the same numbers again when `fn` is repeated. For this, the states of the CPU's generator and of
+  /// the current accelerator's are kept for each call, 5 KB on the CPU. Set it to false if `fn` draws no random numbers.
   bool preserve_rng_state = true;
 };
 
@@ -81,26 +81,26 @@ struct Results<std::tuple<Tensors...>> {
 
 }  // namespace detail
 
-/// Activation checkpointing: returns fn(inputs...), but keeps nothing of what autograd saves inside of `fn`, only the inputs. When backward
-/// arrives, `fn` runs a second time on them, and its own backward follows at once. Memory for one part of the model at a time, against one
-/// more forward (Chen et al., 2016):
+/// Activation checkpointing: returns fn(inputs...), but keeps only the inputs, and frees what autograd saves inside of `fn`. When backward
+/// arrives, `fn` runs a second time on the inputs, and its own backward follows at once. So only one part of the model has its activations
+/// in memory at a time, at the cost of a second forward (Chen et al., 2016):
 ///
 ///     for (auto& block : blocks) x = fsdp::activation_checkpoint(block, x);  // a module's holder is a function
 ///     x = fsdp::activation_checkpoint([block, mask](const at::Tensor& x) { return block->forward(x, mask); }, x);
 ///
-/// `fn` takes any number of at::Tensor or std::vector<at::Tensor>, of which some may be undefined, and returns an at::Tensor, a
-/// std::vector<at::Tensor> or a std::tuple of at::Tensor, likewise. It is copied and kept until backward is done: capture modules by their
-/// holders, not `this` of something that may go. It must do the same both times. That is so unless it depends on state that it changes
-/// (what a layer counts or averages as it runs is counted twice) or on random numbers of a generator of its own.
+/// `fn` takes any number of at::Tensor or std::vector<at::Tensor>, and returns an at::Tensor, a std::vector<at::Tensor> or a std::tuple of
+/// at::Tensor. Tensors may be undefined. `fn` is copied and kept until backward is done, so capture modules by their holders, not by a
+/// `this` that may not live as long. It must do the same both times. It does not if it depends on random numbers of a generator of its own,
+/// or on state that it changes (what a layer counts or averages as it runs is counted twice).
 ///
-/// Gradients are the same bits as without (where a tensor is used in several places, they may be added in another order),
-/// of inputs, of parameters that `fn` uses, and of other tensors that it has captured, whether or not an input requires one. All of
-/// autograd works: backward(), grad(), several backwards through one graph, hooks, checkpoints within checkpoints, autocast (whose cache of
-/// cast weights is not used inside of `fn`); and so do sharded models (fully_shard), whose units are gathered again for the repetition.
-/// Without grad mode this only calls `fn`.
+/// Gradients have the same bits as without activation checkpointing, except that the gradients of a tensor that is used in several places
+/// may be added in another order. This applies to inputs, to parameters that `fn` uses, and to other tensors that it has captured, whether
+/// or not an input requires a gradient. All of autograd works: backward(), grad(), several backwards through one graph, hooks, checkpoints
+/// within checkpoints, autocast (whose cache of cast weights is not used inside of `fn`). Sharded models (fully_shard) work, too; their
+/// units are gathered again for the repetition. Without grad mode, this only calls `fn`.
 ///
-/// Backward throws torch's in-place error if an input was written since, and Error if a parameter was (by an optimizer step, say), if `fn`
-/// did something else the second time, or for create_graph = true: what is computed here can't be differentiated twice.
+/// Backward throws torch's in-place error if an input was written since. It throws Error if a parameter was written since (by an optimizer
+/// step, for example), if `fn` did something else the second time, or if create_graph is true, as the result can't be differentiated twice.
 template <typename Fn, detail::TensorOrTensors... Inputs>
 auto activation_checkpoint(ActivationCheckpointOptions options, Fn fn, const Inputs&... inputs) {
   using Result = std::remove_cvref_t<std::invoke_result_t<Fn&, Inputs...>>;

@@ -18,17 +18,17 @@ struct AdamW8bitOptions {
   std::int64_t min_8bit_size = 4096;
 };
 
-/// AdamW whose two states take a byte per element (Dettmers et al., 2022): of each block of 256 elements the largest magnitude is kept in
-/// fp32, and each element, divided by it, as the nearest of 256 numbers that lie denser towards zero ("dynamic" map; signed for the first
-/// moment, unsigned for the second). 2 + 8/256 bytes per element instead of 8; parameters and gradients stay as they are, and updates are
-/// computed in fp32.
+/// AdamW whose two states take one byte per element each (Dettmers et al., 2022). For each block of 256 elements, the largest magnitude is
+/// kept in fp32. Each element is divided by it and kept as the nearest of 256 numbers, which lie denser towards zero ("dynamic" map; signed
+/// for the first moment, unsigned for the second). The state takes 2 + 8/256 bytes per element instead of 8. Parameters and gradients keep
+/// their dtypes, and updates are computed in fp32.
 ///
 /// Blocks are counted from the start of each parameter and never lie on two ranks, so the result does not depend on how the model is cut:
 ///
 ///     fsdp::fully_shard(*model, {.units = ..., .granularity = [](const auto&, const auto&) { return fsdp::Granularity::blocks(256); }});
 ///     fsdp::AdamW8bit optimizer(*model, {.lr = 1e-3});
 ///
-/// Parameters of double precision keep full state, too. On the CPU only.
+/// Parameters of double precision keep their state in full precision, too. This optimizer works on the CPU only.
 class AdamW8bit : public Optimizer {
  public:
   /// Elements that share a largest magnitude.

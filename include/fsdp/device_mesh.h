@@ -16,7 +16,7 @@ class Communicator;
 
 /// One named dimension of a mesh. A size of -1 (in at most one dimension) is inferred from the number of ranks.
 struct MeshDim {
-  std::string name;        ///< Different ones in a mesh.
+  std::string name;        ///< Unique in a mesh.
   std::int64_t size = -1;  ///< In ranks.
 };
 
@@ -25,8 +25,9 @@ struct MeshOptions {
   /// How long a collective may wait for a peer before it fails with CommError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
-  /// On CPU meshes, ranks of one host read each other's memory instead of sending messages, where all ranks of a row can and want to. If it
-  /// spans hosts, each must have as many of them, one host's after the other's. The variable FSDP_SHARED_MEMORY=0 turns it off, too.
+  /// On CPU meshes, ranks of one host read each other's memory instead of sending messages, if all ranks of a row support it and have set
+  /// this option. If a row spans several hosts, each must have the same number of its ranks, one host's after the other's. The environment
+  /// variable FSDP_SHARED_MEMORY=0 turns it off, too.
   bool shared_memory = true;
 };
 
@@ -56,12 +57,12 @@ class DeviceMesh {
   /// meet.
   std::shared_ptr<comm::Communicator> new_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
-  /// The sum of a host value over the ranks of the mesh, along one dimension after the other, the last one first, each added in rank order:
-  /// the same on every rank. Collective; blocks. Throws CommError.
+  /// The sum of a host value over the ranks of the mesh, the same on every rank. It is added along one dimension after the other, the last
+  /// one first, each in rank order. Collective; blocks. Throws CommError.
   double sum(double value) const;
 
-  /// True on every rank if `ok` is true on all ranks of the mesh, over all of its dimensions; false on every rank otherwise. For decisions
-  /// that all ranks must take alike, such as to skip a batch that one of them can't use. Collective; blocks. Throws CommError.
+  /// True on every rank if `ok` is true on all ranks of the mesh, over all of its dimensions; false on every rank otherwise. Use it for
+  /// decisions that all ranks must take alike, such as skipping a batch that one of them can't use. Collective; blocks. Throws CommError.
   bool all(bool ok) const;
 
   /// Blocks until every rank of the mesh has arrived. Throws CommError.
@@ -75,14 +76,14 @@ class DeviceMesh {
   std::shared_ptr<State> state_;
 };
 
-/// Joins the ranks that torchrun, mpirun, srun or launch_local started (see docs/launch.md for the variables that are read) and
-/// arranges them. Without any such variable the world is this one process. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, and the
-/// device LOCAL_RANK). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a name is
+/// Connects the ranks that torchrun, mpirun, srun or launch_local started (docs/launch.md lists the variables that are read) and arranges
+/// them in a mesh. Without any such variable, this process is the only rank. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, on the device
+/// LOCAL_RANK). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a name is
 /// empty or repeated, or the device type has no backend in this build; CommError if the ranks can't meet.
 DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options = {});
 
-/// A mesh of any size seen from any rank, whose collectives move no data and return at once: for tests and for measuring
-/// host time. Needs no other process.
+/// A mesh of any size as one of its ranks sees it. Its collectives move no data and return at once, and no other process is needed. It is
+/// meant for tests and for measuring host time.
 DeviceMesh null_device_mesh(std::vector<MeshDim> dims, std::int64_t rank = 0);
 
 }  // namespace fsdp

@@ -51,10 +51,10 @@ Module& module_of(Module& module) {
 
 }  // namespace detail
 
-/// module.forward(inputs...) at the boundary of a mixed precision policy: floating-point inputs are converted to its param_dtype
-/// (cast_forward_inputs), floating-point outputs to its output_dtype. `module` is a unit of a sharded model, as holder, shared pointer or
-/// reference; C++ modules have no hooks that could do this by themselves. Without a policy it is plain forward. Throws Error if the module
-/// is no unit.
+/// Calls module.forward(inputs...) with the conversions of a mixed precision policy. Floating-point inputs are converted to its param_dtype
+/// (if cast_forward_inputs is set), and floating-point outputs to its output_dtype. C++ modules have no hooks that could do this. `module`
+/// is a unit of a sharded model, as holder, shared pointer or reference. Without a policy, this is plain forward. Throws Error if the
+/// module is not a unit.
 template <typename Module, typename... Inputs>
 auto forward(Module&& module, Inputs&&... inputs) {
   auto& target = detail::module_of(module);

@@ -5,24 +5,24 @@
 #include "fsdp/adamw_8bit.h"             // AdamW with 8-bit state
 #include "fsdp/deferred_init.h"          // models built without memory
 #include "fsdp/device_mesh.h"            // ranks, named mesh dimensions
-#include "fsdp/error.h"                  // what is thrown
+#include "fsdp/error.h"                  // exceptions
 #include "fsdp/forward.h"                // a unit's forward at the boundary of its dtypes
 #include "fsdp/fsdp_module.h"            // the handle of a sharded module
 #include "fsdp/fully_shard.h"            // sharding a module
-#include "fsdp/gather_format.h"          // in which bytes parameters travel
+#include "fsdp/gather_format.h"          // other formats of parameters in all-gathers
 #include "fsdp/grad_scaler.h"            // loss scaling for fp16
 #include "fsdp/gradient_norm.h"          // norms of gradients, clipping by them
 #include "fsdp/launch.h"                 // starting ranks on this machine
 #include "fsdp/lr_schedule.h"            // learning-rate schedules
-#include "fsdp/megatron_names.h"         // checkpoints of Megatron-FSDP
-#include "fsdp/mixed_precision.h"        // in which dtypes they compute and are kept
+#include "fsdp/megatron_names.h"         // reading checkpoints of Megatron-FSDP
+#include "fsdp/mixed_precision.h"        // dtypes of parameters and gradients
 #include "fsdp/muon.h"                   // Muon for matrices, AdamW for the rest
-#include "fsdp/offload.h"                // what lies in host memory
+#include "fsdp/offload.h"                // offload to host memory
 #include "fsdp/optim.h"                  // optimizers on shards
 #include "fsdp/placements.h"             // what is sharded
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/stats.h"                  // memory and wire accounting
-#include "fsdp/summon_full_params.h"     // whole parameters for a while
+#include "fsdp/summon_full_params.h"     // temporary access to the full parameters
 #include "fsdp/tie_parameters.h"         // one parameter under two names
-#include "fsdp/unit_info.h"              // what units hold, for people
+#include "fsdp/unit_info.h"              // the units of a model, as a table
 #include "fsdp/version.h"                // the library's version

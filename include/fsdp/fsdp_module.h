@@ -24,7 +24,7 @@ namespace engine {
 class Engine;
 }
 
-/// A name, this rank's part of the tensor (1-D, a view into the engine's memory, possibly empty), and where it lies.
+/// This rank's part of a tensor (1-D, a view into the engine's memory, possibly empty), with its name and its place in the whole.
 struct Shard {
   std::string name;                         ///< Fully qualified, as named_parameters() gives it.
   at::Tensor value;                         ///< 1-D, `numel` elements.
@@ -39,19 +39,19 @@ class UnshardHandle {
  public:
   /// For the library's own use.
   explicit UnshardHandle(std::function<void()> wait) : wait_(std::move(wait)) {}
-  /// Blocks until the parameters may be used. Not needed before an operator uses them: that waits by itself.
+  /// Blocks until the parameters may be used. Operators wait by themselves, so this is not needed before one uses them.
   void wait() { wait_(); }
 
  private:
   std::function<void()> wait_;
 };
 
-/// The handle to a sharded module; the methods of FSDP2's FSDPModule. Cheap to copy; does not keep the module alive. Methods with `recurse`
-/// are for this handle's unit and, if true, those within it.
+/// The handle to a sharded module, with the methods of FSDP2's FSDPModule. It is cheap to copy and does not keep the module alive. Methods
+/// with `recurse` apply to this handle's unit and, if `recurse` is true, to the units within it.
 class FSDPModule {
  public:
-  /// Gathers the parameters of the unit that this handle is for. They stay until the unit is used (then they go as after any use), until
-  /// reshard(), or until the parameters change. Collective; not recursive (as FSDP2's).
+  /// Gathers the parameters of this handle's unit. They stay until the unit is used (and are then freed as after any use), until reshard(),
+  /// or until the parameters change. Collective; not recursive (as FSDP2's).
   void unshard();
   /// The same without waiting.
   UnshardHandle unshard_async();
@@ -67,46 +67,46 @@ class FSDPModule {
   void set_is_last_backward(bool is_last_backward);
   /// Waits for reductions that are still under way. (Megatron-FSDP's finish_grad_sync.)
   void finish_gradient_sync();
-  /// By how much the sum of all ranks' gradients is divided from the next reduction on; 0: the number of ranks (the default). 1 and
-  /// scale_gradients() divide by a number that is known only after the forward, such as a count of tokens. Throws Error if negative.
+  /// Sets the number by which the sum of all ranks' gradients is divided, from the next reduction on. 0 stands for the number of ranks (the
+  /// default). To divide by a number that is known only after the forward, such as a count of tokens, set 1 and call scale_gradients().
+  /// Throws Error if negative.
   void set_gradient_divide_factor(double factor, bool recurse = true);
   /// Multiplies the reduced gradients of all units.
   void scale_gradients(double factor);
-  /// FullyShardOptions::reshard_after_forward, from the next forward on.
+  /// Sets FullyShardOptions::reshard_after_forward from the next forward on.
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
-  /// With false, parameters stay gathered after backward: more memory, and the next forward gathers nothing unless parameters have changed.
+  /// With false, parameters stay gathered after backward. The next forward then gathers nothing, unless parameters have changed.
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
-  /// FullyShardOptions::prefetch_depth, for all units of the model. Throws Error if negative.
+  /// Sets FullyShardOptions::prefetch_depth for all units of the model. Throws Error if negative.
   void set_prefetch_depth(int depth);
-  /// The units whose all-gathers start when this handle's unit is entered in forward, instead of those that came next last time.
-  /// They stay until they are used, or until backward ends. Empty: back to what came next last time. The same on every rank.
+  /// Sets the units whose all-gathers start when this handle's unit is entered in forward. By default (an empty list) these are the units
+  /// that came next in the last pass. They stay until they are used, or until backward ends. Give the same list on every rank.
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
   /// The same for backward.
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
-  /// After an exception in forward or backward: drops unreduced gradients and pending work; every unit is sharded again. After a backward
-  /// that failed, reduced gradients are dropped, too, with a warning if earlier backwards had given some. Called by itself at the next
-  /// forward after a failed backward. Collective if collectives were pending.
+  /// Cleans up after an exception in forward or backward: drops unreduced gradients and pending work, and shards every unit again. After a
+  /// backward that failed, reduced gradients are dropped, too, with a warning if earlier backwards had given some. The next forward after a
+  /// failed backward does this by itself. Collective if collectives were pending.
   void reset();
   /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
   /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.) Throws Error inside of a
   /// backward.
   void zero_grad();
 
-  /// This rank's shards of the main parameters, of all units, in main_params_dtype. Write through them only with
-  /// `main_parameters_changed()` after.
+  /// This rank's shards of the main parameters, of all units, in main_params_dtype. After writing through them, call
+  /// `main_parameters_changed()`.
   std::vector<Shard> parameter_shards() const;
-  /// This rank's shards of the reduced gradients; `value` is undefined where no rank had a gradient, and holds its memory beyond
-  /// zero_grad().
+  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. It keeps its memory beyond zero_grad().
   std::vector<Shard> gradient_shards() const;
   /// fsdp::clip_grad_norm of the whole model (fsdp/gradient_norm.h, which has the options). Collective.
   double clip_grad_norm(double max_norm);
   /// The same with options.
   double clip_grad_norm(double max_norm, const ClipGradNormOptions& options);
-  /// Says that the main parameters were written through their shards: gathered copies are dropped and the parameters' versions are bumped.
-  /// Collective: where main parameters are replicated (no_shard), ranks get each other's shards.
+  /// Tells the engine that the main parameters were written through their shards. It drops gathered copies and bumps the parameters'
+  /// versions. Collective: if main parameters are replicated (no_shard), ranks get each other's shards.
   void main_parameters_changed();
 
-  /// Whole main parameters by name, in the order of named_parameters(): collective and as large as the model. For tests and small models.
+  /// Whole main parameters by name, in the order of named_parameters(). Collective. They take as much memory as the model, on every rank.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   /// The same of their gradients.
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
@@ -133,11 +133,11 @@ class FSDPModule {
   std::size_t unit_;
 };
 
-/// The handle of a module that fully_shard has seen, or whose ancestor's unit division made a unit. Throws Error otherwise.
+/// The handle of a sharded model's root or of a module that is a unit of it. Throws Error for other modules.
 FSDPModule handle(const torch::nn::Module& module);
 
-/// For as long as it lives, backwards of the module keep gradients on each rank instead of reducing them; then every unit does what it did
-/// before. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
+/// A guard. During its lifetime, backwards of the module keep gradients on each rank instead of reducing them. After that, every unit has
+/// its former setting. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
 class NoSync {
  public:
   /// Of all units of the module. Throws Error if it is not sharded.

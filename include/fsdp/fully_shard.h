@@ -20,7 +20,7 @@
 /// Fully Sharded Data Parallel training on LibTorch.
 namespace fsdp {
 
-/// Says which modules become units of their own, by name ("layers.3") and module. The root is always one.
+/// Returns true for modules that become units, by name ("layers.3") and module. The root is always a unit.
 using UnitPredicate = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
 
 /// Every module of one of the given types: `fsdp::each<torch::nn::TransformerEncoderLayerImpl>()`.
@@ -32,95 +32,99 @@ UnitPredicate each() {
 /// Where the shards' first values come from.
 enum class InitialValues : std::uint8_t {
   kOwn,        ///< From each rank's own parameters: all ranks must have initialised alike (the same seed).
-  kFromRank0,  ///< From the first rank of each unit's mesh, which sends the others their shards, unit by unit, and its buffers. Nobody
-               ///< looks at the others' values.
-  kZero,       ///< From nowhere: shards are zero, and what deferred_init recorded for them does not run. A checkpoint is to be loaded
-               ///< before they are used; nothing checks that.
+  kFromRank0,  ///< From the first rank of each unit's mesh, which sends the others their shards, unit by unit, and its buffers. The values
+               ///< of the other ranks are ignored.
+  kZero,       ///< Shards are zero, and what deferred_init recorded for them does not run. Load a checkpoint before you use them; nothing
+               ///< checks this.
 };
 
-/// What one unit has different from the others.
+/// Settings of one unit that differ from the options of the model.
 struct UnitSettings {
-  /// Its own ranks to shard over: experts of a mixture, whose parameters differ between the ranks of another dimension. Undefined: the
-  /// options' mesh. Its ranks must be a part of the options' mesh.
+  /// The ranks over which this unit is sharded. Use it for experts of a mixture, whose parameters differ between the ranks of another
+  /// dimension. Its ranks must be a part of the options' mesh. Undefined: the options' mesh.
   DeviceMesh mesh = {};
-  /// By how much the sum of the gradients of its mesh's ranks is divided; 0: by their number.
+  /// The number by which the sum of the gradients of its mesh's ranks is divided. 0 stands for the number of these ranks.
   double gradient_divide_factor = 0;
   std::optional<bool> reshard_after_forward = {};            ///< By default the options'.
   std::optional<MixedPrecisionPolicy> mixed_precision = {};  ///< By default the options'.
 };
 
-/// A parameter that is one piece already of a whole that other ranks hold, too (tensor parallelism): the pieces of the ranks of `mesh`, in
-/// their order, one behind the other along `dim`. Their sizes along it may differ.
+/// Describes a parameter that is one piece of a larger whole (tensor parallelism). The whole consists of the pieces of the ranks of `mesh`,
+/// in their order, along `dim`. The sizes of the pieces along it may differ.
 struct TensorParallel {
   DeviceMesh mesh;       ///< One dimension; the same for all parameters of a model.
   std::int64_t dim = 0;  ///< Of the parameter.
 };
 
-/// How fully_shard divides and trains a model. The defaults are FSDP2's, on all ranks.
+/// How fully_shard divides and trains a model. The defaults are FSDP2's. Give the same options on all ranks.
 struct FullyShardOptions {
-  /// The ranks to shard over; by default all of them, on the CPU. With two dimensions, units are sharded over the last one, and replicated
-  /// over the first (HSDP), or main parameters and optimizer state sharded over it as well (HFSDP): see outer_placements.
+  /// The ranks to shard over; by default all of them, on the CPU. On a mesh of two dimensions, units are sharded over the last one. Over
+  /// the first one, units are replicated (HSDP), or main parameters and optimizer state are sharded as well (HFSDP): see outer_placements.
   DeviceMesh mesh = {};
-  /// By default the whole module is one unit.
+  /// Which modules become units; by default the whole module is one unit.
   UnitPredicate units = {};
-  /// Modules that make up one unit together, by name: using one of them gathers all. (FSDP2's fully_shard of a list.) unit_settings are
-  /// asked for the first one's.
+  /// Groups of modules, by name. Each group is one unit, so using one of its modules gathers all. (FSDP2's fully_shard of a list.)
+  /// unit_settings is called with the first module of a group.
   std::vector<std::vector<std::string>> unit_groups = {};
-  /// Parameters that stay ordinary tensors, whole on every rank, with gradients of their own: the caller's to synchronize and to update.
+  /// Parameters that are not sharded. They stay ordinary tensors, whole on every rank, and the caller synchronizes their gradients and
+  /// updates them.
   std::function<bool(const std::string& name, const at::Tensor& parameter)> ignore = {};
   /// What is sharded: parameters, gradients, optimizer state.
   Placements placements = Placements::optim_grads_params();
-  /// Of the outer dimension of a 2-D mesh: no_shard (HSDP: the shards' gradients are all-reduced over it), or optim (HFSDP: main parameters
-  /// and optimizer state are sharded over both dimensions, parameters and gradients over the inner one; needs optim_grads_params there).
+  /// What is sharded over the outer dimension of a 2-D mesh. no_shard (HSDP): nothing; the shards' gradients are all-reduced over it. optim
+  /// (HFSDP): main parameters and optimizer state, which are then sharded over both dimensions, while parameters and gradients are sharded
+  /// over the inner one. optim needs optim_grads_params as `placements`.
   Placements outer_placements = Placements::no_shard();
-  /// Whose values the parameters begin with.
+  /// Where the parameters' first values come from.
   InitialValues initial_values = InitialValues::kOwn;
-  /// With kOwn: compares the bytes of all ranks' parameters, by a checksum each, before they are given up. A difference is an Error on
-  /// every rank that names the first unit, its first parameter, and two ranks; the module can't be used then.
+  /// With kOwn: compares the ranks' parameters by a checksum of each, before they are sharded. If they differ, every rank throws an Error
+  /// that names the first unit, its first parameter, and two ranks. The module can't be used then.
   bool check_initial_values = false;
-  /// Frees a unit's parameters once forward has moved on, to gather them again in backward; false keeps them in between.
+  /// True frees a unit's parameters when forward has moved on, and gathers them again in backward. False keeps them in between.
   bool reshard_after_forward = true;
-  /// With reshard_after_forward: so many neighbouring ranks (of one machine, say) keep a copy between them after forward, from which
-  /// backward gathers. Divides the sharding dimension; 0: none is kept. (FSDP2's reshard_after_forward=k.)
+  /// With reshard_after_forward: the number of neighbouring ranks (of one machine, for example) that keep a copy of each unit between them
+  /// after forward, from which backward gathers. It must divide the size of the sharding dimension. 0 keeps no copy. (FSDP2's
+  /// reshard_after_forward=k.)
   std::int64_t reshard_after_forward_size = 0;
-  /// With reshard_after_forward: so many bytes of whole parameters stay gathered from forward into backward all the same, of the units that
-  /// forward used first.
+  /// With reshard_after_forward: a budget in bytes for parameters that stay gathered between forward and backward nevertheless. The units
+  /// that forward used first are kept.
   std::int64_t keep_gathered_bytes = 0;
   /// How many units ahead all-gathers are started; 0 turns read-ahead off.
   int prefetch_depth = 1;
   /// Where each parameter may be cut; by default anywhere (element).
   std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
-  /// Dtypes of parameters and gradients; without a policy, everything stays in the parameters' own.
+  /// Dtypes of parameters and gradients. Without a policy, everything has the parameters' own dtypes.
   std::optional<MixedPrecisionPolicy> mixed_precision = {};
-  /// Which parameters are pieces of tensor-parallel wholes. They are sharded like others; checkpoints hold the wholes, norms count all
-  /// pieces. Parameters that it says nothing of are the same on all ranks of that mesh. With it, save, load, norms and loss scaling are
-  /// collective over both meshes.
+  /// Which parameters are pieces of tensor-parallel wholes. The pieces are sharded like other parameters. Checkpoints contain the wholes,
+  /// and norms count all pieces. Parameters for which it returns nothing must be the same on all ranks of that mesh. With this option,
+  /// save, load, norms and loss scaling are collective over both meshes.
   std::function<std::optional<TensorParallel>(const std::string& name, const at::Tensor& parameter)> tensor_parallel = {};
-  /// In which bytes each parameter travels in all-gathers (share one format between parameters); null: in its compute dtype.
+  /// The format in which each parameter is all-gathered; null stands for its compute dtype. Share one format between parameters.
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
-  /// What lies in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
+  /// What is kept in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
   Offload offload = Offload::kNone;
-  /// What single units have different, by name ("" for the root) and module. The same on every rank, but for which ranks a mesh has.
+  /// Settings of single units, by name ("" for the root) and module. Give the same on every rank, except that meshes may have other ranks.
   std::function<UnitSettings(const std::string& name, const torch::nn::Module& module)> unit_settings = {};
-  /// At the end of each backward, looks for NaN in every parameter's gradient, before and after its reduction: an Error on all ranks names
-  /// parameter, unit and ranks. Reads all gradients twice more; docs/tuning.md says what that costs. (Megatron-FSDP's option.)
+  /// True looks for NaN in every parameter's gradient, before and after its reduction. If there is one, all ranks throw an Error at the end
+  /// of backward that names parameter, unit and ranks. This reads all gradients twice more; docs/tuning.md says what that costs.
+  /// (Megatron-FSDP's option.)
   bool report_nan_in_param_grad = false;
-  /// Reductions get a process group of their own, so that they and all-gathers do not wait for each other.
+  /// True gives reductions a process group of their own, so that they and all-gathers do not wait for each other.
   bool separate_reduce_group = false;
 };
 
-/// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged: from now on its
-/// parameters hold no memory until an operator touches them. Each rank keeps its own slice of its own values, so all ranks must have
-/// initialised alike (the same seed), unless InitialValues says otherwise. Called once, on the root.
+/// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged. From now on, its
+/// parameters hold no memory until an operator uses them. Each rank keeps a slice of its own values, so all ranks must have initialised
+/// alike (with the same seed), unless InitialValues says otherwise. Call it once, on the root.
 ///
-/// Parameters that deferred_init made are computed one after the other, each for as long as it takes to keep this rank's slice; buffers
-/// that it made become ordinary tensors on the mesh's device.
+/// Parameters that deferred_init made are computed one after the other. Of each, only this rank's slice is kept. Buffers that it made
+/// become ordinary tensors on the mesh's device.
 ///
 /// A parameter that several modules share belongs to the closest common ancestor of the units that reach it.
 ///
-/// Collective. Throws Error on every rank if the ranks' models or options differ, a parameter has a dtype that can't be sharded, is not
-/// dense, or is not on the mesh's device, or the module is sharded already: it is then as it was. And where a value of a deferred
-/// parameter can't be computed: the module can't be used then.
+/// Collective. Throws Error on every rank, and leaves the module unchanged, if the ranks' models or options differ, if a parameter has a
+/// dtype that can't be sharded, is not dense, or is not on the mesh's device, or if the module is sharded already. Throws Error on every
+/// rank, too, if a value of a deferred parameter can't be computed; the module can't be used then.
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options = {});
 
 /// Undoes fully_shard: every parameter is an ordinary tensor with the whole value again. Collective.

@@ -7,16 +7,16 @@
 
 namespace fsdp {
 
-/// In which bytes a parameter travels in an all-gather, if not in its compute dtype: a pair of conversions over blocks of elements. Blocks
-/// are counted from the parameter's start and never lie on two ranks, so that the result depends on no strategy and no number of ranks.
-/// Padding between parameters is converted along; its value is 0. (FSDP2's fsdp_pre_all_gather and fsdp_post_all_gather.)
+/// The format in which a parameter is all-gathered, if not in its compute dtype: a pair of conversions of blocks of elements. Blocks are
+/// counted from the parameter's start and never lie on two ranks, so the result does not depend on the strategy or the number of ranks.
+/// Padding between parameters is converted, too; its value is 0. (FSDP2's fsdp_pre_all_gather and fsdp_post_all_gather.)
 struct GatherFormat {
   /// Elements per block; at least 1.
   std::int64_t block = 1;
   /// Bytes per block on the wire.
   std::int64_t block_bytes = 0;
-  /// Writes `wire` (2-D, uint8, [pieces, bytes]) from `main` (2-D, the main parameters' dtype, [pieces, elements]; a view). Each row is
-  /// one piece, a whole number of blocks: converted for itself. Both are contiguous.
+  /// Writes `wire` (2-D, uint8, [pieces, bytes]) from `main` (2-D, the main parameters' dtype, [pieces, elements]; a view). Each row is one
+  /// piece, which is a whole number of blocks and converted separately. Both are contiguous.
   std::function<void(const at::Tensor& main, const at::Tensor& wire)> pre_all_gather;
   /// Writes `whole` (2-D, the compute dtype, [pieces, elements]) from `wire` (2-D, uint8, [pieces, bytes]).
   std::function<void(const at::Tensor& wire, const at::Tensor& whole)> post_all_gather;

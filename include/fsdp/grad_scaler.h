@@ -17,10 +17,10 @@ struct GradScalerOptions {
   double growth_factor = 2;             ///< Of the scale, after `growth_interval` steps in a row without an infinite or NaN gradient.
   double backoff_factor = 0.5;          ///< Of the scale, after a step with one.
   std::int64_t growth_interval = 2000;  ///< In steps.
-  bool enabled = true;                  ///< False makes every call do nothing, or only what it would do without a scaler.
+  bool enabled = true;                  ///< False makes every call do only what it would do without a scaler.
 };
 
-/// What a GradScaler has to remember between runs.
+/// The state of a GradScaler, which a checkpoint keeps.
 struct GradScalerState {
   double scale = 0;                  ///< The current one.
   double growth_factor = 0;          ///< As in the options.
@@ -30,9 +30,9 @@ struct GradScalerState {
   bool operator==(const GradScalerState&) const = default;
 };
 
-/// Dynamic loss scaling, for training in fp16: the loss is multiplied by a scale so that small gradients do not vanish, gradients are
-/// divided by it before the optimizer sees them, and a step whose gradients have overflowed is left out. Torch's torch.amp.GradScaler for
-/// sharded models: ranks agree on whether anything was infinite before any of them steps.
+/// Dynamic loss scaling for training in fp16. The loss is multiplied by a scale, so that small gradients do not become zero. Gradients are
+/// divided by it before the optimizer sees them, and a step whose gradients have overflowed is skipped. This is torch.amp.GradScaler for
+/// sharded models: the ranks agree on whether a gradient was infinite before any of them steps.
 ///
 ///     fsdp::GradScaler scaler;
 ///     scaler.scale(loss).backward();
@@ -49,15 +49,15 @@ class GradScaler {
 
   /// The loss times the scale.
   at::Tensor scale(const at::Tensor& loss) const;
-  /// Divides the module's gradients by the scale, unless one is infinite or NaN on any rank: then all of them stay as they are. step() does
-  /// this by itself if it was not done. Collective: one exchange of a byte. Throws Error if it was done since the last update().
+  /// Divides the module's gradients by the scale. If one is infinite or NaN on any rank, all of them stay as they are. step() calls this if
+  /// it was not called before. Collective: one exchange of a byte. Throws Error if it was called since the last update().
   void unscale_(torch::nn::Module& module);
-  /// optimizer.step(), unless a gradient was infinite or NaN on any rank: then parameters, optimizer state and gradients stay as they are.
-  /// Returns whether it stepped, the same on every rank. Collective as unscale_(), if that has not been called. Throws Error if called
-  /// twice for a model since the last update().
+  /// Calls optimizer.step(), unless a gradient was infinite or NaN on any rank. In that case parameters, optimizer state and gradients stay
+  /// as they are. Returns whether it stepped, which is the same on every rank. Collective like unscale_(), if that has not been called.
+  /// Throws Error if called twice for a model since the last update().
   bool step(Optimizer& optimizer);
-  /// Grows or shrinks the scale by what the steps since the last call have found. Once per iteration, after all steps. Throws Error if
-  /// there was no step.
+  /// Grows or shrinks the scale, depending on whether the steps since the last call found infinite gradients. Call it once per iteration,
+  /// after all steps. Throws Error if there was no step.
   void update();
   /// Sets the scale instead.
   void update(double new_scale);

@@ -9,7 +9,7 @@ namespace fsdp {
 struct Granularity {
   /// The four granularities.
   enum class Kind : std::uint8_t {
-    kElement,  ///< Anywhere. For elementwise optimizers; the least padding. The default.
+    kElement,  ///< Anywhere. Suits elementwise optimizers, and needs the least padding. The default.
     kRows,     ///< Between rows of dim 0 only, so that a shard is a valid uneven Shard(0).
     kBlock,    ///< Between blocks of `block` consecutive elements, counted from the parameter's start.
     kWhole,    ///< Nowhere: one rank owns the whole parameter (Muon and other matrix optimizers).

@@ -23,21 +23,21 @@ struct ParamGroup {
   std::optional<double> weight_decay = {};               ///< By default the optimizer's.
 };
 
-/// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update: AdamW and SGD are
-/// elementwise, and the same gradients give the same bits as torch's own optimizer on the whole parameters; what looks beyond single
-/// elements (Muon, AdamW8bit) asks for shards that are not cut there. Parameters without a gradient are skipped, as torch does.
+/// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update. AdamW and SGD are
+/// elementwise, and the same gradients give the same bits as torch's own optimizer on the whole parameters. Muon and AdamW8bit are not
+/// elementwise, and require shards that do not cut a matrix or a block. Parameters without a gradient are skipped, as torch does.
 class Optimizer {
  public:
   virtual ~Optimizer();
   Optimizer(Optimizer&&) noexcept;  ///< Moves; the other one can only be destroyed.
   Optimizer& operator=(Optimizer&&) noexcept;
 
-  /// Updates the main parameters from the reduced gradients, then tells the engine, so that stale gathered copies are dropped and the
-  /// parameters' versions are bumped (backward through an older graph raises torch's in-place error).
+  /// Updates the main parameters from the reduced gradients. The engine then drops outdated gathered copies and bumps the parameters'
+  /// versions (so backward through an older graph raises torch's in-place error).
   void step();
   /// Drops the gradients.
   void zero_grad();
-  /// Multiplies every group's base learning rate (as given at construction) from the next step on; what a schedule sets.
+  /// Multiplies every group's base learning rate (as given at construction) by a factor, such as a schedule's, from the next step on.
   void set_lr_factor(double factor);
   /// The current learning rate of the parameters that no ParamGroup matches.
   double lr() const;
@@ -87,14 +87,16 @@ class SGD : public Optimizer {
 /// Makes a torch optimizer over the given parameters.
 using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
 
-/// Any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
-/// std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`. It sees one 1-D tensor per parameter (possibly empty). Exact for elementwise
-/// optimizers only; set_lr_factor scales the options' learning rate. Checkpoints hold the state of Adam, AdamW, SGD, RMSprop and Adagrad.
+/// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
+/// std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`. The optimizer sees one 1-D tensor per parameter (possibly empty), so results
+/// are exact for elementwise optimizers only. set_lr_factor scales the options' learning rate. Checkpoints contain the state of Adam,
+/// AdamW, SGD, RMSprop and Adagrad.
 class WrappedOptimizer : public Optimizer {
  public:
   /// See wrap().
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
-  /// To read, and to set options (but learning rates by set_lr_factor). Only step() may write its parameters and state.
+  /// Use it to read the optimizer, and to set options (except learning rates, see set_lr_factor). Only step() may write its parameters and
+  /// state.
   torch::optim::Optimizer& torch_optimizer();
 
  private:

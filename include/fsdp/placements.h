@@ -5,11 +5,11 @@
 
 namespace fsdp {
 
-/// How one of the three things that training keeps (parameters, gradients, optimizer state with the main parameters) lies on the
-/// data-parallel dimension.
+/// How parameters, gradients, or optimizer state (with the main parameters) are placed on the ranks of the data-parallel dimension.
 enum class Placement : std::uint8_t { kReplicated, kSharded };
 
-/// The triple from which the engine derives every collective. The four sensible ones on a 1-D mesh have names:
+/// The placements of parameters, gradients and optimizer state, from which the engine derives every collective. On a 1-D mesh, four
+/// combinations are allowed, which have names:
 ///
 /// | name                                  | parameters | gradients | optimizer |
 /// |---------------------------------------|------------|-----------|-----------|
@@ -18,7 +18,7 @@ enum class Placement : std::uint8_t { kReplicated, kSharded };
 /// | optim_grads (ZeRO-2)                  | replicated | sharded   | sharded   |
 /// | optim_grads_params (ZeRO-3, FSDP)     | sharded    | sharded   | sharded   |
 struct Placements {
-  Placement parameters = Placement::kSharded;  ///< In which forward and backward compute, between their uses.
+  Placement parameters = Placement::kSharded;  ///< What forward and backward compute with, between its uses.
   Placement gradients = Placement::kSharded;   ///< Once they are reduced.
   Placement optimizer = Placement::kSharded;   ///< The optimizer's state, and the main parameters that it updates.
 

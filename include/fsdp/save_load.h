@@ -15,9 +15,9 @@
 #include "fsdp/grad_scaler.h"
 #include "fsdp/optim.h"
 
-// Sharded checkpoints in the format of torch.distributed.checkpoint (DCP): Python reads what C++ wrote, and the reverse, on any number of
-// ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", the optimizer's state under "optim"
-// as get_optimizer_state_dict arranges it, what else a run needs under "extra".
+// Sharded checkpoints in the format of torch.distributed.checkpoint (DCP). Python reads what C++ wrote, and the reverse, on any number of
+// ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", and the optimizer's state is under
+// "optim" as get_optimizer_state_dict arranges it. The program's own values are under "extra".
 namespace fsdp {
 
 struct ExtraBytes;
@@ -28,22 +28,22 @@ using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Ten
 struct ExtraBytes {
   std::string data;  ///< Any bytes.
 };
-/// Python's list, and its tuple when it is read. Of all but tensors.
+/// Python's list. Python's tuples are read as lists, too. Its items can't be tensors.
 struct ExtraList {
   std::vector<ExtraValue> items;  ///< In their order.
 };
-/// What a run needs beside model and optimizer, by name: the step, where the data stood. Rank 0's is saved; every rank gets it.
+/// Values of the program by name, such as the step or the position in the data. Rank 0's are saved, and every rank gets them.
 using ExtraState = std::map<std::string, ExtraValue>;
 
-/// What a save or load spends its time with, in this order. Those of the other one do not occur.
+/// The phases of a save or a load, in their order.
 enum class Phase : std::uint8_t {
-  kCollect,  ///< save: this rank's values are named, and what AsyncSaver copies at once is.
+  kCollect,  ///< save: this rank's values get their names, and AsyncSaver copies what it must copy at once.
   kWrite,    ///< save: this rank's file is written and synced (by AsyncSaver: also what it copies beside training).
   kCommit,   ///< save: the ranks' parts are joined, and the checkpoint gets its name. A rank waits here for the slowest one.
   kPrune,    ///< save: older checkpoints are removed.
   kOpen,     ///< load: metadata are read, names and shapes compared, small values read.
   kCheck,    ///< load: what this rank needs is read and compared with its checksums.
-  kAssign,   ///< load: it is read again, to its places. Begins when all ranks have checked.
+  kAssign,   ///< load: it is read again, into the model. Begins when all ranks have checked.
 };
 
 /// A phase that has ended on this rank.
@@ -52,125 +52,130 @@ struct PhaseReport {
   std::int64_t bytes = 0;         ///< Of values on this rank; written, in kWrite, of its file.
   double seconds = 0;             ///< How long it took.
 };
-/// Called on every rank at the end of each of its phases, on the thread that saves or loads; AsyncSaver's own after kCollect. Must not
-/// throw.
+/// Called on every rank at the end of each of its phases, on the thread that saves or loads. After kCollect, that is AsyncSaver's own
+/// thread. Must not throw.
 using OnPhase = std::function<void(const PhaseReport& report)>;
 
-/// What a checkpoint holds beside model and optimizer, and which older ones stay.
+/// What a checkpoint contains beside model and optimizer, and which older ones are kept.
 struct SaveOptions {
-  /// After the checkpoint is complete, older complete ones of its series are removed (beside it, with the same name before the number at
-  /// its end: "step-" of "step-1000"), but for the last saved, so many with this one. 0: none is. Nor where its name has no number.
+  /// How many checkpoints of a series are kept. A series is all checkpoints in one folder with the same name before the number at the end
+  /// ("step-" of "step-1000"). After this checkpoint is complete, older complete ones are removed, except for the last keep_last saved,
+  /// this one included. Nothing is removed if this is 0, or if the name has no number.
   int keep_last = 0;
-  /// With keep_last: those stay as well whose number is a multiple of this. 0: none for that reason.
+  /// With keep_last: checkpoints whose number is a multiple of this are kept as well. 0 turns this off.
   std::int64_t keep_every = 0;
-  /// With keep_last: so many of those with the least `metric` stay as well, this one among them. 0: none for that reason.
+  /// With keep_last: this many of the checkpoints with the least `metric` are kept as well. 0 turns this off.
   int keep_best = 0;
-  /// What this checkpoint is worth, for keep_best: a loss, or the negative of an accuracy. Saved, rank 0's. One without it, or with NaN, is
-  /// never of the best.
+  /// The value that keep_best compares: a loss, or the negative of an accuracy. Rank 0's is saved. A checkpoint without it, or with NaN, is
+  /// never among the best.
   std::optional<double> metric = {};
-  /// The state of torch's default generator of the CPU, and of the model's device where that is another one, each rank's own.
+  /// Whether to save each rank's random generators: torch's default generator of the CPU, and that of the model's device if it is another.
   bool rng = true;
-  /// Each rank's own: where its data loader stands. Names may differ among ranks.
+  /// Each rank's own values, such as the position of its data loader. Names may differ among ranks.
   ExtraState rank_extra = {};
-  /// Its state is saved, as torch.amp.GradScaler's is under "scaler".
+  /// A scaler whose state is saved under "scaler", like torch.amp.GradScaler's.
   const GradScaler* grad_scaler = nullptr;
-  /// Told of each phase.
+  /// Called at the end of each phase.
   OnPhase on_phase = {};
 };
 
 /// Writes a checkpoint into the new folder `path` ("runs/a/1000"), on a file system that all ranks share. It appears complete or not at
-/// all: files are written to a hidden folder beside it, synced, and one rename commits. A folder that is there already is replaced in the
-/// same way. Collective. Throws Error on every rank if it failed on any; what was there before is then as it was.
+/// all: files are written to a hidden folder beside it and synced, and one rename commits them. An older checkpoint of that name is
+/// replaced in the same way. Collective. Throws Error on every rank if it failed on any. Earlier checkpoints are then unchanged.
 void save(const std::string& path, torch::nn::Module& module, const ExtraState& extra = {}, SaveOptions options = {});
 /// The same with the optimizer's state.
 void save(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, const ExtraState& extra = {}, SaveOptions options = {});
 
-/// Which names are read, and what else is restored.
+/// Options of load().
 struct LoadOptions {
-  /// Error if the model has names that the checkpoint has not, or the reverse. Otherwise they stay as they are, or are left out.
+  /// True throws Error if a name of the model is missing in the checkpoint, or the reverse. False leaves such values of the model
+  /// unchanged, and ignores such names of the checkpoint.
   bool strict = true;
-  /// The name in the checkpoint of one in the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"). By default the same.
+  /// Takes a name of the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg") and returns its name in the checkpoint. By
+  /// default this is the same.
   std::function<std::string(const std::string& key)> rename = {};
-  /// What stands in the checkpoint where names here, after `rename`, begin with "model.". torchtitan's is "".
+  /// Replaces the beginning "model." of names, after `rename`. For torchtitan's checkpoints it is "".
   std::string model_prefix = "model.";
-  /// The same for "optim.". torchtitan's is "optimizer.".
+  /// Replaces the beginning "optim." in the same way. For torchtitan's checkpoints it is "optimizer.".
   std::string optimizer_prefix = "optim.";
-  /// Names of the model (as `rename` gets them) that stay as they are, and names in the checkpoint that are left out, even if strict.
+  /// Accepts names of the model (as `rename` gets them) whose values do not change, and names in the checkpoint that are left out. This
+  /// holds with `strict`, too.
   std::function<bool(const std::string& name)> ignore = {};
-  /// Restores each rank's generators, if as many ranks saved them.
+  /// Whether to restore each rank's generators, which needs as many ranks as saved them.
   bool rng = true;
-  /// Gets the state that was saved. Strict: an Error if there is none.
+  /// A scaler that gets the saved state. With `strict`, it is an Error if there is none.
   GradScaler* grad_scaler = nullptr;
-  /// Told of each phase.
+  /// Called at the end of each phase.
   OnPhase on_phase = {};
 };
 
-/// What load() has found beside model and optimizer.
+/// The result of load(): what it found beside model and optimizer.
 struct Loaded {
   std::string path;                     ///< The checkpoint's.
-  ExtraState extra;                     ///< As it was saved.
+  ExtraState extra;                     ///< The saved one.
   ExtraState rank_extra;                ///< This rank's own, if as many ranks saved theirs. Otherwise see read_rank_extra().
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
-  std::vector<std::string> unexpected;  ///< The reverse, of what was asked for.
+  std::vector<std::string> unexpected;  ///< The reverse, within what was asked for (the model, or also the optimizer).
   std::optional<double> metric;         ///< SaveOptions::metric.
-  bool rng = false;                     ///< The generators were restored.
-  std::vector<std::string> skipped;     ///< By load_latest: what is newer and was not taken, and why.
+  bool rng = false;                     ///< Whether the generators were restored.
+  std::vector<std::string> skipped;     ///< Newer checkpoints that load_latest did not take, and why.
 };
 
-/// Reads a checkpoint into a sharded model, and its optimizer: DCP's, or, for the model alone, Hugging Face's safetensors (a file, or a
-/// folder with an index; its names get "model." in front). Each rank reads only the byte ranges that it needs; values are converted where
-/// dtypes differ. All that is needed is read and checked, by checksums where there are any, before anything is assigned. Collective. Throws
-/// Error on every rank if it failed on any; model and optimizer are then as they were, unless the error says that they are partly loaded.
+/// Reads a checkpoint into a sharded model and its optimizer. The checkpoint has DCP's format, or, for the model alone, is Hugging Face's
+/// safetensors (a file, or a folder with an index; "model." is added in front of its names). Each rank reads only the byte ranges that it
+/// needs. Values are converted if dtypes differ. All data are read and compared with checksums, if there are any, before anything is
+/// assigned. Collective. Throws Error on every rank if it failed on any. Model and optimizer are then unchanged, unless the error says that
+/// they are partly loaded.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
 /// The same with the optimizer's state.
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
-/// The same for the newest complete checkpoint in a folder, as rank 0 sees it (see latest); nothing is done if there is none. If it turns
-/// out to be damaged, the one before it is taken, and every rank is warned of it. Newer ones that Python wrote are told of. Throws Error if
-/// all are damaged, and if a disk does not let it be told whether one is complete.
+/// Loads the newest complete checkpoint in a folder, as rank 0 sees it (see latest). Returns nothing if there is none. If the newest one is
+/// damaged, the one before it is taken, and every rank is warned. A warning also names newer checkpoints that Python wrote, which are not
+/// taken. Throws Error if all are damaged, or if a disk error prevents the check whether one is complete.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
 /// The same with the optimizer's state.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
-/// Every rank's SaveOptions::rank_extra in a checkpoint, by rank: for a run on another number of ranks, which has to divide them anew. Not
-/// collective. Throws Error.
+/// Every rank's SaveOptions::rank_extra in a checkpoint, by rank. A run on another number of ranks needs it to divide these values anew.
+/// Not collective. Throws Error.
 std::vector<ExtraState> read_rank_extra(const std::string& path);
 
-/// The form of the files that export_safetensors() writes.
+/// Options of export_safetensors().
 struct ExportOptions {
-  /// Of floating-point tensors; by default that of the main parameters.
+  /// The dtype of floating-point tensors; by default that of the main parameters.
   std::optional<at::ScalarType> dtype = {};
-  /// A file takes tensors up to this size, or one larger one. Several files get an index.
+  /// The largest size of a file, unless a single tensor is larger. Several files get an index.
   std::int64_t most_bytes_per_file = std::int64_t{5} << 30;
 };
 
-/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all; what is
-/// there already is an Error. Every rank writes its own ranges: none holds more than one tensor's share beside its shards. Collective.
+/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all. It is an
+/// Error if `path` exists. Every rank writes its own ranges, and holds at most one tensor's share in addition to its shards. Collective.
 /// Throws Error on every rank if it failed on any.
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
-/// The complete checkpoint of this library in a folder that was saved last, of those whose names end in a number; nothing if there is none.
-/// Not collective.
+/// The path of the newest complete checkpoint of this library in a folder: the one that was saved last, of those whose names end in a
+/// number. Nothing if there is none. Not collective.
 std::optional<std::string> latest(const std::string& folder);
 
-/// Saves beside training (DCP's async_save): a thread copies this rank's shards to host memory, which is kept and used again, and writes
-/// them. What is saved is what there was when save() returned: whoever would write shards or the optimizer's state before they have been
-/// copied waits for that, mostly the optimizer's next step; what operators or users may write at any time (buffers, replicated parameters,
-/// extra state, and parameters whose shards parameter_shards() gave out) is copied by save() itself. The thread writes with a lower
-/// priority (nice 10), so that training has the cores. One save is under way at most: the next one waits for it. Errors surface there, or
-/// in wait().
+/// Saves in the background (DCP's async_save). A thread copies this rank's shards to host memory, which is kept for the next save, and then
+/// writes them. The checkpoint has the values from when save() returned. If code is about to write shards or the optimizer's state before
+/// they have been copied (usually the optimizer's next step), it waits for the copy. Data that operators or users may write at any time are
+/// copied by save() itself: buffers, replicated parameters, extra state, and parameters whose shards parameter_shards() gave out. The
+/// thread writes with a lower priority (nice 10), so that training gets the cores. Only one save runs at a time, and the next one waits for
+/// it. The next save() or wait() throws an error of the last one.
 class AsyncSaver {
  public:
   /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.
   explicit AsyncSaver(torch::nn::Module& module, Optimizer* optimizer = nullptr);
-  /// Waits for what is under way; its error is lost.
+  /// Waits for a save that is running. Its error is lost.
   ~AsyncSaver();
   AsyncSaver(const AsyncSaver&) = delete;
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
-  /// As fsdp::save. Throws the Error of the save before, too; then nothing new is begun.
+  /// Like fsdp::save. Also throws the Error of the save before; then no new save begins.
   void save(const std::string& path, const ExtraState& extra = {}, SaveOptions options = {});
   /// Returns when the last save is complete; throws its Error on every rank.
   void wait();

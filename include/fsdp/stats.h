@@ -10,19 +10,19 @@ struct MemoryUse {
   std::int64_t peak = 0;  ///< The most since the start, or since reset_peak_memory_stats().
 };
 
-/// Exact accounting of all memory that the engine holds for a model on this rank, in bytes. Activations, and gradients on their way
-/// from autograd into the engine's buffers, are autograd's and are not counted.
+/// The memory that the engine holds for a model on this rank, counted exactly, in bytes. Activations, and gradients that autograd has not
+/// yet given to the engine, belong to autograd and are not counted.
 struct MemoryStats {
   MemoryUse main_parameters;          ///< Shards (or replicas) that the optimizer updates.
-  MemoryUse main_gradients;           ///< Reduced gradients that the optimizer reads.
+  MemoryUse main_gradients;           ///< Reduced gradients, which the optimizer reads.
   MemoryUse gathered_parameters;      ///< Whole units, present for computation.
   MemoryUse unreduced_gradients;      ///< Whole units' gradients before reduction.
   MemoryUse communication;            ///< Receive staging of reductions.
   MemoryUse optimizer_state;          ///< Moments, and what else the optimizer keeps per element.
   MemoryUse total;                    ///< Of all of the above; its peak is the peak of the sum.
-  MemoryUse host;                     ///< Of offloaded main parameters, main gradients and optimizer state. Counted nowhere else.
+  MemoryUse host;                     ///< Offloaded main parameters, main gradients and optimizer state. Counted nowhere else.
   MemoryUse slots;                    ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
-  MemoryUse shared_slots;             ///< Of these: bytes that peers on this host read where they lie. Each rank counts its own only.
+  MemoryUse shared_slots;             ///< The part of `slots` that peers on this host read directly. Each rank counts its own only.
   std::int64_t slot_allocations = 0;  ///< Calls to the allocator so far; constant in the steady state.
 };
 
@@ -32,7 +32,7 @@ struct WireStats {
   std::int64_t reduce_scatter_bytes = 0;  ///< Gradients, sent to be reduced; all-reduces, too.
   std::int64_t scatter_bytes = 0;         ///< First values, sent by another rank.
   std::int64_t control_bytes = 0;         ///< Small host-side exchanges: usage flags, gradient norms, checks.
-  /// Of all of these: what peers on this host read from this rank's memory. The rest went over the wire.
+  /// The part of all of these that peers on this host read from this rank's memory. The rest was sent.
   std::int64_t shared_memory_bytes = 0;
   std::int64_t all_gathers = 0;      ///< Started by this rank.
   std::int64_t reduce_scatters = 0;  ///< Started by this rank; all-reduces, too.

@@ -13,34 +13,33 @@ class Engine;
 struct Unit;
 }  // namespace engine
 
-/// What SummonFullParams shows, and what becomes of it.
+/// Options of SummonFullParams.
 struct SummonOptions {
-  /// What is written while the parameters are whole becomes the main parameters: each rank keeps its slices of what it wrote, so all ranks
-  /// must write the same. Counts as an optimizer's step does: backward through a graph from before raises torch's in-place error. False:
-  /// what is written is dropped.
+  /// True writes changes back to the main parameters. Each rank keeps its slices of what it wrote, so all ranks must write the same. Like
+  /// an optimizer's step, this makes backward through an older graph raise torch's in-place error. False drops changes.
   bool writeback = true;
-  /// Only rank 0 (of each unit's mesh) gets whole parameters; the others hold one unit at a time while they send theirs, and their
-  /// parameters stay sharded. Can't be written back.
+  /// True gives only rank 0 (of each unit's mesh) the full parameters. The others hold one unit at a time while they send theirs, and their
+  /// parameters stay sharded. Changes can't be written back.
   bool rank0_only = false;
-  /// False: only the module's own parameters, not its children's.
+  /// Whether to include the parameters of the module's children.
   bool recurse = true;
 };
 
-/// While it lives, the parameters of a sharded module are ordinary tensors with the whole main parameters: in main_params_dtype, whatever
-/// dtype they compute in. For operators and for pointers, to read and to write, on one rank alone as well (torch::save on rank 0).
-/// Afterwards they are sharded again, in their compute dtype.
+/// A guard that temporarily exposes the full parameters of a sharded module. During its lifetime, the parameters are ordinary tensors with
+/// the whole main parameters, in main_params_dtype. They can be read and written, by operators and by pointers, also on one rank alone
+/// (torch::save on rank 0). After that they are sharded again, in their compute dtype.
 ///
-///   {
+/// {
 ///     const fsdp::SummonFullParams whole(*model);
 ///     model->embedding->weight.data_ptr<float>()[0] = 1;
-///   }
+/// }
 ///
-/// Takes memory for all units that own a parameter of the module, whole, in every placement. Parameters that another guard shows stay with
-/// that one. Construction is collective; destruction is not. Inside, a backward, an optimizer's step, the handle's shards and
-/// fully_unshard are Errors.
+/// It takes memory for the whole parameters of all units that own a parameter of the module, in every placement. Parameters that another
+/// guard exposes already stay with that one. Construction is collective; destruction is not. During the guard's lifetime, a backward, an
+/// optimizer's step, the handle's shards and fully_unshard are Errors.
 class [[nodiscard]] SummonFullParams {
  public:
-  /// Throws Error if the module has no sharded parameters, inside of a backward, and for rank0_only with writeback.
+  /// Throws Error if the module has no sharded parameters, if it is called inside of a backward, and for rank0_only with writeback.
   explicit SummonFullParams(torch::nn::Module& module, SummonOptions options = {});
   ~SummonFullParams();
   SummonFullParams(const SummonFullParams&) = delete;

@@ -11,18 +11,18 @@
 
 namespace fsdp {
 
-/// The dtypes of a parameter's life (MixedPrecisionPolicy, resolved).
+/// The dtypes of a parameter and its gradient (MixedPrecisionPolicy with all defaults filled in).
 struct UnitDtypes {
   at::ScalarType param = at::kFloat;       ///< Of the gathered parameters, in which forward and backward compute.
   at::ScalarType main_param = at::kFloat;  ///< Of the main parameters, which the optimizer updates.
   at::ScalarType main_grad = at::kFloat;   ///< Of the reduced gradients, which the optimizer reads.
   at::ScalarType grad_comm = at::kFloat;   ///< In which gradients travel.
-  bool gather_format = false;              ///< Parameters travel in bytes of their own (GatherFormat), else in `param`.
+  bool gather_format = false;              ///< Whether parameters are all-gathered in a GatherFormat instead of `param`.
 
   bool operator==(const UnitDtypes&) const = default;
 };
 
-/// What one unit of a sharded model holds, as seen from this rank.
+/// One unit of a sharded model, as seen from this rank.
 struct UnitInfo {
   std::string name;                     ///< The module's; "(root)" for the root; those of a group joined by "+".
   std::vector<std::string> parameters;  ///< Names, in the order of named_parameters().
@@ -30,11 +30,11 @@ struct UnitInfo {
   std::int64_t shard_bytes = 0;         ///< Of this rank's main parameters, which the optimizer updates, with their padding.
   std::vector<UnitDtypes> dtypes;       ///< Of its parameters, each combination once.
   bool reshard_after_forward = true;    ///< FullyShardOptions::reshard_after_forward, or what was set since.
-  /// The dimensions of its mesh. A unit with a mesh of its own that is no part of the model's: without names.
+  /// The dimensions of its mesh. They have no names if the unit has a mesh of its own that is not a part of the model's.
   std::vector<MeshDim> mesh;
 };
 
-/// A table, a line per unit, for people.
+/// The units as a table, with a line for each, to print.
 std::string to_string(const std::vector<UnitInfo>& units);
 /// The same, written to a stream.
 std::ostream& operator<<(std::ostream& stream, const std::vector<UnitInfo>& units);

@@ -7,8 +7,9 @@
 
 namespace fsdp {
 
-/// The version of the library that the program runs with, such as "0.1.0". It is that of FSDP_VERSION_MAJOR and its neighbours, unless the
-/// library was replaced after the program was built. Libraries of one major and minor version fit the same programs.
+/// The version of the library that the program runs with, such as "0.1.0". It differs from FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR and
+/// FSDP_VERSION_PATCH only if the library was replaced after the program was built. A program works with all libraries of the same major
+/// and minor version.
 const char* version();
 
 }  // namespace fsdp
