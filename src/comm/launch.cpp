@@ -23,6 +23,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -55,9 +56,38 @@ struct RankProcess {
 
 [[noreturn]] void throw_errno(const std::string& what) { throw Error("launch_local: " + what + ": " + std::strerror(errno)); }
 
+/// A file descriptor, which is closed in the end unless somebody has taken it.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Descriptor(Descriptor&& other) noexcept : fd_(other.take()) {}
+  Descriptor& operator=(Descriptor&&) = delete;
+
+  int get() const { return fd_; }
+  int take() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+/// The pipe through which a rank reports.
+struct ReportPipe {
+  static ReportPipe open() {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) throw_errno("pipe");
+    return {.to_read = Descriptor(ends[0]), .to_write = Descriptor(ends[1])};
+  }
+  Descriptor to_read;
+  Descriptor to_write;
+};
+
 // A listening socket on a free port, handed to rank 0: choosing a port number and binding it later would be a race.
-int listen_on_loopback(std::uint16_t& port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+Descriptor listen_on_loopback(std::uint16_t& port) {
+  Descriptor listening(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int fd = listening.get();
   if (fd < 0) throw_errno("socket");
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -68,7 +98,7 @@ int listen_on_loopback(std::uint16_t& port) {
     throw_errno("can't listen on 127.0.0.1");
   }
   port = ntohs(address.sin_port);
-  return fd;
+  return listening;
 }
 
 int threads_per_rank(int nproc) {
@@ -142,14 +172,13 @@ int run_here(const std::function<int()>& fn) {
 
 RankProcess fork_rank(const std::function<int()>& fn, const Environment& environment, int listen_fd,
                       const std::vector<RankProcess>& earlier) {
-  int report[2];
-  if (pipe2(report, O_CLOEXEC) != 0) throw_errno("pipe");
+  auto report = ReportPipe::open();
   const pid_t parent = getpid();
   const pid_t pid = fork();
   if (pid < 0) throw_errno("fork");
   if (pid == 0) {
     die_with_parent(parent);
-    close(report[0]);
+    close(report.to_read.get());
     for (const RankProcess& other : earlier) close(other.report_fd);
     for (const auto& [name, value] : environment) {
       setenv(name.c_str(), value.c_str(), 1);
@@ -157,21 +186,18 @@ RankProcess fork_rank(const std::function<int()>& fn, const Environment& environ
       if (name == "OMP_NUM_THREADS") at::set_num_threads(std::stoi(value));
     }
     if (environment.front().second != "0") close(listen_fd);  // Else clients of a dead rank 0 would still be let in.
-    run_rank(fn, report[1]);
+    run_rank(fn, report.to_write.get());
   }
-  close(report[1]);
-  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report[0], .report = {}};
+  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}};
 }
 
 RankProcess execute_rank(const Environment& environment, int listen_fd, const std::vector<int>& earlier_results,
                          const std::vector<RankProcess>& earlier) {
-  int report[2];
-  if (pipe2(report, O_CLOEXEC) != 0) throw_errno("pipe");
-  const ProgramCopy told{.report_fd = report[1], .earlier_results = earlier_results};
+  auto report = ReportPipe::open();
+  const ProgramCopy told{.report_fd = report.to_write.get(), .earlier_results = earlier_results};
   const std::span<const int> of_first(&listen_fd, earlier.empty() ? 1 : 0);
   const pid_t pid = start_copy(environment, told, of_first);
-  close(report[1]);
-  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report[0], .report = {}};
+  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}};
 }
 
 void read_report(RankProcess& process) {
@@ -275,6 +301,34 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, Termination
   return failures;
 }
 
+/// Of ranks that were started before another one could not be: they would wait for it.
+void abandon(std::vector<RankProcess>& ranks) {
+  signal_running(ranks, SIGKILL);
+  for (RankProcess& process : ranks) {
+    while (waitpid(process.pid, &process.status, 0) < 0 && errno == EINTR) {
+    }
+    close(process.report_fd);
+  }
+}
+
+/// All of them, or none and an exception.
+std::vector<RankProcess> start_ranks(int nproc, const std::function<int()>& fn, bool by_fork, const std::vector<int>& earlier_results) {
+  std::uint16_t port = 0;
+  const Descriptor listening = listen_on_loopback(port);
+  std::vector<RankProcess> ranks;
+  try {
+    for (int rank = 0; rank < nproc; ++rank) {
+      const Environment environment = rank_environment(rank, nproc, port, listening.get());
+      ranks.push_back(by_fork ? fork_rank(fn, environment, listening.get(), ranks)
+                              : execute_rank(environment, listening.get(), earlier_results, ranks));
+    }
+  } catch (...) {
+    abandon(ranks);
+    throw;
+  }
+  return ranks;
+}
+
 /// `call`: the number of the launch, from 1, if the ranks are copies of the program; else 0.
 std::string describe(const RankProcess& process, std::size_t call) {
   const std::string rank = "rank " + std::to_string(process.rank);
@@ -319,7 +373,10 @@ bool is_single_threaded() {
   constexpr int kOwnThreads = 1;
 #endif
   using Tasks = std::filesystem::directory_iterator;
-  return std::distance(Tasks("/proc/self/task"), Tasks()) <= kOwnThreads;
+  std::error_code error;
+  const Tasks tasks("/proc/self/task", error);
+  if (error) throw Error("launch_local: can't count this process's threads: " + error.message());
+  return std::distance(tasks, Tasks()) <= kOwnThreads;
 }
 
 int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions& options) {
@@ -332,18 +389,11 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions&
     run_rank(fn, std::exchange(copy, std::nullopt)->report_fd);
   }
 
-  std::uint16_t port = 0;
-  const int listen_fd = listen_on_loopback(port);
   const bool can_fork = is_single_threaded();
   // A forked copy would print what is still buffered a second time.
   std::cout.flush();
   std::fflush(nullptr);
-  std::vector<RankProcess> ranks;
-  for (int rank = 0; rank < nproc; ++rank) {
-    const Environment environment = rank_environment(rank, nproc, port, listen_fd);
-    ranks.push_back(can_fork ? fork_rank(fn, environment, listen_fd, ranks) : execute_rank(environment, listen_fd, results, ranks));
-  }
-  close(listen_fd);
+  std::vector<RankProcess> ranks = start_ranks(nproc, fn, can_fork, results);
   bool ended_by_termination = false;
   int result = 0;
   {

@@ -1,14 +1,17 @@
 #include "comm/launch.h"
 
+#include <sys/resource.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <exception>
 #include <functional>
 #include <iostream>
 #include <stdexcept>
@@ -234,6 +237,29 @@ TEST(Launch, AForkedChildOfARankCannotUseItsMesh) {
     EXPECT_EQ(mesh.sum(rank), 1);
     EXPECT_EQ(model->weight.sum().dim(), 0);
   });
+}
+
+/// The number that the next file descriptor of this process gets.
+int next_descriptor() {
+  const int next = dup(STDIN_FILENO);
+  close(next);
+  return next;
+}
+
+// As where there are too many processes, or files: those that were started would wait for the others.
+TEST(Launch, ARankThatCannotBeStartedLeavesNothingBehind) {
+  const int before = next_descriptor();
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  for (const int room : {0, 2, 4}) {  // no rank, no rank, two ranks
+    const rlimit low{.rlim_cur = static_cast<rlim_t>(before + room), .rlim_max = limit.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+    const auto message = testing::message_of<std::exception>([] { comm::launch_ranks(4, []() -> int { sleep_forever(); }, {}); });
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    EXPECT_TRUE(has(message, "launch_local: ") && has(message, "Too many open files")) << message;
+    EXPECT_TRUE(waitpid(-1, nullptr, WNOHANG) == -1 && errno == ECHILD) << "with room for " << room << ", ranks are left";
+    EXPECT_EQ(next_descriptor(), before) << "with room for " << room;
+  }
 }
 
 TEST(Launch, StopsTheOthersAfterTheGracePeriod) {
