@@ -53,7 +53,8 @@ struct MuonOptions {
 /// updates its parameters.
 class Muon : public Optimizer {
  public:
-  /// Throws Error if an option is out of range, or if a parameter that `matrices` accepts is cut over several ranks.
+  /// Throws Error if an option is out of range, or if a parameter that `matrices` accepts is cut over several ranks, as a shard or as a
+  /// tensor-parallel piece.
   Muon(torch::nn::Module& module, MuonOptions options = {}, std::vector<ParamGroup> groups = {});
 };
 

@@ -31,9 +31,16 @@ bool is_muons(const MuonOptions& options, const engine::Unit& unit, std::size_t 
 void refuse_cut_matrices(const MuonOptions& options, const engine::Engine& engine) {
   for (const auto& unit : engine.units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      if (!is_muons(options, *unit, i) || optim::is_whole(*unit, i)) continue;
-      throw Error("Muon: parameter '" + unit->parameters[i].name + "' of unit '" + unit->name +
-                  "' is cut over several ranks, but a matrix is updated as a whole; call fully_shard with .granularity = "
+      if (!is_muons(options, *unit, i)) continue;
+      const auto& parameter = unit->parameters[i];
+      const auto name = "Muon: parameter '" + parameter.name + "' of unit '" + unit->name + "' ";
+      require(parameter.shape == parameter.global_shape,
+              name +
+                  "is a tensor-parallel piece of a matrix, but a matrix is updated as a whole; leave the parameter to AdamW by "
+                  "MuonOptions::matrices");
+      require(optim::is_whole(*unit, i),
+              name +
+                  "is cut over several ranks, but a matrix is updated as a whole; call fully_shard with .granularity = "
                   "fsdp::whole_matrices(), or leave the parameter to AdamW by MuonOptions::matrices");
     }
   }

@@ -206,4 +206,23 @@ TEST_F(TensorParallel, RefusesWhatMakesNoWhole) {
   });
 }
 
+// The pieces of a matrix made orthogonal one by one are not the matrix made orthogonal.
+TEST_F(TensorParallel, MuonRefusesPiecesOfMatrices) {
+  run_ranks(4, [] {
+    for (const std::int64_t pieces : {2, 1}) {
+      Pieces run(grid_of(pieces), pieces == 1 ? kHidden : 7, {.granularity = fsdp::whole_matrices()});
+      const auto refusal = message_of([&] { fsdp::Muon muon(*run.model); });
+      if (pieces == 1) {
+        EXPECT_EQ(refusal, "no error");  // all of each matrix
+      } else {
+        EXPECT_TRUE(has(refusal, "Muon: parameter 'up' of unit '(root)' is a tensor-parallel piece of a matrix") &&
+                    has(refusal, "MuonOptions::matrices"))
+            << refusal;
+      }
+      const auto none = [](const std::string&) { return false; };
+      EXPECT_EQ(message_of([&] { fsdp::Muon muon(*run.model, {.matrices = none}); }), "no error");
+    }
+  });
+}
+
 }  // namespace tensor_parallel_test
