@@ -102,6 +102,9 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       const auto [own_begin, own_numel] = own_part(*optimizer.engine(), unit, tensor.parameter);
       const auto per_value = tensor.kind.elements_per_value;
       const auto values_of = [per_value](std::int64_t elements) { return (elements + per_value - 1) / per_value; };
+      // A block that lies across two ranks' own parts, of which both hold all, is the own of the rank with its first element.
+      const auto own = slice.parameter_offset + own_begin;
+      const auto offset = slice.parameter_offset / per_value;
       const std::vector<std::int64_t> blocks = {values_of(unit.layout.placements()[tensor.parameter].numel)};
       if (per_value != 1 && parameter.tensor_parallel) {
         throw Error("the optimizer's state '" + tensor.kind.name + "' of parameter '" + parameter.name +
@@ -111,9 +114,9 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
                        .shape = per_value == 1 ? parameter.global_shape : blocks,
                        .box = per_value == 1 ? piece_of(parameter) : ckpt::whole(blocks),
                        .values = tensor.values,
-                       .offset = slice.parameter_offset / per_value,
-                       .own_begin = own_begin / per_value,
-                       .own_numel = values_of(own_numel),
+                       .offset = offset,
+                       .own_begin = values_of(own) - offset,
+                       .own_numel = values_of(own + own_numel) - values_of(own),
                        .guarded = true});
     }
   }

@@ -19,6 +19,7 @@
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/brute_force_map.h"
+#include "support/temporary_folder.h"
 #include "support/twins.h"
 
 namespace fsdp {
@@ -353,6 +354,41 @@ TEST(AdamW8bit, RefusesBlocksThatAreCut) {
       EXPECT_EQ(refusal(fine, "optim_grads_params"), "no error");
     }
   });
+}
+
+// Where every rank has all of a parameter, blocks may lie across the parts that the ranks save.
+TEST(AdamW8bit, EachBlockIsSavedOnce) {
+  const testing::TemporaryFolder folder;
+  for (const int ranks : {2, 4}) {
+    testing::run_ranks(ranks, [&] {
+      const auto replicas = init_device_mesh("cpu", {{"dp_outer", -1}, {"dp_shard", 1}});
+      const auto half = init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", -1}});
+      const std::vector<FullyShardOptions> shardings = {
+          {.mesh = line(), .placements = Placements::no_shard()}, {.mesh = half, .placements = Placements::no_shard()}, {.mesh = replicas}};
+      for (std::size_t k = 0; k < shardings.size(); ++k) {
+        const std::string what = "sharding " + std::to_string(k);
+        const auto path = (folder.path() / (std::to_string(ranks) + "-" + std::to_string(k))).string();
+        Model model;
+        Model other;
+        auto sharded = fully_shard(model, shardings[k]);
+        auto loaded = fully_shard(other, shardings[k]);
+        AdamW8bit optimizer(model, {.lr = 1e-2, .min_8bit_size = 100});
+        AdamW8bit other_optimizer(other, {.lr = 1e-2, .min_8bit_size = 100});
+        const auto train = [](Model& trained, Optimizer& by, int step) {
+          by.zero_grad();
+          loss_of(trained, step).backward();
+          by.step();
+        };
+        train(model, optimizer, 0);
+        train(other, other_optimizer, 5);
+        EXPECT_EQ(message_of([&] { save(path, model, optimizer); }), "no error") << what;
+        EXPECT_EQ(message_of([&] { load(path, other, other_optimizer); }), "no error") << what;
+        train(model, optimizer, 1);
+        train(other, other_optimizer, 1);
+        expect_same(loaded.full_parameters(), sharded.full_parameters(), 0, what);
+      }
+    });
+  }
 }
 
 TEST(AdamW8bit, RefusesBadArguments) {
