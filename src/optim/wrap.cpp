@@ -1,3 +1,4 @@
+#include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -172,9 +173,11 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
       const auto gradient = shard.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
       shard.value.mutable_grad() = gradient.to(shard.value.scalar_type());
     }
+    // Also after an exception: the gradients' memory goes with zero_grad().
+    const auto taken_back = c10::make_scope_exit([&] {
+      for (auto& shard : shards) shard.value.mutable_grad() = at::Tensor();
+    });
     State::step();
-    // The gradients' memory goes with zero_grad().
-    for (auto& shard : shards) shard.value.mutable_grad() = at::Tensor();
   }
 
   // The wrapped optimizer's options hold the factor.

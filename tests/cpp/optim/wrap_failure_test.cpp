@@ -1,0 +1,51 @@
+// What a wrapped optimizer leaves behind when its step throws.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+#include "fsdp/fsdp.h"
+#include "support/twins.h"
+
+namespace fsdp {
+namespace wrap_failure_test {
+
+using testing::batch;
+using testing::make_net;
+using testing::message_of;
+
+/// Refuses its first step.
+struct ReluctantSGD : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    if (std::exchange(is_first, false)) throw std::runtime_error("not yet");
+    return SGD::step(closure);
+  }
+  bool is_first = true;
+};
+
+TEST(Wrap, AStepThatFailsLeavesNoGradients) {
+  testing::run_ranks(2, [](int rank) {
+    const auto model = make_net();
+    auto sharded = fully_shard(*model, {.units = testing::each_linear()});
+    auto optimizer = wrap(*model, [](auto p) { return std::make_unique<ReluctantSGD>(p, torch::optim::SGDOptions(0.1)); });
+    model->forward(batch(rank)).sum().backward();
+    EXPECT_EQ(message_of<std::exception>([&] { optimizer.step(); }), "not yet");
+    optimizer.zero_grad();
+    // Only the last layer gets a gradient now: the others' memory has gone.
+    model->third(testing::normal({4, 10}, 7)).sum().backward();
+    const auto before = sharded.full_parameters();
+    optimizer.step();
+    const auto after = sharded.full_parameters();
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      EXPECT_EQ(torch::equal(before[i].second, after[i].second), !before[i].first.starts_with("third")) << before[i].first;
+    }
+  });
+}
+
+}  // namespace wrap_failure_test
+}  // namespace fsdp
