@@ -92,7 +92,7 @@ struct LoadOptions {
   /// unchanged, and ignores such names of the checkpoint.
   bool strict = true;
   /// Takes a name of the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg") and returns its name in the checkpoint. By
-  /// default this is the same.
+  /// default this is the same. It is called for names that begin with "model." or "optim." only.
   std::function<std::string(const std::string& key)> rename = {};
   /// Replaces the beginning "model." of names, after `rename`. For torchtitan's checkpoints it is "".
   std::string model_prefix = "model.";

@@ -95,6 +95,8 @@ class Loading {
       : source_(state::open_source(path)), transfer_(*source_), path_(path), options_(options), ranks_(ranks) {}
 
   std::string stored_key(const std::string& key) const {
+    // The library's own names are no business of whoever renames the model's.
+    if (!key.starts_with(kModelPrefix) && !key.starts_with(kOptimizerPrefix)) return key;
     auto name = options_.rename ? options_.rename(key) : key;
     for (const auto& [prefix, stored] : {std::pair(kModelPrefix, &options_.model_prefix), {kOptimizerPrefix, &options_.optimizer_prefix}}) {
       if (name.starts_with(prefix)) return *stored + name.substr(prefix.size());

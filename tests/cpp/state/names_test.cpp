@@ -102,6 +102,31 @@ TEST_F(Names, CheckpointsOfOtherProgramsAreLoaded) {
   EXPECT_TRUE(has(message_of([] { fsdp::megatron_names({"a", "b", "a"}); }), "'a' is listed twice"));
 }
 
+// The library's own names are none of the model's: a table of the model's need not have them.
+TEST_F(Names, RenameIsAskedForTheModelsAndTheOptimizersOnly) {
+  run_ranks(2, [&](int rank) {
+    const fsdp::GradScaler scaler({.init_scale = 8});
+    Training run;
+    run.train(0, 1);
+    run.optimizer->set_lr_factor(0.5);
+    fsdp::save(path("1"), *run.model, *run.optimizer, {{"step", std::int64_t{1}}},
+               {.metric = 3.5, .rank_extra = {{"position", std::int64_t{rank}}}, .grad_scaler = &scaler});
+    const auto rename = [](const std::string& key) {
+      EXPECT_TRUE(key.starts_with("model.") || key.starts_with("optim.")) << key;
+      return key.starts_with("model.") || key.starts_with("optim.") ? key : "not there";
+    };
+    fsdp::GradScaler other_scaler;
+    Training other({}, adamw(), 12);
+    const auto loaded = fsdp::load(path("1"), *other.model, *other.optimizer, {.rename = rename, .grad_scaler = &other_scaler});
+    EXPECT_EQ(loaded.metric, 3.5);
+    EXPECT_EQ(std::get<std::int64_t>(loaded.rank_extra.at("position")), rank);
+    EXPECT_EQ(other.optimizer->lr(), run.optimizer->lr());
+    EXPECT_EQ(other_scaler.get_scale(), 8);
+    EXPECT_TRUE(loaded.rng);
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
 TEST_F(Names, AreIgnoredOneByOne) {
   run_ranks(2, [&] {
     Training run;
