@@ -216,9 +216,9 @@ class Loading {
       while (source_->has(generator.key(saved))) ++saved;
       if (saved != ranks_.size()) continue;
       const auto key = generator.key(ranks_.index());
-      const auto tensor = source_->find(key);
-      if (!tensor || tensor->dtype != ckpt::Dtype::uint8) throw Error(path_ + ": '" + key + "' is no generator's state");
-      found.emplace_back(generator, source_->read_whole(key));
+      const auto values = source_->find(key) ? source_->read_whole(key) : at::Tensor();
+      if (!values.defined() || !generator.takes(values)) throw Error(path_ + ": '" + key + "' is no state of this generator");
+      found.emplace_back(generator, values);
     }
     return found;
   }

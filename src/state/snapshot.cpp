@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
+#include <exception>
 #include <numeric>
 #include <type_traits>
 #include <variant>
@@ -134,6 +135,17 @@ std::string SavedGenerator::key(std::int64_t rank) const { return std::string(kO
 at::Tensor SavedGenerator::state() {
   const std::lock_guard lock(generator.mutex());
   return generator.get_state();
+}
+
+bool SavedGenerator::takes(const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  auto trial = generator.clone();
+  try {
+    trial.set_state(state);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 void SavedGenerator::set_state(const at::Tensor& state) {

@@ -63,6 +63,8 @@ struct SavedGenerator {
   /// Where rank `rank`'s state is.
   std::string key(std::int64_t rank) const;
   at::Tensor state();
+  /// True for what set_state() will take.
+  bool takes(const at::Tensor& state);
   void set_state(const at::Tensor& state);
 };
 /// The CPU's first.

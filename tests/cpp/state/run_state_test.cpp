@@ -140,6 +140,27 @@ TEST_F(RunState, WhatIsMissingOrHasNoMeaningIsAnError) {
   });
 }
 
+// The state of another kind of generator, on one rank: found before anything is assigned.
+TEST_F(RunState, AStateThatItsGeneratorRefusesIsAnErrorOnEveryRank) {
+  run_ranks(2, [&] {
+    Training run;
+    fsdp::save(path("1"), *run.model, {{"wrong", at::zeros({7}, at::kByte)}});
+    run.mesh.barrier();
+    if (run.mesh.rank() == 0) {
+      fsdp::testing::remove_item(path("1"), "fsdp.rng.1");
+      fsdp::testing::rename_items(path("1"), [](const std::string& name) { return name == "extra.wrong" ? "fsdp.rng.1" : name; });
+    }
+    run.mesh.barrier();
+    Training other({}, adamw(), 12);
+    const auto before = other.handle->full_parameters();
+    const auto message = message_of([&] { fsdp::load(path("1"), *other.model); });
+    EXPECT_TRUE(has(message, "nothing was loaded:\n  rank 1: " + path("1") + ": 'fsdp.rng.1' is no state of this generator")) << message;
+    const auto after = other.handle->full_parameters();
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i].second, after[i].second)) << before[i].first;
+    EXPECT_EQ(message_of([&] { fsdp::load(path("1"), *other.model, {.rng = false}); }), "no error");
+  });
+}
+
 TEST_F(RunState, WritingBesideTrainingHasALowerPriority) {
   run_ranks(2, [&] {
     Training run;
