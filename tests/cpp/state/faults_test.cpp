@@ -113,6 +113,37 @@ TEST_F(Faults, ASaveThatFailsIsOneErrorAndLeavesWhatWasThere) {
   });
 }
 
+// From each call that a save makes on: to a new folder, over the step that is there, and where another one is pruned.
+TEST_F(Faults, ADiskMayBeFullFromAnyCallOn) {
+  run_ranks(1, [&] {
+    Training run;
+    for (const char* step : {"1", "2"}) fsdp::save(path(step), *run.model, *run.optimizer);
+    run.train(0, 1);
+    for (const std::string target : {"2", "below/3", "3"}) {
+      for (int calls = 0;; ++calls) {
+        SCOPED_TRACE("to " + target + ", full after " + std::to_string(calls) + " calls");
+        FaultyFiles files;
+        files.calls_with_space = calls;
+        std::string message;
+        {
+          const fsdp::ckpt::ReplacedFileSystem replaced(files);
+          message = message_of([&] { fsdp::save(path(target), *run.model, *run.optimizer, {}, {.keep_last = 2}); });
+        }
+        if (message == "no error") break;
+        fs::remove(path("below"));  // a folder on the way, if it is there
+        EXPECT_TRUE(has(message, "No space left on device")) << message;
+        if (has(message, "is complete, but older ones could not be removed")) break;
+        EXPECT_TRUE(has(message, "the checkpoint " + path(target) + " could not be written:")) << message;
+        ASSERT_EQ(names(), (std::vector<std::string>{"1", "2"}));
+        ASSERT_LT(calls, 1000);
+      }
+      fsdp::ckpt::verify_step(path(target));
+      fs::remove_all(path("below"));
+      for (const auto& name : names()) fsdp::ckpt::verify_step(path(name));
+    }
+  });
+}
+
 TEST_F(Faults, ASaveBesideTrainingThatFailsToo) {
   run_ranks(kRanks, [&] {
     Training run;

@@ -28,6 +28,8 @@ class FaultyFiles : public ckpt::FileSystem {
   bool interrupts = false;
   /// Bytes that still fit the disk.
   std::atomic<std::int64_t> space = INT64_MAX;
+  /// So many calls that take space (create, pwrite, mkdir, fsync) succeed; the disk is full for those that follow.
+  std::atomic<std::int64_t> calls_with_space = INT64_MAX;
   /// So many preads succeed before pread_error strikes.
   std::atomic<std::int64_t> good_preads = 0;
   /// After so many preads, each returns one byte that changed.
@@ -56,6 +58,7 @@ class FaultyFiles : public ckpt::FileSystem {
   int open(const char* path, int flags, mode_t mode) override {
     if (interrupted()) return -1;
     if ((flags & O_CREAT) != 0) announce("create", path);
+    if ((flags & O_CREAT) != 0 && is_full()) return fail(ENOSPC);
     if (is_unseen(path)) return fail(look_error);
     return FileSystem::open(path, flags, mode);
   }
@@ -63,6 +66,7 @@ class FaultyFiles : public ckpt::FileSystem {
     if (interrupted()) return -1;
     announce("pwrite");
     if (pwrite_error != 0) return fail(pwrite_error);
+    if (is_full()) return fail(ENOSPC);
     length = std::min({length, most_at_once, static_cast<std::size_t>(std::max<std::int64_t>(space, 0))});
     if (length == 0) return fail(ENOSPC);
     space -= static_cast<std::int64_t>(length);
@@ -80,6 +84,7 @@ class FaultyFiles : public ckpt::FileSystem {
     announce("fsync");
     std::this_thread::sleep_for(fsync_time);
     if (fsync_fails_after_rename && renamed_) return fail(EIO);
+    if (is_full()) return fail(ENOSPC);
     return fsync_error != 0 ? fail(fsync_error) : FileSystem::fsync(file);
   }
   int close(int file) override {
@@ -88,6 +93,7 @@ class FaultyFiles : public ckpt::FileSystem {
   }
   int mkdir(const char* path, mode_t mode) override {
     announce("mkdir", path);
+    if (is_full()) return fail(ENOSPC);
     return FileSystem::mkdir(path, mode);
   }
   int rename(const char* from, const char* to, unsigned flags) override {
@@ -125,6 +131,7 @@ class FaultyFiles : public ckpt::FileSystem {
     return -1;
   }
   bool is_unseen(const std::string& path) const { return look_error != 0 && path.find(unseen) != std::string::npos; }
+  bool is_full() { return calls_with_space-- <= 0; }
   bool interrupted() {
     if (!interrupts || (calls_++ % 2) != 0) return false;
     errno = EINTR;
