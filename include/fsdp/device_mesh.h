@@ -57,8 +57,8 @@ class DeviceMesh {
   /// meet.
   std::shared_ptr<comm::Communicator> new_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
-  /// The sum of a host value over the ranks of the mesh, the same on every rank. It is added along one dimension after the other, the last
-  /// one first, each in rank order. Collective; blocks. Throws CommError.
+  /// The sum of a host value over the ranks of the mesh, the same on every rank. It is added in the order of the ranks, whatever the mesh's
+  /// dimensions are. Collective; blocks. Throws CommError.
   double sum(double value) const;
 
   /// True on every rank if `ok` is true on all ranks of the mesh, over all of its dimensions; false on every rank otherwise. Use it for

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "fsdp/error.h"
@@ -129,6 +130,16 @@ TEST(DeviceMesh, AllIsTrueWhereAllRanksAgree) {
     });
   }
   EXPECT_TRUE(has(message_of([] { DeviceMesh().all(true); }), "undefined"));
+}
+
+// Where the order of additions shows: ((1 + 1e16) - 1e16) + 1.
+TEST(DeviceMesh, SumsAreAddedInTheOrderOfTheRanks) {
+  testing::run_ranks(4, [](int rank) {
+    const std::vector<double> values = {1, 1e16, -1e16, 1};
+    for (const auto& dims : {std::vector<MeshDim>{{"dp_shard", 4}}, {{"dp_outer", 2}, {"dp_shard", 2}}}) {
+      EXPECT_EQ(init_device_mesh("cpu", dims).sum(values[static_cast<std::size_t>(rank)]), 1);
+    }
+  });
 }
 
 TEST(DeviceMesh, BadArgumentsAreExplained) {
