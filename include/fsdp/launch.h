@@ -7,8 +7,8 @@ namespace fsdp {
 /// Starts `nproc` ranks of `fn` on this machine, waits for them, and returns 0 if all returned 0 without an exception. If a rank fails,
 /// this prints its rank and message (exception text, exit code or signal) to stderr, ends the other ranks, and returns 1 (or the failing
 /// rank's exit code if it is not 0 or 1). Ranks that failed only because of a peer are not printed. A rank also fails if it calls exit()
-/// before `fn` has returned, with whatever code, or if it returns less than 0 or more than 255. Throws Error if a rank can't be started; this ends the ranks that were
-/// started before it.
+/// before `fn` has returned, with whatever code, or if it returns less than 0 or more than 255. Throws Error if a rank can't be started,
+/// after it has ended those that were.
 ///
 /// Each rank is a process with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. OMP_NUM_THREADS is set to cores / nproc (at least 1),
 /// unless it is set already. If this process is itself a rank (of torchrun, mpirun, srun), it calls `fn` and ignores `nproc`.

@@ -248,7 +248,12 @@ void remove_tree(const std::filesystem::path& path, FileSystem& files) {
     if (files.unlink(path.c_str()) != 0 && errno != ENOENT && !(is_kept && errno == EBUSY)) throw_errno("remove", path);
     return;
   }
-  std::vector<std::string> names = list_folder(path, files);
+  std::vector<std::string> names;
+  if (files.list(path.c_str(), names) != 0) {
+    if (errno == ENOENT) return;  // Another process has removed it just now.
+    throw_errno("list", path);
+  }
+  std::sort(names.begin(), names.end());
   const auto owner = std::find(names.begin(), names.end(), kOwnerFile);
   const bool has_owner = owner != names.end();
   if (has_owner) names.erase(owner);

@@ -42,11 +42,21 @@ std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSyst
   return step;
 }
 
-/// Gives what is at `path` a temporary name: it is no step any more.
-fs::path hide(const fs::path& path, FileSystem& files) {
-  fs::path hidden = hidden_name(path, kTemporaryPrefix);
-  rename_to(path, hidden, 0, files);
-  return hidden;
+/// False if another process has taken `from` meanwhile.
+bool rename_if_there(const fs::path& from, const fs::path& to, FileSystem& files) {
+  try {
+    rename_to(from, to, 0, files);
+    return true;
+  } catch (const SystemError& error) {
+    if (!error.is_missing()) throw;
+    return false;
+  }
+}
+
+/// Gives what is at `path` a temporary name, and adds it to those that are to go: it is no step any more.
+void hide(const fs::path& path, std::vector<fs::path>& hidden, FileSystem& files) {
+  fs::path name = hidden_name(path, kTemporaryPrefix);
+  if (rename_if_there(path, name, files)) hidden.push_back(std::move(name));
 }
 
 /// The step's name of a folder, hidden or not.
@@ -72,9 +82,9 @@ std::vector<fs::path> find_leftovers(const fs::path& folder, FileSystem& files) 
     if (!name_in(entry, kTemporaryPrefix).empty()) {
       leftovers.push_back(folder / entry);
     } else if (!is_there(folder / name, files) && is_complete(folder / entry, files)) {
-      rename_to(folder / entry, folder / name, 0, files);
+      rename_if_there(folder / entry, folder / name, files);
     } else {
-      leftovers.push_back(hide(folder / entry, files));
+      hide(folder / entry, leftovers, files);
     }
   }
   return leftovers;
@@ -130,7 +140,7 @@ void prune_steps(const fs::path& saved, int keep_last, FileSystem& files, const 
     const std::size_t others = std::min(steps.size(), static_cast<std::size_t>(keep_last) - 1);
     steps.resize(steps.size() - others);
     for (const Step& step : steps) {
-      if (std::find(others_kept.begin(), others_kept.end(), step.path) == others_kept.end()) doomed.push_back(hide(step.path, files));
+      if (std::find(others_kept.begin(), others_kept.end(), step.path) == others_kept.end()) hide(step.path, doomed, files);
     }
   }
   if (doomed.empty()) return;

@@ -27,6 +27,9 @@ std::optional<double> metric_of(const ckpt::Step& step) {
     return metric == nullptr || std::isnan(*metric) ? std::nullopt : std::optional(*metric);
   } catch (const ckpt::DamageError&) {
     return std::nullopt;  // It can't be loaded, so it is not the best.
+  } catch (const Error&) {
+    if (ckpt::is_there(step.path / ckpt::kSidecar)) throw;
+    return std::nullopt;  // Another process has removed it just now.
   }
 }
 

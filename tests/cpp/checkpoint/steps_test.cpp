@@ -116,6 +116,7 @@ class WatchedFiles : public FileSystem {
  public:
   std::map<std::string, int> opened;
   fs::path goes;
+  bool hidden_ones_go = false;  // when they are listed
 
   int open(const char* path, int flags, mode_t mode) override {
     if (fs::path(path).filename() == kSidecar) ++opened[fs::path(path).parent_path().filename()];
@@ -124,6 +125,10 @@ class WatchedFiles : public FileSystem {
   int stat(const char* path, struct stat* status) override {
     if (fs::path(path).parent_path() == goes && fs::path(path).filename() == "__0_0.distcp") fs::remove_all(goes);
     return FileSystem::stat(path, status);
+  }
+  int list(const char* path, std::vector<std::string>& names) override {
+    if (hidden_ones_go && fs::path(path).filename().string().starts_with('.')) fs::remove_all(path);
+    return FileSystem::list(path, names);
   }
 };
 
@@ -244,6 +249,30 @@ TEST(Steps, WhatNfsKeepsDoesNotFailASave) {
       EXPECT_TRUE(!name.starts_with('.') || fs::is_empty(folder.path() / name)) << name;
     }
   }
+}
+
+// Of two that prune at once, each finds what the other one has just taken.
+TEST(Steps, PruneLeavesToOthersWhatTheyTakeMeanwhile) {
+  for (const std::string call : {"rename", "unlink", "rmdir"}) {
+    const TemporaryFolder folder;
+    for (const char* name : {"1", "2", "3"}) save_step(folder.path() / name, name);
+    const fs::path leftover = begin_step(folder.path() / "9").path();
+    fsdp::testing::FaultyFiles files;
+    int calls = 0;
+    files.before = [&](const std::string& name, const std::string&) {
+      if (name != call || calls++ > 0) return;
+      prune_steps(folder.path() / "3", 1);
+    };
+    EXPECT_EQ(message_of([&] { prune_steps(folder.path() / "3", 1, files); }), "no error") << call;
+    EXPECT_GT(calls, 0);
+    EXPECT_EQ(list_folder(folder.path()), Names{"3"}) << call;
+  }
+  const TemporaryFolder folder;
+  for (const char* name : {"1", "2"}) save_step(folder.path() / name, name);
+  WatchedFiles files;
+  files.hidden_ones_go = true;
+  EXPECT_EQ(message_of([&] { prune_steps(folder.path() / "2", 1, files); }), "no error");
+  EXPECT_EQ(list_folder(folder.path()), Names{"2"});
 }
 
 // At every call that one save makes, the other one prunes.

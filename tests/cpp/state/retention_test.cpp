@@ -1,5 +1,7 @@
 // Which checkpoints stay, and which one a run goes on from: by what was saved last, within one series of names.
 
+#include "state/retention.h"
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -16,6 +18,7 @@
 
 #include "checkpoint/commit.h"
 #include "checkpoint/files.h"
+#include "checkpoint/steps.h"
 #include "fsdp/save_load.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
@@ -87,6 +90,24 @@ TEST_F(Retention, EveryNthAndTheBestStay) {
       const auto message = fsdp::testing::message_of([&, &options = options] { fsdp::save(path("step-21"), *run.model, {}, options); });
       EXPECT_NE(message.find(text), std::string::npos) << message;
     }
+  });
+}
+
+// One that another saver has removed meanwhile is not among the best; one that cannot be read is an error.
+TEST_F(Retention, TheBestAreOfThoseThatAreThere) {
+  run_ranks(1, [&] {
+    Training run;
+    fsdp::save(path("step-1"), *run.model, {}, {.metric = 3});
+    fsdp::save(path("step-2"), *run.model, {}, {.metric = 2});
+    auto steps = fsdp::ckpt::find_steps(folder.path());
+    std::filesystem::remove_all(path("step-2"));
+    const fsdp::SaveOptions options = {.keep_last = 1, .keep_best = 1};
+    EXPECT_EQ(fsdp::state::steps_that_stay(options, steps), std::vector<std::filesystem::path>{path("step-1")});
+    fsdp::testing::FaultyFiles files;
+    files.pread_error = EIO;
+    const fsdp::ckpt::ReplacedFileSystem replaced(files);
+    const auto message = fsdp::testing::message_of([&] { fsdp::state::steps_that_stay(options, {steps.front()}); });
+    EXPECT_NE(message.find("Input/output error"), std::string::npos) << message;
   });
 }
 
