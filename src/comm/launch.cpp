@@ -44,6 +44,7 @@ struct RankProcess {
   std::string report;
   bool running = true;
   bool stopped_by_us = false;
+  bool collected_elsewhere = false;  ///< Somebody else in this program has asked for `status` first.
   int status = 0;
 
   bool began() const { return report.starts_with(kBegan); }
@@ -139,7 +140,7 @@ int exit_code_of(const std::function<int()>& fn) {
   write_report(report_fd, kBegan, "");
   try {
     code = exit_code_of(fn);
-    write_report(report_fd, kReturned, "");
+    write_report(report_fd, kReturned, std::to_string(code));
   } catch (const CommError& error) {
     write_report(report_fd, kPeerFailed, error.what());
   } catch (...) {
@@ -272,6 +273,18 @@ class TerminationForwarder {
   bool forwarded_ = false;
 };
 
+/// True if the rank has ended: then it no longer runs, and its report is complete.
+bool has_ended(RankProcess& process) {
+  const pid_t ended = waitpid(process.pid, &process.status, WNOHANG);
+  if (ended == 0) return false;
+  process.running = false;
+  read_rest(process);
+  // Where the program ignores SIGCHLD, or collects all its children itself, what the rank has reported must do.
+  process.collected_elsewhere = ended < 0;
+  if (ended < 0) process.status = W_EXITCODE(process.returned() ? std::stoi(std::string(process.ending().substr(1))) : 1, 0);
+  return true;
+}
+
 // Waits for all ranks, and returns those that failed, in the order in which they ended.
 std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, TerminationForwarder& termination, const LaunchOptions& options) {
   using Clock = std::chrono::steady_clock;
@@ -285,10 +298,7 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, Termination
     wait_for_news(ranks);
     termination.forward(ranks);
     for (RankProcess& process : ranks) {
-      if (!process.running || waitpid(process.pid, &process.status, WNOHANG) != process.pid) continue;
-      process.running = false;
-      read_rest(process);
-      if (!process.failed()) continue;
+      if (!process.running || !has_ended(process) || !process.failed()) continue;
       failures.push_back(&process);
       if (next_signal == kNever) next_signal = Clock::now() + options.grace;
     }
@@ -339,6 +349,7 @@ std::string describe(const RankProcess& process, std::size_t call) {
   }
   const std::string code = std::to_string(WEXITSTATUS(process.status));
   if (process.returned()) return rank + " failed: exit code " + code;
+  if (process.collected_elsewhere) return rank + " ended before its function returned";
   std::string text = rank + " left by exit(" + code + ") before its function returned";
   if (call != 0 && !process.began()) {
     text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(call);

@@ -29,8 +29,8 @@ pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<con
 /// Call it in a child: a rank must not outlive its parent, however that ends (Ctrl-C, SIGTERM, SIGKILL).
 void die_with_parent(pid_t parent);
 
-/// How a rank's report begins, once its function runs; and what follows, once it does no longer: it returned, or a text says why not. A
-/// rank that only noticed that a peer failed is not printed where a rank failed of its own.
+/// How a rank's report begins, once its function runs; and what follows, once it does no longer: it returned (with its exit code), or a
+/// text says why not. A rank that only noticed that a peer failed is not printed where a rank failed of its own.
 inline constexpr char kBegan = 'B';
 inline constexpr char kReturned = 'R';
 inline constexpr char kFailed = 'F';

@@ -239,6 +239,37 @@ TEST(Launch, AForkedChildOfARankCannotUseItsMesh) {
   });
 }
 
+// A program may ignore its children's ends, or collect them itself: nobody can be asked then how a rank ended.
+TEST(Launch, ARankWhoseEndSomebodyElseHasCollected) {
+  const auto ignore = [] { signal(SIGCHLD, SIG_IGN); };
+  const auto collect = [] {
+    signal(SIGCHLD, [](int) {
+      const int before = errno;
+      while (waitpid(-1, nullptr, WNOHANG) > 0) {
+      }
+      errno = before;
+    });
+  };
+  for (const auto& begin : {std::function<void()>(ignore), std::function<void()>(collect)}) {
+    begin();
+    alarm(60);  // It would wait for ever.
+    const auto good = launch(2, [] { return 0; });
+    const auto bad = launch(2, [] { return own_rank() == 1 ? 3 : 0; });
+    const auto thrown = launch(2, []() -> int { throw Error("bad shape"); });
+    const auto killed = launch(2, [] { return own_rank() == 1 ? raise(SIGKILL) : 0; });
+    alarm(0);
+    signal(SIGCHLD, SIG_DFL);
+    EXPECT_EQ(good.result, 0) << good.errors;
+    EXPECT_EQ(bad.result, 3);
+    EXPECT_EQ(bad.errors, "rank 1 failed: exit code 3\n");
+    EXPECT_TRUE(has(thrown.errors, "rank 0 failed: bad shape\n") && has(thrown.errors, "rank 1 failed: bad shape\n")) << thrown.errors;
+    EXPECT_EQ(killed.result, 1);
+    // Whoever asks first knows.
+    EXPECT_TRUE(killed.errors == "rank 1 ended before its function returned\n" || has(killed.errors, "killed by signal 9"))
+        << killed.errors;
+  }
+}
+
 /// The number that the next file descriptor of this process gets.
 int next_descriptor() {
   const int next = dup(STDIN_FILENO);
