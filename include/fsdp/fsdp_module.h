@@ -84,9 +84,10 @@ class FSDPModule {
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
   /// The same for backward.
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
-  /// Cleans up after an exception in forward or backward: drops unreduced gradients and pending work, and shards every unit again. After a
-  /// backward that failed, reduced gradients are dropped, too, with a warning if earlier backwards had given some. The next forward after a
-  /// failed backward does this by itself. Collective if collectives were pending.
+  /// Cleans up after an exception in forward or backward: drops unreduced gradients and pending gathers, and shards every unit again.
+  /// Reductions that an earlier backward has left under way (set_is_last_backward) end first. After a backward that failed, reduced
+  /// gradients are dropped, too, with a warning if earlier backwards had given some. The next forward after a failed backward does this by
+  /// itself. Collective if collectives were pending.
   void reset();
   /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
   /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.) Throws Error inside of a

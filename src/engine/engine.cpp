@@ -355,8 +355,7 @@ void Engine::reset_locked() {
         "fsdp: a backward failed, and the gradients of earlier backwards to which it was adding are dropped with it; begin the "
         "accumulation anew, or leave this step out");
   }
-  reducer_.drop();
-  if (failed_backward) reducer_.zero_grad();
+  reducer_.reset(failed_backward || manual_finalization_);  // which has reduced some units only
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);
     set_use(*unit, UseState::kUnused);

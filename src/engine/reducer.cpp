@@ -458,6 +458,17 @@ void Reducer::release_unreduced(GradientAccumulator& gradients) {
   gradients.state = GradientState::kNone;
 }
 
+void Reducer::reset(bool took_all) {
+  bool keeps = !took_all;
+  try {
+    if (keeps) drain();
+  } catch (const CommError&) {
+    keeps = false;  // Every later collective of these ranks says why.
+  }
+  drop();
+  if (!keeps) zero_grad();
+}
+
 void Reducer::drop() {
   reductions_.clear();  // waits for each; what it brings is not to be trusted
   collecting_.clear();

@@ -77,6 +77,10 @@ class Reducer {
   /// Drops unreduced gradients after a failure; waits for what is under way, so that no peer writes into reused memory.
   void drop();
 
+  /// After a failure. Unless it took all gradients along (a backward's does), those stay that earlier backwards have reduced, what is under
+  /// way included: where that can't end any more, all go.
+  void reset(bool took_all);
+
  private:
   enum class Hop : std::uint8_t { kInnerReduce, kOuterReduce, kOuterGather, kInnerGather };
   /// One unit's reduction, at one of its hops. The next hop starts at a moment that all ranks share [Order is collective], which may be

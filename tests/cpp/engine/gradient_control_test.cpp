@@ -200,6 +200,30 @@ TEST(GradientControl, NotTheLastBackward) {
   });
 }
 
+// The next forward throws; what the backward before it gave is whole, in every unit.
+TEST(GradientControl, AResetEndsWhatIsUnderWay) {
+  run_ranks(4, [](int rank) {
+    for (const auto& mesh : {line(), plane()}) {
+      for (const auto& placements : {Placements::no_shard(), Placements::optim_grads_params()}) {
+        NamedTensors results[2];
+        for (const bool last : {true, false}) {
+          auto model = make_stack();
+          auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .placements = placements});
+          stack_loss(model, 0, rank).backward();
+          sharded.set_is_last_backward(last);
+          stack_loss(model, 1, rank).backward();
+          stack_loss(model, 2, rank);
+          sharded.reset();
+          sharded.set_is_last_backward(true);
+          stack_loss(model, 3, rank).backward();
+          results[last ? 0 : 1] = sharded.full_gradients();
+        }
+        expect_same_bits(results[0], results[1]);
+      }
+    }
+  });
+}
+
 // What stays gathered, for how long and from whom, changes no bit.
 TEST(GradientControl, ResidencyChangesNoBit) {
   run_ranks(4, [](int rank) {
