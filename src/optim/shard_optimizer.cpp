@@ -32,7 +32,12 @@ void Optimizer::step() {
   state_->engine->check_parameters();
   state_->engine->flush_writes();
   state_->engine->finish_gradient_sync();
-  state_->step();
+  try {
+    state_->step();
+  } catch (...) {
+    state_->engine->main_parameters_changed();  // some may be new
+    throw;
+  }
   state_->engine->main_parameters_changed();
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "fsdp/fsdp.h"
+#include "support/meshes.h"
 #include "support/twins.h"
 
 namespace fsdp {
@@ -43,6 +44,32 @@ TEST(Wrap, AStepThatFailsLeavesNoGradients) {
     const auto after = sharded.full_parameters();
     for (std::size_t i = 0; i < before.size(); ++i) {
       EXPECT_EQ(torch::equal(before[i].second, after[i].second), !before[i].first.starts_with("third")) << before[i].first;
+    }
+  });
+}
+
+/// Throws when it has updated all.
+struct LateSGD : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    SGD::step(closure);
+    throw std::runtime_error("too late");
+  }
+};
+
+TEST(Wrap, AStepThatFailsLateLeavesNoOldCopies) {
+  testing::run_ranks(2, [](int rank) {
+    for (const auto& strategy : testing::all_strategies()) {
+      const auto model = make_net();
+      auto sharded = fully_shard(*model, {.units = testing::each_linear(), .placements = Placements::from_name(strategy)});
+      sharded.set_reshard_after_backward(false);
+      auto optimizer = wrap(*model, [](auto p) { return std::make_unique<LateSGD>(p, torch::optim::SGDOptions(0.1)); });
+      model->forward(batch(rank)).sum().backward();
+      const auto before = model->third->weight.detach().clone();
+      EXPECT_EQ(message_of<std::exception>([&] { optimizer.step(); }), "too late");
+      const auto main = sharded.full_parameters();
+      EXPECT_TRUE(torch::equal(model->third->weight, main[4].second)) << strategy << ", " << main[4].first;
+      EXPECT_FALSE(torch::equal(model->third->weight, before)) << strategy;
     }
   });
 }
