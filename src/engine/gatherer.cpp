@@ -14,20 +14,38 @@ void Gatherer::start(Unit& unit) {
   const at::NoGradGuard no_grad;
   std::vector<comm::GatherPart> parts;
   if (unit.extension) parts = unit.extension->start();  // First: if it throws, nothing has begun.
+  try {
+    begin(unit, std::move(parts));
+  } catch (...) {
+    give_up(unit);
+    throw;
+  }
+  unit.state = ParameterState::kGathering;
+}
+
+/// `parts`: of the unit's extension, beside which the others travel.
+void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
   if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
   if (unit.post_forward.live()) {
     for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
       parts.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
     unit.gather = unit.communicators.post_forward->all_gather(parts, unit.label("all-gather after forward"));
-  } else {
-    unit.wire.acquire(pool_, memory::Kind::kCommunication);
-    if (unit.options.outer_sharded_optimizer) finish_shards(unit);
-    for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
-      if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k));
-    }
-    if (!unit.replicated_optimizer()) unit.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
+    return;
   }
-  unit.state = ParameterState::kGathering;
+  unit.wire.acquire(pool_, memory::Kind::kCommunication);
+  if (unit.options.outer_sharded_optimizer) finish_shards(unit);
+  for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
+    if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k));
+  }
+  if (!unit.replicated_optimizer()) unit.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
+}
+
+/// Takes back what begin() has given to a unit that stays sharded: a format of the user's has thrown, say.
+void Gatherer::give_up(Unit& unit) {
+  unit.wire.release();
+  if (unit.options.keeps_storage) return;
+  if (unit.extension) unit.extension->free();
+  if (!unit.replicated_parameters()) unit.free_whole();
 }
 
 /// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.

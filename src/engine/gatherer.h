@@ -51,6 +51,8 @@ class Gatherer {
   comm::GatherPart part_to_gather(Unit& unit, std::size_t sub_buffer);
   void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
   at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
+  void begin(Unit& unit, std::vector<comm::GatherPart> parts);
+  static void give_up(Unit& unit);
   void finish_shards(Unit& unit);
   void widen(Unit& unit);
   void keep_part(Unit& unit);

@@ -5,9 +5,12 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/fsdp.h"
@@ -303,6 +306,29 @@ TEST(PrecisionPolicy, AGatherFormatOfOnesOwn) {
         for (auto& parameter : main->parameters()) parameter.copy_(now[i++].second);
       }
     }
+  });
+}
+
+/// Nothing stays gathered, and the next forward begins anew.
+TEST(PrecisionPolicy, AGatherFormatThatThrows) {
+  testing::run_ranks(2, [](int rank) {
+    bool throws = false;
+    auto format = std::make_shared<GatherFormat>(*fixed_point_format());
+    format->pre_all_gather = [&throws, convert = format->pre_all_gather](const at::Tensor& main, const at::Tensor& wire) {
+      if (std::exchange(throws, false)) throw std::runtime_error("no such number");
+      convert(main, wire);
+    };
+    const auto model = make_net();
+    const auto gather_format = [&](const std::string&, const at::Tensor&) { return format; };
+    auto sharded = fully_shard(*model, {.units = each_linear(), .gather_format = gather_format});
+    const auto expected = model->forward(batch(rank));
+    sharded.reset();
+    for (auto* layer : {&*model->first, &*model->second}) handle(*layer).reshard();
+    throws = true;
+    EXPECT_EQ(testing::message_of<std::exception>([&] { model->forward(batch(rank)); }), "no such number");
+    EXPECT_EQ(sharded.memory_stats().gathered_parameters.live, 0);
+    EXPECT_EQ(sharded.memory_stats().communication.live, 0);
+    EXPECT_TRUE(torch::equal(model->forward(batch(rank)), expected));
   });
 }
 
