@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.optimizers import Parameters, keep_alive, sharded, train, whole_state
+from support.optimizers import Parameters, give_gradients, keep_alive, sharded, train, whole_state
 from support.ranks import StartRanks
 from support.states import assert_same_state, describe, flatten
 from support.training import mesh_of
@@ -78,7 +78,7 @@ def traffic_of_muon() -> None:
     train(parameters, optimizer, steps=1)
     with CommDebugMode() as seen:
         train(parameters, optimizer, steps=1)
-    assert seen.get_total_counts() == 2
+    assert seen.get_total_counts() == 3  # with the numbers by which ranks see that they have gradients of the same matrices
 
 
 def test_muon_exchanges_twice_per_step(ranks: StartRanks) -> None:
@@ -96,6 +96,53 @@ def muon_refuses() -> str:
 
 def test_muon_refuses_what_is_cut_twice(ranks: StartRanks) -> None:
     assert "may be cut along one dimension of its mesh, by Shard. Leave it" in ranks(4).run(muon_refuses)[0]
+
+
+def muon_with_ranks_that_differ(how: str, replicas: int) -> str:
+    """All ranks have the same error, and nothing has changed: the next step is as without it."""
+    rank, results, text = torch.distributed.get_rank(), [], ""
+    for failing in (False, True):
+        parameters = sharded("libfsdp", MATRICES, replicas, shard_placement_fn=by_columns)
+        optimizer = libfsdp.optim.Muon([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+        train(parameters, optimizer, steps=1)
+        if failing:
+            before = {name: value.clone() for name, value in whole_state(parameters, optimizer).items()}
+            give_gradients(parameters, 1, without={"one": [2], "all": [0, 1, 2, 3]}.get(how, []) if rank == 1 else [])
+            group = optimizer.param_groups[1]
+            if how == "others" and rank == 1:
+                group["params"] = [group["params"][i] for i in (1, 0, 2)]
+            if how == "fewer" and rank == 1:
+                group["params"] = group["params"][:2]
+            with pytest.raises(libfsdp.Error, match="^Muon: ") as raised:
+                optimizer.step()
+            text = str(raised.value)
+            group["params"] = parameters[1:]
+            assert_same_state(whole_state(parameters, optimizer), before)
+            optimizer.zero_grad()
+        train(parameters, optimizer, steps=2)
+        results.append(whole_state(parameters, optimizer))
+    assert_same_state(results[1], results[0])
+    return text
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("one", "parameter 1 of group 1, of the shape [64, 64], has a gradient on ranks [0], and none on ranks [1]. A matrix is"),
+        ("all", "parameter 0 of group 0, of the shape [64, 16], has a gradient on ranks [0], and none on ranks [1]. A matrix is"),
+        ("others", "matrix 0 of group 1 is of the shape [32, 64] on rank 0, and of the shape [64, 64] on rank 1; give Muon the same"),
+        ("fewer", "matrix 2 of group 1 is of the shape [16, 128] on rank 0, and not there on rank 1; give Muon the same"),
+    ],
+)
+def test_muon_on_ranks_that_differ_is_one_error(ranks: StartRanks, how: str, text: str) -> None:
+    for of_rank in ranks(2).run(muon_with_ranks_that_differ, how, 1):
+        assert of_rank.startswith(f"Muon: {text}")
+
+
+def test_muon_on_replicas_that_differ_is_one_error(ranks: StartRanks) -> None:
+    """Ranks 2 and 3 replicate 0 and 1, and would not notice by their own exchanges."""
+    for of_rank in ranks(4).run(muon_with_ranks_that_differ, "one", 2):
+        assert "has a gradient on ranks [0, 2, 3], and none on ranks [1]." in of_rank
 
 
 CUT = [(64, 256), (8, 1024), (64, 5), (4096,)]

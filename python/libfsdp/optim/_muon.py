@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +11,28 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from libfsdp import _C
+from libfsdp._mesh import device_of
 from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
 class _Row:
-    """Matrices of one parameter group that are cut over the same ranks (or, without a process group, over none)."""
+    """Matrices of one parameter group that lie on one mesh, cut over the same ranks (or, without a process group, over none).
+
+    Attributes:
+        group: the ranks that a matrix is cut over.
+        mesh: of the matrices: their replicas, too.
+        matrices: by index in the parameter group: rows, columns, dimension that is cut, owner.
+    """
 
     group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None = None
     rank: int = 0
     ranks: int = 1
     matrices: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
@@ -38,6 +48,57 @@ class _Row:
             work[owner] += _work(rows, columns)
             self.matrices[index] = (rows, columns, dim, owner)
 
+    def require_equal_gradients(self, number: int, having: list[int]) -> None:
+        """Ranks that send and expect other parts would wait for each other, and replicas would become different.
+
+        Args:
+            number: of the parameter group.
+            having: indices of those of its parameters that have a gradient on this rank.
+
+        Raises:
+            Error: on all ranks of the mesh, if they differ.
+        """
+        if self.mesh is None:
+            return
+        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+        mine = {index: (*self.matrices[index][:2], index in having) for index in sorted(self.matrices)}
+        digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest())
+        bounds = torch.tensor([digest, -digest], device=device_of(self.mesh))  # the greatest, and the smallest
+        for group in groups:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        if bounds.sum() == 0:
+            return
+        every = [(dist.get_rank(), mine)]
+        for group in groups:
+            lists: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(lists, every, group=group)
+            every = [one for of_ranks in lists for one in of_ranks]
+        raise _C.Error(_difference(number, dict(every)))
+
+
+def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool]]]) -> str:
+    """Says what is not the same on all ranks, in the same words on each."""
+    rank, first = min(of_ranks.items())
+    for other, matrices in sorted(of_ranks.items()):
+        for index in sorted(first.keys() | matrices.keys()):
+            mine, theirs = first.get(index), matrices.get(index)
+            if mine == theirs:
+                continue
+            if mine is None or theirs is None or mine[:2] != theirs[:2]:
+                shapes = ["not there" if one is None else f"of the shape {list(one[:2])}" for one in (mine, theirs)]
+                return (
+                    f"Muon: matrix {index} of group {number} is {shapes[0]} on rank {rank}, and {shapes[1]} on rank {other}; give "
+                    "Muon the same parameters in the same order on all ranks"
+                )
+            having, without = (
+                [which for which, of_it in sorted(of_ranks.items()) if of_it.get(index, mine)[2] is has] for has in (True, False)
+            )
+            return (
+                f"Muon: parameter {index} of group {number}, of the shape {list(mine[:2])}, has a gradient on ranks {having}, and none "
+                f"on ranks {without}. A matrix is updated as a whole: give its gradient (or zeros) to all ranks, or to none"
+            )
+    raise AssertionError("the ranks do not differ")
+
 
 def _work(rows: int, columns: int) -> float:
     """Of the iterations, up to a factor."""
@@ -49,8 +110,8 @@ class Muon(torch.optim.Muon):
 
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Of a sharded matrix each rank has some rows (or columns),
     but its update needs all of it. Each matrix has an owner: its momentum's rows go there, in bfloat16, are made orthogonal
-    there, alone, and come back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks.
-    These must have gradients of the same matrices, as libfsdp's have.
+    there, alone, and come back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks, after
+    an ``all_reduce`` of two numbers by which they see that they have gradients of the same matrices.
 
     The result is that of torch's own on the whole matrix: to the last bit where each rank's part of it fills whole vector
     registers (multiples of 64 bytes); elsewhere last bits of its last few elements may differ.
@@ -67,12 +128,17 @@ class Muon(torch.optim.Muon):
 
         Raises:
             ValueError: if a matrix is cut along several dimensions of its mesh.
+            Error: if a matrix has a gradient on some ranks only, or the ranks give other matrices: on all of them, before
+                anything has changed.
         """
         loss = loss_of(closure)
         with torch.no_grad():
-            for number, group in enumerate(self.param_groups):
-                for row in self._rows(number, group["params"]):
-                    self._step_row(number, group, row)
+            rows = [(n, row) for n, group in enumerate(self.param_groups) for row in self._rows(n, group["params"])]
+            for number, row in rows:
+                parameters = self.param_groups[number]["params"]
+                row.require_equal_gradients(number, [i for i in row.matrices if parameters[i].grad is not None])
+            for number, row in rows:
+                self._step_row(number, self.param_groups[number], row)
         return loss
 
     def _rows(self, number: int, parameters: list[Tensor]) -> list[_Row]:
@@ -112,13 +178,15 @@ def _exchange(sent: Tensor, to_ranks: list[int], from_ranks: list[int], group: d
 
 
 def _rows_of(parameters: list[Tensor]) -> list[_Row]:
-    rows: dict[str, _Row] = {}
+    rows: dict[tuple[DeviceMesh | None, str], _Row] = {}
     for index, parameter in enumerate(parameters):
         group, dim = _cut_of(parameter, index)
-        name = "" if group is None else group.group_name
-        if name not in rows:
-            rows[name] = _Row(None) if group is None else _Row(group, dist.get_rank(group), dist.get_world_size(group))
-        rows[name].add(index, parameter.shape, dim)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        of = (mesh, "" if group is None else group.group_name)
+        if of not in rows:
+            ranks = {} if group is None else {"rank": dist.get_rank(group), "ranks": dist.get_world_size(group)}
+            rows[of] = _Row(group, mesh, **ranks)
+        rows[of].add(index, parameter.shape, dim)
     for row in rows.values():
         row.share_out()
     return list(rows.values())
