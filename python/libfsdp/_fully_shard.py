@@ -298,7 +298,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         state = state_of(self)
         assert state is not None
         args, kwargs = state.hooks.pre_forward(self, args, kwargs)
-        return state.hooks.post_forward(self, args, original(*args, **kwargs))
+        output = None
+        try:
+            output = original(*args, **kwargs)
+        finally:  # Also after a method that raised: its module is not to be left with whole parameters.
+            output = state.hooks.post_forward(self, args, output)
+        return output
 
     setattr(module, method_name, types.MethodType(wrapped, module))
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.utils import _apply_to_tensors
 
 
 def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
-    """All tensors in a module's output that backward may come by."""
+    """All tensors in a module's output that backward may come by: in mappings, sequences, sets and dataclasses, which are only read."""
     found: list[torch.Tensor] = []
 
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                found.append(value)
+        elif isinstance(value, Mapping):
+            for inner in value.values():
+                collect(inner)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for inner in value:
+                collect(inner)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                collect(getattr(value, field.name, None))
 
-    if isinstance(output, torch.Tensor):
-        collect(output)
-    else:
-        _apply_to_tensors(collect, output)
+    collect(output)
     return found
 
 

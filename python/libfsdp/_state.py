@@ -373,6 +373,8 @@ class ShardState(AsFSDP2State):
             module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
             # Also after a forward that raised: its module is not to be left with whole parameters.
             module.register_forward_hook(self.hooks.post_forward, always_call=True)
+        # Each module that has parameters: a program may save or load a part of the model.
+        for module in dict.fromkeys((*self.modules, *(place.module for p in self.parameters for place in p.places))):
             module.register_state_dict_pre_hook(self._show_shards_to)
             module.register_load_state_dict_pre_hook(self._show_shards_to)
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from libfsdp import fully_shard
+from libfsdp import fully_shard, register_fsdp_forward_method
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,27 @@ def test_a_forward_that_raised_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="told to fail"):
         sharded(torch.ones(2, 4))
     sharded[1].fails = False
+    assert all(map(torch.equal, gradients(sharded), expected))
+
+
+def test_a_registered_method_that_raised_leaves_nothing() -> None:
+    sharded = model()
+    expected = gradients(sharded)
+    sharded[1].generate = types.MethodType(type(sharded[1]).forward, sharded[1])
+    register_fsdp_forward_method(sharded[1], "generate")
+    sharded[1].fails = True
+    with pytest.raises(ValueError, match="told to fail"):
+        sharded[1].generate(torch.ones(2, 4))
+    assert all(isinstance(p, DTensor) for p in sharded[1].parameters())
+    sharded[1].fails = False
+    with torch.no_grad():
+        outputs = []
+        for factor in (1.0, 2.0, 0.5):
+            for parameter in sharded.parameters():
+                parameter.mul_(factor)
+            outputs.append(sharded(torch.ones(2, 4)))
+    assert not torch.equal(outputs[1], outputs[0])
+    assert torch.equal(outputs[2], outputs[0])
     assert all(map(torch.equal, gradients(sharded), expected))
 
 

@@ -43,6 +43,30 @@ def compare_with_fsdp2(case: str, implementation: str, options: Options) -> None
         assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
+def save_and_load_a_part(implementation: str) -> list[tuple[str, Tensor]]:
+    """A module that is no unit by itself, after an evaluation, which leaves the root's parameters gathered."""
+    case = CASES["transformer"]
+    model = shard(seeded(case), case, implementation, Options())
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    state = {name: 2 * value for name, value in model.head.state_dict().items()}
+    with torch.no_grad():
+        before = model(batch)
+        saved = model.head.state_dict()
+        assert all(isinstance(value, DTensor) for value in saved.values())
+        model(batch)
+        model.head.load_state_dict(state)
+        assert torch.equal(model(batch), 2 * before)
+    return [(name, full(value)) for name, value in model.state_dict().items()]
+
+
+@each_implementation
+def test_a_part_of_a_unit_is_saved_and_loaded_as_shards(ranks: StartRanks, implementation: str) -> None:
+    expected = seeded(CASES["transformer"]).state_dict()
+    for of_rank in ranks(2).run(save_and_load_a_part, implementation):
+        for name, value in of_rank:
+            assert torch.equal(value, 2 * expected[name] if name.startswith("head.") else expected[name]), name
+
+
 @each_implementation
 @pytest.mark.parametrize("case", MODELS)
 def test_the_same_dtensors_as_fsdp2_on_two_ranks(ranks: StartRanks, case: str, implementation: str) -> None:
