@@ -68,10 +68,10 @@ MODELS = {
             ModelCase("hosts", GPTConfig(VOCAB, 512, 12, heads=8, context=CONTEXT), 1, ranks=4),
             Pace(rounds=6, turn=2),
         ),
-        host("world8", 8, 48, Pace(rounds=12, turn=5)),
-        host("world1024", 1024, 48, Pace(rounds=10, turn=3)),
+        host("world8", 8, 48, Pace(rounds=12, turn=20)),
+        host("world1024", 1024, 48, Pace(rounds=12, turn=20)),
         # As many units as a model of many experts has.
-        host("units4000", 8, 4000, Pace(rounds=8, turn=2)),
+        host("units4000", 8, 4000, Pace(rounds=8, turn=4)),
     )
 }
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <fstream>
 #include <functional>
 #include <iostream>
@@ -82,6 +83,19 @@ double milliseconds(const std::function<void()>& work) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
+/// Milliseconds that this thread has spent on a core: what else the machine does counts for little. A backward on the CPU runs on the
+/// thread that calls it.
+double thread_milliseconds(const std::function<void()>& work) {
+  const auto now = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
+  };
+  const double start = now();
+  work();
+  return now() - start;
+}
+
 std::string json_list(const std::vector<double>& values) {
   std::ostringstream text;
   text.precision(9);
@@ -112,6 +126,12 @@ void fill_parameters(torch::nn::Module& model) {
   }
 }
 
+GPT filled_model(const GPTConfig& config) {
+  GPT model(config);
+  fill_parameters(*model);
+  return model;
+}
+
 struct Batch {
   at::Tensor tokens, targets;
 };
@@ -132,8 +152,7 @@ class Trainer : public Contender {
   std::int64_t parameters() const override { return parameter_count_; }
 
   std::string handle(const std::string& verb, int count) override {
-    if (verb == "step") return repeat(count, /*with_update=*/true);
-    if (verb == "host") return repeat(count, /*with_update=*/false);
+    if (verb == "step") return repeat(count);
     if (verb == "memory") return memory();
     throw std::invalid_argument("no such verb: " + verb);
   }
@@ -143,8 +162,7 @@ class Trainer : public Contender {
   GPT build() {
     base_kib_ = status_kib("VmRSS");
     anonymous_base_kib_ = status_kib("RssAnon");
-    GPT model(options_.gpt);
-    fill_parameters(*model);
+    auto model = filled_model(options_.gpt);
     for (const auto& parameter : model->parameters()) parameter_count_ += parameter.numel();
     return model;
   }
@@ -159,12 +177,12 @@ class Trainer : public Contender {
   const Options& options() const { return options_; }
 
   struct StepTimes {
-    double all;     ///< ms; forward, backward and, if there was one, the update.
-    double update;  ///< ms; 0 if there was none.
+    double all;     ///< ms; forward, backward and update.
+    double update;  ///< ms
     double loss;
   };
   /// A step on the next batch, which all ranks begin together; drawing the batch and the barrier are not timed.
-  StepTimes train_step(bool with_update) {
+  StepTimes train_step() {
     const auto batch = draw_batch();
     barrier();
     at::Tensor loss;
@@ -172,29 +190,25 @@ class Trainer : public Contender {
     const double all = milliseconds([&] {
       loss = model()->loss(batch.tokens, batch.targets);
       loss.backward();
-      if (with_update) {
-        in_update = milliseconds([&] { update(); });
-        drop_gradients();
-      }
+      in_update = milliseconds([&] { update(); });
+      drop_gradients();
     });
-    drop_gradients();  // Nothing is left to drop after a training step.
-    ++steps_done_;
     return {all, in_update, loss.item<double>()};
   }
 
- private:
-  /// The batch that gpt.py's draw_batch gives.
-  Batch draw_batch() const {
+  /// The next batch: what gpt.py's draw_batch gives.
+  Batch draw_batch() {
     const std::int64_t width = options_.gpt.context + 1, count = options_.batch * width;
-    const auto x = at::arange(count) + count * (steps_done_ * world_ + rank_);
+    const auto x = at::arange(count) + count * (batches_drawn_++ * world_ + rank_);
     const auto rows = (x * x * 48271 + x * 7).remainder(1'000'003).remainder(options_.gpt.vocab).view({options_.batch, width});
     return {rows.narrow(1, 0, width - 1).contiguous(), rows.narrow(1, 1, width - 1).contiguous()};
   }
 
-  std::string repeat(int count, bool with_update) {
+ private:
+  std::string repeat(int count) {
     std::vector<double> times, losses;
     for (int i = 0; i < count; ++i) {
-      const auto step = train_step(with_update);
+      const auto step = train_step();
       times.push_back(step.all);
       losses.push_back(step.loss);
     }
@@ -212,7 +226,7 @@ class Trainer : public Contender {
 
   Options options_;
   std::int64_t rank_, world_;
-  std::int64_t steps_done_ = 0, parameter_count_ = 0, base_kib_ = 0, anonymous_base_kib_ = 0;
+  std::int64_t batches_drawn_ = 0, parameter_count_ = 0, base_kib_ = 0, anonymous_base_kib_ = 0;
 };
 
 /// The step without any communication, with the same fused kernel for the update.
@@ -259,10 +273,12 @@ class Sharded : public Trainer {
         handle_(fsdp::fully_shard(
             *model_,
             {.mesh = mesh_, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender != "libfsdp_no_reshard"})),
-        optimizer_(*model_, {.lr = kLearningRate, .betas = {kBeta1, kBeta2}, .eps = kEps, .weight_decay = kWeightDecay}) {}
+        optimizer_(*model_, {.lr = kLearningRate, .betas = {kBeta1, kBeta2}, .eps = kEps, .weight_decay = kWeightDecay}),
+        plain_(options.fake_world > 0 ? filled_model(options.gpt) : nullptr) {}
 
-  /// Also saves, and loads again: the number is the checkpoint's.
+  /// Also saves, and loads again (the number is the checkpoint's), and tells what sharding adds on the host.
   std::string handle(const std::string& verb, int number) override {
+    if (verb == "host") return host(number);
     if (verb == "save") return save(number);
     if (verb == "async_save") return save_beside_training(number);
     if (verb == "load") return load(number);
@@ -281,6 +297,42 @@ class Sharded : public Trainer {
   void drop_gradients() override { optimizer_.zero_grad(); }
   void barrier() override { mesh_.barrier(); }
 
+  /// Forward and backward of this model, and of the same one unsharded, in turns: in one process both find the same memory and caches. The
+  /// losses are the unsharded one's: no data arrive at the other.
+  std::string host(int count) {
+    std::vector<double> sharded, plain, losses;
+    for (int i = 0; i < count; ++i) {
+      const auto batch = draw_batch();
+      if (i % 2 == 0) sharded.push_back(sharded_step(batch));
+      plain.push_back(plain_step(batch, losses));
+      if (i % 2 != 0) sharded.push_back(sharded_step(batch));
+    }
+    return "{\"ms\": " + json_list(sharded) + ", \"plain_ms\": " + json_list(plain) + ", \"loss\": " + json_list(losses) + "}";
+  }
+
+  // bench/instructions.py knows these two by their names. The graph goes with the loss, which is not timed.
+
+  double sharded_step(const Batch& batch) {
+    at::Tensor loss;
+    const double time = thread_milliseconds([&] {
+      loss = model_->loss(batch.tokens, batch.targets);
+      loss.backward();
+    });
+    optimizer_.zero_grad();
+    return time;
+  }
+
+  double plain_step(const Batch& batch, std::vector<double>& losses) {
+    at::Tensor loss;
+    const double time = thread_milliseconds([&] {
+      loss = plain_->loss(batch.tokens, batch.targets);
+      loss.backward();
+    });
+    plain_->zero_grad();
+    losses.push_back(loss.item<double>());
+    return time;
+  }
+
   /// The folder of checkpoint `number`; bench/checkpoint.py says below which one.
   static std::string checkpoint(int number) {
     const char* folder = std::getenv("BENCH_CHECKPOINTS");
@@ -296,13 +348,13 @@ class Sharded : public Trainer {
 
   std::string save_beside_training(int number) {
     if (!saver_) saver_ = std::make_unique<fsdp::AsyncSaver>(*model_, &optimizer_);
-    const auto alone = train_step(/*with_update=*/true);
+    const auto alone = train_step();
     barrier();
     double call = 0;
     StepTimes beside{};
     const double all = milliseconds([&] {
       call = milliseconds([&] { saver_->save(checkpoint(number)); });
-      beside = train_step(/*with_update=*/true);
+      beside = train_step();
       saver_->wait();
     });
     // Its update waits for the copy, if that has not ended. A slow update alone must not make the call shorter.
@@ -323,6 +375,7 @@ class Sharded : public Trainer {
   fsdp::FSDPModule handle_;
   fsdp::AdamW optimizer_;
   std::unique_ptr<fsdp::AsyncSaver> saver_;
+  GPT plain_;  ///< The same model unsharded; null, unless host time is measured.
 };
 
 /// As the engine's slots are: where ranks share memory, peers can read them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -55,6 +56,16 @@ def timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def thread_timed(work: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """Milliseconds that this thread has spent on a core, and what came out: what else the machine does counts for little.
+
+    A backward on the CPU runs on the thread that calls it.
+    """
+    start = time.thread_time()
+    result = work()
+    return (time.thread_time() - start) * 1e3, result
+
+
 class Trainer:
     """A model with its optimizer, wrapped as the contender's name says."""
 
@@ -76,6 +87,7 @@ class Trainer:
         )
         if megatron:
             self.optimizer = megatron.fully_shard_optimizer(optimizer=self.optimizer)
+        self.plain = workload_of(args).model if args.fake_world else None
         gc.collect()
         gc.freeze()  # What lives as long as the process is not looked at again.
         gc.disable()
@@ -83,9 +95,9 @@ class Trainer:
     def handle(self, verb: str, count: int) -> Reply:
         """Answers one line of the protocol."""
         if verb == "step":
-            return self.repeat(self.train, count)
+            return self.repeat(count)
         if verb == "host":
-            return self.repeat(self.forward_backward, count)
+            return self.beside_plain(count)
         if verb == "memory":
             return {
                 "base_kib": self.base["now_kib"],
@@ -94,7 +106,7 @@ class Trainer:
             }
         raise ValueError(f"no such verb: {verb}")
 
-    def repeat(self, work: Callable[[list[Batch]], Tensor], count: int) -> Reply:
+    def repeat(self, count: int) -> Reply:
         """Times `count` steps, each on the next batches; drawing them, the collector and the barrier are not timed."""
         times, losses = [], []
         for _ in range(count):
@@ -103,23 +115,41 @@ class Trainer:
             if self.sharded_over_peers:
                 dist.barrier()
             start = time.perf_counter()
-            loss = work(batches)
+            loss = self.train(batches)
             times.append((time.perf_counter() - start) * 1e3)
             losses.append(loss.item())
-            self.optimizer.zero_grad()  # Nothing is left to drop after a training step.
         return {"ms": times, "loss": losses}
+
+    def beside_plain(self, count: int) -> Reply:
+        """Forward and backward of the model, and of the same one unsharded, in turns.
+
+        In one process both find the same memory and caches. The losses are the unsharded one's: no data arrive at the other.
+        """
+        assert self.plain is not None
+        reply: dict[str, list[float]] = {"ms": [], "plain_ms": [], "loss": []}
+        for place in range(count):
+            batch = self.draw()
+            steps = [("ms", self.model), ("plain_ms", self.plain)]
+            for key, model in steps if place % 2 == 0 else reversed(steps):
+                gc.collect()
+                time_of_step, loss = thread_timed(functools.partial(self.forward_backward, model, [batch]))
+                reply[key].append(time_of_step)
+                model.zero_grad()
+                if model is self.plain:
+                    reply["loss"].append(loss.item())
+        return reply
 
     def draw(self) -> Batch:
         """The next batch of this rank."""
         self.batches_drawn += 1
         return self.work.draw(BatchPlace(self.batches_drawn - 1, self.rank, self.world))
 
-    def forward_backward(self, batches: list[Batch]) -> Tensor:
-        """Leaves the gradients to be looked at, or dropped; they are reduced with the last batch."""
+    def forward_backward(self, model: nn.Module, batches: list[Batch]) -> Tensor:
+        """Leaves the gradients; they are reduced with the last batch."""
         for batch in batches:
             is_last = batch is batches[-1]
             with self.reducing(is_last):
-                loss = self.work.loss(self.model, batch) / len(batches)
+                loss = self.work.loss(model, batch) / len(batches)
                 loss.backward()
         return loss
 
@@ -135,7 +165,7 @@ class Trainer:
 
     def train(self, batches: list[Batch]) -> Tensor:
         """A whole training step."""
-        loss = self.forward_backward(batches)
+        loss = self.forward_backward(self.model, batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import truediv
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from fleet import BenchError, Contender, Fleet, Launch
 from gpt import GPTConfig
@@ -44,14 +45,13 @@ TRAINERS = {
     "ddp": ("python", "ddp"),
     "local": ("python", "local"),
 }
-# For host time: those that shard over a world of which one rank is there, and, for each, the same model unsharded.
+# For host time: those that shard over a world of which one rank is there. Each has the same model unsharded beside it.
 LONE_RANKS = {
     "libfsdp": ("cpp", "libfsdp"),
     "libfsdp_python": ("python", "libfsdp_python"),
     "fsdp2": ("python", "fsdp2"),
     "fsdp2_instant": ("python", "fsdp2_instant"),
 }
-HOST_BASELINES = {"libfsdp": "local_cpp", "libfsdp_python": "local", "fsdp2": "local", "fsdp2_instant": "local"}
 # AdamW over sharded parameters: torch's own in each of its ways, and libfsdp's.
 OPTIMIZERS = {kind: ("python", f"optimizer_{kind}") for kind in OPTIONS}
 COLLECTIVES = {
@@ -69,6 +69,7 @@ OTHER_UPDATES = (*LOCALS, "megatron_fsdp")
 REFERENCES = ("fsdp2", "ddp", "megatron_fsdp")
 HOST_REFERENCES = ("fsdp2", "fsdp2_instant")
 
+Sample = TypeVar("Sample")  # What a step gives.
 Rounds = list[list[float]]  # For each round, the milliseconds of its steps.
 Losses = dict[str, list[list[float]]]  # By contender, rank and step.
 
@@ -149,6 +150,13 @@ def row(case: str, contender: str, metric: str, unit: str, values: Sequence[floa
     return Row(case, contender, metric, unit, statistics.median(values), low, high, min(values), max(values), len(values))
 
 
+class Taker(Protocol[Sample]):
+    """Steps when its turn comes."""
+
+    def take(self, steps: int) -> list[Sample]:
+        """One sample of each step."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """Who does what when its turn comes."""
@@ -162,9 +170,29 @@ class Turn:
         return [max(times) for times in zip(*(reply["ms"] for reply in replies), strict=True)]
 
 
-def interleave(case: str, turns: Sequence[Turn], pace: Pace) -> list[Rounds]:
+@dataclass(frozen=True)
+class StepPair:
+    """A step of a sharded model, and the same step of the model unsharded: milliseconds of the thread's processor time."""
+
+    sharded: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class HostTurn:
+    """A lone rank makes pairs of steps when its turn comes."""
+
+    contender: Contender
+
+    def take(self, steps: int) -> list[StepPair]:
+        """The pairs, one after the other."""
+        (reply,) = self.contender.ask("host", steps)
+        return [StepPair(*pair) for pair in zip(reply["ms"], reply["plain_ms"], strict=True)]
+
+
+def interleave(case: str, turns: Sequence[Taker[Sample]], pace: Pace) -> list[list[list[Sample]]]:
     """Everybody steps once a round; the order rotates, so that none is always first. Results are in turns' order."""
-    samples: list[Rounds] = [[] for _ in turns]
+    samples: list[list[list[Sample]]] = [[] for _ in turns]
     for number in range(pace.rounds):
         print(f"{case}: round {number + 1} of {pace.rounds}", file=sys.stderr)
         for place in range(len(turns)):
@@ -308,37 +336,26 @@ def crossing_mib(contender: Contender, hosts: Hosts) -> list[float]:
 
 def measure_host(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
     """(b) what sharding adds to forward and backward on the host, where collectives cost nothing."""
-    plain = {name: TRAINERS[name] for name in LOCALS}
-    fake_world = ["--fake-world", str(case.world)]
-    launches = [
-        *programs.launches(LONE_RANKS, [*case.arguments(), *fake_world], ranks=1),
-        *programs.launches(plain, case.arguments(), ranks=1),
-    ]
-    with Fleet(launches) as contenders:
-        losses = warm_up(contenders, "host")
-        check_losses(case.name, {name: v for name, v in losses.items() if name in LOCALS}, WARM_UP_STEPS)
-        rounds = interleave(case.name, [Turn(contender, "host") for contender in contenders], pace)
-    samples = {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)}
-    return host_rows(case, samples)
+    fake_world = ("--fake-world", str(case.world))
+    with Fleet(programs.launches(LONE_RANKS, (*case.arguments(), *fake_world), ranks=1)) as contenders:
+        check_losses(case.name, warm_up(contenders, "host"), WARM_UP_STEPS)
+        rounds = interleave(case.name, [HostTurn(contender) for contender in contenders], pace)
+    return host_rows(case, {contender.name: of_it for contender, of_it in zip(contenders, rounds, strict=True)})
 
 
-def host_rows(case: ModelCase, samples: dict[str, Rounds]) -> list[Row]:
-    """Per unit and step: (sharded - plain) / units, paired by round."""
-
-    def added_us(sharded_ms: float, plain_ms: float) -> float:
-        assert case.config is not None
-        return (sharded_ms - plain_ms) * 1e3 / case.config.layers
-
-    added = {
-        name: [[us] for us in paired(samples[name], samples[plain], added_us)]
-        for name, plain in HOST_BASELINES.items()
-        if name in samples and plain in samples
-    }
-    return [
-        *(row(case.name, name, "forward_backward_ms", "ms", flat(rounds)) for name, rounds in samples.items()),
-        *(row(case.name, name, "host_us_per_unit", "us", flat(rounds)) for name, rounds in added.items()),
-        *ratio_rows(case.name, "host", added, HOST_REFERENCES),
-    ]
+def host_rows(case: ModelCase, samples: dict[str, list[list[StepPair]]]) -> list[Row]:
+    """Per unit and step: (sharded - plain) / units, of each pair. Ratios are paired by round."""
+    assert case.config is not None
+    us_per_unit = 1e3 / case.config.layers
+    added: dict[str, Rounds] = {}
+    rows: list[Row] = []
+    for name, rounds in samples.items():
+        pairs = [pair for of_round in rounds for pair in of_round]
+        added[name] = [[(pair.sharded - pair.plain) * us_per_unit for pair in of_round] for of_round in rounds]
+        rows.append(row(case.name, name, "forward_backward_ms", "ms", [pair.sharded for pair in pairs]))
+        rows.append(row(case.name, name, "plain_forward_backward_ms", "ms", [pair.plain for pair in pairs]))
+        rows.append(row(case.name, name, "host_us_per_unit", "us", flat(added[name])))
+    return rows + ratio_rows(case.name, "host", added, HOST_REFERENCES)
 
 
 def measure_optimizers(pace: Pace, programs: Programs) -> list[Row]:

@@ -55,7 +55,7 @@ def host_case(name: str, only: frozenset[str] = frozenset()) -> Case:
     def measure(pace: Pace, programs: Programs) -> list[Row]:
         return measure_host(paced.model, pace, replace(programs, only=programs.only or only))
 
-    return Case(measure, paced.pace, Pace(rounds=3, turn=2))
+    return Case(measure, paced.pace, Pace(rounds=3, turn=5))
 
 
 def collectives_case(name: str, ranks: int) -> Case:
@@ -75,7 +75,7 @@ CASES = {
     "world8": host_case("world8"),
     "world1024": host_case("world1024"),
     # FSDP2 would take ten seconds a step.
-    "units4000": host_case("units4000", frozenset({"libfsdp", "local_cpp"})),
+    "units4000": host_case("units4000", frozenset({"libfsdp"})),
     "optimizer2000": Case(measure_optimizers, Pace(rounds=12, turn=3), Pace(rounds=3, turn=2)),
     "collectives": collectives_case("collectives", RANKS),
     "collectives4": collectives_case("collectives4", 4),

@@ -10,10 +10,11 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,10 +22,12 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import history
+import instructions
 import measure
 import report
 import run
 from fleet import used_kib
+from gpt import GPTConfig
 from intervals import is_below_resolution, median_interval
 
 
@@ -65,6 +68,54 @@ def test_each_contender_is_compared_with_its_own_language() -> None:
     samples = {"libfsdp": rounds(3.0), "libfsdp_python": rounds(3.0), "local": rounds(2.0), "local_cpp": rounds(1.0)}
     overheads = {row.contender: row.median for row in measure.overhead_rows("d512", samples)}
     assert overheads == {"libfsdp": 2.0, "libfsdp_python": 0.5}
+
+
+def test_host_time_is_the_difference_of_each_pair_of_steps() -> None:
+    case = measure.ModelCase("world8", GPTConfig(64, 16, 50, 2, 4), 1, world=8)
+
+    def pairs(added_ms: float) -> list[list[measure.StepPair]]:
+        # What slows both steps of a pair down, however much, is not in the difference.
+        return [[measure.StepPair(plain + added_ms, plain) for plain in (1.0, 9.0)] for _ in range(3)]
+
+    rows = measure.host_rows(case, {"libfsdp": pairs(1.0), "fsdp2": pairs(40.0)})
+    found = {(row.contender, row.metric): row for row in rows}
+    host = found["libfsdp", "host_us_per_unit"]
+    assert (host.median, host.n) == (pytest.approx(20.0), 6)
+    assert host.max - host.min == pytest.approx(0)
+    assert found["fsdp2", "host_us_per_unit"].median == pytest.approx(800.0)
+    assert found["libfsdp", "host_ratio_to_fsdp2"].median == pytest.approx(1 / 40)
+    assert found["libfsdp", "forward_backward_ms"].median == pytest.approx(6.0)
+    assert found["libfsdp", "plain_forward_backward_ms"].median == pytest.approx(5.0)
+
+
+def test_a_pair_is_a_sharded_and_a_plain_step() -> None:
+    class Rank:
+        name = "libfsdp"
+
+        def ask(self, verb: str, count: int) -> list[dict[str, list[float]]]:
+            assert (verb, count) == ("host", 2)
+            return [{"ms": [3.0, 4.0], "plain_ms": [1.0, 2.0], "loss": [0.0, 0.0]}]
+
+    turn: Any = measure.HostTurn(cast(Any, Rank()))
+    assert turn.take(2) == [measure.StepPair(sharded=3.0, plain=1.0), measure.StepPair(sharded=4.0, plain=2.0)]
+
+
+def test_instructions_are_counted_by_function() -> None:
+    listing = """
+Ir
+--------------------------------------------------------------------------------
+1,500 (100.0%)  PROGRAM TOTALS
+
+Ir              file:function
+--------------------------------------------------------------------------------
+1,000 (66.67%)  ???:at::copy_(at::Tensor&) [/lib/libtorch_cpu.so]
+  300 (20.00%)  ./malloc/./malloc/malloc.c:free [/lib/libc.so.6]
+  200 (13.33%)  ???:free [/lib/libother.so]
+"""
+    sharded = instructions.parse(listing)
+    assert sharded == {"at::copy_(at::Tensor&)": 1000, "free": 500}
+    added = instructions.added(sharded, Counter({"free": 100, "exp": 700}), times=2)
+    assert list(added.items()) == [("at::copy_(at::Tensor&)", 500.0), ("exp", -350.0), ("free", 200.0)]
 
 
 def test_the_fastest_setting_of_fsdp2_is_the_reference() -> None:
