@@ -3,24 +3,32 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --steps 400
 
 `make train-python` does this with the package of the build folder. By default the text is LibTorch's own headers, which
-every machine with torch has.
+every machine with torch has. Each run has a folder with its configuration, a log and checkpoints; Ctrl-C saves, and
+`--resume FOLDER` goes on.
 """
 
 import argparse
+import json
 import math
+import shutil
+import signal
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import AdamW
 
 from libfsdp import fully_shard
 
 DIM, LAYERS, HEADS, CONTEXT = 256, 6, 4, 256
 SEQUENCES = 4  # per step, over all ranks
 LR, WARMUP, CLIP = 1e-3, 30, 1.0
+KEPT = 2  # checkpoints
 
 
 class Block(nn.Module):
@@ -78,57 +86,137 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def mean_over_ranks(value: Tensor) -> float:
-    total = value.detach().clone()
+def sum_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return total.item()
 
 
-def lr_factor(step: int, steps: int) -> float:
+def lr_at(step: int, steps: int) -> float:
     """Linear warm-up, times a cosine from 1 to 0.05."""
-    return min(1.0, (step + 1) / WARMUP) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    return LR * min(1.0, (step + 1) / WARMUP) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def main() -> None:
+def checkpoints(run: Path) -> list[Path]:
+    """The complete ones, oldest first. Their metadata are written last."""
+    return sorted((file.parent for file in run.glob("step-*/.metadata")), key=lambda path: int(path.name[5:]))
+
+
+def save(run: Path, step: int, model: nn.Module, optimizer: AdamW) -> None:
+    parameters, state = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optim": state, "step": step}, checkpoint_id=run / f"step-{step}")
+    if dist.get_rank() == 0:
+        for old in checkpoints(run)[:-KEPT]:
+            shutil.rmtree(old)
+
+
+def load_newest(run: Path, model: nn.Module, optimizer: AdamW) -> int:
+    """The step of the checkpoint; 0, if there is none."""
+    if not checkpoints(run):
+        return 0
+    parameters, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": parameters, "optim": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=checkpoints(run)[-1])
+    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=optimizer_state)
+    return state["step"]
+
+
+class Log:
+    """log.jsonl in the folder of a run, and the terminal, for rank 0 alone. Rows of steps up to `keep_until` stay."""
+
+    def __init__(self, run: Path, keep_until: int) -> None:
+        self.path = run / "log.jsonl"
+        if dist.get_rank() == 0:
+            rows = self.path.read_text().splitlines() if self.path.exists() else []
+            kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= keep_until]
+            self.path.write_text("".join(f"{row}\n" for row in kept))
+
+    def write(self, text: str, **row: float) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT on text, sharded over processes.")
     parser.add_argument("--steps", type=int, default=400, help="default: %(default)s, some minutes on two cores")
     headers = Path(torch.__file__).parent / "include"
     parser.add_argument("--data", type=Path, default=headers, help="a text file, or a folder of them: %(default)s")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints: %(default)s")
+    parser.add_argument("--folder", type=Path, help="for configuration, log and checkpoints; a new one below runs/")
+    parser.add_argument("--resume", type=Path, help="a run's folder: go on with it, with its configuration")
     options = parser.parse_args()
+    if options.folder and (options.folder / "config.json").exists():
+        parser.error(f"--folder {options.folder} holds a run: go on with --resume, or choose another folder")
+    if options.resume:
+        if not (options.resume / "config.json").exists():
+            parser.error(f"--resume {options.resume} is not the folder of a run: it has no config.json")
+        parser.set_defaults(**json.loads((options.resume / "config.json").read_text()))
+        options = parser.parse_args()  # What is given here overrides what is written there.
+        options.folder = options.resume
+    return options
 
+
+def open_run(options: argparse.Namespace) -> Path:
+    """The folder of the run, with its configuration; rank 0 makes it."""
+    chosen = [options.folder or Path("runs", time.strftime("%Y%m%d-%H%M%S"))]
+    dist.broadcast_object_list(chosen)
+    if dist.get_rank() == 0:
+        print(f"run folder: {chosen[0]}", flush=True)
+        chosen[0].mkdir(parents=True, exist_ok=True)
+        config = {"steps": options.steps, "data": str(options.data.absolute()), "save_every": options.save_every}
+        (chosen[0] / "config.json").write_text(json.dumps(config))
+    return chosen[0]
+
+
+def main() -> None:
+    options = read_options()
+    asked_to_end = []  # by Ctrl-C, or SIGTERM
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked_to_end.append(number))
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    run = open_run(options)
     train, validation = read_text(options.data)
     torch.manual_seed(1)  # the same first values on all ranks
     model = GPT()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
+    optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    first = load_newest(run, model, optimizer) if options.resume else 0
+    log = Log(run, first)
 
     share = SEQUENCES // ranks
-    draws = torch.Generator().manual_seed(rank)  # each rank its own part of the batch
     begin = time.monotonic()
-    for step in range(1, options.steps + 1):
-        starts = torch.randint(len(train) - CONTEXT, (share,), generator=draws)
-        loss = loss_of(model, *cut(train, starts))
+    for step in range(first, options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, options.steps)
+        draws = torch.Generator().manual_seed(step * ranks + rank)  # each rank its own part of the batch
+        loss = loss_of(model, *cut(train, torch.randint(len(train) - CONTEXT, (share,), generator=draws)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-        if step % 20 == 0 or step in (1, options.steps):
-            mean = mean_over_ranks(loss)
-            speed = step * SEQUENCES * CONTEXT / (time.monotonic() - begin)
-            if rank == 0:
-                print(f"step {step:5}  loss {mean:.4f}  {speed:7.0f} tokens/s", flush=True)
 
-    with torch.no_grad():
-        starts = torch.linspace(0, len(validation) - CONTEXT - 1, 64).long()[rank::ranks]
-        bits = mean_over_ranks(loss_of(model, *cut(validation, starts))) / math.log(2)
-    if rank == 0:
-        print(f"done: {options.steps} steps in {time.monotonic() - begin:.0f} s, validation {bits:.3f} bits per byte")
+        done = step + 1
+        mean = sum_over_ranks(loss.item()) / ranks
+        if done % 20 == 0 or done in (1, options.steps):
+            speed = (done - first) * SEQUENCES * CONTEXT / (time.monotonic() - begin)
+            log.write(f"step {done:5}  loss {mean:.4f}  {speed:7.0f} tokens/s", step=done, loss=mean)
+        ends = sum_over_ranks(len(asked_to_end)) > 0  # One rank may have heard of it before the others.
+        if ends or done % options.save_every == 0 or done == options.steps:
+            save(run, done, model, optimizer)
+        if ends and done < options.steps:
+            log.write(f"ended by a signal after step {done}; to go on: --resume {run}", step=done)
+            break
+    else:
+        with torch.no_grad():
+            starts = torch.linspace(0, len(validation) - CONTEXT - 1, 64).long()[rank::ranks]
+            bits = sum_over_ranks(loss_of(model, *cut(validation, starts)).item()) / ranks / math.log(2)
+        text = f"done: {options.steps} steps in {time.monotonic() - begin:.0f} s, validation {bits:.3f} bits per byte"
+        log.write(text, step=options.steps, validation_bits_per_byte=bits)
     dist.destroy_process_group()
 
 

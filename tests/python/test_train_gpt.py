@@ -1,27 +1,86 @@
 """examples/train_gpt.py under torchrun, on two ranks."""
 
+from __future__ import annotations
+
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 SOURCE = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+COMMAND = [*TORCHRUN, str(SOURCE / "examples" / "train_gpt.py")]
 
 
-def train(data: Path, *options: str) -> str:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = SOURCE / "examples" / "train_gpt.py"
-    done = subprocess.run([*torchrun, program, "--data", data, *options], text=True, capture_output=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    (folder / "not_text").write_bytes(b"\0" * 4000)
+    return folder
 
 
-def test_two_ranks_learn_a_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    (tmp_path / "not_text").write_bytes(b"\0" * 4000)
-    output = train(tmp_path, "--steps", "12")
+def train(folder: Path, *options: object, fails: bool = False) -> str:
+    command = [*COMMAND, *(str(option) for option in options)]
+    done = subprocess.run(command, text=True, capture_output=True, cwd=folder)
+    assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
+    return done.stderr if fails else done.stdout
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
+    output = train(tmp_path, "--data", text, "--steps", 12)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 2, output  # after the first and the last step, once
     assert 5.0 < losses[0] < 6.0, "untrained, every byte is about as likely: ln 256 = 5.55"
     assert losses[1] < losses[0] - 1
     assert re.search(r"done: 12 steps in \d+ s, validation \d\.\d+ bits per byte", output), output
+
+    run = tmp_path / output.splitlines()[0].removeprefix("run folder: ")
+    assert run.parent == tmp_path / "runs"
+    assert {path.name for path in run.iterdir()} == {"config.json", "log.jsonl", "step-12"}
+    assert [row["loss"] for row in rows(run) if "loss" in row] == pytest.approx(losses, abs=1e-4)
+    error = train(tmp_path, "--data", text, "--folder", run, fails=True)
+    assert f"--folder {run} holds a run: go on with --resume" in error
+    assert len(rows(run)) == 3
+    error = train(tmp_path, "--resume", text, fails=True)
+    assert f"--resume {text} is not the folder of a run" in error
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path, text: Path) -> None:
+    common = ("--data", text, "--save-every", 30)
+    train(tmp_path, *common, "--steps", 60, "--folder", "whole")
+    command = [*COMMAND, *(str(word) for word in common), "--steps", "60", "--folder", "stopped"]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        log = tmp_path / "stopped" / "log.jsonl"
+        while process.poll() is None and not (log.exists() and '"step": 20' in log.read_text()):
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C: to torchrun and to its ranks
+        output = process.communicate(timeout=120)[0]
+    stopped_at = int(re.findall(r"ended by a signal after step (\d+); to go on: --resume stopped", output)[0])
+    assert 20 <= stopped_at < 60
+    assert (tmp_path / "stopped" / f"step-{stopped_at}" / ".metadata").exists()
+
+    # A run that is killed has logged steps that no checkpoint has, and half of a line.
+    with (tmp_path / "stopped" / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": stopped_at + 1, "loss": 0.0}) + '\n{"step":')
+    train(tmp_path, "--resume", "stopped")
+    found = [(row["step"], row["loss"]) for row in rows(tmp_path / "stopped") if "loss" in row]
+    assert found == [(row["step"], row["loss"]) for row in rows(tmp_path / "whole") if "loss" in row]
+    assert rows(tmp_path / "stopped")[-1] == rows(tmp_path / "whole")[-1]
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert names == {"config.json", "log.jsonl", "step-30", "step-60"}
+    # Two are kept, and what is given beside it counts: more steps.
+    assert "done: 62 steps" in train(tmp_path, "--resume", "whole", "--steps", 62)
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"config.json", "log.jsonl", "step-60", "step-62"}
