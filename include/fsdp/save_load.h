@@ -159,6 +159,8 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
 /// The path of the newest complete checkpoint of this library in a folder: the one that was saved last, of those whose names end in a
 /// number. Nothing if there is none. Not collective.
 std::optional<std::string> latest(const std::string& folder);
+/// Of the same ones, that with the least SaveOptions::metric, of equal ones the newest; nothing if none has one. Not collective.
+std::optional<std::string> best(const std::string& folder);
 
 /// Saves in the background (DCP's async_save). A thread copies this rank's shards to host memory, which is kept for the next save, and then
 /// writes them. The checkpoint has the values from when save() returned. If code is about to write shards or the optimizer's state before

@@ -9,7 +9,9 @@
 #include <variant>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/steps.h"
 #include "fsdp/error.h"
+#include "fsdp/save_load.h"
 #include "state/snapshot.h"
 #include "state/source.h"
 
@@ -33,6 +35,19 @@ std::optional<double> metric_of(const ckpt::Step& step) {
   }
 }
 
+/// Those with a metric, the least one first; of equal ones, the newest.
+std::vector<std::filesystem::path> best_first(const std::vector<ckpt::Step>& steps) {
+  std::vector<std::pair<double, const ckpt::Step*>> ordered;
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    if (const auto metric = metric_of(*step)) ordered.emplace_back(*metric, &*step);
+  }
+  std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<std::filesystem::path> paths;
+  paths.reserve(ordered.size());
+  for (const auto& [metric, step] : ordered) paths.push_back(step->path);
+  return paths;
+}
+
 }  // namespace
 
 void check_retention(const SaveOptions& options) {
@@ -53,15 +68,19 @@ std::vector<std::filesystem::path> steps_that_stay(const SaveOptions& options, c
     if (options.keep_every > 0 && step.name.number % static_cast<std::uint64_t>(options.keep_every) == 0) stay.push_back(step.path);
   }
   if (options.keep_best == 0) return stay;
-  std::vector<std::pair<double, const ckpt::Step*>> ordered;
-  // Of equal ones, the newest.
-  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
-    if (const auto metric = metric_of(*step)) ordered.emplace_back(*metric, &*step);
-  }
-  std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  ordered.resize(std::min(ordered.size(), static_cast<std::size_t>(options.keep_best)));
-  for (const auto& [metric, step] : ordered) stay.push_back(step->path);
+  auto best = best_first(steps);
+  best.resize(std::min(best.size(), static_cast<std::size_t>(options.keep_best)));
+  stay.insert(stay.end(), best.begin(), best.end());
   return stay;
 }
 
 }  // namespace fsdp::state
+
+namespace fsdp {
+
+std::optional<std::string> best(const std::string& folder) {
+  const auto found = state::best_first(ckpt::find_steps(folder));
+  return found.empty() ? std::nullopt : std::optional(found.front().string());
+}
+
+}  // namespace fsdp

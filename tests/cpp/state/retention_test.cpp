@@ -73,12 +73,16 @@ TEST_F(Retention, EveryNthAndTheBestStay) {
       options.metric = metric;
       fsdp::save(path("step-" + std::to_string(step)), *run.model, {}, options);
     };
+    EXPECT_EQ(fsdp::best(path("nowhere")), std::nullopt);
     for (int step = 1; step <= 9; ++step) save(step, {}, {.keep_last = 2, .keep_every = 4});
+    EXPECT_EQ(fsdp::best(folder.path()), std::nullopt);  // None has a metric.
     EXPECT_EQ(names(), (std::vector<std::string>{"step-4", "step-8", "step-9"}));
     // What is there has no metric, and is not among the best.
     const std::vector<double> losses = {3, 1, 2, std::nan(""), 1, 5, 4};
     for (std::size_t i = 0; i < losses.size(); ++i) save(static_cast<int>(10 + i), losses[i], {.keep_last = 1, .keep_best = 2});
     EXPECT_EQ(names(), (std::vector<std::string>{"step-11", "step-14", "step-16"}));
+    EXPECT_EQ(fsdp::best(folder.path()), path("step-14"));  // As good as step 11, and newer.
+    EXPECT_EQ(fsdp::latest(folder.path()), path("step-16"));
     EXPECT_EQ(fsdp::load(path("step-11"), *run.model).metric, 1);
     // Both, and the best has just been saved.
     save(20, -1, {.keep_last = 1, .keep_every = 7, .keep_best = 1});
