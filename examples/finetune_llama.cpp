@@ -1,10 +1,9 @@
-// Fine-tunes a model of the Llama family (Llama, Qwen2, Mistral) from a Hugging Face folder, sharded over processes, into another one.
+// Fine-tunes a Llama, Qwen2, Qwen3 or Mistral from a Hugging Face folder, sharded over processes, into another one.
 
 #include <fsdp/fsdp.h>     // sharding, optimizer, checkpoints, ranks on this machine
 #include <sys/resource.h>  // getrusage
 #include <torch/torch.h>   // the model
 
-#include <CLI/CLI.hpp>  // the command line
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -12,30 +11,15 @@
 #include <stdexcept>
 #include <string>
 
-#include "llama/config.h"  // config.json
-#include "llama/folder.h"  // safetensors into shards, and back
-#include "llama/model.h"   // the model, plain LibTorch
-#include "llama/tokens.h"  // the data
+#include "llama/config.h"            // config.json
+#include "llama/finetune_options.h"  // the command line
+#include "llama/folder.h"            // safetensors into shards, and back
+#include "llama/model.h"             // the model, plain LibTorch
+#include "llama/tokens.h"            // the data, and the tokenizer
 
 namespace {
 
-struct Options {
-  std::string model, data, out;
-  int nproc = 2;
-  std::string device = "cpu";
-  std::int64_t steps = 100;
-  std::int64_t batch = 8;
-  std::int64_t context = 512;
-  std::int64_t warmup = 10;
-  double lr = 1e-5;
-  double weight_decay = 0;
-  double clip = 1;
-  std::uint64_t seed = 1;
-  std::string dtype = "fp32";
-  bool recompute = false;
-  std::string checkpoints;
-  std::int64_t save_every = 100;
-};
+using Options = llama::FinetuneOptions;
 
 void check_ranks(const Options& options, std::int64_t ranks) {
   if (options.batch % ranks != 0) {
@@ -91,38 +75,11 @@ int train(const Options& options, const llama::Config& config, llama::Tokens tok
   return 0;
 }
 
-void add_options(CLI::App& app, Options& options) {
-  const auto option = [&app](const char* name, auto& value, const char* help) {
-    return app.add_option(name, value, help)->capture_default_str();
-  };
-  app.option_defaults()->take_last();  // so that a script can append what differs
-  app.add_option("--model", options.model, "A Hugging Face folder: config.json and safetensors")->required();
-  app.add_option("--data", options.data, "*.bin: int32 tokens; other files: each byte is a token")->required();
-  app.add_option("--out", options.out, "The new folder for the fine-tuned model, which transformers loads")->required();
-  option("--nproc", options.nproc, "Ranks to start on this machine; ignored under another launcher")->check(CLI::PositiveNumber);
-  option("--device", options.device, "Where to train")->check(CLI::IsMember({"cpu", "cuda"}));
-  option("--steps", options.steps, "Updates")->check(CLI::PositiveNumber);
-  option("--batch", options.batch, "Sequences per step, over all ranks")->check(CLI::PositiveNumber);
-  option("--context", options.context, "Tokens per sequence")->check(CLI::PositiveNumber);
-  option("--warmup", options.warmup, "Steps until the learning rate peaks")->check(CLI::NonNegativeNumber);
-  option("--lr", options.lr, "Of AdamW at its peak")->check(CLI::PositiveNumber);
-  option("--weight-decay", options.weight_decay, "Of all parameters")->check(CLI::NonNegativeNumber);
-  option("--clip", options.clip, "Largest norm of the gradients")->check(CLI::PositiveNumber);
-  option("--seed", options.seed, "Of the order of the sequences");
-  option("--dtype", options.dtype, "In which the model computes; the optimizer's parameters stay fp32")
-      ->check(CLI::IsMember({"fp32", "bf16"}));
-  app.add_flag("--recompute", options.recompute, "Compute layers twice instead of keeping their activations");
-  app.add_option("--checkpoints", options.checkpoints, "A folder to save to, and to resume from");
-  option("--save-every", options.save_every, "Steps between checkpoints")->check(CLI::PositiveNumber);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Fine-tunes a Llama, Qwen2 or Mistral from a Hugging Face folder, sharded over processes.", "finetune_llama");
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
+  if (const auto exit_code = llama::parse(argc, argv, options)) return *exit_code;
   try {
     const auto config = llama::read_config(options.model);
     if (config.sliding_window && options.context > *config.sliding_window) {
@@ -132,7 +89,7 @@ int main(int argc, char** argv) {
     if (std::filesystem::exists(options.out)) throw std::runtime_error("--out " + options.out + " is there already");
     // Another launcher's number of ranks is known once they have met.
     if (!fsdp::is_launched()) check_ranks(options, options.nproc);
-    const llama::Tokens tokens(options.data, options.context, config.vocab_size);
+    const llama::Tokens tokens(options.data, options.model, options.context, config.vocab_size);
     return fsdp::launch_local(options.nproc, [&] { return train(options, config, tokens); });
   } catch (const std::exception& error) {
     std::cerr << "finetune_llama: " << error.what() << "\n";

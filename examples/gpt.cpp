@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <tuple>
 
 namespace {
 
@@ -49,18 +50,22 @@ GPTBlockImpl::GPTBlockImpl(const GPTConfig& config)
   mlp_out_->weight.normal_(0, residual_std);
 }
 
-at::Tensor GPTBlockImpl::forward(const at::Tensor& x, const at::Tensor& rotary) {
-  const auto y = x + attend(attention_norm_(x), rotary);
+at::Tensor GPTBlockImpl::forward(const at::Tensor& x, const at::Tensor& rotary, LayerCache* cache) {
+  const auto y = x + attend(attention_norm_(x), rotary, cache);
   return y + swiglu(mlp_norm_(y));
 }
 
-at::Tensor GPTBlockImpl::attend(const at::Tensor& x, const at::Tensor& rotary) {
+at::Tensor GPTBlockImpl::attend(const at::Tensor& x, const at::Tensor& rotary, LayerCache* cache) {
   // Splits and unbinds, not slices: their backward is one concatenation instead of a zero-filled tensor for each part.
   const auto parts = qkv_(x).unflatten(-1, {3, heads_, -1}).split_with_sizes({2, 1}, 2);
   const auto queries_keys = rotate(parts[0], rotary).unbind(2);
-  const auto y = at::scaled_dot_product_attention(queries_keys[0].transpose(1, 2), queries_keys[1].transpose(1, 2),
-                                                  parts[1].squeeze(2).transpose(1, 2), /*attn_mask=*/{}, /*dropout_p=*/0,
-                                                  /*is_causal=*/true);
+  const auto queries = queries_keys[0].transpose(1, 2);
+  auto keys = queries_keys[1].transpose(1, 2);
+  auto values = parts[1].squeeze(2).transpose(1, 2);
+  if (cache != nullptr) std::tie(keys, values) = cache->append(keys, values);
+  // One query attends to all that came before.
+  const auto y = at::scaled_dot_product_attention(queries, keys, values, /*attn_mask=*/{}, /*dropout_p=*/0,
+                                                  /*is_causal=*/keys.size(2) == queries.size(2));
   return attention_out_(y.transpose(1, 2).flatten(-2));
 }
 
@@ -85,17 +90,28 @@ GPTImpl::GPTImpl(const GPTConfig& config)
   rotary_ = register_buffer("rotary", rotary_table(config));
 }
 
-at::Tensor GPTImpl::forward(const at::Tensor& tokens) {
-  TORCH_CHECK(tokens.size(1) <= config_.context, "GPT: ", tokens.size(1), " tokens do not fit the context of ", config_.context);
-  const auto rotary = rotary_.narrow(0, 0, tokens.size(1));
+at::Tensor GPTImpl::hidden(const at::Tensor& tokens, KeyValueCache* cache) {
+  const auto before = cache != nullptr ? cache->length() : 0;
+  const auto time = tokens.size(1);
+  TORCH_CHECK(before + time <= config_.context, "GPT: ", before + time, " tokens do not fit the context of ", config_.context);
+  TORCH_CHECK(before == 0 || time == 1, "GPT: ", time, " tokens follow those in the cache; one at a time can");
+  const auto rotary = rotary_.narrow(0, before, time);
   auto x = embedding_(tokens);
-  for (const auto& block : *blocks_) {
-    auto* layer = block->as<GPTBlockImpl>();
-    const auto run = [layer](const at::Tensor& input, const at::Tensor& turns) { return layer->forward(input, turns); };
+  for (std::size_t i = 0; i < blocks_->size(); ++i) {
+    auto* block = (*blocks_)[i]->as<GPTBlockImpl>();
+    auto* layer = cache != nullptr ? &cache->layer(i) : nullptr;
+    const auto run = [block, layer](const at::Tensor& input, const at::Tensor& turns) { return block->forward(input, turns, layer); };
     x = config_.checkpoint ? fsdp::activation_checkpoint(run, x, rotary) : run(x, rotary);
   }
-  x = norm_(x);
-  return config_.tied ? at::linear(x, embedding_->weight) : head_(x);
+  return norm_(x);
+}
+
+at::Tensor GPTImpl::logits(const at::Tensor& x) { return config_.tied ? at::linear(x, embedding_->weight) : head_(x); }
+
+at::Tensor GPTImpl::forward(const at::Tensor& tokens) { return logits(hidden(tokens, nullptr)); }
+
+at::Tensor GPTImpl::next_logits(const at::Tensor& tokens, KeyValueCache& cache) {
+  return logits(hidden(tokens, &cache).narrow(1, tokens.size(1) - 1, 1));
 }
 
 at::Tensor GPTImpl::loss(const at::Tensor& tokens, const at::Tensor& targets) {

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "key_value_cache.h"
+
 // A decoder-only transformer in plain LibTorch: RMSNorm, rotary embeddings, SwiGLU, no biases. It knows nothing about sharding, and
 // computes in the dtype of its parameters.
 
@@ -42,11 +44,11 @@ class GPTBlockImpl : public torch::nn::Module {
  public:
   explicit GPTBlockImpl(const GPTConfig& config);
 
-  /// x is [batch, time, dim]; rotary the first `time` rows of the model's table.
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotary);
+  /// x is [batch, time, dim]; rotary the rows of the model's table for its positions, which follow those in the cache, if there is one.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotary, LayerCache* cache = nullptr);
 
  private:
-  at::Tensor attend(const at::Tensor& x, const at::Tensor& rotary);
+  at::Tensor attend(const at::Tensor& x, const at::Tensor& rotary, LayerCache* cache);
   at::Tensor swiglu(const at::Tensor& x);
 
   std::int64_t heads_;
@@ -65,12 +67,17 @@ class GPTImpl : public torch::nn::Module {
 
   /// Logits [batch, time, vocab] of the tokens [batch, time] (int64) that follow.
   at::Tensor forward(const at::Tensor& tokens);
+  /// Logits [batch, 1, vocab] of the token that follows `tokens`, which follow those in the cache: all of a beginning, or one more.
+  at::Tensor next_logits(const at::Tensor& tokens, KeyValueCache& cache);
   /// Mean cross-entropy, in nats, of the targets [batch, time].
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
 
   const GPTConfig& config() const { return config_; }
 
  private:
+  at::Tensor hidden(const at::Tensor& tokens, KeyValueCache* cache);
+  at::Tensor logits(const at::Tensor& x);
+
   GPTConfig config_;
   torch::nn::Embedding embedding_;
   torch::nn::ModuleList blocks_;

@@ -64,6 +64,13 @@ nlohmann-json3-dev
 CPP
 }
 
+# The Llama examples' tokenizer; they build without it.
+want_sentencepiece() {
+  echo '#include <sentencepiece_processor.h>' | "${CXX:-c++}" -std=c++17 -fsyntax-only -x c++ - 2>/dev/null ||
+    (apt_install libsentencepiece-dev) ||
+    echo "setup: going on without libsentencepiece-dev; the Llama examples read no tokenizer.model" >&2
+}
+
 need_headers() {
   command -v "${CXX:-c++}" >/dev/null || apt_install g++
   local missing
@@ -95,13 +102,15 @@ case $target in
   build)
     need_headers
     need_python_packages torch==2.13.0 numpy safetensors 'cmake>=3.25' ninja
+    want_sentencepiece
     (need_python_headers) || echo "setup: going on without Python's headers; the Python package is not built" >&2
     ;;
   test)
-    # transformers (180 MB with what it needs) has the models that the Python package is tested with, expecttest what PyTorch's tests need.
+    # transformers (180 MB with what it needs) has the models that the Python package is tested with, sentencepiece and protobuf are what it
+    # needs for the Llama examples' tokenizer, expecttest is what PyTorch's tests need.
     # matplotlib is the benchmark's, whose arithmetic has tests. accelerate, peft, lightning and torchao (60 MB) are programs that it is
     # tried with, and torchtitan's function that shards needs nothing else.
-    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' expecttest hypothesis matplotlib \
+    need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' sentencepiece protobuf expecttest hypothesis matplotlib \
       accelerate==1.15.0 peft==0.21.2 lightning==2.6.6 torchao==0.18.0
     (need_python_packages --no-deps torchtitan==0.3.0) || echo "setup: going on without torchtitan; its tests are skipped" >&2
     command -v mpirun >/dev/null || (apt_install openmpi-bin) ||

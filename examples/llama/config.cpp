@@ -1,5 +1,6 @@
 #include "llama/config.h"
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -19,6 +20,13 @@ T get_or(const Json& json, const char* name, T otherwise) {
 std::optional<std::int64_t> optional_integer(const Json& json, const char* name) {
   const auto found = json.find(name);
   return found == json.end() || found->is_null() ? std::nullopt : std::optional(found->get<std::int64_t>());
+}
+
+/// One, or a list of them.
+std::vector<std::int32_t> integers(const Json& json, const char* name) {
+  const auto found = json.find(name);
+  if (found == json.end() || found->is_null()) return {};
+  return found->is_array() ? found->get<std::vector<std::int32_t>>() : std::vector<std::int32_t>{found->get<std::int32_t>()};
 }
 
 std::int64_t positive(const Json& json, const char* name) {
@@ -49,8 +57,8 @@ void read_rope(const Json& json, Config& config) {
 
 Config config_of(const Json& json) {
   const auto type = get_or<std::string>(json, "model_type", "");
-  refuse_if(type != "llama" && type != "qwen2" && type != "mistral",
-            "model_type is '" + type + "'; supported are llama, qwen2 and mistral");
+  refuse_if(type != "llama" && type != "qwen2" && type != "qwen3" && type != "mistral",
+            "model_type is '" + type + "'; supported are llama, qwen2, qwen3 and mistral");
   const auto activation = get_or<std::string>(json, "hidden_act", "silu");
   refuse_if(activation != "silu", "hidden_act is '" + activation + "'; supported is silu");
   refuse_if(get_or(json, "attention_dropout", 0.0) != 0, "attention_dropout is not 0, and this model has no dropout");
@@ -63,19 +71,24 @@ Config config_of(const Json& json) {
   config.num_hidden_layers = positive(json, "num_hidden_layers");
   config.num_attention_heads = positive(json, "num_attention_heads");
   config.num_key_value_heads = get_or(json, "num_key_value_heads", config.num_attention_heads);
-  config.head_dim = get_or(json, "head_dim", config.hidden_size / config.num_attention_heads);
+  config.qk_norm = type == "qwen3";
+  config.head_dim = get_or(json, "head_dim", config.qk_norm ? 128 : config.hidden_size / config.num_attention_heads);
   refuse_if(config.num_key_value_heads <= 0 || config.num_attention_heads % config.num_key_value_heads != 0,
             "num_key_value_heads does not divide num_attention_heads");
   refuse_if(config.head_dim <= 0 || config.head_dim % 2 != 0, "the width of a head is not even");
   config.rms_norm_eps = get_or(json, "rms_norm_eps", config.rms_norm_eps);
   read_rope(json, config);
-  config.qkv_bias = type == "qwen2" || (type == "llama" && get_or(json, "attention_bias", false));
-  config.attention_out_bias = type == "llama" && config.qkv_bias;
+  const bool has_bias = (type == "llama" || type == "qwen3") && get_or(json, "attention_bias", false);
+  config.qkv_bias = type == "qwen2" || has_bias;
+  config.attention_out_bias = has_bias;
   config.mlp_bias = type == "llama" && get_or(json, "mlp_bias", false);
   config.tie_word_embeddings = get_or(json, "tie_word_embeddings", false);
+  config.max_position_embeddings = get_or(json, "max_position_embeddings", std::int64_t{2048});
+  config.eos_token_ids = integers(json, "eos_token_id");
   config.pad_token_id = optional_integer(json, "pad_token_id");
-  const bool slides = type == "mistral" || (type == "qwen2" && get_or(json, "use_sliding_window", false));
+  const bool slides = type == "mistral" || (type != "llama" && get_or(json, "use_sliding_window", false));
   if (slides) config.sliding_window = optional_integer(json, "sliding_window");
+  if (config.sliding_window) config.max_position_embeddings = std::min(config.max_position_embeddings, *config.sliding_window);
   config.is_bf16 = get_or<std::string>(json, "dtype", get_or<std::string>(json, "torch_dtype", "float32")) == "bfloat16";
   return config;
 }

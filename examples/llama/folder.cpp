@@ -39,6 +39,12 @@ Model load_sharded(const fs::path& folder, const Config& config, const fsdp::Dev
   return model;
 }
 
+Model load_whole(const fs::path& folder, const Config& config, const fsdp::DeviceMesh& mesh) {
+  auto model = load_sharded(folder, config, mesh, {});
+  fsdp::fully_unshard(*model);
+  return model;
+}
+
 void write_folder(const fs::path& to, Model& model, const fs::path& from, const Config& config, const fsdp::DeviceMesh& mesh) {
   fsdp::export_safetensors(to.string(), *model, {.dtype = config.is_bf16 ? at::kBFloat16 : at::kFloat});
   if (mesh.rank() == 0) {

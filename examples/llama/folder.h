@@ -20,6 +20,9 @@ struct LoadOptions {
 /// ranges, and no rank holds the whole model. Collective. Throws fsdp::Error on every rank if the files are not the model's.
 Model load_sharded(const std::filesystem::path& folder, const Config& config, const fsdp::DeviceMesh& mesh, const LoadOptions& options);
 
+/// The same as an ordinary model, in fp32: each rank has all of it, to generate text.
+Model load_whole(const std::filesystem::path& folder, const Config& config, const fsdp::DeviceMesh& mesh);
+
 /// Writes the model's safetensors into the new folder `to`, in the dtype of config.json, and copies configuration and tokenizer from the
 /// folder that it was loaded from. Collective. Throws fsdp::Error on every rank if the weights can't be written.
 void write_folder(const std::filesystem::path& to, Model& model, const std::filesystem::path& from, const Config& config,

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <numbers>
+#include <tuple>
 
 namespace llama {
 namespace {
@@ -31,8 +32,9 @@ at::Tensor frequencies(const Config& config, at::Device device) {
   return plain * mix + plain / rope.factor * (1 - mix);
 }
 
-Rotary rotary_of(const Config& config, const at::Tensor& x) {
-  const auto positions = at::arange(x.size(1), at::device(x.device()).dtype(at::kFloat));
+/// Of the positions of x, [batch, time, hidden_size], the first of which is `first`.
+Rotary rotary_of(const Config& config, const at::Tensor& x, std::int64_t first) {
+  const auto positions = at::arange(first, first + x.size(1), at::device(x.device()).dtype(at::kFloat));
   const auto angles = at::outer(positions, frequencies(config, x.device())).repeat({1, 2});
   return {angles.cos().to(x.scalar_type()), angles.sin().to(x.scalar_type())};
 }
@@ -54,14 +56,28 @@ AttentionImpl::AttentionImpl(const Config& config)
       q_proj_(register_module("q_proj", linear(config.hidden_size, config.num_attention_heads * head_dim_, config.qkv_bias))),
       k_proj_(register_module("k_proj", linear(config.hidden_size, config.num_key_value_heads * head_dim_, config.qkv_bias))),
       v_proj_(register_module("v_proj", linear(config.hidden_size, config.num_key_value_heads * head_dim_, config.qkv_bias))),
-      o_proj_(register_module("o_proj", linear(config.num_attention_heads * head_dim_, config.hidden_size, config.attention_out_bias))) {}
+      o_proj_(register_module("o_proj", linear(config.num_attention_heads * head_dim_, config.hidden_size, config.attention_out_bias))) {
+  if (!config.qk_norm) return;
+  q_norm_ = register_module("q_norm", RMSNorm(head_dim_, config.rms_norm_eps));
+  k_norm_ = register_module("k_norm", RMSNorm(head_dim_, config.rms_norm_eps));
+}
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x, const Rotary& rotary) {
+at::Tensor AttentionImpl::forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache) {
   const auto heads = [this](const at::Tensor& y) { return y.unflatten(-1, {-1, head_dim_}).transpose(1, 2); };
-  const auto queries = rotate(heads(q_proj_(x)), rotary);
-  const auto keys = rotate(heads(k_proj_(x)), rotary);
-  const auto y = at::scaled_dot_product_attention(queries, keys, heads(v_proj_(x)), /*attn_mask=*/{}, /*dropout_p=*/0, /*is_causal=*/true,
-                                                  /*scale=*/std::nullopt, /*enable_gqa=*/true);
+  auto queries = heads(q_proj_(x));
+  auto keys = heads(k_proj_(x));
+  auto values = heads(v_proj_(x));
+  if (q_norm_) {
+    queries = q_norm_(queries);
+    keys = k_norm_(keys);
+  }
+  queries = rotate(queries, rotary);
+  keys = rotate(keys, rotary);
+  if (cache != nullptr) std::tie(keys, values) = cache->append(keys, values);
+  // One query attends to all that came before.
+  const auto y = at::scaled_dot_product_attention(queries, keys, values, /*attn_mask=*/{}, /*dropout_p=*/0,
+                                                  /*is_causal=*/keys.size(2) == queries.size(2), /*scale=*/std::nullopt,
+                                                  /*enable_gqa=*/true);
   return o_proj_(y.transpose(1, 2).flatten(-2));
 }
 
@@ -78,8 +94,8 @@ LayerImpl::LayerImpl(const Config& config)
       input_layernorm_(register_module("input_layernorm", RMSNorm(config.hidden_size, config.rms_norm_eps))),
       post_attention_layernorm_(register_module("post_attention_layernorm", RMSNorm(config.hidden_size, config.rms_norm_eps))) {}
 
-at::Tensor LayerImpl::forward(const at::Tensor& x, const Rotary& rotary) {
-  const auto y = x + self_attn_(input_layernorm_(x), rotary);
+at::Tensor LayerImpl::forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache) {
+  const auto y = x + self_attn_(input_layernorm_(x), rotary, cache);
   return y + mlp_(post_attention_layernorm_(y));
 }
 
@@ -92,14 +108,18 @@ BodyImpl::BodyImpl(const Config& config, bool recompute)
   for (std::int64_t i = 0; i < config.num_hidden_layers; ++i) layers_->push_back(Layer(config));
 }
 
-at::Tensor BodyImpl::forward(const at::Tensor& tokens) {
-  TORCH_CHECK(!config_.sliding_window || tokens.size(1) <= *config_.sliding_window, "llama: ", tokens.size(1),
+at::Tensor BodyImpl::forward(const at::Tensor& tokens, KeyValueCache* cache) {
+  const auto before = cache != nullptr ? cache->length() : 0;
+  const auto time = tokens.size(1);
+  TORCH_CHECK(!config_.sliding_window || before + time <= *config_.sliding_window, "llama: ", before + time,
               " tokens are more than the sliding window of ", config_.sliding_window.value_or(0));
+  TORCH_CHECK(before == 0 || time == 1, "llama: ", time, " tokens follow those in the cache; one at a time can");
   auto x = embed_tokens(tokens);
-  const auto rotary = rotary_of(config_, x);
-  for (const auto& module : *layers_) {
-    auto* layer = module->as<LayerImpl>();
-    const auto run = [layer, rotary](const at::Tensor& input) { return layer->forward(input, rotary); };
+  const auto rotary = rotary_of(config_, x, before);
+  for (std::size_t i = 0; i < layers_->size(); ++i) {
+    auto* layer = (*layers_)[i]->as<LayerImpl>();
+    auto* layer_cache = cache != nullptr ? &cache->layer(i) : nullptr;
+    const auto run = [layer, layer_cache, rotary](const at::Tensor& input) { return layer->forward(input, rotary, layer_cache); };
     x = recompute_ ? fsdp::activation_checkpoint(run, x) : run(x);
   }
   return norm_(x);
@@ -111,7 +131,11 @@ ModelImpl::ModelImpl(const Config& config, bool recompute)
   if (config.tie_word_embeddings) fsdp::tie_parameters(*lm_head_, lm_head_->weight, model_->embed_tokens->weight);
 }
 
-at::Tensor ModelImpl::forward(const at::Tensor& tokens) { return lm_head_(model_(tokens)); }
+at::Tensor ModelImpl::forward(const at::Tensor& tokens) { return lm_head_(model_(tokens, nullptr)); }
+
+at::Tensor ModelImpl::next_logits(const at::Tensor& tokens, KeyValueCache& cache) {
+  return lm_head_(model_(tokens, &cache).narrow(1, tokens.size(1) - 1, 1));
+}
 
 at::Tensor ModelImpl::loss(const at::Tensor& tokens) {
   const auto time = tokens.size(1) - 1;

@@ -8,9 +8,10 @@
 
 #include <cstdint>
 
+#include "key_value_cache.h"
 #include "llama/config.h"
 
-// Llama, Qwen2 and Mistral in plain LibTorch: what transformers calls LlamaForCausalLM, with the same names of parameters. It knows
+// Llama, Qwen2, Qwen3 and Mistral in plain LibTorch: what transformers calls LlamaForCausalLM, with the same names of parameters. It knows
 // nothing about sharding, and computes in the dtype of its parameters.
 
 namespace llama {
@@ -38,12 +39,13 @@ TORCH_MODULE(RMSNorm);
 class AttentionImpl : public torch::nn::Module {
  public:
   explicit AttentionImpl(const Config& config);
-  /// x is [batch, time, hidden_size].
-  at::Tensor forward(const at::Tensor& x, const Rotary& rotary);
+  /// x is [batch, time, hidden_size]; its tokens follow those in the cache, if there is one.
+  at::Tensor forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache);
 
  private:
   std::int64_t head_dim_;
   torch::nn::Linear q_proj_, k_proj_, v_proj_, o_proj_;
+  RMSNorm q_norm_{nullptr}, k_norm_{nullptr};  // empty without qk_norm
 };
 TORCH_MODULE(Attention);
 
@@ -62,7 +64,7 @@ TORCH_MODULE(MLP);
 class LayerImpl : public torch::nn::Module {
  public:
   explicit LayerImpl(const Config& config);
-  at::Tensor forward(const at::Tensor& x, const Rotary& rotary);
+  at::Tensor forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache);
 
  private:
   Attention self_attn_;
@@ -75,7 +77,7 @@ TORCH_MODULE(Layer);
 class BodyImpl : public torch::nn::Module {
  public:
   BodyImpl(const Config& config, bool recompute);
-  at::Tensor forward(const at::Tensor& tokens);
+  at::Tensor forward(const at::Tensor& tokens, KeyValueCache* cache);
 
   torch::nn::Embedding embed_tokens;
 
@@ -95,6 +97,8 @@ class ModelImpl : public torch::nn::Module {
 
   /// Logits [batch, time, vocab_size] of the tokens (int64) that follow tokens [batch, time].
   at::Tensor forward(const at::Tensor& tokens);
+  /// Logits [batch, 1, vocab_size] of the token that follows `tokens`, which follow those in the cache: all of a beginning, or one more.
+  at::Tensor next_logits(const at::Tensor& tokens, KeyValueCache& cache);
   /// Mean cross-entropy, in nats, of each of the tokens [batch, time + 1] but the first, given those before. transformers' own, where
   /// labels are the tokens.
   at::Tensor loss(const at::Tensor& tokens);

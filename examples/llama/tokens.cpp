@@ -8,9 +8,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "llama/tokenizer.h"
+
 namespace llama {
 
-Tokens::Tokens(const std::filesystem::path& file, std::int64_t context, std::int64_t vocab_size) : context_(context) {
+Tokens::Tokens(const std::filesystem::path& file, const std::filesystem::path& model, std::int64_t context, std::int64_t vocab_size)
+    : context_(context) {
   std::ifstream stream(file, std::ios::binary);
   if (!stream || std::filesystem::is_directory(file)) throw std::runtime_error("cannot read --data " + file.string());
   const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
@@ -19,7 +22,7 @@ Tokens::Tokens(const std::filesystem::path& file, std::int64_t context, std::int
     tokens_.resize(bytes.size() / sizeof(std::int32_t));
     std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(tokens_.data()));
   } else {
-    for (const unsigned char byte : bytes) tokens_.push_back(byte);
+    tokens_ = Tokenizer(model).encode(bytes);
   }
   if (size() <= context) {
     throw std::runtime_error(file.string() + " holds " + std::to_string(size()) + " tokens; --context " + std::to_string(context) +

@@ -13,10 +13,10 @@ namespace llama {
 /// The tokens of a file, cut into sequences, which are shuffled anew in every epoch.
 class Tokens {
  public:
-  /// Of "*.bin", int32 tokens in the machine's byte order, as numpy's `tofile` writes them. Of any other file, each byte is a token. Throws
-  /// std::runtime_error with one line of text if it can't be read, if a token is not below `vocab_size`, or if there are fewer than
-  /// `context` + 1.
-  Tokens(const std::filesystem::path& file, std::int64_t context, std::int64_t vocab_size);
+  /// Of "*.bin", int32 tokens in the machine's byte order, as numpy's `tofile` writes them. Any other file is text, for the tokenizer in
+  /// `model`, a folder. Throws std::runtime_error with one line of text if it can't be read, if a token is not below `vocab_size`, or if
+  /// there are fewer than `context` + 1.
+  Tokens(const std::filesystem::path& file, const std::filesystem::path& model, std::int64_t context, std::int64_t vocab_size);
 
   std::int64_t size() const { return static_cast<std::int64_t>(tokens_.size()); }
   /// Sequences per epoch.

@@ -6,7 +6,7 @@
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(GPTConfig, vocab, dim, layers, heads, hidden, context, tied, checkpoint, rotary_base,
                                                 norm_eps)
-// All but what belongs to one start of the program: run, resume and generate.
+// All but what belongs to one start of the program: run, resume, generate and newest.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Options, data, nproc, model, batch, steps, minutes, lr, warmup, weight_decay, clip,
                                                 accumulate, optimizer, strategy, outer, outer_strategy, param_dtype, wire_dtype,
                                                 float8_gather, offload, keep_gathered_mib, no_reshard_after_forward, prefetch, seed,

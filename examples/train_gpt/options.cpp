@@ -36,12 +36,12 @@ void validate(const Options& options) {
           "--dim " + std::to_string(model.dim) + " does not divide into --heads " + std::to_string(model.heads) + " of even width");
   require(options.batch > 0, "--batch must be positive");
   require(options.steps >= 0 && options.minutes > 0, "--steps must be at least 0 (0: by --minutes) and --minutes positive");
-  require(options.lr > 0 && options.clip > 0 && options.temperature > 0, "--lr, --clip and --temperature must be positive");
+  require(options.lr > 0 && options.clip > 0, "--lr and --clip must be positive");
   require(options.warmup >= 0 && options.prefetch >= 0 && options.weight_decay >= 0,
           "--warmup, --prefetch and --weight-decay must be at least 0");
   require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
           "--eval-every, --eval-sequences and --threads must be positive");
-  require(options.sample_tokens >= 0, "--sample-tokens must be at least 0");
+  require(options.sample_tokens >= 0 && options.temperature >= 0, "--sample-tokens and --temperature must be at least 0");
   require(options.save_every > 0 && options.keep_last >= 0, "--save-every must be positive and --keep-last at least 0");
   require(options.resume != "auto" || !options.save.empty() || !options.run.empty(),
           "--resume auto looks for the newest checkpoint of --run, or in --save: give one of them, too");
@@ -143,12 +143,18 @@ void add_options(CLI::App& app, Options& options) {
   option("--eval-sequences", options.eval_sequences, "Sequences per validation, rounded up to a multiple of the ranks")->group("Output");
   app.add_option("--prompt", options.prompt, "What the sample continues (default: \"#include <\", or nothing with --data)")
       ->group("Output");
-  app.add_option("--generate", options.generate, "Do not train: write text from the newest checkpoint of this run's folder")
-      ->excludes("--resume")
-      ->excludes("--run")
-      ->group("Output");
+  auto* generate =
+      app.add_option(
+             "--generate", options.generate,
+             "Do not train: write text from the checkpoint of this run's folder that is best by validation; the newest, if none was "
+             "validated")
+          ->excludes("--resume")
+          ->excludes("--run")
+          ->group("Output");
+  app.add_flag("--newest", options.newest, "With --generate: from the newest checkpoint in any case")->needs(generate)->group("Output");
   option("--sample-tokens", options.sample_tokens, "Bytes to write in the end at most")->group("Output");
-  option("--temperature", options.temperature, "Of the sample: lower is more repetitive, higher is wilder")->group("Output");
+  option("--temperature", options.temperature, "Of the sample: lower is more repetitive, higher is wilder; 0: always the likeliest byte")
+      ->group("Output");
 
   app.footer(
       "Ranks are started here, or by torchrun --no-python, mpirun or srun: then leave out --nproc.\n"
@@ -178,6 +184,7 @@ std::optional<int> parse(int argc, char** argv, Options& options) {
     if (const auto folder = folder_with_config(options); !folder.empty()) {
       options = read_config(folder);
       app.parse(argc, argv);  // What is given here overrides what is written there.
+      if (app.count("--minutes") > 0 && app.count("--steps") == 0) options.steps = 0;
     } else if (app.count("--prompt") == 0 && app.count("--data") == 0) {
       options.prompt = "#include <";
     }

@@ -48,6 +48,7 @@ struct Options {
   double temperature = 0.8;
   std::string prompt;         ///< By default one that suits the default data.
   std::string generate = {};  ///< The folder of the run that writes text. Empty: train.
+  bool newest = false;        ///< Text from the newest checkpoint, not from the best.
   int threads = 1;
   std::string device = "cpu";
 };

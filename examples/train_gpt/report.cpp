@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <variant>
 
-#include "train_gpt/generate.h"
+#include "generation.h"
 #include "train_gpt/plot.h"
 
 namespace {
@@ -26,10 +26,10 @@ double mega(std::size_t count) { return static_cast<double>(count) / 1e6; }
 
 std::int64_t step_of(const fsdp::Loaded& loaded) { return std::get<std::int64_t>(loaded.extra.at("step")); }
 
-// What the log keeps of the runs before. A run that goes on has a row for each step that its checkpoint holds.
+// What the log keeps of the runs before: a row for each step that the checkpoint holds.
 std::optional<std::int64_t> kept_steps(const Options& options, const std::optional<fsdp::Loaded>& loaded) {
-  if (options.resume != "auto") return std::nullopt;
-  return loaded ? step_of(*loaded) : 0;
+  if (loaded) return step_of(*loaded);
+  return options.resume == "auto" ? std::optional<std::int64_t>(0) : std::nullopt;
 }
 
 }  // namespace

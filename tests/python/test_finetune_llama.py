@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +13,18 @@ import numpy as np
 import pytest
 import torch
 from support import hugging_face
+from support.llama import BUILD, CASES, LLAMA3, VOCABULARY, make, run
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(not hugging_face.available(), reason="not installed: transformers")
 
-BUILD = Path(__file__).parents[2] / "build"
 PROGRAM = os.environ.get("FSDP_FINETUNE_LLAMA", str(BUILD / "examples" / "finetune_llama"))
 PROBE = os.environ.get("FSDP_LLAMA_PROBE", str(BUILD / "tests" / "python" / "llama_probe"))
-
-VOCABULARY = 96
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-# Of the heads' frequencies, one stays, one is slowed down, and others are between.
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama 3.1": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 16, "rms_norm_eps": 1e-3}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
-    "llama padded": ("Llama", {"pad_token_id": 5}),
-    "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"head_dim": 12, "num_key_value_heads": 1, "sliding_window": 16}),
-}
-
-
-def make(family: str, folder: Path, most: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any) -> nn.Module:
-    """A model with random values, biases and norms too, saved in files of at most `most`."""
-    torch.manual_seed(7)
-    model: Any = hugging_face.build(family, f"{family}ForCausalLM", **{**SMALL, **config})()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(-0.5, 0.5).add_(1.0 if "norm" in name else 0.0)
-    model.to(dtype).save_pretrained(folder, max_shard_size=most)
-    return model.to(torch.float32)
-
 
 def load(folder: Path) -> Any:
     """As users do, who say nothing of the dtype; in eval mode."""
     transformers = importlib.import_module("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-def run(*command: object, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run([str(word) for word in command], text=True, capture_output=True, timeout=300, env=environment)
-    assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
-    return done
 
 
 def tokens() -> Tensor:
@@ -133,7 +80,7 @@ def test_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
         assert not expected["model.embed_tokens.weight"][5].any()
 
 
-@pytest.mark.parametrize("case", ["llama 3.1", "qwen2 tied", "mistral"])
+@pytest.mark.parametrize("case", ["llama 3.1", "qwen2 tied", "qwen3", "mistral"])
 def test_transformers_loads_what_was_fine_tuned(case: str, tmp_path: Path) -> None:
     family, config = CASES[case]
     before = make(family, tmp_path / "model", **config)
@@ -248,7 +195,7 @@ def test_bytes_are_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "entries", "message"),
     [
-        ("Llama", {"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama, qwen2 and mistral"),
+        ("Llama", {"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama, qwen2, qwen3 and mistral"),
         ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
         ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'; supported are default and llama3"),
         ("Llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type is 'linear'"),
@@ -259,6 +206,7 @@ def test_bytes_are_tokens(tmp_path: Path) -> None:
         ("Llama", {"hidden_size": "wide"}, "type must be number"),
         ("Mistral", {"sliding_window": 8}, "--context 12 is more than the model's sliding_window of 8"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window of 8"),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window of 8"),
         ("Llama", {"vocab_size": 20}, "text.bin: token 20 is 20, and the model has 20 of them"),
     ],
 )

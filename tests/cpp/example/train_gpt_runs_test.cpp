@@ -7,6 +7,7 @@
 #include <iterator>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "example/train_gpt_program.h"
@@ -121,6 +122,29 @@ TEST_F(TrainGptRuns, OneThatWasInterruptedGoesOnAsIfNothingHadHappened) {
   EXPECT_EQ(losses("stopped").size(), 123U);
 }
 
+TEST_F(TrainGptRuns, ALogThatIsNamedAgainIsAppendedTo) {
+  const auto options = [&](const std::string& name, const std::vector<std::string>& more) {
+    auto arguments = tiny({"--run", run_folder(name), "--log", log("both")});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  };
+  ASSERT_EQ(run("first", options("first", {})).exit_code, 0);
+  const auto whole = losses("both");
+  ASSERT_EQ(whole.size(), 12U);
+  // A new run from a checkpoint in the middle.
+  const auto outcome = run("second", options("second", {"--resume", run_folder("first") + "/checkpoints/step-6"}));
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  EXPECT_EQ(losses("both"), whole);
+}
+
+TEST_F(TrainGptRuns, MinutesThatAreGivenToResumeReplaceSteps) {
+  ASSERT_EQ(run("run", tiny({"--run", run_folder("run")})).exit_code, 0);
+  const auto outcome = run("longer", {"--resume", run_folder("run"), "--minutes", "0.05"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  EXPECT_GT(losses("run").size(), 12U);
+  EXPECT_EQ(Json::parse(read(run_folder("run") + "/config.json"))["steps"], 0);
+}
+
 TEST_F(TrainGptRuns, TheBestCheckpointStays) {
   ASSERT_EQ(run("best", tiny({"--run", run_folder("best"), "--eval-every", "1", "--keep-last", "1", "--steps", "6"})).exit_code, 0);
   // A learning rate that spoils what has been learned.
@@ -133,6 +157,21 @@ TEST_F(TrainGptRuns, TheBestCheckpointStays) {
   ASSERT_EQ(validations.size(), 9U);
   ASSERT_EQ(std::min_element(validations.begin(), validations.end()) - validations.begin() + 1, 6);
   EXPECT_EQ(names_in(run_folder("best") + "/checkpoints"), (std::set<std::string>{"step-6", "step-9"}));
+
+  // Text comes from it, unless the newest is asked for.
+  const auto text_from = [&](const std::string& name, const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = {"--generate", run_folder("best"), "--temperature", "0"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const auto outcome = run(name, arguments);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
+    return std::pair(outcome.output, outcome.errors);
+  };
+  const auto best = text_from("text", {});
+  EXPECT_EQ(best.second, "text from " + run_folder("best") + "/checkpoints/step-6\n");
+  EXPECT_EQ(text_from("other_seed", {"--seed", "9"}).first, best.first);  // Nothing is drawn.
+  const auto newest = text_from("newest", {"--newest"});
+  EXPECT_EQ(newest.second, "text from " + run_folder("best") + "/checkpoints/step-9\n");
+  EXPECT_NE(newest.first, best.first);
 }
 
 TEST_F(TrainGptRuns, TheSameTextComesOfACheckpointTwice) {
