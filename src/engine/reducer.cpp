@@ -1,8 +1,10 @@
 #include "engine/reducer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/DispatchKeySet.h>
 
 #include <algorithm>
 #include <cstring>
@@ -32,6 +34,20 @@ void zero_bytes(const at::Tensor& tensor) {
   }
 }
 
+/// Copies bytes if that is all that copying `source` to `target` takes, and there are so few that an operator would cost more: false
+/// otherwise. `target` is contiguous.
+bool copy_bytes(const at::Tensor& source, const at::Tensor& target) {
+  // So many elements and more, copy_ shares among threads.
+  constexpr std::int64_t kLarge = at::internal::GRAIN_SIZE;
+  if (!target.is_cpu() || target.numel() >= kLarge) return false;
+  // Of tensors of other kinds (subclasses, lazy conjugates, other layouts) the bytes are not the values.
+  constexpr auto kOfEveryTensor = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  if (source.key_set() - kOfEveryTensor != target.key_set() - kOfEveryTensor) return false;
+  if (source.scalar_type() != target.scalar_type() || source.sizes() != target.sizes() || !source.is_contiguous()) return false;
+  if (target.numel() > 0) std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
+  return true;
+}
+
 memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
 
 }  // namespace
@@ -51,7 +67,7 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   const auto& view = gradients.collected().views[parameter];
   if (target.seen) {
     view.add_(gradient);
-  } else {
+  } else if (!copy_bytes(gradient, view)) {
     view.copy_(gradient);
   }
   target.seen = true;

@@ -97,10 +97,9 @@ OperatorArguments::OperatorArguments(const c10::FunctionSchema& schema) {
   if (takes_shape_of_second(name, schema.overload_name()) && uses_.size() > 1) uses_[1] = Use::kShape;
 }
 
-Use OperatorArguments::use(std::size_t argument, at::ArrayRef<c10::IValue> values) const {
+bool OperatorArguments::updates(std::size_t argument, at::ArrayRef<c10::IValue> values) const {
   const bool is_statistic = std::find(statistics_.begin(), statistics_.end(), argument) != statistics_.end();
-  if (is_statistic && (!training_ || values[*training_].toBool())) return Use::kWritten;
-  return uses_[argument];
+  return is_statistic && (!training_ || values[*training_].toBool());
 }
 
 void OperatorArguments::place_in_parameter(const engine::Unit& unit, c10::IValue* values) const {

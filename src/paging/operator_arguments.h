@@ -26,7 +26,9 @@ class OperatorArguments {
   static const OperatorArguments& of(const c10::OperatorHandle& op);
 
   std::size_t size() const { return uses_.size(); }
-  Use use(std::size_t argument, at::ArrayRef<c10::IValue> values) const;
+  Use use(std::size_t argument, at::ArrayRef<c10::IValue> values) const {
+    return statistics_.empty() || !updates(argument, values) ? uses_[argument] : Use::kWritten;
+  }
   /// True for operators that place their result in the first argument's storage by an offset.
   bool strides_storage() const { return storage_offset_.has_value(); }
   /// An ordinary parameter begins where its storage does; a paged one lies behind others of its unit. For operators that stride storages:
@@ -36,6 +38,8 @@ class OperatorArguments {
 
  private:
   explicit OperatorArguments(const c10::FunctionSchema& schema);
+  /// The argument is among the statistics that this call updates.
+  bool updates(std::size_t argument, at::ArrayRef<c10::IValue> values) const;
 
   std::vector<Use> uses_;
   std::vector<std::size_t> statistics_;  ///< Written, although the schema does not say so, unless argument `training_` is false.

@@ -81,6 +81,25 @@ TEST(GradientControl, OfOneUnit) {
   });
 }
 
+// Small gradients travel as bytes, but not those whose bytes are not their values.
+TEST(GradientControl, LazilyNegatedGradientsAreNegated) {
+  run_ranks(2, [](int rank) {
+    auto model = make_stack();
+    auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units()});
+    stack_loss(model, 0, rank).backward();
+    const auto expected = sharded.full_gradients();
+    sharded.zero_grad();
+    bool negative = false;
+    for (const auto& parameter : model->parameters()) {
+      parameter.register_hook([](const at::Tensor& gradient) { return at::_neg_view(-gradient); });
+    }
+    model->parameters().front().register_hook([&](const at::Tensor& gradient) { negative = gradient.is_neg(); });
+    stack_loss(model, 0, rank).backward();
+    EXPECT_TRUE(negative);
+    expect_same_bits(sharded.full_gradients(), expected);
+  });
+}
+
 // Partial sums stay on the inner dimension until the outer one is asked for.
 TEST(GradientControl, RequiresAllReduce) {
   run_ranks(4, [](int rank) {
