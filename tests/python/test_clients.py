@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support import clients, float8
+from support import clients, float8, lightning_clients
 from support.clients import Trained
 from support.comparison import differences
 from support.ranks import ComparedRanks, StartRanks
@@ -22,7 +22,9 @@ needs = {
 }
 
 
-def check_same(compared_ranks: ComparedRanks, program: Callable[..., Trained], *options: str, world: int = 2) -> list[Trained]:
+def check_same(
+    compared_ranks: ComparedRanks, program: Callable[..., Trained], *options: str, world: int = 2
+) -> list[Trained]:
     """Runs a program with both, compares all that it saw, and gives what it saw with libfsdp."""
     theirs, ours = (compared_ranks[name](world).run(program, name, *options) for name in ("fsdp2", "libfsdp"))
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -37,10 +39,19 @@ def check_same(compared_ranks: ComparedRanks, program: Callable[..., Trained], *
 
 
 @needs["accelerate"]
-@pytest.mark.parametrize("options", ["", "bf16 full", "efficient checkpointing"])
+@pytest.mark.parametrize("options", ["", "bf16 full", "efficient checkpointing", "offload", "offload bf16 full"])
 def test_accelerate(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
+        assert of_rank.notes["loaded as saved"]
+
+
+@needs["accelerate"]
+@pytest.mark.parametrize("options", ["hsdp", "hsdp bf16 full", "hsdp offload checkpointing"])
+def test_accelerate_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
+    """Two replicas of two shards: sums of two numbers in both directions, so they have one order."""
+    for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split(), world=4):
+        assert of_rank.notes["placements"] == "(Replicate(), Shard(dim=0))"
         assert of_rank.notes["loaded as saved"]
 
 
@@ -62,9 +73,19 @@ def test_peft_lora(compared_ranks: ComparedRanks, options: str) -> None:
 @needs["lightning"]
 @pytest.mark.parametrize("options", ["", "meta"])
 def test_lightning_fabric(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_lightning, *options.split()):
+    for of_rank in check_same(compared_ranks, lightning_clients.with_fabric, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
         assert of_rank.notes["loaded as saved"]
+
+
+@needs["lightning"]
+@pytest.mark.parametrize("options", ["", "full"])
+def test_lightning_trainer(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, lightning_clients.with_trainer, *options.split()):
+        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
+        assert of_rank.notes["steps"] == clients.STEPS * 2
+        assert of_rank.notes["resumed"]
+        assert of_rank.notes["losses again"]
 
 
 @needs["torchtitan"]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from support import hugging_face
 from support.models import VOCABULARY, Transformer, next_token_loss
@@ -117,16 +117,20 @@ def reset_accelerate() -> None:
 def with_accelerate(implementation: str, *options: str) -> Trained:
     """Accumulation, clipping, a checkpoint that is loaded back, and a step after it.
 
-    Options: "bf16"; "efficient" loads from rank 0; "checkpointing" repeats forwards; "full" gathers the checkpoint.
+    Options: "bf16"; "efficient" loads from rank 0; "checkpointing" repeats forwards; "full" gathers the checkpoint; "hsdp" has two
+    replicas; "offload" keeps what lasts in host memory.
     """
     with (
         installed(implementation),
         environment(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_USE_CPU="true"),
     ):
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+        from torch.distributed.fsdp import CPUOffloadPolicy
 
         reset_accelerate()
+        dims = ParallelismConfig(dp_replicate_size=2, dp_shard_size=dist.get_world_size() // 2)
         accelerator = Accelerator(
+            parallelism_config=dims if "hsdp" in options else None,
             cpu=True,
             gradient_accumulation_steps=2,
             mixed_precision="bf16" if "bf16" in options else "no",
@@ -138,11 +142,14 @@ def with_accelerate(implementation: str, *options: str) -> Trained:
                 cpu_ram_efficient_loading="efficient" in options,
                 activation_checkpointing="checkpointing" in options,
                 state_dict_type="FULL_STATE_DICT" if "full" in options else "SHARDED_STATE_DICT",
+                cpu_offload=CPUOffloadPolicy(pin_memory=False) if "offload" in options else None,
             ),
         )
         model = language_model()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        trained = Trained(notes={"class": type(model).__name__})
+        weight = next(model.parameters())
+        assert isinstance(weight, DTensor)
+        trained = Trained(notes={"class": type(model).__name__, "placements": str(weight.placements)})
         folder = common_folder()
         for step in range(2 * STEPS):
             with accelerator.accumulate(model):
@@ -254,66 +261,6 @@ def with_peft(implementation: str, *options: str) -> Trained:
         adapter = get_peft_model_state_dict(model)
         trained.notes["adapter"] = sorted(adapter)
         trained.notes["trained"] = sum(gradient is not None for gradient in trained.gradients[-1].values())
-        return trained
-
-
-# Lightning.
-
-
-def with_lightning(implementation: str, *options: str) -> Trained:
-    """Fabric with its FSDP2 strategy: gradients without synchronization, clipping, and a checkpoint that is loaded back."""
-    with installed(implementation), environment(TORCHELASTIC_RUN_ID="none"):
-        fabric_module = importlib.import_module("lightning.fabric")
-        strategies = importlib.import_module("lightning.fabric.strategies")
-
-        def parallelize(model: Any, mesh: Any) -> Any:
-            from torch.distributed.fsdp import fully_shard
-
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh["data_parallel"])
-            return fully_shard(model, mesh=mesh["data_parallel"])
-
-        strategy = strategies.ModelParallelStrategy(
-            parallelize, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1
-        )
-        fabric = fabric_module.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-        fabric.launch()
-        with fabric.init_module(empty_init="meta" in options):
-            model = language_model()
-        model = fabric.setup_module(model)
-        if "meta" in options:
-            torch.manual_seed(1)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.copy_(distribute_tensor(0.1 * torch.randn(p.shape), p.device_mesh, p.placements))
-                for mine, initial in zip(model.module.buffers(), language_model().buffers(), strict=True):
-                    mine.copy_(initial)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
-        trained = Trained(notes={"class": type(model.module).__name__})
-        for step in range(2 * STEPS):
-            last = step % 2 == 1
-            with fabric.no_backward_sync(model, enabled=not last):
-                batch = ids(step)
-                loss = model(input_ids=batch, labels=batch).loss
-                fabric.backward(loss)
-            trained.losses.append(loss.item())
-            if last:
-                fabric.clip_gradients(model, optimizer, max_norm=0.1)
-                trained.gradients.append(full_gradients(model.module))
-                optimizer.step()
-                optimizer.zero_grad()
-        trained.parameters = values(model.module)
-        folder = common_folder()
-        fabric.save(folder / "state", {"model": model, "optimizer": optimizer})
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        fabric.load(folder / "state", {"model": model, "optimizer": optimizer})
-        loaded = values(model.module)
-        trained.notes["loaded as saved"] = all(torch.equal(loaded[n], trained.parameters[n]) for n in loaded)
-        fabric.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
         return trained
 
 
