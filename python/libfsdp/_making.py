@@ -59,7 +59,8 @@ def make_unit(state: ShardState) -> _C.Unit:
     """
     size = state.kept_size
     for parameter in state.parameters:
-        parameter.trainable = parameter.sharded.requires_grad and parameter.dtype.is_floating_point
+        differentiable = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+        parameter.trainable = parameter.sharded.requires_grad and differentiable
     refuse_extended(state, is_size=size > 1)
     given = [
         _C.ParameterSpec(

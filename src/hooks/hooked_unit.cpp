@@ -14,6 +14,20 @@
 namespace fsdp::hooks {
 namespace {
 
+/// As the engine has a parameter. It reduces real numbers: a complex parameter has two in its last dimension, which travel as they are.
+ParameterSpec in_real_numbers(ParameterSpec parameter) {
+  if (!c10::isComplexType(parameter.dtype)) return parameter;
+  parameter.dtype = c10::toRealValueType(parameter.dtype);
+  parameter.shape.push_back(2);
+  parameter.param_dtype = parameter.grad_dtype = parameter.dtype;
+  return parameter;
+}
+
+/// Of what users see of a parameter, which the engine has in `stored`.
+at::ScalarType seen_dtype(const ParameterSpec& parameter, at::ScalarType stored) {
+  return c10::isComplexType(parameter.dtype) ? c10::toComplexType(stored) : stored;
+}
+
 /// In memory, and on the wire: one rank's slices one behind the other, then the next rank's. With the first dimension cut these are just
 /// the rows; with another one, a dimension of its own for the ranks.
 std::vector<std::int64_t> stored_shape(const ParameterSpec& parameter, std::int64_t ranks) {
@@ -46,10 +60,11 @@ std::shared_ptr<const GatherFormat> interleaved(const ParameterSpec& parameter, 
   return format;
 }
 
-engine::SubBufferFormat format_of(const ParameterSpec& parameter, const UnitSpec& spec) {
+engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& spec) {
+  const auto parameter = in_real_numbers(given);
   const auto own = parameter.dtype;
   engine::SubBufferFormat format{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own};
-  if (c10::isFloatingType(own)) {
+  if (c10::isFloatingType(given.dtype)) {
     format.compute = parameter.param_dtype.value_or(spec.param_dtype.value_or(own));
     format.wire_gradient = spec.reduce_dtype.value_or(parameter.grad_dtype.value_or(format.compute));
     format.main_gradient = parameter.grad_dtype.value_or(own);
@@ -63,8 +78,9 @@ engine::SubBufferFormat format_of(const ParameterSpec& parameter, const UnitSpec
 /// `ranks`: over which the inner dimension cuts. `pieces`: over which both do.
 layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int64_t pieces) {
   std::vector<layout::ParameterSpec> parameters;
-  for (const auto& parameter : spec.parameters) {
-    if (parameter.shape.empty()) throw Error("parameter '" + parameter.name + "' is a scalar, which has no rows to shard");
+  for (const auto& given : spec.parameters) {
+    const auto parameter = in_real_numbers(given);
+    if (given.shape.empty()) throw Error("parameter '" + parameter.name + "' is a scalar, which has no rows to shard");
     parameters.push_back({.name = parameter.name,
                           .shape = stored_shape(parameter, ranks),
                           .dtype = static_cast<std::int32_t>(parameters.size()),  // a sub-buffer of its own
@@ -104,7 +120,8 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
     formats.push_back(format_of(spec_.parameters[static_cast<std::size_t>(part.dtype)], spec_));
   }
   std::vector<engine::UnitParameter> parameters;
-  for (const auto& parameter : spec_.parameters) {
+  for (const auto& given : spec_.parameters) {
+    const auto parameter = in_real_numbers(given);
     engine::UnitParameter entry;
     entry.name = parameter.name;
     entry.position = parameters.size();
@@ -122,8 +139,9 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
 
 at::Tensor HookedUnit::as_stored(std::size_t i, const at::Tensor& whole) const {
   const auto cut = spec_.parameters[i].shard_dim;
-  if (cut == 0) return whole;
-  return whole.unflatten(cut, {inner_size(spec_.mesh), -1}).movedim(cut, 0);
+  const auto real = whole.is_complex() ? at::view_as_real(whole.resolve_conj()) : whole;
+  if (cut == 0) return real;
+  return real.unflatten(cut, {inner_size(spec_.mesh), -1}).movedim(cut, 0);
 }
 
 void HookedUnit::rename(std::string name, std::vector<std::string> parameters) {
@@ -192,19 +210,20 @@ at::Tensor HookedUnit::make_shard(std::size_t i) const {
   const bool in_shards = unit_->options.outer_sharded_optimizer && lies_in(unit_->shards);
   const auto& memory = lies_in(unit_->full) ? unit_->replica_memory : in_shards ? unit_->shards_memory : unit_->main_memory;
   const auto itemsize = static_cast<std::int64_t>(main.itemsize());
-  return part_of(memory, (main.storage_offset() + slice.offset) * itemsize, main.scalar_type(), shard_shape(i));
+  return part_of(memory, (main.storage_offset() + slice.offset) * itemsize, seen_dtype(spec_.parameters[i], main.scalar_type()),
+                 shard_shape(i));
 }
 
 at::Tensor HookedUnit::whole(std::size_t i) const {
   const auto& placement = unit_->layout.placements()[i];
   const auto& part = unit_->full.parts[placement.sub_buffer];
   const auto offset = (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize());
-  return engine::view_of(unit_->full.storage, part.scalar_type(), offset, spec_.parameters[i].shape);
+  return engine::view_of(unit_->full.storage, seen_dtype(spec_.parameters[i], part.scalar_type()), offset, spec_.parameters[i].shape);
 }
 
 at::Tensor HookedUnit::kept(std::size_t i, const std::vector<std::int64_t>& shape) const {
   const auto& part = unit_->post_forward.parts.at(unit_->layout.placements()[i].sub_buffer);
-  return engine::view_of(unit_->post_forward.storage, part.scalar_type(),
+  return engine::view_of(unit_->post_forward.storage, seen_dtype(spec_.parameters[i], part.scalar_type()),
                          part.storage_offset() * static_cast<std::int64_t>(part.itemsize()), shape);
 }
 
@@ -215,7 +234,8 @@ void HookedUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {
 at::Tensor HookedUnit::gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const {
   const auto slice = unit_->main_slice(i);
   const auto& part = gradients[slice.sub_buffer];
-  return part_of(part, slice.offset * static_cast<std::int64_t>(part.itemsize()), part.scalar_type(), shard_shape(i));
+  return part_of(part, slice.offset * static_cast<std::int64_t>(part.itemsize()), seen_dtype(spec_.parameters[i], part.scalar_type()),
+                 shard_shape(i));
 }
 
 std::unique_ptr<engine::Unit> HookedUnit::release() {
