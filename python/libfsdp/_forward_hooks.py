@@ -52,18 +52,23 @@ class ForwardHooks:
         """After a module's forward: it shows shards again, and backward will enter the unit by way of the output."""
         state = self.state
         model = state.model
-        if model is None or _C.inside_backward():
+        if model is None:
             return self._cast_output(output)
+        repeated = _C.inside_backward()
         if torch.is_grad_enabled() and state.unit is not None:
             outputs = tensors_with_gradient(output)
-            if any(tensor._base is not None for tensor in outputs):
+            if not repeated and any(tensor._base is not None for tensor in outputs):
                 names = ", ".join(state.class_names)
                 warnings.warn(
                     f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place operation on it would drop the hook "
                     "by which backward gathers the module's parameters: use out-of-place operations, or clone() it first",
                     stacklevel=2,
                 )
+            # A forward that is repeated within backward may have a backward of its own (reentrant activation checkpointing), before which
+            # other units of the same region have taken this one's place.
             model.engine.watch(state.unit, outputs)
+        if repeated:
+            return self._cast_output(output)
         state.modules_to_run.discard(module)
         if not state.modules_to_run:
             state.leave_forward()

@@ -111,6 +111,25 @@ def checkpointed(*, use_reentrant: bool, around: bool) -> Callable[[Any], Callab
     return finish
 
 
+def in_one_region(*, use_reentrant: bool) -> Callable[[Any], Callable[..., Any]]:
+    """One checkpoint() around all blocks."""
+
+    def finish(model: Any) -> Callable[..., Any]:
+        calls = [block._call_impl for block in model.blocks]
+
+        def in_order(x: Tensor) -> Tensor:
+            for call in calls:
+                x = call(x)
+            return x
+
+        for block in model.blocks:
+            block._call_impl = lambda x: x
+        model.blocks[0]._call_impl = lambda x: checkpoint(in_order, x, use_reentrant=use_reentrant)
+        return model
+
+    return finish
+
+
 def autocast(model: Any) -> Callable[..., Any]:
     """Calls the model under autocast."""
 
@@ -214,6 +233,8 @@ FEATURES = {
     "reentrant_around": Feature(finish=checkpointed(use_reentrant=True, around=True)),
     "non_reentrant_inside": Feature(finish=checkpointed(use_reentrant=False, around=False)),
     "reentrant_inside": Feature(finish=checkpointed(use_reentrant=True, around=False)),
+    "non_reentrant_region": Feature(finish=in_one_region(use_reentrant=False)),
+    "reentrant_region": Feature(finish=in_one_region(use_reentrant=True)),
     "autocast": Feature(finish=autocast),
     "functional_call": Feature(finish=called_functionally(lambda model: dict(model.named_parameters()))),
     "functional_call_with_state": Feature(finish=called_functionally(lambda model: model.state_dict())),
@@ -260,8 +281,9 @@ OTHER_ARITHMETIC = ("autocast", "compile_inductor")
 SAME_AS_PLAIN = [
     name for name, feature in FEATURES.items() if name not in OTHER_ARITHMETIC and feature.options == PLAIN
 ]
-# Of these, what does not gather more than a plain step does.
-ONE_FORWARD = [name for name in SAME_AS_PLAIN if not name.endswith(("_between", "_before"))]
+# Of these, what does not gather more than a plain step does. (A region of several units gathers each one for the repeated forward, and
+# once more for its backward.)
+ONE_FORWARD = [name for name in SAME_AS_PLAIN if not name.endswith(("_between", "_before", "_region"))]
 
 
 class Runs:
