@@ -78,7 +78,9 @@ def traffic_of_muon() -> None:
     train(parameters, optimizer, steps=1)
     with CommDebugMode() as seen:
         train(parameters, optimizer, steps=1)
-    assert seen.get_total_counts() == 3  # with the numbers by which ranks see that they have gradients of the same matrices
+    assert (
+        seen.get_total_counts() == 3
+    )  # with the numbers by which ranks see that they have gradients of the same matrices
 
 
 def test_muon_exchanges_twice_per_step(ranks: StartRanks) -> None:
@@ -113,7 +115,7 @@ def muon_with_ranks_that_differ(how: str, replicas: int) -> str:
                 group["params"] = [group["params"][i] for i in (1, 0, 2)]
             if how == "fewer" and rank == 1:
                 group["params"] = group["params"][:2]
-            with pytest.raises(libfsdp.Error, match="^Muon: ") as raised:
+            with pytest.raises(libfsdp.Error, match=r"^Muon: ") as raised:
                 optimizer.step()
             text = str(raised.value)
             group["params"] = parameters[1:]
@@ -128,10 +130,22 @@ def muon_with_ranks_that_differ(how: str, replicas: int) -> str:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("one", "parameter 1 of group 1, of the shape [64, 64], has a gradient on ranks [0], and none on ranks [1]. A matrix is"),
-        ("all", "parameter 0 of group 0, of the shape [64, 16], has a gradient on ranks [0], and none on ranks [1]. A matrix is"),
-        ("others", "matrix 0 of group 1 is of the shape [32, 64] on rank 0, and of the shape [64, 64] on rank 1; give Muon the same"),
-        ("fewer", "matrix 2 of group 1 is of the shape [16, 128] on rank 0, and not there on rank 1; give Muon the same"),
+        (
+            "one",
+            "parameter 1 of group 1, of the shape [64, 64], has a gradient on ranks [0], and none on ranks [1]. A matrix is",
+        ),
+        (
+            "all",
+            "parameter 0 of group 0, of the shape [64, 16], has a gradient on ranks [0], and none on ranks [1]. A matrix is",
+        ),
+        (
+            "others",
+            "matrix 0 of group 1 is of the shape [32, 64] on rank 0, and of the shape [64, 64] on rank 1; give Muon the same",
+        ),
+        (
+            "fewer",
+            "matrix 2 of group 1 is of the shape [16, 128] on rank 0, and not there on rank 1; give Muon the same",
+        ),
     ],
 )
 def test_muon_on_ranks_that_differ_is_one_error(ranks: StartRanks, how: str, text: str) -> None:

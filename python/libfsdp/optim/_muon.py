@@ -62,7 +62,7 @@ class _Row:
             return
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
         mine = {index: (*self.matrices[index][:2], index in having) for index in sorted(self.matrices)}
-        digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest())
+        digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "big")
         bounds = torch.tensor([digest, -digest], device=device_of(self.mesh))  # the greatest, and the smallest
         for group in groups:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
@@ -91,7 +91,8 @@ def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool]
                     "Muon the same parameters in the same order on all ranks"
                 )
             having, without = (
-                [which for which, of_it in sorted(of_ranks.items()) if of_it.get(index, mine)[2] is has] for has in (True, False)
+                [which for which, of_it in sorted(of_ranks.items()) if of_it.get(index, mine)[2] is has]
+                for has in (True, False)
             )
             return (
                 f"Muon: parameter {index} of group {number}, of the shape {list(mine[:2])}, has a gradient on ranks {having}, and none "
