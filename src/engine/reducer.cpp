@@ -1,19 +1,17 @@
 #include "engine/reducer.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/DispatchKeySet.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 #include "engine/gradient_usage.h"
+#include "engine/tensor_bytes.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
@@ -24,29 +22,6 @@ namespace {
 /// [Two live gradients] So many units' buffers are alive at most, beside those of the units around them; so many reductions are under way
 /// at most, each with its staging.
 constexpr std::size_t kLiveGradients = 2;
-
-void zero_bytes(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return;  // It may have no address.
-  if (tensor.is_cpu()) {
-    std::memset(tensor.data_ptr(), 0, tensor.nbytes());
-  } else {
-    tensor.zero_();
-  }
-}
-
-/// Copies bytes if that is all that copying `source` to `target` takes, and there are so few that an operator would cost more: false
-/// otherwise. `target` is contiguous.
-bool copy_bytes(const at::Tensor& source, const at::Tensor& target) {
-  // So many elements and more, copy_ shares among threads.
-  constexpr std::int64_t kLarge = at::internal::GRAIN_SIZE;
-  if (!target.is_cpu() || target.numel() >= kLarge) return false;
-  // Of tensors of other kinds (subclasses, lazy conjugates, other layouts) the bytes are not the values.
-  constexpr auto kOfEveryTensor = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-  if (source.key_set() - kOfEveryTensor != target.key_set() - kOfEveryTensor) return false;
-  if (source.scalar_type() != target.scalar_type() || source.sizes() != target.sizes() || !source.is_contiguous()) return false;
-  if (target.numel() > 0) std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
-  return true;
-}
 
 memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
 

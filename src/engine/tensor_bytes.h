@@ -1,0 +1,14 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace fsdp::engine {
+
+/// Sets all elements to zero. An operator is used only where memory is not the CPU's: for small tensors it costs more than its work.
+void zero_bytes(const at::Tensor& tensor);
+
+/// Copies bytes if that is all that copying `source` to `target` takes, and there are so few that an operator would cost more: false
+/// otherwise, and nothing has changed. `target` is contiguous.
+bool copy_bytes(const at::Tensor& source, const at::Tensor& target);
+
+}  // namespace fsdp::engine
