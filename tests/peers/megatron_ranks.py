@@ -2,8 +2,8 @@
 
     python -m peers.megatron_ranks [pytest's arguments]
 
-Starts itself once for each rank, and waits for them. Before a rank's pytest reads a file of tests, what the tests import is put in
-place: the implementation, and stand-ins for Megatron-LM's own helpers of tests. Environment variables:
+Forks once for each rank, so that torch is loaded once, and waits for them. Before a rank's pytest reads a file of tests, what the
+tests import is put in place: the implementation, and stand-ins for Megatron-LM's own helpers of tests. Environment variables:
 
     PEERS_IMPLEMENTATION   a module whose install_megatron() puts itself behind Megatron-FSDP's names; empty: the peer itself
     PEERS_RANKS            how many ranks
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -28,9 +29,9 @@ from typing import Any
 import pytest
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-RANK = "RANK"
-STORE = "PEERS_STORE"
+LOADED_ONCE = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor")
 COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
+RANKS_THAT_COMPILE = 4  # More of them get graphs and derivatives from torch.compile, but no C++: that would take minutes a test.
 TEXT = 4000  # Characters of a failure that are kept.
 # What a test names that measures or uses an accelerator.
 ABOUT_DEVICES = {
@@ -62,13 +63,17 @@ def make_packages(name: str, root: Path | None) -> None:
         make_module(".".join(parts[:end]), [str(root.joinpath(*parts[:end]))] if root else [])
 
 
-def prepare() -> None:
+def prepare(rank: int, ranks: int) -> None:
     """What tests import."""
+    import torch
     import torch.distributed as dist
 
-    rank, ranks = int(os.environ[RANK]), int(os.environ["PEERS_RANKS"])
-    store = dist.FileStore(os.environ[STORE], ranks)
+    store = dist.FileStore(str(Path(os.environ["PEERS_EVENTS"]).with_name("store")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_LIMIT)
+    Utils.rank, Utils.world_size = rank, ranks
+    if ranks > RANKS_THAT_COMPILE:
+        compile_model: Any = functools.partial(torch.compile, backend="aot_eager")
+        torch.compile = compile_model
     above = PACKAGE.rpartition(".")[0]
     if implementation := os.environ["PEERS_IMPLEMENTATION"]:
         make_packages(above, None)  # What it lacks is not to be found elsewhere.
@@ -94,8 +99,8 @@ def needs(what: str) -> type:
 class Utils:
     """In place of test_utilities.Utils: the process group is there already."""
 
-    rank = int(os.environ.get(RANK, "0"))
-    world_size = int(os.environ.get("PEERS_RANKS", "1"))
+    rank = 0
+    world_size = 1
     inited = True
 
     @staticmethod
@@ -189,24 +194,27 @@ class SharedFolder:
         return Path.cwd() / "checkpoints"
 
 
-def run_rank(arguments: list[str]) -> int:
+def run_rank(rank: int, ranks: int, arguments: list[str]) -> None:
     """pytest, without what the checkout has of configuration but each folder's conftest.py."""
-    prepare()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), CUDA_VISIBLE_DEVICES="")
+    prepare(rank, ranks)
     options = ["-p", "no:cacheprovider", "-c", os.devnull, "--import-mode=importlib", *arguments]
-    return pytest.main(options, plugins=[Progress(), SharedFolder()])
+    sys.exit(pytest.main(options, plugins=[Progress(), SharedFolder()]))
 
 
 def start_ranks(arguments: list[str]) -> int:
     """All of them, in this process's group, so that they are ended with it. The first exit code that is not 0."""
-    store = str(Path(os.environ["PEERS_EVENTS"]).with_name("store"))
+    for name in LOADED_ONCE:
+        importlib.import_module(name)
     ranks = int(os.environ["PEERS_RANKS"])
-    command = [sys.executable, "-m", __spec__.name, *arguments]
-    shared = {**os.environ, STORE: store, "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
-    processes = [
-        subprocess.Popen(command, env={**shared, RANK: str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
-    ]
-    return next((code for code in [process.wait() for process in processes] if code), 0)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run_rank, args=(rank, ranks, arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return next((process.exitcode for process in processes if process.exitcode), 0)
 
 
 if __name__ == "__main__":
-    sys.exit((run_rank if RANK in os.environ else start_ranks)(sys.argv[1:]))
+    sys.exit(start_ranks(sys.argv[1:]))
