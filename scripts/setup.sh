@@ -113,6 +113,9 @@ case $target in
     need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' sentencepiece protobuf expecttest hypothesis matplotlib \
       accelerate==1.15.0 peft==0.21.2 lightning==2.6.6 torchao==0.18.0
     (need_python_packages --no-deps torchtitan==0.3.0) || echo "setup: going on without torchtitan; its tests are skipped" >&2
+    # Megatron-FSDP itself, whose checkpoints are read, and Megatron-Core (20 MB), whose adapter is tried.
+    (need_python_packages --no-deps megatron-fsdp==0.6.1 megatron-core==0.16.1 einops) ||
+      echo "setup: going on without Megatron-FSDP and Megatron-Core; their tests are skipped" >&2
     command -v mpirun >/dev/null || (apt_install openmpi-bin) ||
       echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
     ;;

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from libfsdp.megatron._policy import dtype_of
+from libfsdp.megatron._policy import MixedPrecisionPolicy, dtype_of
 
 logger = logging.getLogger("libfsdp")
 
@@ -113,6 +113,22 @@ class DistributedDataParallelConfig:
             setattr(self, option, dtype_of(option, getattr(self, option)))
         if self.nccl_ub or self.megatron_fsdp_max_pool_double_buffer:
             self.fsdp_double_buffer = True
+
+
+def adopt(config: Any) -> DistributedDataParallelConfig:
+    """The options of another dataclass with these names, as Megatron-Core's adapter gives its own. What that lacks is the default."""
+    if isinstance(config, DistributedDataParallelConfig):
+        return config
+    names = [field.name for field in fields(DistributedDataParallelConfig) if hasattr(config, field.name)]
+    return DistributedDataParallelConfig(**{name: getattr(config, name) for name in names})
+
+
+def policy_of(config: Any) -> MixedPrecisionPolicy:
+    """The dtypes that options say which have no ``megatron_fsdp_main_params_dtype``: those of Megatron-Core before it had that."""
+    return MixedPrecisionPolicy(
+        main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
+        main_grads_dtype=torch.float32 if config.grad_reduce_in_fp32 else None,
+    )
 
 
 _told: set[str] = set()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import types
+from importlib.machinery import PathFinder
 
 import libfsdp
 
@@ -35,17 +35,16 @@ _before: dict[str, types.ModuleType | None] = {}
 def install_megatron() -> None:
     """From now on, ``import megatron_fsdp`` and the like give libfsdp's names; real packages of these names are hidden.
 
-    Names that programs have imported before stay as they are. Nothing happens if it is installed already.
+    Names that programs have imported before stay as they are: where Megatron-Core is installed, it must be imported after this, since
+    its own adapter takes its names when it is imported. Nothing happens if it is installed already.
     """
     if _before:
         return
     for package in _PACKAGES:
-        for end in range(1, package.count(".") + 1):
-            parent = ".".join(package.split(".")[:end])
-            if parent not in sys.modules and not _is_there(parent):
-                empty = types.ModuleType(parent)
-                empty.__path__ = []
-                _put(parent, empty)
+        for parent in _missing_parents(package):
+            empty = types.ModuleType(parent)
+            empty.__path__ = []
+            _put(parent, empty)
         for name, ours in _MODULES.items():
             theirs = f"{package}.{name}" if name else package
             _put(theirs, _stand_in(theirs, ours))
@@ -66,11 +65,20 @@ def uninstall_megatron() -> None:
                 setattr(sys.modules[parent], child, module)
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
-        return False
+def _missing_parents(package: str) -> list[str]:
+    """Those of the packages above one that are not installed. None is imported: one of Megatron-Core's imports the peer's names."""
+    parts = package.split(".")[:-1]
+    parents = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    places = None  # where the next one is looked for
+    for i, parent in enumerate(parents):
+        if parent in sys.modules:
+            places = getattr(sys.modules[parent], "__path__", [])
+            continue
+        found = PathFinder.find_spec(parent, places)
+        if found is None:
+            return parents[i:]
+        places = found.submodule_search_locations or []
+    return []
 
 
 def _stand_in(name: str, ours: str) -> types.ModuleType:
