@@ -56,10 +56,12 @@ const PickleValue& state_of(const PickleValue& value, std::string_view type) {
   return *value.state();
 }
 
+/// A torch.Size, or the tuple of numbers that Megatron-FSDP writes in its place.
 Shape read_size(const PickleValue& value) {
-  if (!value.is_object_of(kSize) || value.arguments().items().size() != 1) value.throw_unexpected("a torch.Size");
+  const bool is_tuple = value.is(PickleValue::Kind::tuple);
+  if (!is_tuple && (!value.is_object_of(kSize) || value.arguments().items().size() != 1)) value.throw_unexpected("a torch.Size");
   Shape size;
-  for (const PickleValue* item : value.arguments().items()[0]->items()) {
+  for (const PickleValue* item : (is_tuple ? value : *value.arguments().items()[0]).items()) {
     size.push_back(item->integer());
     if (size.back() < 0) item->throw_unexpected("a size of 0 or more");
   }

@@ -12,40 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from end_of_rank import end_rank
+from stack import Stack, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import libfsdp
-
-WIDTH, HIDDEN = 32, (64, 32)
-
-
-class Block(nn.Module):
-    """StackBlock of tests/cpp/support/stack.h."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    """Stack of tests/cpp/support/stack.h."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def make_optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -64,7 +35,7 @@ def main(kind: str, source: str, target: str, first: int, steps: int) -> None:
     """Loads, trains and saves."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = Stack()
+    model = Stack(32, (64, 32))
     for block in model.blocks:
         libfsdp.fully_shard(block)
     libfsdp.fully_shard(model)
@@ -74,8 +45,7 @@ def main(kind: str, source: str, target: str, first: int, steps: int) -> None:
     set_state_dict(model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state)
     losses = []
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        loss = model(torch.randn(4, 3, generator=generator)).square().mean()
+        loss = loss_of(model, step)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
