@@ -40,6 +40,22 @@ class QuantizedForm(Protocol):
         """Quantizes anew, into one that was made before."""
         ...
 
+    def encode(self, rows: torch.Tensor, shape: torch.Size) -> list[torch.Tensor] | None:
+        """This rank's rows (the first rank's number, with zeros behind fewer), quantized by themselves, as what travels.
+
+        None: they have not the bits then that they have in the whole parameter, of `shape`, so they travel as they are. It is the same
+        on all ranks, and each time.
+        """
+        ...
+
+    def decode(self, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """The quantized tensor over what all ranks have encoded, rank by rank. Its memory comes and goes by itself."""
+        ...
+
+    def decoded(self, whole: torch.Tensor) -> None:
+        """Other values have arrived in the memory of a decoded tensor."""
+        ...
+
     def freed(self, whole: torch.Tensor) -> None:
         """The whole parameter's memory is gone."""
         ...
@@ -107,6 +123,7 @@ class _Gather:
         inputs: what is on its way.
         sizes: of what is sent, as the extension gave it.
         metadata: from the extension's first half to its second.
+        encoded: a quantized parameter's ranks quantize what they send.
         inner: memory of the whole parameter that the extension has allocated, with its size in bytes.
     """
 
@@ -117,6 +134,7 @@ class _Gather:
     inputs: list[torch.Tensor] = field(default_factory=list)
     sizes: list[torch.Size] = field(default_factory=list)
     metadata: Any = None
+    encoded: bool = False
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
@@ -184,7 +202,10 @@ class ExtendedParameters:
         parameter = gather.parameter
         local = parameter.local if parameter.local.device == self._device else parameter.local.to(self._device)
         if parameter.quantized is not None:
-            return (_padded(local.to(parameter.compute_dtype(self._policy)), local, gather.padded),)
+            rows = _padded(local.to(parameter.compute_dtype(self._policy)), local, gather.padded)
+            encoded = parameter.quantized.encode(rows, parameter.shape)
+            gather.encoded = encoded is not None
+            return (rows,) if encoded is None else tuple(encoded)
         before: Any = local.fsdp_pre_all_gather
         signature = inspect.signature(before)
         count = len(signature.parameters)
@@ -211,6 +232,9 @@ class ExtendedParameters:
             arrived = tuple(
                 output.view(-1, *size[1:]) for output, size in zip(gather.outputs, gather.sizes, strict=True)
             )
+            if gather.encoded:
+                self._decode(gather, list(arrived))
+                continue
             if parameter.quantized is not None:
                 self._quantize(gather, parameter.quantized, arrived[0].narrow(0, 0, parameter.shape[0]))
                 continue
@@ -249,6 +273,16 @@ class ExtendedParameters:
                 form.fill(values, whole)
         for output in gather.outputs:
             output.untyped_storage().resize_(0)
+        gather.inputs = []
+
+    def _decode(self, gather: _Gather, arrived: list[torch.Tensor]) -> None:
+        parameter = gather.parameter
+        assert parameter.quantized is not None
+        if parameter.whole is None:
+            dtype = parameter.compute_dtype(self._policy)
+            self._adopt(gather, parameter.quantized.decode(arrived, parameter.shape, dtype), [])
+        else:
+            parameter.quantized.decoded(parameter.whole)
         gather.inputs = []
 
     def free(self) -> None:

@@ -24,7 +24,7 @@ def model_of(dtype: torch.dtype, **options: Any) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(8, 8, dtype=dtype),
         *(QuantizedLinear(8, 8, dtype, **options) for _ in range(2)),
-        QuantizedLinear(8, 3, dtype),
+        QuantizedLinear(8, 3, dtype, **options),
     )
 
 
@@ -66,10 +66,12 @@ class Alone:
         return losses
 
 
-def train(dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
-    alone = Alone(model_of(dtype))
+def train(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) -> None:
+    alone = Alone(model_of(dtype, block=block))
     model = sharded(
-        model_of(dtype), keep_fp8_transpose_cache=keeps, fsdp_unit_modules=[QuantizedLinear] if reshards else None
+        model_of(dtype, block=block),
+        keep_fp8_transpose_cache=keeps,
+        fsdp_unit_modules=[QuantizedLinear] if reshards else None,
     )
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
     for p in model.parameters():
@@ -88,12 +90,13 @@ def train(dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("keeps", "reshards"), [(False, True), (True, True), (False, False)])
 def test_trains_as_one_process_does(ranks: StartRanks, dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
-    ranks(2).run(train, dtype, keeps, reshards)
+    for block in (None, 2):  # Rows of 8 and of 3 are cut into blocks of 2, so each rank quantizes its own.
+        ranks(2).run(train, dtype, keeps, reshards, block)
 
 
-def observe(keeps: bool) -> tuple[list[str], list[str]]:
+def observe(keeps: bool, block: int | None) -> tuple[list[str], list[str]]:
     """What was done in forward and in backward of a second step, of the first of the quantized units."""
-    model = sharded(model_of(torch.bfloat16), keep_fp8_transpose_cache=keeps)
+    model = sharded(model_of(torch.bfloat16, block=block), keep_fp8_transpose_cache=keeps)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     seen: list[Any] = []
     model.module[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
@@ -133,31 +136,45 @@ def observe_gathered(keeps: bool) -> None:
 
 def test_transposed_copies(ranks: StartRanks) -> None:
     # Forward gathers three units, of which backward finds the last one still gathered: that one's layer makes its copy.
-    for forward, backward in ranks(2).run(observe, False):
-        assert forward == ["quantize"] * 3
-        assert sorted(backward) == ["quantize"] * 2 + ["transpose"] * 3
-    for forward, backward in ranks(2).run(observe, True):
-        assert forward == ["quantize", "transpose"] * 3
-        assert backward == ["quantize"] * 2
+    for block in (None, 2):
+        for forward, backward in ranks(2).run(observe, False, block):
+            assert forward == ["quantize"] * 3
+            assert sorted(backward) == ["quantize"] * 2 + ["transpose"] * 3
+        for forward, backward in ranks(2).run(observe, True, block):
+            # Ranks that quantize their rows do so ahead, for the unit that is gathered next.
+            assert (forward if block is None else sorted(forward, reverse=True)) == (
+                ["quantize", "transpose"] * 3 if block is None else ["transpose"] * 3 + ["quantize"] * 3
+            )
+            assert backward == ["quantize"] * 2
     for keeps in (False, True):
         ranks(2).run(observe_gathered, keeps)
 
 
-def travel() -> None:
-    """Main weights travel in the dtype that the quantized parameter says."""
-    sizes = []
+def gathered_bytes(dtype: torch.dtype, block: int | None) -> int:
+    """Of one forward of all units, on one rank."""
+    module = nn.Sequential(*(QuantizedLinear(8, rows, dtype, block=block) for rows in (8, 8, 3)))
+    model = sharded(module)
+    model(batch(0, 0, dtype=dtype))
+    before = libfsdp.wire_stats(model.module)["all_gather_bytes"]
+    model.install_optimized_model_weights()
+    model(batch(0, 0, dtype=dtype))
+    return int(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before)
+
+
+def test_main_weights_travel_in_the_dtype_that_the_parameter_says(ranks: StartRanks) -> None:
+    # Each rank sends half of the rows, of 3 rows as many as of 4, and of biases as much.
+    rows, bias = 4 + 4 + 2, 4 + 4 + 2
     for dtype in (torch.bfloat16, torch.float32):
-        model = sharded(model_of(dtype))
-        model(batch(0, 0, dtype=dtype))
-        before = libfsdp.wire_stats(model.module)["all_gather_bytes"]
-        model.install_optimized_model_weights()
-        model(batch(0, 0, dtype=dtype))
-        sizes.append(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before)
-    assert sizes[1] == 2 * sizes[0] > 0
+        for block in (None, 3):  # Blocks of three rows are cut between the ranks.
+            assert ranks(2).run(gathered_bytes, dtype, block) == [(rows * 8 + bias) * dtype.itemsize] * 2
 
 
-def test_what_travels(ranks: StartRanks) -> None:
-    ranks(2).run(travel)
+def test_rows_that_ranks_quantize_travel_in_eight_bits(ranks: StartRanks) -> None:
+    rows, bias = 4 + 4 + 2, 4 + 4 + 2
+    for dtype in (torch.bfloat16, torch.float32):
+        for block in (1, 2):
+            sizes = ranks(2).run(gathered_bytes, dtype, block)
+            assert sizes == [rows * 8 + rows // block * torch.float32.itemsize + bias * dtype.itemsize] * 2
 
 
 def checkpoint(folder: str) -> None:

@@ -6,6 +6,7 @@ They are known by TransformerEngine's protocol alone: ``parameter._quantizer``, 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from libfsdp import _C
 from libfsdp._extensions import QUANTIZED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -35,10 +36,13 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 class TransformerEngineForm:
     """How one parameter is quantized after each gather.
 
-    The main weights travel in the dtype that TransformerEngine says the parameter has (``parameter.dtype``), and are quantized as
-    a whole on each rank: with the values that one rank would have, whatever the recipe is, and without a reduction of the largest
-    ones. The transposed copy, which backward computes with on some devices, is made when a unit is gathered for backward, and
-    goes after forward and with the unit. With ``keeps_transposed`` it is made for forward, and stays.
+    Where scales are of blocks of rows, and no block is cut between ranks, each rank quantizes its rows, and what travels has eight
+    bits. Else the main weights travel in the dtype that TransformerEngine says the parameter has (``parameter.dtype``), and are
+    quantized as a whole on each rank. Either way these are the values that one rank would have, whatever the recipe is, without a
+    reduction of the largest ones.
+
+    The transposed copy, which backward computes with on some devices, is made when a unit is gathered for backward, and goes after
+    forward and with the unit. With ``keeps_transposed`` it is made for forward, and stays.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, *, keeps_transposed: bool) -> None:
@@ -60,6 +64,9 @@ class TransformerEngineForm:
         self._given: Any = parameter
         self._quantizer: Any = parameter._quantizer
         self._keeps_transposed = keeps_transposed
+        self._travels: tuple[str, ...] | None = (
+            None  # the parts of a quantized tensor, if ranks quantize their rows; () if they do not
+        )
 
     def high_precision(self) -> torch.Tensor:
         """The values before they were quantized; of a parameter that is not trained, those after."""
@@ -86,16 +93,70 @@ class TransformerEngineForm:
         kept = {}
         if self._keeps_transposed and _C.inside_backward():  # These are the values that forward has had.
             kept = {name: getattr(whole, name) for name in _COLUMNWISE if hasattr(whole, name)}
-        columnwise = self._quantizer.columnwise_usage
-        self._quantizer.set_usage(columnwise=False)
-        try:
+        with self._without_transposed():
             self._quantizer.update_quantized(values, whole)
-        finally:
-            self._quantizer.set_usage(columnwise=columnwise)
         for name, value in kept.items():
             setattr(whole, name, value)
         if not kept:
             self._arrange_transposed(whole)
+
+    def encode(self, rows: torch.Tensor, shape: torch.Size) -> list[torch.Tensor] | None:
+        """See QuantizedForm."""
+        if self._travels is None:
+            self._travels = self._parts_by_rows(rows, shape)
+        if not self._travels:
+            return None
+        with self._without_transposed():
+            piece = self._quantizer(rows)
+        return [getattr(piece, name) for name in self._travels]
+
+    def decode(self, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """See QuantizedForm."""
+        assert self._travels
+        with self._without_transposed():
+            whole: torch.Tensor = self._quantizer.make_empty(shape, dtype=dtype, device=arrived[0].device)
+        for name, part in zip(self._travels, arrived, strict=True):
+            setattr(whole, name, part.narrow(0, 0, getattr(whole, name).size(0)))
+        self._arrange_transposed(whole)
+        return whole
+
+    def decoded(self, whole: torch.Tensor) -> None:
+        """See QuantizedForm."""
+        if not (self._keeps_transposed and _C.inside_backward()):
+            self._arrange_transposed(whole)
+
+    def _parts_by_rows(self, rows: torch.Tensor, shape: torch.Size) -> tuple[str, ...]:
+        """What a quantized tensor consists of, if each part of it is one after the other of the ranks' parts; else nothing.
+
+        Then a scale is of whole rows of one rank, or of a part of a row. Told by the sizes of tensors without memory.
+        """
+        if not hasattr(self._quantizer, "make_empty"):
+            return ()
+        with self._without_transposed():
+            of_rank, of_all = (
+                self._quantizer.make_empty(size, dtype=rows.dtype, device=torch.device("meta"))
+                for size in (rows.shape, shape)
+            )
+        if not _remakes_transposed(of_all):
+            return ()
+        names = [name for name, value in vars(of_all).items() if isinstance(value, torch.Tensor)]
+        for name in names:
+            one, whole = getattr(of_rank, name), getattr(of_all, name)
+            if one.ndim == 0 or one.shape[1:] != whole.shape[1:] or one.size(0) == 0 or rows.size(0) % one.size(0) != 0:
+                return ()
+            block = rows.size(0) // one.size(0)
+            if whole.size(0) != -(-shape[0] // block):
+                return ()
+        return tuple(names)
+
+    @contextmanager
+    def _without_transposed(self) -> Iterator[None]:
+        columnwise = self._quantizer.columnwise_usage
+        self._quantizer.set_usage(columnwise=False)
+        try:
+            yield
+        finally:
+            self._quantizer.set_usage(columnwise=columnwise)
 
     def freed(self, whole: torch.Tensor) -> None:
         """The unit is freed, and the transposed copy with it."""

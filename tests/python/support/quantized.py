@@ -11,27 +11,34 @@ from torch.utils import _pytree as pytree
 
 
 class Quantizer:
-    """One scale for a tensor, from its largest value. `log` is what was done, in order."""
+    """A scale for so many rows, from their largest value; by default, one for a tensor. `log` is what was done, in order."""
 
     log: list[str] = []  # noqa: RUF012  # of the class: all tell the same list
 
-    def __init__(self) -> None:
+    def __init__(self, block: int | None = None) -> None:
         self.rowwise_usage = True
         self.columnwise_usage = True
+        self.block = block
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
+    def make_empty(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Quantized:
+        blocks = 1 if self.block is None else -(-shape[0] // self.block)
+        scale_inv = torch.empty(blocks, *[1 for _ in shape[1:]], device=device)
+        return Quantized(torch.empty(shape, dtype=torch.int8, device=device), scale_inv, dtype, self)
+
     def __call__(self, values: torch.Tensor) -> Quantized:
-        made = Quantized(torch.empty(values.shape, dtype=torch.int8), torch.ones(1), values.dtype, self)
+        made = self.make_empty(values.shape, dtype=values.dtype, device=values.device)
         self.update_quantized(values, made)
         return made
 
     def update_quantized(self, values: torch.Tensor, out: Quantized) -> None:
         self.log.append("quantize")
-        out._scale_inv.copy_(values.abs().amax().float().clamp(min=1e-6) / 127)
-        out._data.copy_((values.float() / out._scale_inv).round())
+        for block, scale_inv in zip(values.split(self.block or values.size(0)), out._scale_inv, strict=True):
+            scale_inv.copy_(block.abs().amax().float().clamp(min=1e-6) / 127)
+        out._data.copy_((values.float() / out.scales()).round())
         out._transpose, out._transpose_invalid = None, True
         if self.columnwise_usage:
             out._create_transpose()
@@ -66,16 +73,21 @@ class Quantized(torch.Tensor):
         return func(*args, **kwargs)
 
     def dequantize(self) -> torch.Tensor:
-        return (self._data.float() * self._scale_inv).to(self.dtype)
+        return (self._data.float() * self.scales()).to(self.dtype)
+
+    def scales(self) -> torch.Tensor:
+        """Of each row."""
+        block = self._quantizer.block or self.size(0)
+        return self._scale_inv.repeat_interleave(block, 0)[: self.size(0)]
 
     def _create_transpose(self) -> None:
         Quantizer.log.append("transpose")
         self._transpose, self._transpose_invalid = self._data.t().contiguous(), False
 
 
-def quantized_parameter(values: torch.Tensor, *, preserved: bool = True) -> nn.Parameter:
+def quantized_parameter(values: torch.Tensor, *, preserved: bool = True, block: int | None = None) -> nn.Parameter:
     """What quantized_model_init(preserve_high_precision_init_val=preserved) makes of a parameter."""
-    made = nn.Parameter(Quantizer()(values.detach()))
+    made = nn.Parameter(Quantizer(block)(values.detach()))
     if preserved:
         made._high_precision_init_val = values.detach().clone()
         made.get_high_precision_init_val = types.MethodType(lambda p: p._high_precision_init_val, made)
@@ -91,9 +103,12 @@ def quantized_parameter(values: torch.Tensor, *, preserved: bool = True) -> nn.P
 class QuantizedLinear(nn.Module):
     """Computes with a quantized weight; its backward with the transposed copy, as on devices that can multiply in one order only."""
 
-    def __init__(self, width: int, rows: int, dtype: torch.dtype, *, preserved: bool = True) -> None:
+    def __init__(
+        self, width: int, rows: int, dtype: torch.dtype, *, preserved: bool = True, block: int | None = None
+    ) -> None:
         super().__init__()
         self.preserved = preserved
+        self.block = block
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype))
         self.reset_parameters()
@@ -103,7 +118,7 @@ class QuantizedLinear(nn.Module):
         if self.weight.is_meta:
             return
         values = torch.randn(self.weight.shape).to(self.weight.dtype) / self.weight.size(1) ** 0.5
-        self.weight = quantized_parameter(values, preserved=self.preserved)
+        self.weight = quantized_parameter(values, preserved=self.preserved, block=self.block)
         with torch.no_grad():
             self.bias.zero_()
 
@@ -123,5 +138,5 @@ class _Multiply(torch.autograd.Function):
         weight = ctx.weight
         if weight._transpose is None:
             weight._create_transpose()
-        transposed = (weight._transpose.float() * weight._scale_inv).to(gradient.dtype)
+        transposed = (weight._transpose.float() * weight.scales().t()).to(gradient.dtype)
         return gradient @ transposed.t(), gradient.t() @ ctx.saved_tensors[0]
