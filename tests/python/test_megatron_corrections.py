@@ -335,6 +335,7 @@ def refuse() -> None:
         ({"zero_dp_strategy": "grads"}, "zero_dp_strategy is 'grads'"),
         ({"outer_dp_sharding_strategy": 2}, "outer_dp_sharding_strategy is 2"),
         ({"zero_dp_strategy": 2, "outer_dp_sharding_strategy": 1}, "needs zero_dp_strategy 3"),
+        ({"outer_dp_sharding_strategy": 1}, "needs dp_outer_dim"),
         ({"dp_outer_dim": "tp"}, "belong together"),
         ({"dp_shard_dim": "absent"}, "is no dimension"),
         ({"init_model_with_meta_device": True, "zero_dp_strategy": 0}, "needs sharding"),

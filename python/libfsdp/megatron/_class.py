@@ -18,6 +18,8 @@ from libfsdp.megatron._buffer import ParamAndGradBuffer
 from libfsdp.megatron._config import (
     DistributedDataParallelConfig,
     ShardingStrategy,
+    adopt,
+    policy_of,
     strategy_of,
     tell_of_options_without_effect,
 )
@@ -79,7 +81,8 @@ class MegatronFSDP(nn.Module):
         Args:
             module: of ordinary parameters, or of tensor-parallel ones (DTensors, or with Megatron's attributes).
             dist_index: the ranks.
-            ddp_config: options; without them, all is sharded and communication overlaps, with those of the arguments below.
+            ddp_config: options, also as a dataclass of Megatron-Core's, whose older ones say the dtypes, too; without them, all is
+                sharded and communication overlaps, with those of the arguments below.
             mixed_precision_policy: dtypes.
             fsdp_unit_modules: classes, or their import paths, whose modules are gathered and freed as units. What is in none
                 of them stays gathered while values do not change.
@@ -102,15 +105,21 @@ class MegatronFSDP(nn.Module):
             ValueError: for options that do not fit each other, the mesh, or TransformerEngine's quantized parameters.
         """
         super().__init__()
-        self.ddp_config = ddp_config or DistributedDataParallelConfig(
-            data_parallel_sharding_strategy="optim_grads_params",
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-            nccl_ub=nccl_ub,
-            fsdp_double_buffer=fsdp_double_buffer,
-            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-            disable_symmetric_registration=disable_symmetric_registration,
+        if ddp_config is not None and not hasattr(ddp_config, "megatron_fsdp_main_params_dtype"):
+            mixed_precision_policy = policy_of(ddp_config)
+        self.ddp_config = (
+            adopt(ddp_config)
+            if ddp_config is not None
+            else DistributedDataParallelConfig(
+                data_parallel_sharding_strategy="optim_grads_params",
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+                nccl_ub=nccl_ub,
+                fsdp_double_buffer=fsdp_double_buffer,
+                fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+                disable_symmetric_registration=disable_symmetric_registration,
+            )
         )
         strategy = strategy_of("data_parallel_sharding_strategy", self.ddp_config.data_parallel_sharding_strategy)
         if init_model_with_meta_device and strategy == ShardingStrategy.NO_SHARD:
@@ -150,11 +159,7 @@ class MegatronFSDP(nn.Module):
         mixed_precision_policy.warn_of_low_gradients(
             [p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         )
-        scalars = [p for p in module.parameters() if p.ndim == 0]
-        group = dist_index.get_dp_group()
-        self._scalars = ReplicatedScalars(
-            scalars, group, 1.0 if calculate_per_token_loss else float(dist.get_world_size(group))
-        )
+        scalars = {name: p for name, p in module.named_parameters() if p.ndim == 0}
         fine = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
         self._states = shard_units(
             module,
@@ -166,19 +171,26 @@ class MegatronFSDP(nn.Module):
                 per_module=fine or self.ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
                 report_nan=report_nan_in_param_grad,
                 sums=calculate_per_token_loss,
-                ignored=set(scalars),
+                ignored=set(scalars.values()),
             ),
         )
         self.module: Any = module
         if init_model_with_meta_device:
             initialize(module, self._states, dist_index, quantized.take_form)
+        decoupled = self.ddp_config.megatron_fsdp_use_decoupled_grad
+        self._scalars = ReplicatedScalars(
+            {name: p for name, p in module.named_parameters() if name in scalars},
+            dist_index,
+            sums=calculate_per_token_loss,
+            decoupled=decoupled,
+        )
         discard_transposed_after_forward(self._states)
         for p in module.parameters():
             p._megatron_fsdp_model = self
             p.__fsdp_param__ = True
             p.grad_added_to_main_grad = False
         self._fused_gradients = FusedGradients(self._states)
-        self._gradients = MainGradients(self._states, decoupled=self.ddp_config.megatron_fsdp_use_decoupled_grad)
+        self._gradients = MainGradients(self._states, decoupled=decoupled)
         self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:
             self.module.set_keep_unsharded_storage(True)
@@ -352,7 +364,7 @@ class MegatronFSDP(nn.Module):
         self._refuse_inside_backward("start_grad_sync")
         if self.ddp_config.check_for_nan_in_grad:
             self.finish_grad_sync()
-            self._gradients.require_finite()
+            self._gradients.require_finite(self._scalars)
             return
         model = self._model
         if self.ddp_config.overlap_grad_reduce or model is None or model._finalization is not None:
@@ -389,9 +401,7 @@ class MegatronFSDP(nn.Module):
         if self.microbatch_count > 0:
             self.finish_grad_sync()
         self._gradients.scale(scaling_factor)
-        for p in self._scalars.parameters:
-            if p.grad is not None:
-                p.grad.mul_(scaling_factor)
+        self._scalars.scale(scaling_factor)
 
     def zero_grad_buffer(self, *, keep_tensors: bool = False) -> None:
         """Drops all gradients, also those that are not reduced.
@@ -401,8 +411,9 @@ class MegatronFSDP(nn.Module):
         """
         if self._model is not None:
             self._model.zero_gradients()
-        self._gradients.zero(keep=keep_tensors or self.ddp_config.megatron_fsdp_cuda_graph_mode)
-        self._scalars.zero()
+        keep = keep_tensors or self.ddp_config.megatron_fsdp_cuda_graph_mode
+        self._gradients.zero(keep=keep)
+        self._scalars.zero(keep=keep)
         self.microbatch_count = 0
 
     # Parameters.
@@ -452,10 +463,7 @@ class MegatronFSDP(nn.Module):
                 for dim in dims:
                     group = mesh.get_group(dim)
                     dist.broadcast(local_of(parameter.sharded.data), src=dist.get_global_rank(group, 0), group=group)
-        for p in self._scalars.parameters:
-            group = self.dist_index.get_dp_group()
-            assert group is not None
-            dist.broadcast(p.data, src=dist.get_global_rank(group, 0), group=group)
+        self._scalars.broadcast()
         self.install_optimized_model_weights()
 
     # The module.
@@ -479,5 +487,6 @@ class MegatronFSDP(nn.Module):
                 "weights: call model.install_optimized_model_weights() before the next forward"
             )
         self._fused_gradients.forget()
-        self._gradients.restore()
+        if torch.is_grad_enabled():
+            self._gradients.restore()
         return self.module(*inputs, **kwargs)

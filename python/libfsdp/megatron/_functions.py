@@ -106,13 +106,17 @@ def fully_shard_model(
     if device_mesh is None:
         device_mesh = _default_mesh(dp_shard_dim or "fsdp", tp_dim or "tp")
         dp_shard_dim, tp_dim = dp_shard_dim or "fsdp", tp_dim or "tp"
-        dp_outer_dim, hybrid_fsdp_group, outer_dp_sharding_strategy = None, None, 0
+        dp_outer_dim, hybrid_fsdp_group = None, None
     strategy = strategy_of("zero_dp_strategy", zero_dp_strategy)
     outer = strategy_of("outer_dp_sharding_strategy", outer_dp_sharding_strategy, outer=True)
     if outer == ShardingStrategy.OPTIM and strategy != ShardingStrategy.OPTIM_GRADS_PARAMS:
         raise ValueError(
             "outer_dp_sharding_strategy='optim' needs zero_dp_strategy 3 ('optim_grads_params'), whose shards it cuts once more, "
             f"not '{strategy.placements}'"
+        )
+    if outer == ShardingStrategy.OPTIM and dp_outer_dim is None:
+        raise ValueError(
+            "outer_dp_sharding_strategy='optim' needs dp_outer_dim, a dimension of device_mesh over which it cuts shards once more"
         )
     if (dp_outer_dim is None) != (hybrid_fsdp_group is None):
         raise ValueError(

@@ -12,11 +12,13 @@ from torch import nn
 from libfsdp._C import Error
 from libfsdp._sharded_parameter import local_of
 from libfsdp.megatron._placed import with_dtype
+from libfsdp.megatron._protocol import is_expert
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from libfsdp._state import ShardState
+    from libfsdp.megatron._index import FSDPDistributedIndex
 
 
 class MainGradients:
@@ -31,8 +33,8 @@ class MainGradients:
         self._states = states
         self.decoupled = decoupled
         self._copies: dict[
-            int, tuple[torch.Tensor, int]
-        ] = {}  # by id of the parameter: grad as it was installed, its version
+            int, tuple[torch.Tensor, tuple[int, int]]
+        ] = {}  # by id of the parameter: what install made grad, its versions
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All that are sharded."""
@@ -60,7 +62,7 @@ class MainGradients:
                 p.grad = None
                 p.grad_dtype = None  # of any
                 p.grad = with_dtype(p.main_grad, p.dtype)
-                self._copies[id(p)] = (p.grad, p.grad._version)
+                self._copies[id(p)] = (p.grad, _versions(p.grad))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -68,10 +70,10 @@ class MainGradients:
         if not self._copies:
             return
         for p in self.parameters():
-            copy, version = self._copies.pop(id(p), (None, 0))
+            copy, versions = self._copies.pop(id(p), (None, None))
             if p.grad is None or copy is None:
                 continue
-            if p.grad is not copy or p.grad._version != version:  # The user has scaled or replaced it.
+            if p.grad is not copy or _versions(p.grad) != versions:  # The user has scaled or replaced it.
                 p.main_grad = with_dtype(p.grad, p.main_grad.dtype)
             p.grad = p.main_grad
 
@@ -79,32 +81,38 @@ class MainGradients:
     def scale(self, factor: float) -> None:
         """Multiplies all gradients."""
         for p in self.parameters():
+            copy, versions = self._copies.get(id(p), (None, None))
+            is_copy = p.grad is not None and p.grad is copy and _versions(p.grad) == versions
             for gradient in {id(g): g for g in (p.grad, getattr(p, "main_grad", None)) if g is not None}.values():
                 local_of(gradient).mul_(factor)
+            if is_copy:
+                self._copies[id(p)] = (p.grad, _versions(p.grad))
 
+    @torch.no_grad()
     def zero(self, *, keep: bool) -> None:
         """No gradients.
 
         Args:
             keep: tensors stay, and are filled with zeros.
         """
-        self._copies.clear()
+        if not keep:
+            self._copies.clear()
         for p in self.parameters():
             for name in ("grad", "main_grad", "decoupled_grad"):
                 gradient = getattr(p, name, None)
-                if gradient is None:
-                    continue
-                if keep and name != "main_grad":
-                    with torch.no_grad():
-                        local_of(gradient).zero_()
-                    if name == "grad" and gradient.dtype == p.dtype:
-                        continue
-                else:
+                if gradient is not None and keep:
+                    local_of(gradient).zero_()
+                elif gradient is not None:
                     setattr(p, name, None)
+            if id(p) in self._copies and p.grad is not None:
+                self._copies[id(p)] = (p.grad, _versions(p.grad))
             p.grad_added_to_main_grad = False
 
-    def require_finite(self) -> None:
+    def require_finite(self, scalars: ReplicatedScalars) -> None:
         """Collective.
+
+        Args:
+            scalars: the model's others, which are looked at, too.
 
         Raises:
             Error: on all ranks, if a gradient has NaN or infinity on one of them.
@@ -117,6 +125,7 @@ class MainGradients:
                     gradient = parameter.sharded.grad
                 if gradient is not None and not bool(torch.isfinite(local_of(gradient)).all()):
                     found.append(parameter.name)
+        found += [name for name, gradient in scalars.gradients() if not bool(torch.isfinite(gradient))]
         text = f"rank {dist.get_rank()}: {', '.join(found)}" if found else ""
         said: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(said, text)
@@ -128,26 +137,44 @@ class MainGradients:
             )
 
 
-class ReplicatedScalars:
-    """Trained parameters without dimensions: each rank has them, and their gradients are averaged.
+def _versions(gradient: torch.Tensor) -> tuple[int, int]:
+    """What tells of a write to it, or to its local tensor."""
+    return gradient._version, local_of(gradient)._version
 
-    Nothing of them can be cut, so they are no part of units. What a backward gives is set aside until it is reduced.
+
+class ReplicatedScalars:
+    """Parameters without dimensions: each rank has them, and the gradients of those that are trained are averaged.
+
+    Nothing of them can be cut, so they are no part of units. What a backward gives is set aside until it is reduced. Experts' are
+    averaged over the ranks that have the same expert.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, divisor: float) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
-        self._group = group
-        self._divisor = divisor
-        self._unreduced: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._had_gradient = [False] * len(self.parameters)
-        for i, p in enumerate(self.parameters):
+    def __init__(
+        self, named: dict[str, nn.Parameter], index: FSDPDistributedIndex, *, sums: bool, decoupled: bool
+    ) -> None:
+        """Registers hooks.
+
+        Args:
+            named: the parameters.
+            index: the ranks.
+            sums: gradients are added up over the ranks and not divided.
+            decoupled: they appear as ``decoupled_grad``.
+        """
+        self._named = named
+        self._trained = [(name, p) for name, p in named.items() if p.requires_grad]
+        self._index = index
+        self._divisor = 1.0 if sums else float(dist.get_world_size(index.get_dp_group()))
+        self._attribute = "decoupled_grad" if decoupled else "grad"
+        self._unreduced: list[torch.Tensor | None] = [None] * len(self._trained)
+        self._had_gradient = [False] * len(self._trained)
+        for i, (_, p) in enumerate(self._trained):
             p.register_hook(functools.partial(self._set_aside, i))
             p.register_post_accumulate_grad_hook(functools.partial(self._forget, i))
 
     def _set_aside(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
         before = self._unreduced[i]
         self._unreduced[i] = gradient.double() if before is None else before + gradient
-        self._had_gradient[i] = self.parameters[i].grad is not None
+        self._had_gradient[i] = self._trained[i][1].grad is not None
         return torch.zeros_like(gradient)
 
     def _forget(self, i: int, p: torch.Tensor) -> None:
@@ -156,23 +183,53 @@ class ReplicatedScalars:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages what backwards have given since the last time, and adds it to grad. Collective."""
-        if not self.parameters:
-            return
-        device = self.parameters[0].device
-        flat = torch.zeros(len(self.parameters), 2, dtype=torch.float64, device=device)
-        for i, gradient in enumerate(self._unreduced):
-            if gradient is not None:
-                flat[i, 0], flat[i, 1] = gradient, 1
-        dist.all_reduce(flat, group=self._group)
-        for p, (total, ranks) in zip(self.parameters, flat, strict=True):
-            if ranks > 0:
-                mean = (total / self._divisor).to(p.dtype)
-                p.grad = mean if p.grad is None else p.grad + mean
-        self._unreduced = [None] * len(self.parameters)
+        """Averages what backwards have given since the last time, and adds it to the gradients. Collective."""
+        for expert in (False, True):
+            of_kind = [i for i, (_, p) in enumerate(self._trained) if is_expert(p) == expert]
+            if not of_kind:
+                continue
+            flat = torch.zeros(len(of_kind), 2, dtype=torch.float64, device=self._trained[of_kind[0]][1].device)
+            for row, i in zip(flat, of_kind, strict=True):
+                gradient = self._unreduced[i]
+                if gradient is not None:
+                    row[0], row[1] = gradient, 1
+            dist.all_reduce(flat, group=self._index.get_dp_group(expert))
+            for (total, ranks), i in zip(flat, of_kind, strict=True):
+                if ranks > 0:
+                    self._add(self._trained[i][1], total / self._divisor)
+        self._unreduced = [None] * len(self._trained)
 
-    def zero(self) -> None:
-        """No gradients."""
-        self._unreduced = [None] * len(self.parameters)
-        for p in self.parameters:
-            p.grad = None
+    def _add(self, p: nn.Parameter, mean: torch.Tensor) -> None:
+        before = getattr(p, self._attribute, None)
+        setattr(p, self._attribute, mean.to(p.dtype) if before is None else before + mean.to(p.dtype))
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that are reduced, with the parameters' names."""
+        for name, p in self._trained:
+            gradient = getattr(p, self._attribute, None)
+            if gradient is not None:
+                yield name, gradient
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiplies all gradients."""
+        for _, gradient in self.gradients():
+            gradient.mul_(factor)
+
+    @torch.no_grad()
+    def zero(self, *, keep: bool) -> None:
+        """No gradients; with ``keep``, zeros in those that are there."""
+        self._unreduced = [None] * len(self._trained)
+        for _, gradient in self.gradients():
+            gradient.zero_()
+        if not keep:
+            for _, p in self._trained:
+                setattr(p, self._attribute, None)
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """All get the values of the first rank that has the same ones. Collective."""
+        for p in self._named.values():
+            group = self._index.get_dp_group(is_expert(p))
+            assert group is not None
+            dist.broadcast(p.data, src=dist.get_global_rank(group, 0), group=group)

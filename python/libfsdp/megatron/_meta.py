@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from libfsdp._sharded_parameter import local_of, rows_of
-from libfsdp.megatron._protocol import is_expert
+from libfsdp.megatron._protocol import attributes_of, is_expert
 from libfsdp.megatron._quantized import is_quantized
 
 if TYPE_CHECKING:
@@ -59,7 +59,16 @@ def initialize(
                 f"init_model_with_meta_device: module '{names[module]}' has parameters or buffers of its own on the meta device, "
                 "and no reset_parameters() or _reset_parameters() that gives them values"
             )
+    # Of parameters that are no part of units, to_empty makes new ones.
+    carried = [
+        (module, name, attributes_of(p))
+        for module in root.modules()
+        for name, p in module._parameters.items()
+        if p is not None and (id(module), name) not in places
+    ]
     root.to_empty(device=index.get_root_mesh().device_type)  # type: ignore[union-attr]
+    for module, name, attributes in carried:
+        vars(module._parameters[name]).update(attributes)
     scratch = _Scratch()
     for module in modules:
         scratch.make_room_for(_parameters_of(module, places))
@@ -111,7 +120,7 @@ def _reset(
     for name in wholes:
         value: Any = made[name]
         state, i = places.get((id(module), name), (None, -1))
-        expert = is_expert(value) or (state is not None and is_expert(state.parameters[i].sharded))
+        expert = is_expert(shards[name] if state is None else state.parameters[i].sharded)
         local = value._local_tensor if isinstance(value, DTensor) else value.detach()
         if is_quantized(value):
             form = take_form(name, value)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from libfsdp._sharded_parameter import local_of
+from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
 if TYPE_CHECKING:
@@ -57,6 +62,7 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
     ) -> Any:
         if sync_grad_before_optimizer_step and not model.model_auto_sync:
             model.finish_grad_sync()
+        model._gradients.install()  # A forward since the last backward has put main gradients back.
         result = base_step(*args, **kwargs)
         if install_optimized_model_weights:
             model.install_optimized_model_weights()
@@ -141,9 +147,15 @@ class StateTemplate:
             pairs = [(p, _zeros_like(p)) for p in without]
             strangers.extend(pairs)
             group["params"] = [stranger for _, stranger in pairs]
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        kept_hooks = [hook.copy() for hook in hooks]
+        for hook in hooks:  # Users' hooks are for steps.
+            hook.clear()
         try:
             type(optimizer).step(optimizer)
         finally:
+            for hook, before in zip(hooks, kept_hooks, strict=True):
+                hook.update(before)
             for group, before in zip(optimizer.param_groups, kept, strict=True):
                 group.clear()
                 group.update(before)
@@ -162,8 +174,44 @@ class StateTemplate:
         for p in self._made:
             optimizer.state.pop(p, None)
         self._made.clear()
+        # All ranks have the parameters in one order, also where some rank's shard is empty and has no state of its own.
+        state_dict["state"] = dict(sorted(state_dict["state"].items()))
         if self._tells_places:
+            _share_counts([p for group in optimizer.param_groups for p in group["params"]], state_dict["state"])
             preprocess_state_dict_for_uneven_dtensor(state_dict["state"])
+
+
+def _share_counts(parameters: list[nn.Parameter], states: dict[int, dict[str, Any]]) -> None:
+    """What is counted, as updates are, is the same on all ranks. Ranks whose shard is empty do not update it. Collective.
+
+    Args:
+        parameters: of the optimizer, in the order of its groups.
+        states: by number; those of empty shards are replaced.
+    """
+    for expert in (False, True):
+        uneven = [i for i, p in enumerate(parameters) if i in states and is_expert(p) == expert and _may_be_empty(p)]
+        if not uneven:
+            continue
+        counts = {
+            i: {name: value for name, value in states[i].items() if not isinstance(value, DTensor)}
+            for i in uneven
+            if local_of(parameters[i]).numel() > 0
+        }
+        model: MegatronFSDP = parameters[uneven[0]]._megatron_fsdp_model
+        group = model.dist_index.get_dp_group(expert)
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, counts, group=group)
+        for i in uneven:
+            if i not in counts:
+                states[i] = {**states[i], **next((one[i] for one in of_ranks if i in one), {})}
+
+
+def _may_be_empty(p: nn.Parameter) -> bool:
+    """Some rank may have nothing of it."""
+    if not isinstance(p, DTensor):
+        return False
+    sharded = [(one.dim, p.device_mesh.size(dim)) for dim, one in enumerate(p.placements) if hasattr(one, "dim")]
+    return any(p.shape[dim] % math.prod(size for other, size in sharded if other == dim) != 0 for dim, _ in sharded)
 
 
 def _zeros_like(p: nn.Parameter) -> nn.Parameter:
