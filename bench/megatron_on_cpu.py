@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from typing import Any
 
 import torch
@@ -74,6 +75,9 @@ def stand_in_for_cuda() -> None:
 def peer() -> Any:
     """The package, changed where it would ask for CUDA."""
     importlib.import_module("torch._dynamo")  # It looks at torch.cuda as it really is.
+    # Where Megatron-Core is installed, the package takes names from there, which may be those of another release.
+    modules: dict[str, Any] = sys.modules
+    modules["megatron"] = None
     stand_in_for_cuda()
     package: Any = importlib.import_module("megatron_fsdp")
     config: Any = importlib.import_module("megatron_fsdp.distributed_data_parallel_config").DistributedDataParallelConfig
