@@ -386,7 +386,7 @@ bool is_single_threaded() {
   using Tasks = std::filesystem::directory_iterator;
   std::error_code error;
   const Tasks tasks("/proc/self/task", error);
-  if (error) throw Error("launch_local: can't count this process's threads: " + error.message());
+  if (error) throw Error("launch_local: can't count this process's threads: " + std::string(std::strerror(error.value())));
   return std::distance(tasks, Tasks()) <= kOwnThreads;
 }
 
