@@ -24,7 +24,7 @@ using fsdp::testing::stored_tensors;
 using Tensors = std::map<std::string, at::Tensor>;
 
 constexpr int kPeerRanks = 2;
-/// The peer sometimes dies of a signal on CPUs, in processes that do not load libfsdp; then it is started again.
+/// The peer sometimes dies of a signal or hangs on CPUs, in processes that do not load libfsdp; then it is started again.
 constexpr int kPeerAttempts = 3;
 
 /// What a folder's checkpoint is of.
@@ -37,8 +37,8 @@ bool megatron_is_installed() {
 
 /// Megatron-FSDP itself loads `source` (if not empty), trains steps first, first + 1, ..., and saves `target`.
 void train_in_megatron(Writer writer, const std::string& source, const std::string& target, int first, int steps) {
-  const auto command = fsdp::testing::kPython + " -W ignore -m torch.distributed.run --nproc-per-node " + std::to_string(kPeerRanks) +
-                       " --master-port 0 --standalone " + fsdp::testing::kMegatronPeer +
+  const auto command = "timeout 120 " + fsdp::testing::kPython + " -W ignore -m torch.distributed.run --nproc-per-node " +
+                       std::to_string(kPeerRanks) + " --master-port 0 --standalone " + fsdp::testing::kMegatronPeer +
                        (writer == Writer::kMegatron ? " megatron " : " cpp ") + (source.empty() ? "-" : source) + " " + target + " " +
                        std::to_string(first) + " " + std::to_string(steps);
   int result = 1;
