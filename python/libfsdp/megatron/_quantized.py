@@ -64,9 +64,8 @@ class TransformerEngineForm:
         self._given: Any = parameter
         self._quantizer: Any = parameter._quantizer
         self._keeps_transposed = keeps_transposed
-        self._travels: tuple[str, ...] | None = (
-            None  # the parts of a quantized tensor, if ranks quantize their rows; () if they do not
-        )
+        # The parts of a quantized tensor, if ranks quantize their rows; () if they do not. None: not known yet.
+        self._travels: tuple[str, ...] | None = None
 
     def high_precision(self) -> torch.Tensor:
         """The values before they were quantized; of a parameter that is not trained, those after."""
