@@ -9,7 +9,8 @@ A mutant is a file under tests/mutants: a few `key: value` lines, then the text 
     promise: docs/design.md, Reduce in full precision    what it breaks
     file: src/comm/rank_order_sum.cpp                    where
     test: test_comm RankOrderSum.IsBitExact              who must notice: a test program and a filter, or `adversaries`
-                                                         and a name (tests/adversaries); one or more
+                                                         and a name (tests/adversaries), or `pytest` and a file of
+                                                         tests/python with the name of a test; one or more
     --- old
     ...                                                    whole lines, which occur exactly once in the file
     --- new
@@ -40,6 +41,8 @@ TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+), (\w+)\)", re.MULTILINE)
 # Tests with parameters have a prefix and a suffix, each with a slash.
 FILTER = re.compile(r"^\*?(?:\w*/)?(\w+\.(?:\w+|\*))(?:/\w+)?/?\*?$")
 ADVERSARIES = "adversaries"
+PYTEST = "pytest"
+PYTHON_TEST = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
 ADVERSARY = re.compile(r'^    \{"(\w+)", \w+\},$', re.MULTILINE)
 
 
@@ -96,15 +99,21 @@ def mutated(root: Path, mutant: Mutant) -> str:
 
 def sources_of(root: Path, program: str) -> list[Path]:
     """The sources of a test program."""
+    if program == PYTEST:
+        folder = root / "tests" / "python"
+        return sorted([*folder.glob("test_*.py"), *folder.glob("support/*.py")])
     folder = root / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp/" + program.removeprefix("test_"))
     return sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
 
 
 def test_names(root: Path, program: str) -> set[str]:
-    """`Suite.Name` of every test of a program; the name of every adversary."""
+    """`Suite.Name` of every test of a program; the name of every adversary; `file::name` of every test in Python."""
     names: set[str] = set()
     for path in sources_of(root, program):
         text = path.read_text(encoding="utf-8")
+        if program == PYTEST:
+            names.update(f"{path.name}::{name}" for name in PYTHON_TEST.findall(text))
+            continue
         names.update(".".join(match) for match in TEST.findall(text))
         if program == ADVERSARIES:
             names.update(ADVERSARY.findall(text))
@@ -121,6 +130,10 @@ def faults(root: Path, mutants: Iterable[Mutant]) -> list[str]:
             found.append(str(error))
         for program, pattern in mutant.tests:
             names = known.setdefault(program, test_names(root, program))
+            if program == PYTEST:
+                if pattern.partition("[")[0] not in names:
+                    found.append(f"{mutant.name}: tests/python has no test {pattern}")
+                continue
             for part in pattern.split(":"):
                 named = FILTER.match(part)
                 wanted = part if named is None else named.group(1)
@@ -167,8 +180,6 @@ class Workshop:
 
     def prepare(self) -> None:
         copy_tree(self.root, self.tree)
-        if (self.build_dir / "build.ninja").exists():
-            return
         torch = subprocess.run(
             [sys.executable, "-c", "import torch; print(torch.utils.cmake_prefix_path)"],
             check=True,
@@ -184,7 +195,6 @@ class Workshop:
             "FSDP_BUILD_EXAMPLES": "OFF",
             "FSDP_BUILD_TOOLS": "OFF",
             "FSDP_BUILD_BENCH": "OFF",
-            "FSDP_BUILD_PYTHON": "OFF",
         }
         options = [f"-D{name}={value}" for name, value in settings.items()]
         command = ["cmake", "--preset", "release", "-B", str(self.build_dir), "--log-level=WARNING", *options]
@@ -192,19 +202,28 @@ class Workshop:
 
     def build(self, programs: Iterable[str]) -> str:
         """Empty, or what the compiler said."""
-        command = ["ninja", "-C", str(self.build_dir), "-j", str(self.jobs), "fsdp", *sorted(set(programs))]
+        targets = {"fsdp_python" if program == PYTEST else program for program in programs}
+        command = ["ninja", "-C", str(self.build_dir), "-j", str(self.jobs), "fsdp", *sorted(targets)]
         result = subprocess.run(command, check=False, capture_output=True, text=True)
         return "" if result.returncode == 0 else result.stdout[-3000:]
 
     def test(self, program: str, pattern: str, limit: float) -> str:
         """ "passed", "failed" or "timed out"."""
-        folder = self.build_dir / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp")
-        # A test with parameters has more around its name.
-        tests = ":".join(f"{part}:*/{part}/*" for part in pattern.split(":"))
-        argument = [pattern] if program == ADVERSARIES else [f"--gtest_filter={tests}", "--gtest_fail_fast"]
-        command = [str(folder / program), *argument]
+        environment = dict(os.environ)
+        if program == PYTEST:
+            # The package there has links to the tree's modules.
+            environment["PYTHONPATH"] = str(self.build_dir / "python")
+            test = str(self.tree / "tests" / "python" / pattern)
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+        else:
+            folder = self.build_dir / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp")
+            # A test with parameters has more around its name.
+            tests = ":".join(f"{part}:*/{part}/*" for part in pattern.split(":"))
+            argument = [pattern] if program == ADVERSARIES else [f"--gtest_filter={tests}", "--gtest_fail_fast"]
+            command = [str(folder / program), *argument]
         with subprocess.Popen(
             command,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -217,7 +236,7 @@ class Workshop:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 return "timed out"
-        if re.search(r"^\[==========\] Running 0 tests", output, re.MULTILINE):
+        if re.search(r"^\[==========\] Running 0 tests|^(?:no tests ran|\d+ (?:skipped|deselected)) in", output, re.MULTILINE):
             raise MutantError(f"{program} has no test {pattern}")
         return "passed" if process.returncode == 0 else "failed"
 
@@ -226,8 +245,12 @@ def key_of(root: Path, mutant: Mutant) -> str:
     """Changes with all that a mutant's result depends on."""
     digest = hashlib.sha256(repr(mutant).encode())
     digest.update((root / mutant.file).read_bytes())
-    paths = {path for program, _ in mutant.tests for path in sources_of(root, program)}
-    paths.update((root / "tests" / "cpp" / "support").glob("*.h"))
+    paths = set((root / "tests" / "cpp" / "support").glob("*.h"))
+    for program, pattern in mutant.tests:
+        # A mutant's own file of Python tests, with what all of them share.
+        named = pattern.partition("::")[0]
+        others = [path for path in sources_of(root, program) if program != PYTEST or path.parent.name == "support"]
+        paths.update([*others, root / "tests" / "python" / named] if program == PYTEST else others)
     for path in sorted(paths):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -63,6 +63,14 @@ def test_transformers_trainer(compared_ranks: ComparedRanks, options: str) -> No
         assert of_rank.notes["resumed"]
 
 
+@needs["accelerate"]
+@pytest.mark.parametrize("options", ["hsdp offload"])
+def test_transformers_trainer_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split(), world=4):
+        assert of_rank.notes["placements"] == "(Replicate(), Shard(dim=0))"
+        assert of_rank.notes["resumed"]
+
+
 @needs["peft"]
 @pytest.mark.parametrize("options", ["", "bf16"])
 def test_peft_lora(compared_ranks: ComparedRanks, options: str) -> None:

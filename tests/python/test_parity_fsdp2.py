@@ -127,11 +127,17 @@ def test_two_ranks_follow_the_replica(runs: Runs, case: str, options: str, imple
     assert_follows_replica(case, chosen, runs.get(case, implementation, chosen, 2))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("case", "options"), pairs_on_4())
-def test_four_ranks_follow_the_replica(runs: Runs, case: str, options: str, implementation: str) -> None:
+def test_four_ranks_follow_the_replica(runs: Runs, case: str, options: str) -> None:
     chosen = OPTIONS_ON_4[options]
-    assert_follows_replica(case, chosen, runs.get(case, implementation, chosen, 4))
+    assert_follows_replica(case, chosen, runs.get(case, "libfsdp", chosen, 4))
+
+
+@pytest.mark.parametrize(("case", "options"), pairs_on_4() if NIGHTLY else [("odd_shapes", "hsdp"), ("mlp", "default")])
+def test_fsdp2_on_four_ranks_follows_the_replica(runs: Runs, case: str, options: str) -> None:
+    """Checks the harness alone."""
+    chosen = OPTIONS_ON_4[options]
+    assert_follows_replica(case, chosen, runs.get(case, "fsdp2", chosen, 4))
 
 
 @pytest.mark.parametrize(("case", "options"), pairs(one_order_on_two))

@@ -188,13 +188,19 @@ class TokenData(torch.utils.data.Dataset):
 
 
 def with_trainer(implementation: str, *options: str) -> Trained:
-    """transformers' Trainer: evaluation, saved checkpoints, and a second Trainer that resumes from the first of them."""
+    """transformers' Trainer: evaluation, saved checkpoints, and a second Trainer that resumes from the first of them.
+
+    Options: "bf16"; "checkpointing"; "hsdp" has two replicas; "offload" keeps what lasts in host memory.
+    """
     with installed(implementation), environment(ACCELERATE_USE_CPU="true"):
+        from accelerate import ParallelismConfig
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
+        from torch.distributed.fsdp import CPUOffloadPolicy
         from transformers import Trainer, TrainingArguments
 
         folder = common_folder()
+        dims = ParallelismConfig(dp_replicate_size=2, dp_shard_size=dist.get_world_size() // 2)
 
         def trainer(name: str) -> Any:
             reset_accelerate()
@@ -212,7 +218,8 @@ def with_trainer(implementation: str, *options: str) -> Trained:
                 disable_tqdm=True,
                 bf16="bf16" in options,
                 gradient_checkpointing="checkpointing" in options,
-                fsdp="full_shard",
+                parallelism_config=dims if "hsdp" in options else None,
+                fsdp="full_shard offload" if "offload" in options else "full_shard",
                 fsdp_config={
                     "version": 2,
                     "reshard_after_forward": True,
@@ -222,11 +229,17 @@ def with_trainer(implementation: str, *options: str) -> Trained:
                 },
             )
             PartialState().distributed_type = DistributedType.MULTI_GPU
-            return Trainer(language_model(), arguments, train_dataset=TokenData(), eval_dataset=TokenData())
+            made = Trainer(language_model(), arguments, train_dataset=TokenData(), eval_dataset=TokenData())
+            if "offload" in options:  # The policy that it makes pins memory, which needs a GPU.
+                assert isinstance(made.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+                made.accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+            return made
 
         first = trainer("first")
         first.train()
-        trained = Trained(parameters=values(first.model), notes={"class": type(first.model_wrapped).__name__})
+        wrapped: Any = first.model_wrapped
+        trained = Trained(parameters=values(first.model), notes={"class": type(wrapped).__name__})
+        trained.notes["placements"] = str(next(wrapped.parameters()).placements)
         trained.losses = [
             entry[k] for entry in first.state.log_history for k in ("loss", "eval_loss", "grad_norm") if k in entry
         ]
