@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes install()."""
+    """Undoes install(). Modules that have taken the names into their own since then keep libfsdp's."""
     while _replaced:
         module, name, theirs = _replaced.pop()
         setattr(module, name, theirs)

@@ -1,0 +1,187 @@
+"""Options of Megatron-FSDP's class and functions, and the names of its ranks, each by what it changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.megatron import Block, batch, plain_model, shard
+from support.ranks import StartRanks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import libfsdp
+from libfsdp.megatron import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+)
+from libfsdp.megatron import _config as config
+
+
+def wrapped(module: nn.Module, **options: Any) -> MegatronFSDP:
+    """The class itself, over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return MegatronFSDP(module, FSDPDistributedIndex(mesh, dp_shard_dim="dp"), **options)
+
+
+def units(model: MegatronFSDP) -> list[str]:
+    return [unit.name for unit in libfsdp.unit_info(model.module)]
+
+
+def fine_grained_units() -> None:
+    every = [
+        name for name, module in plain_model().named_modules() if any(True for _ in module.parameters(recurse=False))
+    ]
+    blocks = [name for name, module in plain_model().named_modules() if isinstance(module, Block)]
+    assert blocks
+    assert set(blocks) < {name.partition(".")[0] for name in every}
+    for option in ("enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook"):
+        assert sorted(units(wrapped(plain_model(), **{option: True}))) == sorted(every)
+    # Modules of these types are one unit with all below them.
+    together = units(
+        wrapped(plain_model(), enable_fine_grained_param_gather_hook=True, fine_grained_recurse_module_types=(Block,))
+    )
+    assert set(blocks) <= set(together)
+    assert units(wrapped(plain_model())) == ["(root)"]
+
+
+def arguments_of_the_class() -> None:
+    config._told.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = wrapped(
+            plain_model(),
+            keep_fp8_transpose_cache=True,
+            fsdp_double_buffer=True,
+            fsdp_db_use_persist_buf_on_alloc_fail=True,
+            disable_symmetric_registration=True,
+        )
+    told = {str(one.message).partition(" ")[0] for one in caught if "changes nothing" in str(one.message)}
+    assert told == {
+        "keep_fp8_transpose_cache",
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "disable_symmetric_registration",
+    }
+    assert model.ddp_config.fsdp_double_buffer
+    assert model.data_parallel_sharding_strategy == "optim_grads_params"
+    assert shard(plain_model(), maxpool_double_buffer=True).ddp_config.fsdp_double_buffer
+    assert not shard(plain_model()).ddp_config.fsdp_double_buffer
+    assert model.get_distributed_index() is model.dist_index
+
+
+def places_in_state_dicts() -> None:
+    def told(state: dict[str, Any]) -> list[bool]:
+        tensors = [value for value in state.values() if isinstance(value, DTensor)]
+        assert tensors
+        return [hasattr(value._local_tensor, "__create_chunk_list__") for value in tensors]
+
+    assert all(told(shard(plain_model()).state_dict()))
+    assert not any(told(shard(plain_model(), preproc_state_dict_for_dcp_ckpt=False).state_dict()))
+    for tells in (True, False):
+        module = plain_model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        model, _ = fully_shard(module, optimizer, fsdp_unit_modules=[Block], preproc_state_dict_for_dcp_ckpt=tells)
+        assert set(told(model.state_dict())) == {tells}
+        # Complete before the first step, or as torch has it.
+        assert bool(optimizer.state_dict()["state"]) == tells
+
+
+def gradients_by_hand() -> None:
+    model = shard(plain_model(), sync_model_each_microbatch=False)
+    model(batch(0, dist.get_rank())).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.attach_grad_to_optimizer_state()
+    assert all(p.grad is not None for p in model.parameters() if p.numel() > 0 and p.to_local().numel() > 0)
+
+
+def the_first_unit_is_gathered_at_once() -> None:
+    for at_once in (True, False):
+        mesh_options: dict[str, Any] = {
+            "ddp_config": DistributedDataParallelConfig(
+                data_parallel_sharding_strategy="optim_grads_params",
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                fsdp_all_gather_in_start_param_sync=at_once,
+            ),
+            "fsdp_unit_modules": [Block],
+        }
+        model = wrapped(plain_model(), **mesh_options)
+        model(batch(0, dist.get_rank())).square().mean().backward()
+        model.synchronize_param_gather()
+        model.install_optimized_model_weights()
+        before = libfsdp.wire_stats(model.module)["all_gathers"]
+        model.start_param_sync()
+        assert libfsdp.wire_stats(model.module)["all_gathers"] - before == int(at_once)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        fine_grained_units,
+        arguments_of_the_class,
+        places_in_state_dicts,
+        gradients_by_hand,
+        the_first_unit_is_gathered_at_once,
+    ],
+)
+def test_on_two_ranks(ranks: StartRanks, check: Callable[[], None]) -> None:
+    ranks(2).run(check)
+
+
+def names_of_ranks() -> tuple[int, int]:
+    """On (outer, shard) = (2, 2) ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    both = mesh[("outer", "shard")]._flatten("both").get_group()
+    index = FSDPDistributedIndex(
+        mesh, dp_shard_dim="shard", dp_outer_dim="outer", hybrid_fsdp_group=both, hsdp_outer_dp_shard=True
+    )
+
+    def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
+        assert group is not None
+        return dist.get_process_group_ranks(group)
+
+    outer, inner = mesh.get_local_rank("outer"), mesh.get_local_rank("shard")
+    assert index.get_root_mesh() is mesh
+    assert index.get_root_mesh(is_expert_parallel=True) is None
+    assert ranks_in(index.get_fsdp_group()) == [2 * outer, 2 * outer + 1]
+    assert ranks_in(index.get_outer_fsdp_group()) == [inner, 2 + inner]
+    assert ranks_in(index.get_dp_group()) == [0, 1, 2, 3]
+    assert index.get_fsdp_group(independent_all_gather=True) is None
+    assert tuple(index.data_parallel_mesh().mesh_dim_names or ()) == ("outer", "shard")
+    assert index.get_submesh("shard").size() == 2
+    assert index.get_submesh(("outer", "shard")).shape == (2, 2)
+    assert index.tensor_parallel_mesh() is None
+    with pytest.raises(ValueError, match="not all dimensions"):
+        index.get_submesh("tp")
+    plain = FSDPDistributedIndex(mesh, dp_shard_dim="shard", dp_outer_dim="outer", hybrid_fsdp_group=both)
+    with pytest.raises(ValueError, match="not sharded over the outer dimension"):
+        plain.get_logical_hybrid_fsdp_rank()
+    # The piece that the index names is the one that this rank has.
+    model = fully_shard_model(
+        nn.Linear(2, 8, bias=False),
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        dp_outer_dim="outer",
+        hybrid_fsdp_group=both,
+        outer_dp_sharding_strategy=1,
+    )
+    with torch.no_grad():
+        piece = next(model.parameters())
+        assert isinstance(piece, DTensor)
+        piece.to_local().fill_(dist.get_rank())
+        row = index.get_logical_hybrid_fsdp_rank() * 2
+        assert piece.full_tensor()[row, 0] == dist.get_rank()
+    return dist.get_rank(), index.get_logical_hybrid_fsdp_rank()
+
+
+def test_ranks_by_name(ranks: StartRanks) -> None:
+    """The inner dimension cuts first."""
+    assert ranks(4).run(names_of_ranks) == [(0, 0), (1, 2), (2, 1), (3, 3)]
