@@ -18,11 +18,13 @@ namespace device_mesh_test {
 using testing::has;
 using testing::message_of;
 
-// The global ranks of the row along `dim`, as the row's own messages tell them.
-std::vector<std::int64_t> members(const DeviceMesh& mesh, const std::string& dim) {
-  const auto all = mesh.communicator(dim)->exchange(torch::tensor({mesh.rank()}), {.operation = "members", .unit = {}});
+// The global ranks of a communicator, as its own messages tell them.
+std::vector<std::int64_t> members(const DeviceMesh& mesh, comm::Communicator& communicator) {
+  const auto all = communicator.exchange(torch::tensor({mesh.rank()}), {.operation = "members", .unit = {}});
   return {all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + all.numel()};
 }
+
+std::vector<std::int64_t> members(const DeviceMesh& mesh, const std::string& dim) { return members(mesh, *mesh.communicator(dim)); }
 
 TEST(DeviceMesh, OneProcessNeedsNoLauncher) {
   const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
@@ -40,6 +42,17 @@ TEST(DeviceMesh, UndefinedMeshSaysSo) {
   const DeviceMesh mesh;
   EXPECT_FALSE(mesh.defined());
   EXPECT_TRUE(has(message_of([&] { mesh.barrier(); }), "undefined"));
+}
+
+TEST(DeviceMesh, NeighboursAreThoseAroundARank) {
+  testing::run_ranks(4, [](int rank) {
+    const auto mesh = init_device_mesh("cpu", {{"dp_shard", 4}});
+    const auto neighbours = mesh.new_communicator("dp_shard", 2);
+    EXPECT_EQ(neighbours->rank(), rank % 2);
+    const std::int64_t first = rank / 2 * 2;
+    EXPECT_EQ(members(mesh, *neighbours), (std::vector<std::int64_t>{first, first + 1}));
+    EXPECT_TRUE(has(message_of([&] { mesh.new_communicator("dp_shard", 3); }), "3 neighbours do not divide"));
+  });
 }
 
 TEST(DeviceMesh, RowsOfATwoDimensionalMesh) {
