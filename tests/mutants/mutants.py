@@ -195,6 +195,7 @@ class Workshop:
             "FSDP_BUILD_EXAMPLES": "OFF",
             "FSDP_BUILD_TOOLS": "OFF",
             "FSDP_BUILD_BENCH": "OFF",
+            "FSDP_BUILD_PYTHON": "ON",
         }
         options = [f"-D{name}={value}" for name, value in settings.items()]
         command = ["cmake", "--preset", "release", "-B", str(self.build_dir), "--log-level=WARNING", *options]
@@ -205,7 +206,7 @@ class Workshop:
         targets = {"fsdp_python" if program == PYTEST else program for program in programs}
         command = ["ninja", "-C", str(self.build_dir), "-j", str(self.jobs), "fsdp", *sorted(targets)]
         result = subprocess.run(command, check=False, capture_output=True, text=True)
-        return "" if result.returncode == 0 else result.stdout[-3000:]
+        return "" if result.returncode == 0 else (result.stdout + result.stderr)[-3000:]
 
     def test(self, program: str, pattern: str, limit: float) -> str:
         """ "passed", "failed" or "timed out"."""
