@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import Block, batch, plain_model, shard
+from support.megatron import Block, batch, mean_gradients, plain_model, shard, whole
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,11 +47,38 @@ def fine_grained_units() -> None:
     for option in ("enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook"):
         assert sorted(units(wrapped(plain_model(), **{option: True}))) == sorted(every)
     # Modules of these types are one unit with all below them.
-    together = units(
-        wrapped(plain_model(), enable_fine_grained_param_gather_hook=True, fine_grained_recurse_module_types=(Block,))
-    )
-    assert set(blocks) <= set(together)
+    types = {"fine_grained_recurse_module_types": (Block,)}
+    together = units(wrapped(plain_model(), enable_fine_grained_param_gather_hook=True, **types))
+    assert sorted(together) == sorted({name.partition(".")[0] for name in every})
+    assert units(wrapped(plain_model(), **types)) == ["(root)"]
     assert units(wrapped(plain_model())) == ["(root)"]
+
+
+class Container(nn.Module):
+    """Computes with its layers' parameters, and does not call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((nn.functional.linear(x, one.weight, one.bias) for one in self.experts), start=x)
+
+
+def containers() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Container())
+    model = wrapped(
+        copy.deepcopy(plain),
+        enable_fine_grained_param_gather_hook=True,
+        fine_grained_recurse_module_types=(Container,),
+        sync_model_each_microbatch=True,
+    )
+    assert sorted(units(model)) == ["0", "1"]
+    model(batch(0, dist.get_rank())).square().mean().backward()
+    expected = mean_gradients(plain, [0])
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(whole(p.grad), gradient)
 
 
 def arguments_of_the_class() -> None:
@@ -126,6 +154,7 @@ def the_first_unit_is_gathered_at_once() -> None:
     "check",
     [
         fine_grained_units,
+        containers,
         arguments_of_the_class,
         places_in_state_dicts,
         gradients_by_hand,

@@ -136,6 +136,17 @@ def resharding() -> None:
         model.set_reshard_after_forward(2)
 
 
+def what_modules_show() -> None:
+    for options in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
+        model = sharded_net(**options)
+        output = model(batch())
+        # The root's parameters stay whole unless it was told, too; those of blocks only if they were told so.
+        assert shows_shards(model.head) == (options == {"reshard_after_forward": True})
+        assert all(shows_shards(block) == (options != {"reshard_after_forward": False}) for block in model.blocks)
+        output.sum().backward()
+        assert shows_shards(model)
+
+
 def unsharding() -> None:
     model = sharded_net()
     expected = backward(model)
@@ -320,6 +331,7 @@ def run_optimizer_events() -> None:
     [
         prefetch_lists,
         resharding,
+        what_modules_show,
         unsharding,
         without_values_in_backward,
         evaluation,

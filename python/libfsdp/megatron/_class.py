@@ -98,7 +98,8 @@ class MegatronFSDP(nn.Module):
             disable_symmetric_registration: see there.
             enable_fine_grained_param_gather_hook: each module that has parameters of its own is a unit.
             enable_fine_grained_param_gather_backward_hook: the same.
-            fine_grained_recurse_module_types: with these, modules that are one unit with all below them.
+            fine_grained_recurse_module_types: with these, modules that are one unit with all below them: for those that compute with
+                the parameters of modules which they do not call.
             report_nan_in_param_grad: each backward raises if gradients have NaN, with the parameters' names.
 
         Raises:
@@ -167,8 +168,9 @@ class MegatronFSDP(nn.Module):
                 index=dist_index,
                 strategy=strategy,
                 policy=mixed_precision_policy,
-                unit_modules=(*self.fsdp_unit_modules, *(fine_grained_recurse_module_types or ())),
+                unit_modules=tuple(self.fsdp_unit_modules),
                 per_module=fine or self.ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
+                whole_modules=fine_grained_recurse_module_types or (),
                 report_nan=report_nan_in_param_grad,
                 sums=calculate_per_token_loss,
                 ignored=set(scalars.values()),

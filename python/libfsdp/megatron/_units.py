@@ -35,6 +35,7 @@ class UnitOptions:
         policy: dtypes.
         unit_modules: classes whose modules are units.
         per_module: each module with parameters of its own is a unit.
+        whole_modules: classes whose modules, with ``per_module``, are one unit with all below them.
         report_nan: each backward looks for NaN.
         sums: gradients are added up over the ranks and not divided.
         ignored: parameters that stay as they are.
@@ -45,6 +46,7 @@ class UnitOptions:
     policy: MixedPrecisionPolicy
     unit_modules: tuple[type[nn.Module], ...] = ()
     per_module: bool = False
+    whole_modules: tuple[type[nn.Module], ...] = ()
     report_nan: bool = False
     sums: bool = False
     ignored: set[nn.Parameter] = field(default_factory=set)
@@ -78,10 +80,11 @@ def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
         The states of all calls, the root's first.
     """
     given = {identity_of(parameter): parameter for parameter in root.parameters()}
+    units = _units_in(root, options)
     for module in reversed(list(root.modules())):
-        if module is not root and _is_unit(module, options):
+        if module is not root and module in units:
             _shard(module, options, stays_gathered=False)
-    _shard(root, options, stays_gathered=not _is_unit(root, options))
+    _shard(root, options, stays_gathered=root not in units)
     states = [state for _, state, _ in states_in(root)]
     for state in states:
         for i, parameter in enumerate(state.parameters):
@@ -94,10 +97,19 @@ def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
     return states
 
 
-def _is_unit(module: nn.Module, options: UnitOptions) -> bool:
-    if isinstance(module, options.unit_modules):
-        return True
-    return options.per_module and any(p not in options.ignored for p in module.parameters(recurse=False))
+def _units_in(root: nn.Module, options: UnitOptions) -> set[nn.Module]:
+    units = {module for module in root.modules() if isinstance(module, options.unit_modules)}
+    if not options.per_module:
+        return units
+    whole = {module for module in root.modules() if isinstance(module, options.whole_modules)}
+    # These compute with the parameters of modules that they need not call.
+    below = {inner for module in whole for inner in module.modules() if inner is not module}
+    own = {
+        module
+        for module in root.modules()
+        if module not in below and any(p not in options.ignored for p in module.parameters(recurse=False))
+    }
+    return units | whole | own
 
 
 def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> None:
