@@ -322,6 +322,12 @@ def report() -> None:
     other.zero_grad_buffer()
     other(batch(0, 0)).sum().backward()
     other.start_grad_sync()
+    # Only one rank has a row that is not finite: all of them raise.
+    gradient: Any = next(other.parameters()).grad
+    if dist.get_rank() == 1:
+        gradient.to_local().fill_(float("inf"))
+    with pytest.raises(libfsdp.Error, match=r"infinity\. rank 1: \S*weight\. Lower"):
+        other.start_grad_sync()
 
 
 def test_reports_of_nan(ranks: StartRanks) -> None:

@@ -124,7 +124,7 @@ class Scaled(nn.Module):
 
 
 def scalar_methods() -> None:
-    module = Scaled()
+    module, seeded = Scaled(), Scaled()
     model = shard(module, use_decoupled_grad=True)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(batch(0, 0)).sum().backward()
@@ -143,6 +143,13 @@ def scalar_methods() -> None:
         p.data.fill_(dist.get_rank() + 5.0)
     model.broadcast_params()
     assert module.scale == module.fixed == 5
+    added: Any = Scaled()
+    added.load_state_dict(seeded.state_dict())
+    averaged: Any = Scaled()
+    averaged.load_state_dict(seeded.state_dict())
+    shard(added, calculate_per_token_loss=True)(batch(0, dist.get_rank())).sum().backward()
+    shard(averaged)(batch(0, dist.get_rank())).sum().backward()
+    torch.testing.assert_close(added.scale.grad, dist.get_world_size() * averaged.scale.grad)
     mesh = ranks_of("fsdp")["device_mesh"]
     options = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", check_for_nan_in_grad=True)
     other = MegatronFSDP(Scaled(), FSDPDistributedIndex(mesh, dp_shard_dim="dp", tp_dim="tp"), options)

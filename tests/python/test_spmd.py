@@ -31,6 +31,7 @@ class Layout:
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
     tensor_parallel: str | None = None
+    cuts_again: bool = False  # the dimension that tensor parallelism has cut
 
     def dims(self) -> DataParallelMeshDims:
         return DataParallelMeshDims(shard=self.shard, replicate=self.replicate)
@@ -43,6 +44,7 @@ class Layout:
 LAYOUTS = {
     "fsdp": Layout(("fsdp",), shard="fsdp"),
     "fsdp_tp": Layout(("fsdp", "tp"), shard="fsdp", tensor_parallel="tp"),
+    "fsdp_tp_in_one_dimension": Layout(("fsdp", "tp"), shard="fsdp", tensor_parallel="tp", cuts_again=True),
     "tp_fsdp": Layout(("tp", "fsdp"), shard="fsdp", tensor_parallel="tp"),
     "hsdp": Layout(("replicate", "fsdp"), shard="fsdp", replicate="replicate"),
     "two_that_shard": Layout(("outer", "inner"), shard=("outer", "inner")),
@@ -101,7 +103,8 @@ def train(implementation: str, name: str) -> Trained:
     mesh = mesh_of(layout.names)
     model = plain_model()
     distribute(model, mesh, layout.tensor_parallel)
-    options = {"shard_placement_fn": other_dim} if layout.tensor_parallel and layout.shard else {}
+    cuts_others = layout.tensor_parallel and layout.shard and not layout.cuts_again
+    options = {"shard_placement_fn": other_dim} if cuts_others else {}
     fully_shard = api(implementation).fully_shard
     fully_shard(model[0], mesh=mesh, dp_mesh_dims=layout.dims(), **options)
     fully_shard(model, mesh=mesh, dp_mesh_dims=layout.dims(), **options)
