@@ -88,34 +88,28 @@ def shows_shards(module: nn.Module) -> bool:
 
 
 def gathers_inside(model: Any) -> dict[str, int]:
-    """Gathers that a first step has begun when a block is entered, since block 0 was reached, which has gathered itself and the root."""
+    """Gathers of a first step, which knows no order, that have begun when it is in a block. In the last one, forward has begun all."""
     seen: dict[str, int] = {}
     for i, block in enumerate(model.blocks):
         block.layer.register_forward_pre_hook(lambda *_, i=i: seen.update({f"forward {i}": gathers(model)}))
         block.layer.register_full_backward_hook(lambda *_, i=i: seen.update({f"backward {i}": gathers(model)}))
     backward(model)
-    return seen
+    before = seen[f"forward {BLOCKS - 1}"] - UNITS  # of other models on the same mesh
+    return {moment: count - before for moment, count in seen.items()}
 
 
 def prefetch_lists() -> None:
-    ahead = sharded_net()
-    ahead.blocks[0].set_modules_to_forward_prefetch([ahead.blocks[1], ahead.blocks[2]])
-    ahead.blocks[3].set_modules_to_backward_prefetch([ahead.blocks[2], ahead.blocks[1]])
-    plain = sharded_net()
-    listed, as_entered = gathers_inside(ahead), gathers_inside(plain)
-
-    def since(seen: dict[str, int], moment: str) -> int:
-        return seen[moment] - as_entered_base[id(seen)]
-
-    # Counts are of the mesh, which both models share; a first forward knows no order, and gathers what it enters.
-    as_entered_base = {id(as_entered): as_entered["forward 0"] - 2, id(listed): listed["forward 3"] - UNITS}
-    assert [since(as_entered, f"forward {i}") for i in range(BLOCKS)] == [2, 3, 4, 5]
-    assert [since(listed, f"forward {i}") for i in range(BLOCKS)] == [4, 4, 4, 5]
+    listed = sharded_net()
+    listed.blocks[0].set_modules_to_forward_prefetch([listed.blocks[1], listed.blocks[2]])
+    listed.blocks[3].set_modules_to_backward_prefetch([listed.blocks[2], listed.blocks[1]])
+    ahead, as_entered = gathers_inside(listed), gathers_inside(sharded_net())
+    assert [as_entered[f"forward {i}"] for i in range(BLOCKS)] == [2, 3, 4, 5]
+    assert [ahead[f"forward {i}"] for i in range(BLOCKS)] == [4, 4, 4, 5]
     # The last block is still whole in backward.
-    assert since(as_entered, "backward 3") == UNITS
-    assert since(listed, "backward 3") == UNITS + 2
+    assert as_entered["backward 3"] == UNITS
+    assert ahead["backward 3"] == UNITS + 2
     with pytest.raises(ValueError, match="FSDPModule"):
-        ahead.blocks[0].set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+        listed.blocks[0].set_modules_to_forward_prefetch([nn.Linear(2, 2)])
 
 
 def resharding() -> None:
