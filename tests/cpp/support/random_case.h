@@ -200,8 +200,9 @@ inline Case make_case(std::uint64_t seed) {
   c.algorithm = random.pick(std::vector{Algorithm::kAdamW, Algorithm::kAdamW, Algorithm::kAdamW, Algorithm::kSGD, Algorithm::kAdagrad,
                                         Algorithm::kMuon, Algorithm::kAdamW8bit});
   c.model.scalars = c.pieces == 1;  // A scalar is no piece.
-  // Its state has a value per block, which has no place in a whole.
-  if (c.pieces > 1 && c.algorithm == Algorithm::kAdamW8bit) c.algorithm = Algorithm::kAdamW;
+  // AdamW8bit's state has a value per block, which has no place in a whole. Muon updates whole matrices, and refuses pieces.
+  const bool refuses_pieces = c.algorithm == Algorithm::kAdamW8bit || c.algorithm == Algorithm::kMuon;
+  if (c.pieces > 1 && refuses_pieces) c.algorithm = Algorithm::kAdamW;
   const bool needs_fp32 = c.algorithm == Algorithm::kMuon || c.algorithm == Algorithm::kAdamW8bit;
   c.model.seed = random.bits() >> 1;
   c.has_policy = random.chance(45);
