@@ -79,6 +79,7 @@ void Engine::enter(std::span<Unit* const> units, Phase phase) {
 }
 
 void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
+  std::erase(ahead_, &unit);  // Also where it has stayed, or arrived meanwhile (flush_writes): read_ahead() must not evict what is in use.
   const bool within = current_ != nullptr && encloses(unit, *current_);
   if (within && unit.state == ParameterState::kPresent) {
     occupy(unit, phase);  // back in an enclosing unit, which has stayed: the enclosed one stays as well
@@ -92,7 +93,6 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
   history_[moves_++ % history_.size()] = &unit;
   schedule_.move_to(unit.index);
   if (!within) depart_to(unit, together);
-  std::erase(ahead_, &unit);
   gatherer_.start(unit);
   if (unit.prefetch[static_cast<std::size_t>(schedule_.phase())].empty()) {
     read_ahead();

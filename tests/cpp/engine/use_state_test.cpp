@@ -106,6 +106,27 @@ TEST_P(UseState, KeptAfterBackwardTheStepEndsAtTheUpdate) {
   });
 }
 
+// A write leads to the next forward, whose first units are gathered ahead of it. full_parameters() waits for them. The root, which has come
+// in this way, is in use then, and stays until forward has come back to it.
+TEST_P(UseState, WhatWasPredictedStaysWhileItIsInUse) {
+  run_ranks(GetParam(), [](int rank) {
+    Sharded sharded({.prefetch_depth = 3}, rank);
+    const torch::NoGradGuard no_grad;
+    for (int step = 0; step < 2; ++step) {
+      {
+        const torch::AutoGradMode with_grad(true);
+        sharded.loss().backward();
+      }
+      sharded.update();
+      sharded.model->blocks->at<fsdp::testing::StackBlockImpl>(kBlocks - 1).up->weight.mul_(0.5);
+    }
+    auto plain = make_stack(five_blocks());
+    auto values = plain->named_parameters();
+    for (const auto& [name, whole] : sharded.handle->full_parameters()) values[name].copy_(whole);
+    EXPECT_EQ(sharded.loss().item<float>(), stack_loss(plain, 0, rank).item<float>());
+  });
+}
+
 TEST_P(UseState, PinnedUnitsStayUntilTheyAreUsed) {
   run_ranks(GetParam(), [](int rank) {
     for (const bool waits : {true, false}) {
