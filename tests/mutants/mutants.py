@@ -248,10 +248,11 @@ def key_of(root: Path, mutant: Mutant) -> str:
     digest.update((root / mutant.file).read_bytes())
     paths = set((root / "tests" / "cpp" / "support").glob("*.h"))
     for program, pattern in mutant.tests:
-        # A mutant's own file of Python tests, with what all of them share.
-        named = pattern.partition("::")[0]
-        others = [path for path in sources_of(root, program) if program != PYTEST or path.parent.name == "support"]
-        paths.update([*others, root / "tests" / "python" / named] if program == PYTEST else others)
+        sources = sources_of(root, program)
+        if program == PYTEST:  # Of the files of tests, the one that is named.
+            named = pattern.partition("::")[0]
+            sources = [path for path in sources if path.parent.name == "support" or path.name == named]
+        paths.update(sources)
     for path in sorted(paths):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import Block, batch, mean_gradients, plain_model, shard, whole
+from support.megatron import Block, batch, mean_gradients, plain_model, ranks_of, shard, whole
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,8 +29,7 @@ from libfsdp.megatron import _config as config
 
 def wrapped(module: nn.Module, **options: Any) -> MegatronFSDP:
     """The class itself, over all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return MegatronFSDP(module, FSDPDistributedIndex(mesh, dp_shard_dim="dp"), **options)
+    return MegatronFSDP(module, FSDPDistributedIndex(**ranks_of("fsdp")), **options)
 
 
 def units(model: MegatronFSDP) -> list[str]:

@@ -70,7 +70,7 @@ def batch(number: int = 0) -> Tensor:
 
 
 def whole_gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    return [p.grad.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
 
 
 def backward(model: Any, number: int = 0) -> list[Tensor]:
@@ -297,7 +297,9 @@ def copies_and_slices() -> None:
         copy.deepcopy(model)
 
 
-def optimizer_events(waited: list[Any]) -> None:
+def optimizer_events() -> None:
+    waited: list[Any] = []
+
     class Stream:
         """Notes what it waits for."""
 
@@ -314,10 +316,6 @@ def optimizer_events(waited: list[Any]) -> None:
     finally:
         torch.cpu.current_stream = before
     assert waited == [event]
-
-
-def run_optimizer_events() -> None:
-    optimizer_events([])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +335,7 @@ def run_optimizer_events() -> None:
         ignored_parameters,
         dtypes,
         copies_and_slices,
-        run_optimizer_events,
+        optimizer_events,
     ],
 )
 def test_on_two_ranks(ranks: StartRanks, check: Callable[[], None]) -> None:
