@@ -12,6 +12,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/records.h"
+#include "checkpoint/scratch.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -61,10 +62,10 @@ class Records {
 /// What Python wrote has no other checksums than its records' own.
 void check_data(const File& file, const TensorData& data, const std::string& name) {
   if (!data.stored.crc32) return;
-  std::vector<char> scratch(kReadAtOnce);
+  Scratch scratch(kReadAtOnce);
   std::uint32_t sum = 0;
   for (std::int64_t done = 0; done < data.stored.length;) {
-    const auto part = std::span(scratch).first(std::min(scratch.size(), static_cast<std::size_t>(data.stored.length - done)));
+    const auto part = scratch.bytes().first(std::min(kReadAtOnce, static_cast<std::size_t>(data.stored.length - done)));
     file.read_at(data.stored.offset + done, part);
     sum = crc32(sum, part);
     done += static_cast<std::int64_t>(part.size());

@@ -22,10 +22,10 @@ void CheckedFile::fail(const std::string& fault) const {
 
 std::span<const char> CheckedFile::load(std::size_t block) {
   const auto begin = static_cast<std::int64_t>(block) * kSummedBlock;
-  const auto bytes = std::span(last_.bytes).first(static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin)));
+  const auto bytes = last_.scratch.bytes().first(static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin)));
   if (last_.file == this && last_.index == block) return bytes;
   last_.file = nullptr;
-  const std::string fault = fault_in_block(file_, *listed_, block, last_.bytes);
+  const std::string fault = fault_in_block(file_, *listed_, block, last_.scratch.bytes());
   if (!fault.empty()) fail(fault);
   last_.file = this;
   last_.index = block;
@@ -47,7 +47,7 @@ std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
     if (listed_ == nullptr) {
       // Nothing to compare it with here.
       last_.file = nullptr;
-      const auto bytes = std::span(last_.bytes).first(std::min(count, kReadAtOnce));
+      const auto bytes = last_.scratch.bytes().first(std::min(count, kReadAtOnce));
       file_.read_at(at, bytes);
       sum = crc32(sum, bytes);
       at += static_cast<std::int64_t>(bytes.size());

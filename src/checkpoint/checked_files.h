@@ -9,6 +9,7 @@
 
 #include "checkpoint/commit.h"
 #include "checkpoint/files.h"
+#include "checkpoint/scratch.h"
 
 namespace fsdp::ckpt {
 
@@ -18,7 +19,7 @@ class CheckedFile;
 struct LastBlock {
   const CheckedFile* file = nullptr;
   std::size_t index = 0;
-  std::vector<char> bytes = std::vector<char>(static_cast<std::size_t>(kSummedBlock));
+  Scratch scratch{static_cast<std::size_t>(kSummedBlock)};
 };
 
 /// A file that is read in parts, each checked before. What is checked is remembered, block by block (kSummedBlock). One thread at a time.

@@ -11,6 +11,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/digits.h"
+#include "checkpoint/scratch.h"
 #include "checkpoint/step_names.h"
 #include "fsdp/error.h"
 
@@ -409,10 +410,10 @@ std::string fault_in(const fs::path& step, const SidecarEntry& entry, FileSystem
     const File file = File::open(step / entry.name, files);
     if (file.size() != entry.size) return other_size(entry.name, file.size(), entry.size);
     const ListedFile listed = read_sums(step, entry, files);
-    std::vector<char> scratch(kReadAtOnce);
+    Scratch scratch(kReadAtOnce);
     std::string fault;
     for (std::size_t block = 0; block < listed.crc32.size() && fault.empty(); ++block) {
-      fault = fault_in_block(file, listed, block, scratch);
+      fault = fault_in_block(file, listed, block, scratch.bytes());
     }
     return fault;
   } catch (const Error& error) {

@@ -178,7 +178,7 @@ at::Tensor Gatherer::as_gathered(Unit& unit, std::size_t k) {
 }
 
 void Gatherer::start_shards(Unit& unit) {
-  if (!std::exchange(unit.shards_outdated, false)) return;
+  if (!unit.shards_outdated) return;
   unit.shards_gather.reset();
   std::vector<comm::GatherPart> parts;
   for (std::size_t k = 0; k < unit.main.size(); ++k) {
@@ -187,13 +187,23 @@ void Gatherer::start_shards(Unit& unit) {
     parts.push_back({.full = unit.shards.parts[k], .shard = own});
   }
   unit.shards_gather = unit.communicators.outer->all_gather(parts, unit.label("outer all-gather"));
+  unit.shards_outdated = false;  // Only now: one that could not be started is still to be done.
 }
 
 void Gatherer::finish_shards(Unit& unit) {
   start_shards(unit);
+  await_shards(unit);
+}
+
+void Gatherer::await_shards(Unit& unit) {
   if (!unit.shards_gather) return;
   unit.shards_gather->wait();
   unit.shards_gather.reset();
+}
+
+void Gatherer::stop_sending(Unit& unit) {
+  if (unit.state == ParameterState::kGathering) finish(unit);
+  await_shards(unit);
 }
 
 void Gatherer::outdate_copies(Unit& unit) {

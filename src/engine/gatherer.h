@@ -42,6 +42,9 @@ class Gatherer {
   /// Starts the hop over the outer dimension that precedes the first gather after an update, where there is one. [Order is collective] All
   /// units start it together after an optimizer step, and one alone after an operator wrote to it.
   void start_shards(Unit& unit);
+  /// The caller is about to write the main parameters. A gather of a unit that nothing has used since (predicted in vain, or after an
+  /// update) may still send them.
+  void stop_sending(Unit& unit);
   /// Gathers replicated main parameters of which every rank has written its own shard.
   void exchange_main(Unit& unit);
   /// See Engine::gather_main.
@@ -54,6 +57,7 @@ class Gatherer {
   void begin(Unit& unit, std::vector<comm::GatherPart> parts);
   static void give_up(Unit& unit);
   void finish_shards(Unit& unit);
+  static void await_shards(Unit& unit);
   void widen(Unit& unit);
   void keep_part(Unit& unit);
   void free(Unit& unit);

@@ -66,8 +66,7 @@ void MainParameters::flush_writes() {
   refuse_summoned("this handle or optimizer is used");
   wait_for_reader();
   for (const auto& unit : units_) {
-    // A gather on a prediction that did not hold still sends what the caller is about to write.
-    if (unit->state == ParameterState::kGathering) gatherer_.finish(*unit);
+    gatherer_.stop_sending(*unit);
     gatherer_.write_back(*unit);
   }
   // The caller may write to what is being copied to the device.
@@ -85,6 +84,7 @@ bool MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   summoned_.erase(&unit);
   if (whole.empty()) return false;
   wait_for_reader();
+  gatherer_.stop_sending(unit);
   if (unit.offloaded()) memory::synchronize(device_);  // the main parameters may be on their way to the device
   for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
   return true;

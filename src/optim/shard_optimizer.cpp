@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/after_error.h"
 #include "comm/ranks.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -35,7 +36,7 @@ void Optimizer::step() {
   try {
     state_->step();
   } catch (...) {
-    state_->engine->main_parameters_changed();  // some may be new
+    after_error([&] { state_->engine->main_parameters_changed(); });  // some may be new
     throw;
   }
   state_->engine->main_parameters_changed();

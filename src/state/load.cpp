@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/after_error.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
@@ -394,7 +395,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     try {
       loading->assign();
     } catch (...) {
-      engine->main_parameters_changed();
+      after_error([&] { engine->main_parameters_changed(); });
       throw;
     }
     engine->main_parameters_changed();

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "support/predicted_memory.h"
 #include "support/recording_communicator.h"
 #include "support/stack.h"
+#include "support/unkind_communicator.h"
 
 namespace use_state_test {
 
@@ -338,6 +340,27 @@ TEST(PrefetchLists, InVainAreFreedWithTheBackward) {
     sharded.handle->reset_wire_stats();
     loss.backward();
     EXPECT_EQ(sharded.gathered_bytes(), 0);
+  });
+}
+
+// After an update, the shards of all units travel over the outer dimension, those of units too that nothing uses before the next update.
+TEST(Writers, WaitForGathersThatNothingUsed) {
+  run_ranks(2, [](int rank) {
+    std::string misuse;
+    const auto mesh = fsdp::testing::unkind(fsdp::testing::plane(), {.max_delay = std::chrono::microseconds(0),
+                                                                     .report = [&](const std::string& text) { misuse += text + "\n"; }});
+    Sharded run({.mesh = mesh, .outer_placements = fsdp::Placements::optim()}, rank);
+    run.loss().backward();
+    run.optimizer->step();
+    run.loss({0}).backward();  // The other blocks keep their gradients, and are updated again.
+    run.optimizer->step();
+    EXPECT_EQ(misuse, "");
+    {
+      const fsdp::SummonFullParams whole(*run.model);
+      for (const auto& parameter : run.model->parameters()) parameter.detach().fill_(1);
+    }
+    EXPECT_EQ(misuse, "");
+    for (const auto& [name, value] : run.handle->full_parameters()) EXPECT_TRUE(torch::equal(value, torch::ones_like(value))) << name;
   });
 }
 

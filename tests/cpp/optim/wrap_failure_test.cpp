@@ -4,11 +4,14 @@
 #include <torch/torch.h>
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "fsdp/fsdp.h"
+#include "support/collected_warnings.h"
 #include "support/meshes.h"
 #include "support/twins.h"
 
@@ -71,6 +74,36 @@ TEST(Wrap, AStepThatFailsLateLeavesNoOldCopies) {
       EXPECT_TRUE(torch::equal(model->third->weight, main[4].second)) << strategy << ", " << main[4].first;
       EXPECT_FALSE(torch::equal(model->third->weight, before)) << strategy;
     }
+  });
+}
+
+/// Throws for a reason of its own when its peers have gone.
+struct LonelySGD : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    SGD::step(closure);
+    EXPECT_NE(message_of<CommError>([&] { meet_peers(); }), "");
+    throw std::runtime_error("no state");
+  }
+  std::function<void()> meet_peers;
+};
+
+TEST(Wrap, AStepThatFailsSaysWhyThoughItsPeersAreGone) {
+  testing::run_ranks(2, [](int rank) {
+    const auto model = make_net();
+    auto sharded = fully_shard(*model, {.mesh = testing::plane(), .outer_placements = Placements::optim()});
+    auto optimizer = wrap(*model, [&](auto p) {
+      auto lonely = std::make_unique<LonelySGD>(p, torch::optim::SGDOptions(0.1));
+      lonely->meet_peers = [&] { sharded.full_parameters(); };
+      return lonely;
+    });
+    model->forward(batch(rank)).sum().backward();
+    if (rank == 1) return;
+    const testing::CollectedWarnings warnings;
+    EXPECT_EQ(message_of<std::exception>([&] { optimizer.step(); }), "no state");
+    EXPECT_NE(warnings.text().find("this failed, too"), std::string::npos) << warnings.text();
+    // The exchange is still to be done: the old values are no result.
+    EXPECT_NE(message_of<CommError>([&] { model->forward(batch(rank)); }), "");
   });
 }
 

@@ -34,8 +34,7 @@ struct SumOrder {
 inline SumOrder sum_order(const Case& c, const Settings& settings) {
   if (settings.outer == 1) return {.row = c.ranks, .rows = false};
   const auto row = c.ranks / settings.outer;
-  const bool rounds = c.has_policy && (c.precision.wire != at::kFloat || c.precision.main_gradient != at::kFloat);
-  const bool flat = std::has_single_bit(static_cast<unsigned>(c.ranks)) && !rounds && !c.delays_outer_sums();
+  const bool flat = std::has_single_bit(static_cast<unsigned>(c.ranks)) && !c.rounds() && !c.delays_outer_sums();
   return flat ? SumOrder{.row = c.ranks, .rows = false} : SumOrder{.row = row, .rows = true};
 }
 
