@@ -137,7 +137,7 @@ coverage: | $(STAMP)-build $(STAMP)-coverage  ## Lines of the library that the u
 	$(call run_groups,$(BUILD_DIR)-$@)
 	mkdir -p $(BUILD_DIR)-$@/report
 	gcovr --root . --filter include/ --filter src/ --exclude src/bindings/ \
-	  --gcov-ignore-parse-errors=negative_hits.warn_once_per_file,suspicious_hits.warn_once_per_file \
+	  --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file \
 	  --print-summary --txt $(BUILD_DIR)-$@/report/table.txt --html-details $(BUILD_DIR)-$@/report/index.html $(BUILD_DIR)-$@
 
 fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files, $SECONDS for each of them, in $BUILD_DIR-fuzz

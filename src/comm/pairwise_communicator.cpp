@@ -24,41 +24,63 @@ char* region_of(const at::Tensor& tensor, int rank, std::int64_t bytes) {
 
 at::Tensor bytes_for(const Bundle& bundle, int ranks) { return at::empty({ranks * bundle.bytes()}, at::kByte); }
 
-class PairwiseGather final : public GroupPending {
- public:
-  PairwiseGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
+/// What gathers and reductions share: each peer sends one message with the small parts together, and one for each other part.
+class PairwisePending : public GroupPending {
+ protected:
+  /// `bytes`: of each part, from one rank.
+  PairwisePending(std::shared_ptr<Group> group, const Call& call, const Label& label, const std::vector<std::int64_t>& bytes)
       : GroupPending(std::move(group), call, label),
         transfers_(*group_),
-        parts_(parts.begin(), parts.end()),
-        bundle_(shard_bytes(parts), group_->row.size()) {}
+        bundle_(bytes, group_->row.size()),
+        together_(tags::data(call_, bytes.size())) {}
+
+  /// Posts all receives. `place(i, peer)` is where the peer's message with part i belongs.
+  template <typename Place>
+  void receive(const Place& place) {
+    const Row& row = group_->row;
+    const std::size_t messages = (bundle_.alone().size() + 1) * static_cast<std::size_t>(row.size() - 1);
+    transfers_.reserve(messages, messages);
+    if (bundle_.bytes() > 0) {
+      received_ = bytes_for(bundle_, row.size());
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(flat_view(received_, peer * bundle_.bytes(), bundle_.bytes()), peer, together_);
+      }
+    }
+    for (const auto i : bundle_.alone()) {
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(place(i, peer), peer, tags::data(call_, i));
+      }
+    }
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+  Transfers transfers_;
+  const Bundle bundle_;
+  const int together_;   // the tag of the bundles
+  at::Tensor received_;  // the bundles of all ranks, in rank order, with a place for this one's
+};
+
+class PairwiseGather final : public PairwisePending {
+ public:
+  PairwiseGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
+      : PairwisePending(std::move(group), call, label, shard_bytes(parts)), parts_(parts.begin(), parts.end()) {}
   ~PairwiseGather() override { settle(); }
 
  protected:
   void post() override {
     const Row& row = group_->row;
-    const std::size_t messages = (bundle_.alone().size() + 1) * static_cast<std::size_t>(row.size() - 1);
-    transfers_.reserve(messages, messages);
-    const int together = tags::data(call_, parts_.size());
-    if (bundle_.bytes() > 0) {
-      received_ = bytes_for(bundle_, row.size());
-      for (int k = 1; k < row.size(); ++k) {
-        const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(received_, peer * bundle_.bytes(), bundle_.bytes()), peer, together);
-      }
-    }
-    for (const auto i : bundle_.alone()) {
+    receive([&](std::size_t i, int peer) {
       const std::int64_t numel = parts_[i].shard.numel();
-      for (int k = 1; k < row.size(); ++k) {
-        const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(parts_[i].full, peer * numel, numel), peer, tags::data(call_, i));
-      }
-    }
+      return flat_view(parts_[i].full, peer * numel, numel);
+    });
     if (bundle_.bytes() > 0) {
       const auto mine = flat_view(received_, row.rank * bundle_.bytes(), bundle_.bytes());
       for (const auto& [i, offset, bytes] : bundle_.together()) {
         std::memcpy(region_of(mine, 0, 0) + offset, parts_[i].shard.const_data_ptr(), static_cast<std::size_t>(bytes));
       }
-      for (int k = 1; k < row.size(); ++k) transfers_.send(mine, nth_target(row, k), together);
+      for (int k = 1; k < row.size(); ++k) transfers_.send(mine, nth_target(row, k), together_);
     }
     for (const auto i : bundle_.alone()) {
       const auto shard = flat_view(parts_[i].shard, 0, parts_[i].shard.numel());
@@ -78,7 +100,6 @@ class PairwiseGather final : public GroupPending {
     }
     transfers_.wait_sends();
   }
-  void forget() noexcept override { transfers_.forget(); }
 
  private:
   static std::vector<std::int64_t> shard_bytes(std::span<const GatherPart> parts) {
@@ -87,19 +108,14 @@ class PairwiseGather final : public GroupPending {
     return bytes;
   }
 
-  Transfers transfers_;
   const std::vector<GatherPart> parts_;
-  const Bundle bundle_;
-  at::Tensor received_;  // the bundles of all ranks, in rank order, this one's too
 };
 
-class PairwiseReduce final : public GroupPending {
+class PairwiseReduce final : public PairwisePending {
  public:
   PairwiseReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale)
-      : GroupPending(std::move(group), call, label),
-        transfers_(*group_),
+      : PairwisePending(std::move(group), call, label, shard_bytes(parts)),
         parts_(parts.begin(), parts.end()),
-        bundle_(shard_bytes(parts), group_->row.size()),
         sources_(static_cast<std::size_t>(group_->row.size())),
         scale_(scale) {}
   ~PairwiseReduce() override { settle(); }
@@ -107,32 +123,19 @@ class PairwiseReduce final : public GroupPending {
  protected:
   void post() override {
     const Row& row = group_->row;
-    const std::size_t messages = (bundle_.alone().size() + 1) * static_cast<std::size_t>(row.size() - 1);
-    transfers_.reserve(messages, messages);
-    const int together = tags::data(call_, parts_.size());
+    receive([&](std::size_t i, int peer) {
+      const std::int64_t numel = parts_[i].out.numel();
+      return flat_view(parts_[i].staging, staging_slot(peer) * numel, numel);
+    });
     if (bundle_.bytes() > 0) {
       sent_ = bytes_for(bundle_, row.size());
-      received_ = bytes_for(bundle_, row.size());
-      for (int k = 1; k < row.size(); ++k) {
-        const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(received_, peer * bundle_.bytes(), bundle_.bytes()), peer, together);
-      }
-    }
-    for (const auto i : bundle_.alone()) {
-      const std::int64_t numel = parts_[i].out.numel();
-      for (int k = 1; k < row.size(); ++k) {
-        const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(parts_[i].staging, staging_slot(peer) * numel, numel), peer, tags::data(call_, i));
-      }
-    }
-    if (bundle_.bytes() > 0) {
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_target(row, k);
         const auto theirs = flat_view(sent_, peer * bundle_.bytes(), bundle_.bytes());
         for (const auto& [i, offset, bytes] : bundle_.together()) {
           std::memcpy(region_of(theirs, 0, 0) + offset, region_of(parts_[i].unreduced, peer, bytes), static_cast<std::size_t>(bytes));
         }
-        transfers_.send(theirs, peer, together);
+        transfers_.send(theirs, peer, together_);
       }
     }
     for (const auto i : bundle_.alone()) {
@@ -162,7 +165,6 @@ class PairwiseReduce final : public GroupPending {
     }
     transfers_.wait_sends();
   }
-  void forget() noexcept override { transfers_.forget(); }
 
  private:
   // Staging holds the peers' parts in rank order, without a hole for this rank's.
@@ -187,11 +189,8 @@ class PairwiseReduce final : public GroupPending {
                    part.accumulate);
   }
 
-  Transfers transfers_;
   const std::vector<ReducePart> parts_;
-  const Bundle bundle_;
-  at::Tensor sent_;      // the bundles for all ranks, in rank order
-  at::Tensor received_;  // theirs
+  at::Tensor sent_;  // the bundles for all ranks, in rank order
   std::vector<const void*> sources_;
   const double scale_;
 };
