@@ -8,8 +8,34 @@
 
 namespace fsdp::ckpt {
 
-CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* listed, LastBlock& last, FileSystem& files)
-    : file_(File::open(path, files)), size_(file_.size()), listed_(listed), last_(last) {
+std::span<char> BlockMemory::find(const CheckedFile& file, std::size_t index) {
+  for (Block& block : blocks_) {
+    if (block.file != &file || block.index != index) continue;
+    block.used = ++uses_;
+    return block.scratch.bytes();
+  }
+  return {};
+}
+
+BlockMemory::Block& BlockMemory::oldest_block() {
+  return *std::min_element(blocks_.begin(), blocks_.end(), [](const Block& a, const Block& b) { return a.used < b.used; });
+}
+
+std::span<char> BlockMemory::oldest() {
+  Block& block = oldest_block();
+  block.file = nullptr;  // until keep(): reading it may fail
+  return block.scratch.bytes();
+}
+
+void BlockMemory::keep(const CheckedFile& file, std::size_t index) {
+  Block& block = oldest_block();
+  block.file = &file;
+  block.index = index;
+  block.used = ++uses_;
+}
+
+CheckedFile::CheckedFile(const std::filesystem::path& path, const ListedFile* listed, BlockMemory& memory, FileSystem& files)
+    : file_(File::open(path, files)), size_(file_.size()), listed_(listed), memory_(memory) {
   if (listed_ != nullptr && listed_->size != size_) {
     fail(listed_->name + " has " + std::to_string(size_) + " bytes instead of " + std::to_string(listed_->size));
   }
@@ -20,17 +46,21 @@ void CheckedFile::fail(const std::string& fault) const {
   throw DamageError("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
 }
 
-std::span<const char> CheckedFile::load(std::size_t block) {
-  const auto begin = static_cast<std::int64_t>(block) * kSummedBlock;
-  const auto bytes = last_.scratch.bytes().first(static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin)));
-  if (last_.file == this && last_.index == block) return bytes;
-  last_.file = nullptr;
-  const std::string fault = fault_in_block(file_, *listed_, block, last_.scratch.bytes());
+void CheckedFile::check_block(std::size_t block, std::span<char> scratch) {
+  const std::string fault = fault_in_block(file_, *listed_, block, scratch);
   if (!fault.empty()) fail(fault);
-  last_.file = this;
-  last_.index = block;
   is_checked_[block] = true;
-  return bytes;
+}
+
+std::span<const char> CheckedFile::load(std::size_t block) {
+  auto bytes = memory_.find(*this, block);
+  if (bytes.empty()) {
+    bytes = memory_.oldest();
+    check_block(block, bytes);
+    memory_.keep(*this, block);
+  }
+  const auto begin = static_cast<std::int64_t>(block) * kSummedBlock;
+  return bytes.first(static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin)));
 }
 
 std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
@@ -46,8 +76,7 @@ std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
     const auto count = static_cast<std::size_t>(next - at);
     if (listed_ == nullptr) {
       // Nothing to compare it with here.
-      last_.file = nullptr;
-      const auto bytes = last_.scratch.bytes().first(std::min(count, kReadAtOnce));
+      const auto bytes = memory_.passing().first(std::min(count, kReadAtOnce));
       file_.read_at(at, bytes);
       sum = crc32(sum, bytes);
       at += static_cast<std::int64_t>(bytes.size());
@@ -56,7 +85,7 @@ std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
     const bool is_whole = at == block_begin && next == std::min(size_, block_begin + kSummedBlock);
     std::uint32_t part = 0;
     if (is_whole) {
-      if (!is_checked_[block]) load(block);
+      if (!is_checked_[block]) check_block(block, memory_.passing());
       part = listed_->crc32[block];
     } else {
       part = crc32(0, load(block).subspan(static_cast<std::size_t>(at - block_begin), count));
@@ -90,7 +119,7 @@ CheckedFile& CheckedFiles::operator[](const std::string& name) {
   const bool is_listed = listed != listed_.end();
   if (has_sidecar_ && !is_listed) throw Error((folder_ / kSidecar).string() + " does not list the file " + name);
   const ListedFile* sums = is_listed ? &(sums_[name] = read_sums(folder_, listed->second, files_)) : nullptr;
-  return open_.try_emplace(name, folder_ / name, sums, last_, files_).first->second;
+  return open_.try_emplace(name, folder_ / name, sums, memory_, files_).first->second;
 }
 
 std::string CheckedFiles::read_whole(const std::string& name, std::int64_t most) {

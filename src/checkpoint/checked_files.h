@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -15,19 +17,39 @@ namespace fsdp::ckpt {
 
 class CheckedFile;
 
-/// The block that was read last, of all files of a folder: what is read of it again comes from here.
-struct LastBlock {
-  const CheckedFile* file = nullptr;
-  std::size_t index = 0;
-  Scratch scratch{static_cast<std::size_t>(kSummedBlock)};
+/// Memory of the files of a folder for what is read only to be checked. A block of which some bytes were needed stays for a while: records
+/// begin and end within blocks, and their ends are read first.
+class BlockMemory {
+ public:
+  /// Where bytes go that nobody needs again, kReadAtOnce of them.
+  std::span<char> passing() { return passing_.bytes(); }
+  /// The block, if it is still here; empty otherwise.
+  std::span<char> find(const CheckedFile& file, std::size_t index);
+  /// Memory for a block, which becomes the given one by keep(). That of the block which was asked for longest ago.
+  std::span<char> oldest();
+  void keep(const CheckedFile& file, std::size_t index);
+
+ private:
+  struct Block {
+    const CheckedFile* file = nullptr;
+    std::size_t index = 0;
+    std::uint64_t used = 0;
+    Scratch scratch{static_cast<std::size_t>(kSummedBlock)};
+  };
+  Block& oldest_block();
+
+  // Those in which a record begins and ends, and one with the end of the record before.
+  std::array<Block, 3> blocks_;
+  Scratch passing_{kReadAtOnce};
+  std::uint64_t uses_ = 0;
 };
 
 /// A file that is read in parts, each checked before. What is checked is remembered, block by block (kSummedBlock). One thread at a time.
 class CheckedFile {
  public:
-  /// `listed`: the sidecar's entry, or null. Throws Error if the file is missing, or shorter or longer than listed. `listed` and `last`
-  /// must outlive it.
-  CheckedFile(const std::filesystem::path& path, const ListedFile* listed, LastBlock& last, FileSystem& files);
+  /// `listed`: the sidecar's entry, or null. Throws Error if the file is missing, or shorter or longer than listed. `listed` and
+  /// `memory` must outlive it.
+  CheckedFile(const std::filesystem::path& path, const ListedFile* listed, BlockMemory& memory, FileSystem& files);
 
   /// Whether there is something to compare its bytes with.
   bool is_listed() const { return listed_ != nullptr; }
@@ -45,14 +67,15 @@ class CheckedFile {
   const File& file() const { return file_; }
 
  private:
-  /// Reads and checks a listed file's block; it lies in `last_` then.
+  /// Reads and checks a listed file's block, unless it is still in memory.
   std::span<const char> load(std::size_t block);
+  void check_block(std::size_t block, std::span<char> scratch);
 
   File file_;
   std::int64_t size_;
   const ListedFile* listed_;
   std::vector<bool> is_checked_;
-  LastBlock& last_;
+  BlockMemory& memory_;
 };
 
 /// Files of a folder, opened when they are first needed, and checked by the folder's sidecar where there is one.
@@ -74,7 +97,7 @@ class CheckedFiles {
   std::map<std::string, SidecarEntry> listed_;
   std::map<std::string, ListedFile> sums_;  // of those that were opened
   std::map<std::string, CheckedFile> open_;
-  LastBlock last_;
+  BlockMemory memory_;
 };
 
 }  // namespace fsdp::ckpt

@@ -4,6 +4,7 @@
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/records.h"
+#include "checkpoint/zip.h"
 
 namespace fsdp::ckpt {
 
@@ -17,6 +18,10 @@ void DcpFile::add_tensor(const std::string& name, const DcpPath& path, Dtype dty
 
 void DcpFile::add_box(const Box& box, const std::function<void(const Append& append)>& write) {
   auto& tensor = std::get<DcpTensor>(metadata_.items.back().content);
+  // A record's data are aligned from its beginning. Aligned in the file, too, they are copied faster.
+  if (const std::int64_t rest = file_.size() % ZipWriter::kAlignment; rest != 0) {
+    file_.append(std::string(static_cast<std::size_t>(ZipWriter::kAlignment - rest), '\0'));
+  }
   const TensorRecord record(tensor.dtype, box.sizes);
   tensor.chunks.push_back({box, {name_, file_.size(), record.length()}});
   file_.append(record.head());

@@ -131,6 +131,23 @@ TEST(CheckedFiles, ReadsEachBlockOnceAndReportsADiskThatFails) {
   file.check(0, 2 * kSummedBlock);
 }
 
+// As a record is read: its end, its beginning, and then all of it.
+TEST(CheckedFiles, BlocksThatWereNeededInPartAreStillThere) {
+  const TemporaryFolder folder;
+  seal(folder.path(), content_of_size(4 * kSummedBlock));
+  FaultyFiles faulty;
+  CheckedFiles files(folder.path(), faulty);
+  auto& file = files["data"];
+  const std::int64_t begin = 100;
+  const std::int64_t end = 3 * kSummedBlock + 100;
+  file.check(end - 22, 22);
+  file.check(begin, 30);
+  file.check(kSummedBlock, 2 * kSummedBlock);
+  faulty.pread_error = EIO;
+  file.check(begin, end - begin);
+  EXPECT_TRUE(has(message_of([&] { file.check(kSummedBlock, 1); }), "Input/output error")) << "a whole block is not kept";
+}
+
 // However it is cut when it is appended: one sum for each piece serves the piece, and the block.
 TEST(SummedFile, SumsPiecesAndBlocks) {
   const auto content = content_of_size(3 * kSummedBlock + 5);
