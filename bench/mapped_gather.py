@@ -1,9 +1,9 @@
-"""Measures gathers among ranks of one host: one copy of each peer's shard, or no copy, with the peers' pages mapped side by side.
+"""Measures gathers among ranks of one host: by copies, or without, with the pages of all ranks' shards mapped side by side.
 
 A unit's parameters lie in equal parts in memory files of two ranks. In turns, both ranks at the same time gather the unit, compute with it
 (one product of [rows, width] activations and the whole of it), and free it:
 
-- "copy": each peer's part is copied into an anonymous buffer with huge pages, which is kept, as the engine's slots are;
+- "copy": both parts are copied into an anonymous buffer with huge pages, which is kept, as the engine's slots are;
 - "map": all parts are mapped side by side, private, and their page table is filled at once (MADV_POPULATE_READ);
 - "map, lazily": the same, and the first product takes the page faults;
 - "stay mapped": they are mapped once and never freed, so that a gather costs nothing.

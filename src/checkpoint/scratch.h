@@ -7,9 +7,8 @@
 
 namespace fsdp::ckpt {
 
-/// Memory for what is read only to be checked. It begins at a page, as the blocks of a file in the page cache do. A copy from there to an
-/// address a few bytes further within its page, as malloc gives them, takes half as long again (on an AMD EPYC: 71 instead of 49 ms for 512
-/// MiB that are read and summed).
+/// Memory for what is read only to be checked. It begins at a page, as the blocks of a file in the page cache do: a copy from there to an
+/// address a few bytes further within its page, as malloc gives them, is slower on some processors.
 class Scratch {
  public:
   explicit Scratch(std::size_t size) : bytes_(static_cast<char*>(::operator new(size, kPage))), size_(size) {}

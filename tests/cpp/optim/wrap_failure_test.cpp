@@ -102,7 +102,7 @@ TEST(Wrap, AStepThatFailsSaysWhyThoughItsPeersAreGone) {
     const testing::CollectedWarnings warnings;
     EXPECT_EQ(message_of<std::exception>([&] { optimizer.step(); }), "no state");
     EXPECT_NE(warnings.text().find("this failed, too"), std::string::npos) << warnings.text();
-    // The exchange is still to be done: the old values are no result.
+    // What is tried next fails, too.
     EXPECT_NE(message_of<CommError>([&] { model->forward(batch(rank)); }), "");
   });
 }
