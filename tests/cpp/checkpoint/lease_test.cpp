@@ -58,7 +58,7 @@ TEST_F(LeaseTest, EndsWithItsProcess) {
     close(may_end[1]);
     const Lease lease(path());
     char byte = 'x';
-    _exit(write(is_there[1], &byte, 1) == 1 && read(may_end[0], &byte, 1) == 0 ? 0 : 1);
+    _exit(::write(is_there[1], &byte, 1) == 1 && ::read(may_end[0], &byte, 1) == 0 ? 0 : 1);
   }
   char byte = 0;
   ASSERT_EQ(read(is_there[0], &byte, 1), 1);
