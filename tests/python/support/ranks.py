@@ -30,15 +30,14 @@ from end_of_rank import end_rank
 LIMIT = 120.0  # Seconds for one call, on a busy machine.
 AFTER_FAILURE = 5.0  # Seconds that the other ranks have to say what they have seen of a failure.
 
-# Ranks are forked from a process that has done these imports and nothing else: they take each rank 4 s of a processor otherwise. Dynamo is
-# what torch.optim imports in its first step.
+# Ranks are forked from a process that has done these imports and nothing else; without it, each rank takes seconds of a processor for them.
+# Dynamo is what torch.optim imports in its first step. libfsdp is not among them: the ranks of a peer do without it where their test does.
 PRELOADED = [
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "libfsdp",
 ]
 
 
