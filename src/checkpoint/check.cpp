@@ -62,10 +62,10 @@ class Records {
 /// What Python wrote has no other checksums than its records' own.
 void check_data(const File& file, const TensorData& data, const std::string& name) {
   if (!data.stored.crc32) return;
-  Scratch scratch(kReadAtOnce);
+  Scratch scratch(kSummedBlock);
   std::uint32_t sum = 0;
   for (std::int64_t done = 0; done < data.stored.length;) {
-    const auto part = scratch.bytes().first(std::min(kReadAtOnce, static_cast<std::size_t>(data.stored.length - done)));
+    const auto part = scratch.bytes().first(static_cast<std::size_t>(std::min(kSummedBlock, data.stored.length - done)));
     file.read_at(data.stored.offset + done, part);
     sum = crc32(sum, part);
     done += static_cast<std::int64_t>(part.size());

@@ -76,7 +76,7 @@ std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
     const auto count = static_cast<std::size_t>(next - at);
     if (listed_ == nullptr) {
       // Nothing to compare it with here.
-      const auto bytes = memory_.passing().first(std::min(count, kReadAtOnce));
+      const auto bytes = memory_.passing().first(count);
       file_.read_at(at, bytes);
       sum = crc32(sum, bytes);
       at += static_cast<std::int64_t>(bytes.size());

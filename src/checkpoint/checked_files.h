@@ -21,7 +21,7 @@ class CheckedFile;
 /// begin and end within blocks, and their ends are read first.
 class BlockMemory {
  public:
-  /// Where bytes go that nobody needs again, kReadAtOnce of them.
+  /// Where bytes go that nobody needs again, a block of them.
   std::span<char> passing() { return passing_.bytes(); }
   /// The block, if it is still here; empty otherwise.
   std::span<char> find(const CheckedFile& file, std::size_t index);
@@ -34,13 +34,13 @@ class BlockMemory {
     const CheckedFile* file = nullptr;
     std::size_t index = 0;
     std::uint64_t used = 0;
-    Scratch scratch{static_cast<std::size_t>(kSummedBlock)};
+    Scratch scratch{kSummedBlock};
   };
   Block& oldest_block();
 
   // Those in which a record begins and ends, and one with the end of the record before.
   std::array<Block, 3> blocks_;
-  Scratch passing_{kReadAtOnce};
+  Scratch passing_{kSummedBlock};
   std::uint64_t uses_ = 0;
 };
 

@@ -383,17 +383,9 @@ std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size %
 
 std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch) {
   const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
-  const std::int64_t end = std::min(begin + kSummedBlock, size);
-  std::uint32_t sum = 0;
-  for (std::int64_t at = begin; at < end;) {
-    const auto length = std::min({scratch.size(), kReadAtOnce, static_cast<std::size_t>(end - at)});
-    const bool fits = scratch.size() >= static_cast<std::size_t>(end - begin);
-    const auto part = scratch.subspan(fits ? static_cast<std::size_t>(at - begin) : 0, length);
-    file.read_at(at, part);
-    sum = crc32(sum, part);
-    at += static_cast<std::int64_t>(part.size());
-  }
-  return sum;
+  const auto bytes = scratch.first(static_cast<std::size_t>(std::min(kSummedBlock, size - begin)));
+  file.read_at(begin, bytes);
+  return crc32(0, bytes);
 }
 
 std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
@@ -410,7 +402,7 @@ std::string fault_in(const fs::path& step, const SidecarEntry& entry, FileSystem
     const File file = File::open(step / entry.name, files);
     if (file.size() != entry.size) return other_size(entry.name, file.size(), entry.size);
     const ListedFile listed = read_sums(step, entry, files);
-    Scratch scratch(kReadAtOnce);
+    Scratch scratch(kSummedBlock);
     std::string fault;
     for (std::size_t block = 0; block < listed.crc32.size() && fault.empty(); ++block) {
       fault = fault_in_block(file, listed, block, scratch.bytes());

@@ -31,7 +31,7 @@ inline constexpr std::string_view kSidecar = ".fsdp-checksums";
 
 /// Files are summed in blocks of so many bytes, counted from their beginning (the last one is what is left), so that who needs a part of a
 /// file reads and checks little more than that. A block stays in the processor's cache from the sum to the write, and from the read to the
-/// sum.
+/// sum. Files are read in pieces of this size, too: with less, the system's calls are noticed.
 inline constexpr std::int64_t kSummedBlock = std::int64_t{1} << 20;
 
 /// A checkpoint's bytes are not those that were written, or not all of them.
@@ -140,13 +140,10 @@ inline bool is_complete(const std::filesystem::path& step, FileSystem& files = F
   return fault_in_sizes(step, files).empty();
 }
 
-/// So much of a file is best read and summed at once: it then is in the second-level cache.
-inline constexpr std::size_t kReadAtOnce = std::size_t{256} << 10;
-
 /// How many blocks a file of `size` bytes has.
 std::int64_t blocks_of(std::int64_t size);
-/// Reads a block of a file of `size` bytes, through `scratch`, and returns its checksum. Where `scratch` is as large as a block, the block
-/// lies there afterwards. Throws Error if it cannot be read.
+/// Reads a block of a file of `size` bytes into `scratch`, which has kSummedBlock bytes, and returns its checksum. Throws Error if the
+/// block cannot be read.
 std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch);
 /// Reads a block of a listed file, through `scratch`, and says what is wrong with it: empty, or that its checksum is another one than
 /// listed. Throws Error if it cannot be read.

@@ -269,7 +269,8 @@ void Transfer::check(const WantedBox& part, const std::function<void(std::int64_
   const auto sum_of = [&](std::int64_t begin, std::int64_t end) {
     std::uint32_t sum = 0;
     for (auto at = begin; at < end;) {
-      const auto length = std::min(end - at, ckpt::kSummedBlock);
+      // Up to the end of a block: of two blocks in part, both would be kept, and summed twice.
+      const auto length = std::min(end - at, ckpt::kSummedBlock - at % ckpt::kSummedBlock);
       sum = ckpt::combine_crc32(sum, file.check(at, length), static_cast<std::uint64_t>(length));
       has_read(length);
       at += length;
@@ -318,7 +319,7 @@ namespace {
 /// Reads bytes again that were checked, and goes on with their checksum.
 std::uint32_t read_again(const ckpt::CheckedFile& file, std::int64_t byte, std::span<char> to, std::uint32_t sum) {
   while (!to.empty()) {
-    const auto piece = to.first(std::min(to.size(), ckpt::kReadAtOnce));
+    const auto piece = to.first(std::min(to.size(), static_cast<std::size_t>(ckpt::kSummedBlock)));
     file.read_at(byte, piece);
     sum = ckpt::crc32(sum, piece);
     byte += static_cast<std::int64_t>(piece.size());

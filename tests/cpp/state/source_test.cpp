@@ -16,6 +16,8 @@
 
 #include "checkpoint/check.h"
 #include "checkpoint/checksum.h"
+#include "checkpoint/commit.h"
+#include "checkpoint/dcp_file.h"
 #include "checkpoint/records.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
@@ -188,6 +190,50 @@ TEST(TransferTest, LooksAtWhatIsNeededOnly) {
   transfer.add("matrix", ckpt::whole({LongColumns::kRows, 4}), 2 * LongColumns::kRows + 1, to);
   transfer.add("matrix", {{5, 1}, {LongColumns::kRows - 5, 2}}, 7, to);
   EXPECT_EQ(transfer.bytes(), 80);
+}
+
+class CountingFiles final : public ckpt::FileSystem {
+ public:
+  std::int64_t bytes = 0;
+  ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
+    const auto count = FileSystem::pread(file, data, length, offset);
+    bytes += std::max<ssize_t>(count, 0);
+    return count;
+  }
+};
+
+// Records begin and end within blocks: they are read once, too, for the record that ends there and the one that begins.
+TEST_F(SourceTest, ReadsEachBlockOnceToCheckIt) {
+  const auto values = torch::rand({7, 300001});  // 8 MiB, and a part of a block
+  fs::create_directories(path("step"));
+  ckpt::DcpFile file(path("step"), "__0_0.distcp");
+  for (const auto* name : {"a", "b", "c"}) {
+    file.add_tensor(name, {name}, ckpt::Dtype::float32, {7, 300001});
+    file.add_box(ckpt::whole({7, 300001}), [&](const ckpt::DcpFile::Append& append) {
+      append({static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
+    });
+  }
+  auto metadata = file.take_metadata();
+  auto listed = file.finish();
+  const auto size = listed.size;
+  ckpt::seal_dcp(path("step"), metadata, {std::move(listed)});
+
+  CountingFiles files;
+  const ckpt::ReplacedFileSystem replaced(files);
+  const auto source = open_source(path("step"));
+  fsdp::state::Transfer transfer(*source);
+  std::vector<at::Tensor> loaded;
+  for (const auto* name : {"a", "b", "c"}) {
+    transfer.add(name, ckpt::whole({7, 300001}), 0, loaded.emplace_back(torch::zeros(values.numel())));
+  }
+  files.bytes = 0;
+  transfer.check();
+  EXPECT_GE(files.bytes, size);
+  EXPECT_LT(files.bytes, size + ckpt::kSummedBlock / 4);  // what says where a record's values are is read again
+  files.bytes = 0;
+  transfer.read();
+  EXPECT_EQ(files.bytes, 3 * static_cast<std::int64_t>(values.nbytes()));
+  for (const auto& tensor : loaded) EXPECT_TRUE(same_bits(tensor, values.flatten()));
 }
 
 /// As Python leaves it: without a sidecar, records with checksums of their own.
