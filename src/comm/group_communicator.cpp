@@ -58,7 +58,11 @@ void GroupPending::start() {
   try {
     post();
   } catch (...) {
-    fail();
+    if (group_->row.size() > 1) fail();
+    // Nobody waits for it, and the next one can do without: it is the operator's own error, such as of memory that is short.
+    state_ = State::kFailed;
+    forget();
+    throw;
   }
 }
 

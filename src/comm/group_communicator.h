@@ -20,7 +20,7 @@ namespace fsdp::comm {
 class GroupPending : public Pending {
  public:
   GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label) : group_(std::move(group)), call_(call), label_(label) {}
-  void start();  ///< Call once, first.
+  void start();  ///< Call once, first. What throws in it ends the row, as peers may wait; in a row of one, it ends this collective alone.
   void wait() final;
 
  protected:

@@ -2,10 +2,12 @@
 
 #include <csignal>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "fsdp/device_mesh.h"
 #include "support/collective_checks.h"
+#include "support/failing_operator.h"
 #include "support/multi_rank.h"
 
 namespace fsdp::comm {
@@ -154,6 +156,27 @@ TEST(PairwiseCommunicator, OutMayBeItsOwnRegionOfUnreduced) {
     reduce.parts[0].out = reduce.parts[0].unreduced.narrow(0, rank * 1000, 1000);
     communicator->reduce_scatter(reduce.parts, 0.25, kReduce)->wait();
     reduce.check();
+  });
+}
+
+// With peers, who may wait for it, a collective that fails on one rank ends them all. Alone, it is only the operator's own error.
+TEST(PairwiseCommunicator, AnOperatorThatFailsWithoutPeersEndsNothing) {
+  run_ranks(1, [] {
+    const auto communicator = world();
+    int failed = 0;
+    for (bool ended = false; !ended; failed += ended ? 0 : 1) {
+      Reduce reduce(*communicator, {{.numel = 1000, .dtype = at::kFloat}, {.numel = 3, .dtype = at::kFloat}}, 1, 0.25);
+      try {
+        const testing::FailingOperator operators;
+        testing::FailingOperator::arm(failed);
+        communicator->reduce_scatter(reduce.parts, 0.25, kReduce)->wait();
+        ended = true;
+      } catch (const std::runtime_error& error) {
+        EXPECT_STREQ(error.what(), "planned failure");
+      }
+      if (ended) reduce.check();
+    }
+    EXPECT_GT(failed, 0);
   });
 }
 
