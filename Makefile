@@ -13,7 +13,7 @@ JOBS ?= $(shell nproc)
 SECONDS ?= 60
 # Of `make torture`.
 KILLS ?= 200
-# One more than processors: a test's ranks and processes wait for each other, which leaves a third of the processors' time unused.
+# One more than processors, which a test often leaves idle: its ranks wait for each other.
 TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 export VENV
 # The environment's cmake, ninja and Python tools before any other.

@@ -31,7 +31,7 @@ inline constexpr std::string_view kSidecar = ".fsdp-checksums";
 
 /// Files are summed in blocks of so many bytes, counted from their beginning (the last one is what is left), so that who needs a part of a
 /// file reads and checks little more than that. A block stays in the processor's cache from the sum to the write, and from the read to the
-/// sum. Files are read in pieces of this size, too: with less, the system's calls are noticed.
+/// sum. Files are read in pieces of this size, too, by few system calls.
 inline constexpr std::int64_t kSummedBlock = std::int64_t{1} << 20;
 
 /// A checkpoint's bytes are not those that were written, or not all of them.

@@ -59,7 +59,7 @@ void GroupPending::start() {
     post();
   } catch (...) {
     if (group_->row.size() > 1) fail();
-    // Nobody waits for it, and the next one can do without: it is the operator's own error, such as of memory that is short.
+    // No peer waits for this collective, and later ones do not depend on it.
     state_ = State::kFailed;
     forget();
     throw;

@@ -16,6 +16,7 @@
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/records.h"
 #include "fsdp/save_load.h"
+#include "support/counting_files.h"
 #include "support/edited_checkpoint.h"
 #include "support/faulty_files.h"
 #include "support/meshes.h"
@@ -31,6 +32,7 @@ namespace ckpt = fsdp::ckpt;
 namespace fs = std::filesystem;
 
 using fsdp::testing::adamw;
+using fsdp::testing::CountingFiles;
 using fsdp::testing::expect_same_bits;
 using fsdp::testing::FaultyFiles;
 using fsdp::testing::has;
@@ -85,15 +87,6 @@ TEST_F(CheckpointRanks, SendMessagesByTheLogarithmOfTheirNumber) {
     }
   }
 }
-
-class CountingFiles final : public ckpt::FileSystem {
- public:
-  int preads = 0;
-  ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
-    ++preads;
-    return FileSystem::pread(file, data, length, offset);
-  }
-};
 
 TEST_F(CheckpointRanks, ReadCountsOfUpdatesOnce) {
   for (const int ranks : {2, 4}) {

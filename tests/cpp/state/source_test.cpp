@@ -22,6 +22,7 @@
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
 #include "support/checkpoint_test.h"
+#include "support/counting_files.h"
 #include "support/edited_checkpoint.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
@@ -39,6 +40,7 @@ namespace fs = std::filesystem;
 
 using fsdp::state::open_source;
 using fsdp::testing::adamw;
+using fsdp::testing::CountingFiles;
 using fsdp::testing::edit_metadata;
 using fsdp::testing::expect_same_bits;
 using fsdp::testing::FaultyFiles;
@@ -191,16 +193,6 @@ TEST(TransferTest, LooksAtWhatIsNeededOnly) {
   transfer.add("matrix", {{5, 1}, {LongColumns::kRows - 5, 2}}, 7, to);
   EXPECT_EQ(transfer.bytes(), 80);
 }
-
-class CountingFiles final : public ckpt::FileSystem {
- public:
-  std::int64_t bytes = 0;
-  ssize_t pread(int file, void* data, std::size_t length, off_t offset) override {
-    const auto count = FileSystem::pread(file, data, length, offset);
-    bytes += std::max<ssize_t>(count, 0);
-    return count;
-  }
-};
 
 // Records begin and end within blocks: they are read once, too, for the record that ends there and the one that begins.
 TEST_F(SourceTest, ReadsEachBlockOnceToCheckIt) {
