@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -9,6 +9,8 @@ BUILD_DIR ?= build
 # When the build directory is made: ON or OFF.
 WARNINGS_AS_ERRORS ?= OFF
 JOBS ?= $(shell nproc)
+# Files that are compiled together, also when the build directory is made; empty: CMakeLists.txt says how many.
+UNITY ?=
 # Of each fuzz target, and of `make soak`.
 SECONDS ?= 60
 # Of `make torture`.
@@ -26,7 +28,7 @@ peers = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.run --tests $(TESTS
 megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --checkout $(MEGATRON) --results $(BUILD_DIR)/peers/megatron
 PYTHON_MODULES = libfsdp libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.experimental libfsdp.megatron.uneven_dtensor
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
-  -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS)
+  -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS) $(if $(UNITY),-DCMAKE_UNITY_BUILD_BATCH_SIZE=$(UNITY))
 # A group in one process each: loading an instrumented torch for every test would take longer than the tests. The largest first.
 run_groups = ls -S $$(find $(1)/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*') | \
   xargs -n 1 -P $(TEST_JOBS) sh -c 'timeout 3600 "$$0" --gtest_brief=1 </dev/null || { echo "FAILED: $$0"; exit 1; }'

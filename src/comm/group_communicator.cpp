@@ -14,6 +14,7 @@
 #include <numeric>
 #include <sstream>
 
+#include "base/exception_text.h"
 #include "base/stable_hash.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
@@ -58,11 +59,7 @@ void GroupPending::start() {
   try {
     post();
   } catch (...) {
-    if (group_->row.size() > 1) fail();
-    // No peer waits for this collective, and later ones do not depend on it.
-    state_ = State::kFailed;
-    forget();
-    throw;
+    fail_by_exception();
   }
 }
 
@@ -76,7 +73,7 @@ void GroupPending::wait() {
     finish();
     state_ = State::kDone;
   } catch (...) {
-    fail();
+    fail_by_exception();
   }
 }
 
@@ -86,6 +83,15 @@ void GroupPending::fail() {
   error_ = error.what();
   forget();
   throw error;
+}
+
+void GroupPending::fail_by_exception() {
+  if (group_->row.size() > 1) fail();
+  // No peer waits for this collective, and later ones do not depend on it.
+  state_ = State::kFailed;
+  error_ = describe(label_) + " failed: " + current_exception_text();
+  forget();
+  throw;
 }
 
 void GroupPending::settle() noexcept {

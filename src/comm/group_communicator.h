@@ -16,11 +16,12 @@
 namespace fsdp::comm {
 
 /// Pending's contract (idempotent, waits when destroyed) around the steps of a collective, whose header has been sent. A subclass is final
-/// and calls settle() in its destructor.
+/// and calls settle() in its destructor. What its steps throw ends the row, as peers may wait; in a row of one, it ends this collective
+/// alone, and start() or wait() passes it on as it is.
 class GroupPending : public Pending {
  public:
   GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label) : group_(std::move(group)), call_(call), label_(label) {}
-  void start();  ///< Call once, first. What throws in it ends the row, as peers may wait; in a row of one, it ends this collective alone.
+  void start();  ///< Call once, first.
   void wait() final;
 
  protected:
@@ -34,7 +35,8 @@ class GroupPending : public Pending {
  private:
   enum class State { kStarted, kDone, kFailed };  // kStarted -> kFailed in start(); kStarted -> kDone | kFailed in wait().
 
-  [[noreturn]] void fail();
+  [[noreturn]] void fail();               ///< Throws CommError. Call it inside a catch block, or if group_->failed().
+  [[noreturn]] void fail_by_exception();  ///< Call it inside a catch block.
 
   const Label label_;
   State state_ = State::kStarted;

@@ -98,6 +98,21 @@ TEST(NativeCommunicator, LetsTheBackendSumWideDtypes) {
   });
 }
 
+TEST(NativeCommunicator, ASumThatFailsWithoutPeersEndsNothing) {
+  run_ranks(1, [] {
+    const auto communicator = native_world();
+    Reduce reduce(*communicator, {kSummedHere[0]}, 12, 0.25);
+    const auto pending = communicator->reduce_scatter(reduce.parts, 0.25, kReduce);
+    reduce.parts[0].out.storage().unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+    EXPECT_THROW(pending->wait(), c10::Error);
+    const std::string again = testing::message_of<CommError>([&] { pending->wait(); });
+    EXPECT_TRUE(again.starts_with(describe(kReduce) + " failed: ")) << again;
+    Reduce next(*communicator, {kSummedHere[0]}, 13, 0.25);
+    communicator->reduce_scatter(next.parts, 0.25, kReduce)->wait();
+    next.check();
+  });
+}
+
 TEST(NativeCommunicator, NeedsLittleStagingWhereTheBackendSums) {
   run_ranks(3, [] {
     const auto communicator = native_world();

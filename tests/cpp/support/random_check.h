@@ -86,7 +86,9 @@ inline void check(const Case& c, Meshes& meshes, const std::string& folder) {
   const auto second = train(c.second, "second");
   const auto first_order = sum_order(c, c.first);
   const auto second_order = sum_order(c, c.second);
-  const bool same = first_order == second_order && first.norms == second.norms;
+  // Which operator is the one to fail depends on the library's own: where one training ends its pass before it and the other does not,
+  // their gradients differ rightly.
+  const bool same = first_order == second_order && first.norms == second.norms && first.failures == second.failures;
   // Where the order of sums is open, both have the same units and meshes.
   if (same) {
     expect_near(second, first, c.same_ends(c.first, c.second) ? 0 : rounding(c), "second against first");
