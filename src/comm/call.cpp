@@ -10,7 +10,8 @@ namespace {
 
 // Only what is needed to see the difference.
 std::string describe(const Call& call, const Call& other) {
-  std::string text = "#" + std::to_string(call.number) + " " + call.operation;
+  std::string text = "#";  // Not + of a temporary: GCC 12 warns of an overflow in it (its bug 105651).
+  text.append(std::to_string(call.number)).append(" ").append(call.operation);
   const std::string_view unit = call.unit;
   if (!unit.empty()) text.append(" of unit '").append(unit).append("'");
   if (std::string_view(call.operation) != other.operation || unit != other.unit || call.number != other.number) return text;

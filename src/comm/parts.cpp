@@ -3,9 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/TensorOptions.h>
 
-#include <cstring>
 #include <string>
 
+#include "base/parallel_for.h"
 #include "comm/call.h"
 #include "comm/rank_order_sum.h"
 #include "fsdp/error.h"
@@ -126,7 +126,7 @@ void copy_own_shard(const GatherPart& part, int rank) {
   char* region = static_cast<char*>(part.full.mutable_data_ptr()) + static_cast<std::size_t>(rank) * bytes;
   if (region == part.shard.const_data_ptr()) return;
   if (part.full.is_cpu()) {
-    std::memcpy(region, part.shard.const_data_ptr(), bytes);
+    parallel_copy(region, part.shard.const_data_ptr(), static_cast<std::int64_t>(bytes));
   } else {
     const at::NoGradGuard no_grad;
     const std::int64_t numel = part.shard.numel();

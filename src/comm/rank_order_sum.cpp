@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/parallel_for.h"
 #include "fsdp/error.h"
 
 // Says of the loop that follows that no iteration reads what another one writes.
@@ -32,6 +33,9 @@ using Accumulator = std::conditional_t<std::is_same_v<Source, double>, double, f
 
 // Sums of one chunk stay in the first-level cache while all sources are added to it.
 constexpr std::int64_t kChunk = 2048;
+
+// So many elements take longer to add than a thread to wake up.
+constexpr std::int64_t kWorthAThread = 64 * kChunk;
 
 // Unlike c10's, without a branch, so that the loops vectorize.
 template <typename T, typename Acc>
@@ -84,24 +88,31 @@ void add_tree(std::span<const void* const> sources, std::int64_t offset, Acc* su
   add_two<false>(sums, sums + kChunk, sums, n, Acc{1});
 }
 
+// The elements [first, last).
 template <bool kAccumulate, typename Source, typename Out>
-void sum(std::span<const void* const> sources, Out* out, std::int64_t numel, double scale) {
+void sum_range(std::span<const void* const> sources, Out* out, std::int64_t first, std::int64_t last, double scale) {
   using Acc = Accumulator<Source>;
   const auto last_scale = static_cast<Acc>(scale);
-  const auto source = [&](std::size_t rank) { return static_cast<const Source*>(sources[rank]); };
-  if (sources.size() == 1) return scale_one<kAccumulate>(source(0), out, numel, last_scale);
-  if (sources.size() == 2) return add_two<kAccumulate>(source(0), source(1), out, numel, last_scale);
+  const auto source = [&](std::size_t rank) { return static_cast<const Source*>(sources[rank]) + first; };
+  if (sources.size() == 1) return scale_one<kAccumulate>(source(0), out + first, last - first, last_scale);
+  if (sources.size() == 2) return add_two<kAccumulate>(source(0), source(1), out + first, last - first, last_scale);
   const std::size_t left = std::bit_floor(sources.size() - 1);
   const auto levels = static_cast<std::size_t>(std::bit_width(sources.size()));
   std::vector<Acc> sums((levels + 1) * kChunk);
   Acc* const right = sums.data() + kChunk;
-  for (std::int64_t begin = 0; begin < numel; begin += kChunk) {
-    const std::int64_t n = std::min(kChunk, numel - begin);
+  for (std::int64_t begin = first; begin < last; begin += kChunk) {
+    const std::int64_t n = std::min(kChunk, last - begin);
     // The left half's levels are done, and their chunks free, when the right half begins.
     add_tree<Source>(sources.first(left), begin, sums.data(), n);
     add_tree<Source>(sources.subspan(left), begin, right, n);
     add_two<kAccumulate>(sums.data(), right, out + begin, n, last_scale);
   }
+}
+
+template <bool kAccumulate, typename Source, typename Out>
+void sum(std::span<const void* const> sources, Out* out, std::int64_t numel, double scale) {
+  parallel_for(numel, kWorthAThread,
+               [&](std::int64_t first, std::int64_t last) { sum_range<kAccumulate, Source>(sources, out, first, last, scale); });
 }
 
 // Calls fn with a value of the C++ type of a summable dtype.

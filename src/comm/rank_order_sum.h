@@ -18,7 +18,7 @@ constexpr at::ScalarType sum_dtype(at::ScalarType dtype) { return dtype == at::k
 /// mesh and then over the rows' sums is the same bits as one over all ranks, where rows have a power of two of ranks. It is multiplied in
 /// that precision by `scale` (rounded to fp32 for an fp32 sum); each element of `out` is rounded at the end. All 1-D, contiguous, of equal
 /// length; sources of one dtype; `out` may be of another, and may be one of the sources. On the CPU one fused pass without temporary
-/// tensors; elsewhere operators on the current stream.
+/// tensors, on torch's intra-op threads, of which any number gives the same bits; elsewhere operators on the current stream.
 void rank_order_sum(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate);
 
 /// The same for raw memory on the CPU: each source points to `numel` elements of `source_dtype`.

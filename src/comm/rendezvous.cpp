@@ -76,7 +76,10 @@ World world_of(std::int64_t rank, std::int64_t size) {
 std::shared_ptr<gloo::transport::Device> make_gloo_device(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
   if (is_loopback(world.master_addr)) return Gloo::createDeviceForHostname("127.0.0.1");
-  if (const auto interface = process_environment("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
+  // Of several, the first, as alarms are sure to arrive before their connection closes only where a pair of ranks has one.
+  if (const auto interfaces = process_environment("GLOO_SOCKET_IFNAME")) {
+    return Gloo::createDeviceForInterface(interfaces->substr(0, interfaces->find(',')));
+  }
   // A host name that resolves to no address of this machine is common in containers, and needless where no rank is elsewhere.
   if (world.one_machine()) return Gloo::createDeviceForHostname("127.0.0.1");
   return Gloo::createDefaultDevice();

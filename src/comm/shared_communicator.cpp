@@ -1,13 +1,13 @@
 #include "comm/shared_communicator.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "base/parallel_for.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 #include "comm/served.h"
@@ -70,7 +70,7 @@ class SharedPending : public GroupPending, public Served {
     for (std::size_t i = 0; i < stretches.size(); ++i) {
       reinterpret_cast<std::int64_t*>(block)[i] = offsets[i].value_or(begin + end);
       if (offsets[i] || stretches[i].bytes == 0) continue;
-      std::memcpy(block + end, stretches[i].data, static_cast<std::size_t>(stretches[i].bytes));
+      parallel_copy(block + end, stretches[i].data, stretches[i].bytes);
       end += aligned(stretches[i].bytes);
     }
     shared_.publish_parts(call_.number, begin);
@@ -237,7 +237,7 @@ class SharedGather final : public SharedPending {
       for (int host = 0; host < hosts(); ++host, ++stretch) {
         if (bytes == 0) continue;
         const char* const theirs = shared_.part_of(neighbour, offsets, stretch, static_cast<std::int64_t>(bytes));
-        std::memcpy(full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes, theirs, bytes);
+        parallel_copy(full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes, theirs, static_cast<std::int64_t>(bytes));
       }
     }
     read_[static_cast<std::size_t>(neighbour)] = is_sound(neighbour);

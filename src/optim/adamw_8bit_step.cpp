@@ -1,11 +1,11 @@
 #include "optim/adamw_8bit_step.h"
 
-#include <ATen/Parallel.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "base/parallel_for.h"
 #include "fsdp/adamw_8bit.h"
 #include "optim/block_adamw.h"
 #include "optim/dynamic_map.h"
@@ -74,7 +74,7 @@ void step_adamw_8bit(const QuantizedPart& part, const AdamStep& step, std::int64
   auto* second_largest = part.state[3].mutable_data_ptr<float>();
   const auto numel = part.value.numel();
   constexpr std::int64_t kBlocksPerTask = 64;
-  at::parallel_for(0, (numel + kBlock - 1) / kBlock, kBlocksPerTask, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for((numel + kBlock - 1) / kBlock, kBlocksPerTask, [&](std::int64_t begin, std::int64_t end) {
     Block gradient{};
     Block value{};
     for (std::int64_t b = begin; b < end; ++b) {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-from hosts import Hosts, HostsUnavailable
+from hosts import DEVICE, Hosts, HostsUnavailable
 
 SKIPPED = 77
 MBIT = 1000
@@ -150,7 +150,7 @@ def main() -> int:
             check_end(sent)
         check_training(program, Case(2, 2, {"FSDP_SHARED_MEMORY": "0"}))
         check_training(program, Case(2, 2))
-        check_training(program, Case(4, 1))
+        check_training(program, Case(4, 1, {"GLOO_SOCKET_IFNAME": f"{DEVICE},lo"}))
         if reason := why_not(LATENCY_MS):
             print(f"no training with a latency: {reason}")
         else:

@@ -4,6 +4,7 @@
 
 #include "fsdp/error.h"
 #include "support/collective_checks.h"
+#include "support/multi_rank.h"
 
 namespace fsdp::comm {
 namespace rank_order_sum_test {
@@ -45,6 +46,23 @@ INSTANTIATE_TEST_SUITE_P(AllDtypes, RankOrderSum, ::testing::Combine(::testing::
                          [](const auto& info) {
                            return std::string(c10::toString(std::get<0>(info.param))) + "To" + c10::toString(std::get<1>(info.param));
                          });
+
+TEST(RankOrderSum, ThreadsGiveTheSameBits) {
+  testing::run_ranks(1, [] {
+    constexpr std::int64_t kNumel = 1'000'003;
+    for (const int ranks : {1, 2, 5}) {
+      std::vector<at::Tensor> sources;
+      for (int r = 0; r < ranks; ++r) sources.push_back(numbers(kNumel, 31 + r, at::kBFloat16));
+      const at::Tensor old = numbers(kNumel, 5, at::kFloat);
+      const at::Tensor expected = expected_sum(sources, old, 0.3, /*accumulate=*/true);
+      at::set_num_threads(3);
+      const at::Tensor out = old.clone();
+      rank_order_sum(sources, out, 0.3, /*accumulate=*/true);
+      at::set_num_threads(1);
+      EXPECT_TRUE(same_bits(out, expected)) << ranks << " ranks";
+    }
+  });
+}
 
 TEST(RankOrderSum, SumsPairwiseInRankOrder) {
   const auto sum = [](const std::vector<float>& values) {
