@@ -20,6 +20,14 @@ def are_replaced() -> bool:
     return (dist.all_gather_into_tensor, dist.reduce_scatter_tensor) != _ORIGINALS
 
 
+def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's backend for a device has an allocator of its own, whose memory its collectives need not copy."""
+    try:
+        return bool(group._get_backend(device).supports_tensor_alloc(device))
+    except (AttributeError, RuntimeError):  # a group or backend that is written in Python
+        return False
+
+
 class Collectives:
     """What the engine asks of one process group. Each gather and each reduction of a unit is one call.
 
@@ -43,6 +51,16 @@ class Collectives:
         """Drops the references to process groups, after ``destroy_process_group()``: no collective is possible any more."""
         for collectives in Collectives._all:
             collectives._group = None
+
+    def has_memory(self) -> bool:
+        """Whether the group's backend has an allocator of its own."""
+        return self._group is not None and has_memory(self._group, self._device)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """So many bytes from there."""
+        assert self._group is not None
+        backend = self._group._get_backend(self._device)
+        return backend.allocate_tensor(size, dtype=torch.uint8, device=self._device)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
         """Starts it: `output` holds every rank's `shard`, in rank order, when the work is done."""

@@ -230,7 +230,8 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """With True, buffers of collectives come from the process group's own allocator, where its backend has one (NCCL).
 
-        Backends without one, Gloo among them, are as before.
+        Units share their buffers, so that all of the model's come from there if one of its units asks for it. Backends
+        without an allocator, Gloo among them, are as before.
 
         Raises:
             AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.

@@ -9,21 +9,15 @@ if TYPE_CHECKING:
 
 
 def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
-    """The unit's buffers come from its process group's allocator, if that has one.
+    """The buffers of the unit's model come from its process groups' allocators, if these have any.
 
     Raises:
         AssertionError: if the unit has collectives of the user's own, which bring their memory.
-        NotImplementedError: if the backend has an allocator. The module stays as it is.
     """
     _refuse_custom(state, "set_allocate_memory_from_process_group_for_comm")
-    device = state.mesh.device
-    backend = state.mesh.shard_mesh.get_group()._get_backend(device)
-    if enable and getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
-        raise NotImplementedError(
-            "set_allocate_memory_from_process_group_for_comm: the engine has no buffers in memory of "
-            f"{backend.name()} yet; leave the call out"
-        )
     state.memory_of_group = enable
+    if state.model is not None:
+        state.model.choose_memory()
 
 
 def refuse_symmetric_memory(state: ShardState) -> None:

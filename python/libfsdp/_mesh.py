@@ -88,6 +88,11 @@ class _Row:
     def position(self) -> int:
         return self.ranks.index(dist.get_rank())
 
+    def new_group(self, neighbours: int) -> dist.ProcessGroup:
+        """Of so many neighbours, this rank among them. Collective over these."""
+        first = self.position // neighbours * neighbours
+        return dist.new_group(self.ranks[first : first + neighbours], use_local_synchronization=True)
+
 
 def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator if there is one, else on the CPU."""
@@ -171,6 +176,8 @@ def _make(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> 
     groups = [row.group for row in rows if row.group is not None]
     if mesh.device_type == "cpu" and all(_is_of(group, "ProcessGroupGloo", mesh) for group in groups):
         return _over_store(mesh, rows, shards, world)
+    if mesh.device_type == "cuda" and all(_is_of(group, "ProcessGroupNCCL", mesh) for group in groups):
+        return _over_backends(mesh, rows, shards, world)
     if all(_is_of(group, "FakeProcessGroup", mesh) for group in groups):
         return _over_python(mesh, rows, shards, _C.make_fake_mesh)
     return _over_python(mesh, rows, shards)
@@ -185,7 +192,26 @@ def _is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
     )
 
 
-def _over_store(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
+def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
+    """The groups' own backends move the tensors, called by the engine; only small messages have connections of its own."""
+    device = device_of(mesh)
+
+    def backend_of(dimension: int, neighbours: int) -> dist.Backend:
+        row = rows[dimension]
+        assert row.group is not None
+        group = row.group if neighbours == 0 else row.new_group(neighbours)
+        return group._get_backend(device)
+
+    return _over_store(mesh, rows, shards, world, backend_of)
+
+
+def _over_store(
+    mesh: DeviceMesh,
+    rows: list[_Row],
+    shards: bool,
+    world: _OfWorld,
+    backend_of: Callable[[int, int], dist.Backend] | None = None,
+) -> ShardingMesh:
     """Connections of the engine's own. The ranks of the mesh have made the same meshes in the same order."""
     ranks = ",".join(str(rank) for rank in mesh.mesh.flatten().tolist())
     name = hashlib.sha256(f"{tuple(mesh.mesh.shape)} {ranks}".encode()).hexdigest()[:16]
@@ -198,15 +224,16 @@ def _over_store(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorl
         dims=[row.name for row in rows],
         rows=[row.ranks for row in rows],
         device=device_of(mesh),
-        timeout=min(_timeout_of(row.group) for row in rows if row.group is not None),
+        timeout=min(_timeout_of(row.group, device_of(mesh)) for row in rows if row.group is not None),
         make=_maker(mesh, rows, ()),
+        backend_of=backend_of,
     )
     return ShardingMesh(mesh, engine_mesh, shards)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Of a group of Gloo, seconds: what init_process_group or new_group was given."""
-    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Of a group of Gloo or NCCL, seconds: what init_process_group or new_group was given."""
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
     return seconds
 
 
@@ -236,8 +263,6 @@ def _maker(
         row = rows[dimension]
         if neighbours == len(row.ranks):
             return collectives[dimension] if collectives else Collectives(row.group, device)
-        first = row.position // neighbours * neighbours
-        own = dist.new_group(row.ranks[first : first + neighbours], use_local_synchronization=True)
-        return Collectives(own, device)
+        return Collectives(row.new_group(neighbours), device)
 
     return make

@@ -78,6 +78,8 @@ class Model:
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
                 state.connect(self.engine)
+        if any(state.memory_of_group for state in self.states):
+            self.choose_memory()
         for state in self.states:
             state.apply_prefetch_lists()
             if state.unsharded_early and not provisional:
@@ -92,6 +94,10 @@ class Model:
         """With True, the ends of backwards reduce nothing, until finalize_backward."""
         self.manual_finalization = enabled
         self.engine.set_manual_finalization(enabled)
+
+    def choose_memory(self) -> None:
+        """Buffers come from the process groups' allocators if that was asked for any unit: units share their buffers."""
+        self.engine.set_memory_of_group(any(state.memory_of_group for state in self.states))
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
         """Reduces what backwards have left, and gives it to the shards, at once or by the handle."""

@@ -1,5 +1,6 @@
 // Meshes whose ranks torch.distributed has brought together.
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings/bindings.h"
@@ -14,14 +15,20 @@ namespace py = pybind11;
 namespace fsdp::bindings {
 namespace {
 
+using BackendOf = decltype(comm::StoreMesh::backend_of);
+
+/// To be copied and let go of without the GIL.
+std::shared_ptr<py::function> shared(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
 /// Makes the collectives of Python along one dimension, over so many neighbours.
 class PythonCollectives {
  public:
-  explicit PythonCollectives(py::function make)
-      : make_(new py::function(std::move(make)), [](py::function* function) {
-          const py::gil_scoped_acquire gil;
-          delete function;
-        }) {}
+  explicit PythonCollectives(py::function make) : make_(shared(std::move(make))) {}
 
   std::shared_ptr<PythonCommunicator> operator()(std::size_t dimension, std::int64_t position, std::int64_t neighbours) const {
     const py::gil_scoped_acquire gil;
@@ -33,11 +40,27 @@ class PythonCollectives {
   std::shared_ptr<py::function> make_;
 };
 
-/// A mesh with connections of its own between the ranks of each row.
+/// Asks Python for the backend of a dimension (StoreMesh::backend_of).
+class PythonBackends {
+ public:
+  explicit PythonBackends(py::function backend_of) : backend_of_(shared(std::move(backend_of))) {}
+
+  c10::intrusive_ptr<c10d::Backend> operator()(std::size_t dimension, std::int64_t neighbours) const {
+    const py::gil_scoped_acquire gil;
+    return (*backend_of_)(dimension, neighbours).cast<c10::intrusive_ptr<c10d::Backend>>();
+  }
+
+ private:
+  std::shared_ptr<py::function> backend_of_;
+};
+
+/// A mesh with connections of its own between the ranks of each row, or with the given backends.
 DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string prefix, std::int64_t rank, std::int64_t world_size,
                      std::vector<std::string> dims, std::vector<std::vector<std::int64_t>> rows, const at::Device& device, double timeout,
-                     py::function make) {
+                     py::function make, std::optional<py::function> backend_of) {
   const PythonCollectives collectives(std::move(make));
+  std::optional<PythonBackends> backends;
+  if (backend_of) backends.emplace(*std::move(backend_of));
   const py::gil_scoped_release no_gil;
   const auto own = comm::make_store_mesh({.store = store,
                                           .prefix = std::move(prefix),
@@ -46,7 +69,8 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
                                           .dims = std::move(dims),
                                           .rows = std::move(rows),
                                           .device = device,
-                                          .options = {.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))}});
+                                          .options = {.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))},
+                                          .backend_of = backends ? BackendOf(*backends) : BackendOf()});
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = device;
   state->rank = rank;
@@ -105,9 +129,10 @@ void bind_mesh(py::module_& module) {
         return sizes;
       });
   module.def("make_mesh", &make_mesh, py::arg("store"), py::arg("prefix"), py::arg("rank"), py::arg("world_size"), py::arg("dims"),
-             py::arg("rows"), py::arg("device"), py::arg("timeout"), py::arg("make"),
+             py::arg("rows"), py::arg("device"), py::arg("timeout"), py::arg("make"), py::arg("backend_of"),
              "A mesh with connections of its own between the ranks of each row, which meet by the store. make(dimension, neighbours) "
-             "gives the collectives for when they are to be visible.");
+             "gives the collectives for when they are to be visible. backend_of(dimension, neighbours), if it is not None, gives the "
+             "backends that move the tensors: of the row if neighbours is 0, else of a new group.");
   module.def("collectives_are_visible", &collectives_are_visible, "Collectives go through torch.distributed, where others see them.");
   module.def("set_collectives_replaced", &set_collectives_replaced, "Functions of torch.distributed have been replaced by a program.");
   module.def("make_python_mesh", &make_python_mesh, py::arg("rank"), py::arg("dims"), py::arg("sizes"), py::arg("coordinates"),

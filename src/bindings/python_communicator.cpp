@@ -78,6 +78,35 @@ PythonCommunicator::~PythonCommunicator() {
   collectives_ = py::object();
 }
 
+bool PythonCommunicator::use_own_memory(c10::Device, bool use) {
+  const py::gil_scoped_acquire gil;
+  const bool has_memory = collectives_.attr("has_memory")().cast<bool>();
+  uses_own_memory_ = use && has_memory;
+  return has_memory;
+}
+
+c10::DataPtr PythonCommunicator::allocate(c10::Device, std::int64_t bytes) {
+  const py::gil_scoped_acquire gil;
+  return comm::memory_of(collectives_.attr("allocate")(bytes).cast<at::Tensor>());
+}
+
+at::Tensor PythonCommunicator::empty(std::int64_t numel, const at::TensorOptions& options) const {
+  if (!uses_own_memory_ || numel == 0) return at::empty({numel}, options);
+  const py::gil_scoped_acquire gil;
+  const auto bytes = numel * static_cast<std::int64_t>(options.dtype().itemsize());
+  return collectives_.attr("allocate")(bytes).cast<at::Tensor>().view(c10::typeMetaToScalarType(options.dtype()));
+}
+
+at::Tensor PythonCommunicator::joined(const std::vector<at::Tensor>& tensors, std::int64_t dim) const {
+  if (!uses_own_memory_) return at::cat(tensors, dim);
+  auto shape = tensors.front().sizes().vec();
+  auto& length = shape[static_cast<std::size_t>(dim)] = 0;
+  for (const auto& tensor : tensors) length += tensor.size(dim);
+  at::Tensor all = empty(c10::multiply_integers(shape), tensors.front().options()).view(shape);
+  at::cat_out(all, tensors, dim);
+  return all;
+}
+
 std::unique_ptr<comm::Pending> PythonCommunicator::all_gather(std::span<const comm::GatherPart> given, const comm::Label& label) {
   std::vector<comm::GatherPart> parts;
   for (const auto& part : given) {
@@ -91,8 +120,8 @@ std::unique_ptr<comm::Pending> PythonCommunicator::all_gather(std::span<const co
       parts, +[](const comm::GatherPart& part) { return part.shard.scalar_type(); });
   std::vector<at::Tensor> shards;
   for (const auto& part : parts) shards.push_back(flat(part.shard, as_bytes));
-  const at::Tensor input = shards.size() == 1 ? shards.front() : at::cat(shards);
-  const at::Tensor output = parts.size() == 1 ? flat(parts.front().full, as_bytes) : at::empty({size_ * input.numel()}, input.options());
+  const at::Tensor input = shards.size() == 1 ? shards.front() : joined(shards, 0);
+  const at::Tensor output = parts.size() == 1 ? flat(parts.front().full, as_bytes) : empty(size_ * input.numel(), input.options());
   stats_.all_gathers += 1;
   stats_.all_gather_bytes += (size_ - 1) * static_cast<std::int64_t>(input.nbytes());
   auto finish = [parts, input, output, as_bytes, size = size_] {
@@ -128,8 +157,8 @@ std::unique_ptr<comm::Pending> PythonCommunicator::reduce_scatter(std::span<cons
   }
   std::vector<at::Tensor> rows;
   for (const auto& part : parts) rows.push_back(part.unreduced.view({size_, -1}));
-  const at::Tensor input = (rows.size() == 1 ? rows.front() : at::cat(rows, 1)).view(-1);
-  const at::Tensor output = at::empty({input.numel() / size_}, input.options());
+  const at::Tensor input = (rows.size() == 1 ? rows.front() : joined(rows, 1)).view(-1);
+  const at::Tensor output = empty(input.numel() / size_, input.options());
   stats_.reduce_scatters += 1;
   stats_.reduce_scatter_bytes += (size_ - 1) * static_cast<std::int64_t>(output.nbytes());
   auto finish = [parts, input, output, deliver] {

@@ -32,13 +32,20 @@ class PythonCommunicator final : public comm::Communicator {
   std::string gather(const std::string& text, const comm::Label& label) override;
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
+  bool use_own_memory(c10::Device device, bool use) override;
+  c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override;
 
  private:
+  /// What a collective needs itself: 1-D, not initialised.
+  at::Tensor empty(std::int64_t numel, const at::TensorOptions& options) const;
+  /// at::cat, into such memory.
+  at::Tensor joined(const std::vector<at::Tensor>& tensors, std::int64_t dim) const;
   std::vector<std::string> texts_of_all(const std::string& text, const comm::Label& label);
 
   pybind11::object collectives_;
   int rank_;
   int size_;
+  bool uses_own_memory_ = false;
 };
 
 }  // namespace fsdp::bindings

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
 #include <chrono>
 #include <cstdint>
@@ -105,6 +106,12 @@ class Communicator {
   virtual void expect_equal(const std::string& text, const Label& label) = 0;
 
   virtual void barrier() = 0;
+
+  /// Whether the backend has an allocator of its own, whose memory its collectives need not copy (NCCL's user buffers). With `use`, what a
+  /// collective needs beside the caller's buffers comes from there from now on.
+  virtual bool use_own_memory(c10::Device device, bool use) { return false; }
+  /// Memory from there; not initialised. Only if there is such an allocator.
+  virtual c10::DataPtr allocate(c10::Device device, std::int64_t bytes) { return {}; }
 
   const CommStats& stats() const { return stats_; }
   void reset_stats() { stats_ = {}; }

@@ -128,10 +128,19 @@ std::shared_ptr<comm::Communicator> make_cpu_communicator(const comm::Row& row, 
   return std::make_shared<comm::SharedCommunicator>(row, gloo, std::move(shared));
 }
 
+/// The backend of one dimension: see StoreMesh::backend_of.
+using BackendOf = std::function<c10::intrusive_ptr<c10d::Backend>(std::int64_t neighbours)>;
+
+/// `neighbours`: as backend_of takes it.
 std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device,
-                                                      const MeshOptions& options, const std::string& suffix = "") {
+                                                      const MeshOptions& options, const BackendOf& backend_of, std::int64_t neighbours = 0,
+                                                      const std::string& suffix = "") {
   const std::string name = row.dim + "/" + std::to_string(row.global_ranks.front()) + "/" + suffix;
   auto gloo = rendezvous.gloo_group(row, name + "gloo");
+  if (backend_of) {
+    auto backend = row.size() == 1 ? c10::intrusive_ptr<c10d::Backend>() : backend_of(neighbours);
+    return std::make_shared<comm::NativeCommunicator>(row, std::move(backend), std::move(gloo));
+  }
   if (device.is_cpu()) return make_cpu_communicator(row, std::move(gloo), options);
   auto nccl = rendezvous.nccl_group(row, name + "nccl", device);
   return std::make_shared<comm::NativeCommunicator>(row, std::move(nccl), std::move(gloo));
@@ -222,12 +231,13 @@ void DeviceMesh::barrier() const {
 namespace {
 
 void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row,
-             const MeshOptions& options) {
-  state.communicators.push_back(make_communicator(*rendezvous, row, state.device, options));
+             const MeshOptions& options, const BackendOf& backend_of = {}) {
+  state.communicators.push_back(make_communicator(*rendezvous, row, state.device, options, backend_of));
   // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
   const auto made = std::make_shared<int>(0);
-  state.make_communicator.emplace_back([rendezvous, row, made, device = state.device, options](std::int64_t neighbours) {
-    return make_communicator(*rendezvous, neighbours_in(row, neighbours), device, options, std::to_string(++*made) + ".more/");
+  state.make_communicator.emplace_back([rendezvous, row, made, device = state.device, options, backend_of](std::int64_t neighbours) {
+    const auto part = neighbours_in(row, neighbours);
+    return make_communicator(*rendezvous, part, device, options, backend_of, part.size(), std::to_string(++*made) + ".more/");
   });
 }
 
@@ -264,11 +274,13 @@ DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
       throw Error("rank " + std::to_string(options.rank) + " is not in its own row of mesh dimension '" + options.dims[d] + "'");
     }
     const auto position = own - ranks.begin();
+    BackendOf backend_of;
+    if (options.backend_of) backend_of = [all = options.backend_of, d](std::int64_t neighbours) { return all(d, neighbours); };
     state->dims.push_back({options.dims[d], static_cast<std::int64_t>(ranks.size())});
     state->coordinates.push_back(position);
     add_row(*state, rendezvous,
             {.dim = options.dims[d], .rank = static_cast<int>(position), .global_ranks = ranks, .world_size = options.world_size},
-            options.options);
+            options.options, backend_of);
   }
   DeviceMesh mesh(std::move(state));
   mesh.barrier();

@@ -183,6 +183,14 @@ std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::Sca
   return comm::staging_numel(shard_numel, wire_dtype, size());
 }
 
+bool NativeCommunicator::use_own_memory(c10::Device device, bool) {
+  return group()->data != nullptr && group()->data->supportsTensorAlloc(device.index());
+}
+
+c10::DataPtr NativeCommunicator::allocate(c10::Device device, std::int64_t bytes) {
+  return memory_of(group()->data->allocateTensor(bytes, at::TensorOptions().dtype(at::kByte).device(device)));
+}
+
 std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
   return std::make_unique<NativeGather>(group(), call, label, parts);
 }

@@ -16,6 +16,8 @@ class NativeCommunicator final : public GroupCommunicator {
 
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return size() * shard_numel; }
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
+  bool use_own_memory(c10::Device device, bool use) override;  ///< Its collectives need nothing beside the caller's buffers.
+  c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override;
 
  private:
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;

@@ -4,6 +4,7 @@
 #include <c10/core/TensorOptions.h>
 
 #include <string>
+#include <utility>
 
 #include "base/parallel_for.h"
 #include "comm/call.h"
@@ -118,6 +119,12 @@ at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t
   view.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() + offset);
   view.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
   return view;
+}
+
+c10::DataPtr memory_of(at::Tensor tensor) {
+  void* const data = tensor.mutable_data_ptr();
+  const auto device = tensor.device();
+  return {data, new at::Tensor(std::move(tensor)), [](void* context) { delete static_cast<at::Tensor*>(context); }, device};
 }
 
 void copy_own_shard(const GatherPart& part, int rank) {

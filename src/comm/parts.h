@@ -29,4 +29,7 @@ at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t
 /// Fills this rank's own region of the gathered buffer from its shard, unless the shard is that region.
 void copy_own_shard(const GatherPart& part, int rank);
 
+/// A tensor's memory, which lives as long as the result.
+c10::DataPtr memory_of(at::Tensor tensor);
+
 }  // namespace fsdp::comm

@@ -1,8 +1,11 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -20,6 +23,10 @@ struct StoreMesh {
   std::vector<std::vector<std::int64_t>> rows;  ///< Per dimension: the global ranks of this rank's row.
   c10::Device device = c10::kCPU;
   MeshOptions options = {};
+  /// Who moves the tensors along a dimension (NCCL's groups of torch.distributed), by the backend's own collectives; only small messages
+  /// then have groups that are made here. `neighbours`: 0 for the row's group; else a new group of so many neighbours in it is asked for.
+  /// Empty: all groups are made here.
+  std::function<c10::intrusive_ptr<c10d::Backend>(std::size_t dim, std::int64_t neighbours)> backend_of = {};
 };
 
 /// Connects the ranks of each row with groups of their own. Collective over the mesh; blocks. Throws CommError if the ranks can't meet.

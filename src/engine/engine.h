@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/gatherer.h"
+#include "engine/group_memory.h"
 #include "engine/main_parameters.h"
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
@@ -123,6 +124,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
+  /// With true, the engine's buffers come from the allocator of the process groups that gather, if these have one (NCCL's): buffers that
+  /// are in use, when they are needed next. The same on all ranks.
+  void set_memory_of_group(bool enable) {
+    const auto lock = this->lock();
+    pool_.set_source(group_memory(units_, device(), enable));
+  }
   /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
   void set_manual_finalization(bool manual) { manual_finalization_ = manual; }
   /// Between backwards: reduces all that is collected in units that require synchronization now, on whatever rank it is, and what backwards

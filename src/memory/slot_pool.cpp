@@ -30,6 +30,7 @@ Slot& Slot::operator=(Slot&& other) noexcept {
     bytes_ = other.bytes_;
     capacity_ = other.capacity_;
     lease_ = other.lease_;
+    source_ = other.source_;
     kind_ = other.kind_;
   }
   return *this;
@@ -43,7 +44,19 @@ SlotPool::SlotPool(c10::Device device, Accounting& accounting) : device_(device)
 
 SlotPool::~SlotPool() {
   leave_plan();
+  free_blocks();
+}
+
+void SlotPool::free_blocks() {
   for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity, SharedHeap::is_block(memory));
+  free_.clear();
+}
+
+void SlotPool::set_source(Source source) {
+  leave_plan();
+  free_blocks();
+  source_ = std::move(source);
+  ++sources_;
 }
 
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
@@ -66,6 +79,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   slot.pool_ = this;
   slot.bytes_ = bytes;
   slot.lease_ = lease;
+  slot.source_ = sources_;
   slot.kind_ = kind;
   spoil(slot.memory_, bytes);
   accounting_.add(kind, bytes);
@@ -90,7 +104,7 @@ c10::DataPtr SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
 }
 
 c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
-  auto memory = allocate_shareable(device_, bytes);
+  auto memory = source_ ? source_(bytes) : allocate_shareable(device_, bytes);
   accounting_.pool_grew(bytes, SharedHeap::is_block(memory));
   return memory;
 }
@@ -100,7 +114,10 @@ void SlotPool::give_back(Slot& slot) {
   accounting_.remove(slot.kind_, slot.bytes_);
   --lent_;
   if (slot.lease_ < leases_.size()) leases_[slot.lease_].end = events_++;
-  if (follows_plan_) {
+  if (slot.source_ != sources_) {
+    accounting_.pool_shrank(slot.capacity_, SharedHeap::is_block(slot.memory_));
+    slot.memory_ = {};
+  } else if (follows_plan_) {
     const auto planned = plan_.slot_of[slot.lease_];
     planned_[planned] = std::move(slot.memory_);
     planned_lent_[planned] = false;
@@ -152,8 +169,7 @@ void SlotPool::end_step() {
     planned_.push_back(block == free_.end() ? c10::DataPtr() : std::move(block->second));
     if (block != free_.end()) free_.erase(block);
   }
-  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity, SharedHeap::is_block(memory));
-  free_.clear();
+  free_blocks();
 }
 
 }  // namespace fsdp::memory

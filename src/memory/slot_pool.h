@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
@@ -39,7 +40,8 @@ class Slot {
   c10::DataPtr memory_;
   std::int64_t bytes_ = 0;
   std::int64_t capacity_ = 0;
-  std::size_t lease_ = 0;  // in the pool's record of the step
+  std::size_t lease_ = 0;     // in the pool's record of the step
+  std::uint64_t source_ = 0;  // the pool's, when it lent the block
   Kind kind_ = Kind::kCommunication;
 };
 
@@ -68,6 +70,11 @@ class SlotPool {
   /// Throws torch's out-of-memory error if the allocator has no memory.
   Slot acquire(std::int64_t bytes, Kind kind);
 
+  /// New blocks come from `source`, on the pool's device; without one, from this process (allocate_shareable). Blocks of the source before
+  /// are given back: those that are free now, those that are lent when they come back.
+  using Source = std::function<c10::DataPtr(std::int64_t bytes)>;
+  void set_source(Source source);
+
   /// A step has ended. Does nothing while slots are lent: then the step goes on, unrecorded from kMaxRecord requests on.
   void end_step();
   /// Requests of the step so far that are recorded for a plan.
@@ -84,6 +91,7 @@ class SlotPool {
 
   c10::DataPtr take_any(std::int64_t bytes, std::int64_t& capacity);
   c10::DataPtr allocate_block(std::int64_t bytes);
+  void free_blocks();
   void leave_plan();
   void stop_recording();
   void give_back(Slot& slot);
@@ -92,6 +100,8 @@ class SlotPool {
   Accounting& accounting_;
   std::multimap<std::int64_t, c10::DataPtr> free_;  // by capacity in bytes
   std::size_t lent_ = 0;
+  Source source_;
+  std::uint64_t sources_ = 0;  // that there were before this one
 
   // This step so far, and the one before.
   std::size_t events_ = 0;

@@ -113,6 +113,35 @@ TEST(NativeCommunicator, ASumThatFailsWithoutPeersEndsNothing) {
   });
 }
 
+class AllocatingBackend final : public c10d::Backend {
+ public:
+  AllocatingBackend() : Backend(0, 2) {}
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    allocated = at::full({size}, 7, options);
+    return allocated;
+  }
+  at::Tensor allocated;
+};
+
+TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
+  const auto backend = c10::make_intrusive<AllocatingBackend>();
+  NativeCommunicator communicator(row, backend, nullptr);
+  EXPECT_TRUE(communicator.use_own_memory(at::kCPU, true));
+  auto memory = communicator.allocate(at::kCPU, 100);
+  EXPECT_EQ(memory.get(), backend->allocated.const_data_ptr());
+  EXPECT_EQ(memory.device(), at::Device(at::kCPU));
+  const auto storage = backend->allocated.storage().getWeakStorageImpl();
+  backend->allocated = at::Tensor();
+  EXPECT_FALSE(storage.expired());
+  EXPECT_EQ(static_cast<const char*>(memory.get())[99], 7);
+  memory.clear();
+  EXPECT_TRUE(storage.expired());
+  NativeCommunicator alone({.dim = "dp_shard", .rank = 0, .global_ranks = {0}, .world_size = 1}, nullptr, nullptr);
+  EXPECT_FALSE(alone.use_own_memory(at::kCPU, true));
+}
+
 TEST(NativeCommunicator, NeedsLittleStagingWhereTheBackendSums) {
   run_ranks(3, [] {
     const auto communicator = native_world();

@@ -34,6 +34,8 @@ constexpr std::int64_t kBlocks = 5;
 
 StackOptions five_blocks() { return {.hidden = {4, 5, 6, 7, 8}}; }
 
+std::ptrdiff_t count_allocations(const Log& log) { return std::count(log.begin(), log.end(), "allocate"); }
+
 /// A sharded stack of five blocks, and counts of what `body` gathers.
 struct Sharded {
   explicit Sharded(const fsdp::FullyShardOptions& given = {}, int rank_ = 0) : model(make_stack(five_blocks())), rank(rank_) {
@@ -362,6 +364,39 @@ TEST(Writers, WaitForGathersThatNothingUsed) {
     for (const auto& [name, value] : run.handle->full_parameters()) EXPECT_TRUE(torch::equal(value, torch::ones_like(value))) << name;
     run.loss().backward();  // Gathers again, which ends the gathers that were under way.
     EXPECT_EQ(misuse, "");
+  });
+}
+
+TEST(UseState, BuffersComeFromTheGroupWhereThatIsAskedFor) {
+  run_ranks(2, [](int rank) {
+    const auto log = std::make_shared<Log>();
+    Sharded sharded({.mesh = fsdp::testing::recorded(line(), log)}, rank);
+    const auto step = [&] {
+      const auto loss = sharded.loss();
+      loss.backward();
+      sharded.update();
+      return loss.item<double>();
+    };
+    Sharded reference({}, rank);
+    const auto expected_step = [&] {
+      const auto loss = reference.loss();
+      loss.backward();
+      reference.update();
+      return loss.item<double>();
+    };
+    EXPECT_EQ(step(), expected_step());
+    EXPECT_EQ(count_allocations(*log), 0);
+    sharded.handle->set_allocate_memory_from_process_group_for_comm(true);
+    EXPECT_EQ(sharded.handle->memory_stats().slots.live, 0);
+    log->clear();
+    EXPECT_EQ(step(), expected_step());
+    EXPECT_GT(count_allocations(*log), 0);
+    EXPECT_EQ(step(), expected_step());
+    sharded.handle->set_allocate_memory_from_process_group_for_comm(false);
+    EXPECT_EQ(sharded.handle->memory_stats().slots.live, 0);
+    log->clear();
+    EXPECT_EQ(step(), expected_step());
+    EXPECT_EQ(count_allocations(*log), 0);
   });
 }
 

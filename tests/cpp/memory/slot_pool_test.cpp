@@ -49,6 +49,70 @@ TEST_F(SlotPoolTest, LentBytesCountUnderTheirKind) {
   EXPECT_EQ(stats().unreduced_gradients.live, 64);
 }
 
+TEST_F(SlotPoolTest, TakesBlocksFromItsSource) {
+  int live = 0;
+  int given = 0;
+  const auto source = [&](std::int64_t bytes) -> c10::DataPtr {
+    ++live;
+    ++given;
+    struct Block {
+      std::vector<char> memory;
+      int* live;
+    };
+    auto* block = new Block{std::vector<char>(static_cast<std::size_t>(bytes)), &live};
+    const auto free = [](void* context) {
+      auto* freed = static_cast<Block*>(context);
+      --*freed->live;
+      delete freed;
+    };
+    return {block->memory.data(), block, free, c10::Device(c10::kCPU)};
+  };
+  auto before = pool.acquire(128, kKind);
+  pool.acquire(64, kKind).release();
+  EXPECT_EQ(stats().slots.live, 192);
+  pool.set_source(source);
+  EXPECT_EQ(stats().slots.live, 128);  // what was free has gone
+  auto first = pool.acquire(32, kKind);
+  EXPECT_EQ(given, 1);
+  before.release();
+  EXPECT_EQ(stats().slots.live, 32);  // what was lent has gone, too
+  first.release();
+  auto again = pool.acquire(32, kKind);
+  EXPECT_EQ(given, 1);
+  pool.set_source({});
+  EXPECT_EQ(live, 1);
+  again.release();
+  EXPECT_EQ(live, 0);
+  auto own = pool.acquire(32, kKind);
+  EXPECT_EQ(given, 1);
+  EXPECT_EQ(stats().slots.live, 32);
+}
+
+// Steps that follow a plan, before and after.
+TEST_F(SlotPoolTest, ASourceServesPlansToo) {
+  const auto step = [&] {
+    auto a = pool.acquire(100, kKind);
+    auto b = pool.acquire(50, kKind);
+    a.release();
+    auto c = pool.acquire(60, kKind);
+    b.release();
+    c.release();
+    pool.end_step();
+  };
+  for (int i = 0; i < 4; ++i) step();
+  int given = 0;
+  pool.set_source([&](std::int64_t bytes) {
+    ++given;
+    return c10::GetAllocator(c10::kCPU)->allocate(static_cast<std::size_t>(bytes));
+  });
+  EXPECT_EQ(stats().slots.live, 0);
+  for (int i = 0; i < 4; ++i) step();
+  const int steady = given;
+  EXPECT_GE(steady, 2);
+  step();
+  EXPECT_EQ(given, steady);
+}
+
 TEST_F(SlotPoolTest, BlocksThatPeersMayReadAreShown) {
   constexpr std::int64_t kLarge = std::int64_t{64} << 10;
   {

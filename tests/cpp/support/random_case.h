@@ -110,6 +110,11 @@ struct Case {
              (step.failure.planned && !step.failure.sync);
     });
   }
+  /// Whether gradients of several backwards add up.
+  bool adds_up() const {
+    return std::any_of(steps.begin(), steps.end(),
+                       [](const auto& step) { return !step.zero_grad || step.passes.size() > 1 || step.failure.planned; });
+  }
   bool delays_outer_sums() const {
     return std::any_of(steps.begin(), steps.end(), [](const auto& step) {
       return std::any_of(step.passes.begin(), step.passes.end(), [](const auto& pass) { return !pass.all_reduce; });
@@ -118,12 +123,12 @@ struct Case {
   /// Gradients are added up in an order that the documents give. It is open where backward comes to a unit several times (it is used in
   /// several places, by a repeated forward, or by the gradient within a loss), when what earlier backwards have left has been reduced at
   /// the first of them. A checkpoint delivers the gradients of several uses one by one: until the ranks have agreed on a later departure,
-  /// what came before the first one is summed over the ranks on its own.
+  /// what came before the first one is summed over the ranks on its own, and added to what earlier backwards gave.
   bool sums_in_order() const {
     const bool one_by_one = model.recompute != Recompute::kNone && (model.sharing || model.looping);
     const bool several_uses =
         model.sharing || model.looping || first.unit_group || second.unit_group || model.recompute != Recompute::kNone || has_penalty();
-    return !(one_by_one && ranks > 1) && !((delays_sums() || delays_outer_sums()) && several_uses);
+    return !(one_by_one && (ranks > 1 || adds_up())) && !((delays_sums() || delays_outer_sums()) && several_uses);
   }
   bool has_penalty() const {
     return std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step.penalty; });

@@ -9,6 +9,7 @@
 #include "comm/communicator.h"
 #include "comm/device_mesh_state.h"
 #include "fsdp/device_mesh.h"
+#include "memory/device_memory.h"
 
 namespace fsdp::testing {
 
@@ -57,6 +58,13 @@ class RecordingCommunicator final : public comm::Communicator {
   }
   void expect_equal(const std::string& text, const comm::Label& label) override { inner_->expect_equal(text, label); }
   void barrier() override { inner_->barrier(); }
+
+  /// A backend with an allocator: "allocate".
+  bool use_own_memory(c10::Device, bool) override { return true; }
+  c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override {
+    log_->push_back("allocate");
+    return memory::allocate(device, bytes);
+  }
 
  private:
   class Recorded final : public comm::Pending {

@@ -1,0 +1,162 @@
+"""The engine over the backends of torch.distributed's groups, as over NCCL: Gloo stands in for it. And memory that a backend gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comparison import assert_follows_replica, assert_same_runs
+from support.ranks import StartRanks
+from support.training import Options, Run, train
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+import libfsdp
+from libfsdp import _mesh
+
+bf16, fp32 = torch.bfloat16, torch.float32
+
+
+def forget_meshes(patch: pytest.MonkeyPatch) -> None:
+    """Of this world, for as long as the patch lasts."""
+    world = _mesh._worlds.setdefault(dist.distributed_c10d._get_default_group(), _mesh._OfWorld())
+    patch.setattr(world, "meshes", {})
+
+
+@contextmanager
+def meshes_made_by(make: Any) -> Iterator[None]:
+    """Within it, meshes are made anew, and in this way."""
+    with pytest.MonkeyPatch.context() as patch:
+        forget_meshes(patch)
+        patch.setattr(_mesh, "_make", make)
+        yield
+
+
+def train_over_backends(case: str, options: Options) -> Run:
+    with meshes_made_by(_mesh._over_backends):
+        return train(case, "libfsdp", options)
+
+
+def train_over_messages(case: str, options: Options) -> Run:
+    return train(case, "libfsdp", options)
+
+
+# Sums of two terms have one order, and sums of bf16 are the engine's own: equal to the last bit.
+SAME = [
+    (2, "transformer", Options()),
+    (2, "odd_shapes", Options(reshard=False)),
+    (2, "unused", Options(microbatches=2, sync="last")),
+    (2, "transformer", Options(compute=bf16, reduce=fp32)),
+    (2, "transformer", Options(clip=0.01)),
+    (4, "odd_shapes", Options(replicas=2)),
+    (4, "transformer", Options(compute=bf16)),
+]
+
+
+@pytest.mark.parametrize(("world", "case", "options"), SAME)
+def test_backends_give_the_same_bits(ranks: StartRanks, world: int, case: str, options: Options) -> None:
+    ours = ranks(world).run(train_over_backends, case, options)
+    assert_same_runs(ours, ranks(world).run(train_over_messages, case, options))
+
+
+@pytest.mark.parametrize("options", [Options(), Options(reshard=2)])
+def test_backends_follow_the_replica_on_four_ranks(ranks: StartRanks, options: Options) -> None:
+    """The backend adds four terms in an order of its own. A number for `reshard_after_forward` asks for new groups."""
+    assert_follows_replica("mlp", options, ranks(4).run(train_over_backends, "mlp", options))
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    sharded = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    libfsdp.fully_shard(sharded[0])
+    return libfsdp.fully_shard(sharded)
+
+
+def step(sharded: Any) -> torch.Tensor:
+    loss: torch.Tensor = sharded(torch.ones(3, 64) * (1 + dist.get_rank())).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def use_both() -> None:
+    own = model()
+    step(own)
+    before = libfsdp.wire_stats(own)
+    step(own)
+    sent = {name: count - before[name] for name, count in libfsdp.wire_stats(own).items()}
+    assert sent["shared_memory_bytes"] > 0
+    with meshes_made_by(_mesh._over_backends):
+        theirs = model()
+        theirs.set_separate_reduce_scatter_group()
+        step(theirs)
+        stats = libfsdp.wire_stats(theirs)
+        assert stats["shared_memory_bytes"] == 0
+        assert stats["all_gather_bytes"] == sent["all_gather_bytes"]
+        assert stats["reduce_scatter_bytes"] == sent["reduce_scatter_bytes"]
+        with CommDebugMode() as counted:
+            step(theirs)
+        assert counted.get_total_counts() > 0
+    for a, b in zip(own.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())  # Of two steps each.
+
+
+def test_backends_move_the_tensors(ranks: StartRanks) -> None:
+    """Not the engine's own connections, nor memory that ranks share; and who counts collectives sees them."""
+    ranks(2).run(use_both)
+
+
+class WithMemory:
+    """A backend with an allocator of its own, which counts its calls."""
+
+    calls = 0
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        WithMemory.calls += 1
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+def use_memory_of_group() -> None:
+    expected = [step(reference) for reference in [model()] for _ in range(3)]
+    of_group = dist.ProcessGroup._get_backend
+    with pytest.MonkeyPatch.context() as patch:
+        forget_meshes(patch)
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: WithMemory(of_group(self, device)))
+        sharded = model()
+        losses = [step(sharded)]
+        assert WithMemory.calls == 0
+        pool = libfsdp.memory_stats(sharded)["slots.live"]
+        sharded.set_allocate_memory_from_process_group_for_comm(True)
+        assert libfsdp.memory_stats(sharded)["slots.live"] < pool  # What it had is given back.
+        losses.append(step(sharded))
+        of_first = WithMemory.calls
+        assert of_first > 2
+        step(sharded)
+        assert WithMemory.calls - of_first < of_first  # Blocks are kept; only what collectives need themselves is not.
+        sharded.set_allocate_memory_from_process_group_for_comm(False)
+        calls = WithMemory.calls
+        losses.append(step(sharded))
+        assert WithMemory.calls == calls
+        early = model()
+        early.set_allocate_memory_from_process_group_for_comm(True)  # Before the engine is there.
+        with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
+            early.set_custom_all_gather(dist.all_gather_into_tensor)
+        losses.append(step(early))
+        assert WithMemory.calls > calls
+    assert losses[0] == losses[1] == losses[2] == losses[3] == expected[0]
+
+
+def test_memory_of_a_backend(ranks: StartRanks) -> None:
+    ranks(2).run(use_memory_of_group)
