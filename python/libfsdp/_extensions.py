@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -12,53 +12,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from libfsdp import _C
+    from libfsdp._quantized_form import QuantizedForm
     from libfsdp._sharded_parameter import ShardedParameter
     from libfsdp._state import ShardState
-
-
-QUANTIZED = "_libfsdp_quantized_form"  # Of a parameter that fully_shard is to take as quantized: its QuantizedForm.
-
-
-class QuantizedForm(Protocol):
-    """How a parameter's whole values become what modules compute with, where that has fewer bits than the shards have."""
-
-    def high_precision(self) -> torch.Tensor:
-        """The values that the shards begin with; called once."""
-        ...
-
-    def make(self, values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A quantized tensor, and those of its memory that come and go with the whole parameter."""
-        ...
-
-    def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
-        """Quantizes anew, into one that was made before."""
-        ...
-
-    def encode(self, rows: torch.Tensor, shape: torch.Size) -> list[torch.Tensor] | None:
-        """This rank's rows (the first rank's number, with zeros behind fewer), quantized by themselves, as what travels.
-
-        None: they have not the bits then that they have in the whole parameter, of `shape`, so they travel as they are. It is the same
-        on all ranks, and each time.
-        """
-        ...
-
-    def decode(self, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """The quantized tensor over what all ranks have encoded, rank by rank. Its memory comes and goes by itself."""
-        ...
-
-    def decoded(self, whole: torch.Tensor) -> None:
-        """Other values have arrived in the memory of a decoded tensor."""
-        ...
-
-    def freed(self, whole: torch.Tensor) -> None:
-        """The whole parameter's memory is gone."""
-        ...
 
 
 def is_extended(local: torch.Tensor) -> bool:
@@ -83,10 +45,12 @@ def refuse_extended(state: ShardState, *, is_size: bool) -> None:
         NotImplementedError: if the state has such parameters, and such options.
     """
     extended = [p for p in state.parameters if p.extended]
+    quantized = all(p.quantized is not None for p in extended)
+    gathered = ("optim", "optim_grads", "optim_grads_params") if quantized else ("optim_grads_params",)
     reasons = (
         (is_size, "with a number for reshard_after_forward"),
-        (state.placements != "optim_grads_params", f"with placements '{state.placements}'"),
-        (state.beyond.outer_sharded, "with outer_placements 'optim'"),
+        (state.placements not in gathered, f"with placements '{state.placements}'"),
+        (state.beyond.outer_sharded and not quantized, "with outer_placements 'optim'"),
         (
             any(p.computes_in is not None and p.quantized is None for p in extended),
             "with a main_params_dtype other than theirs",
@@ -118,12 +82,14 @@ class _Gather:
 
     Attributes:
         index: in the unit.
-        padded: the shape of the first rank's shard.
+        padded: the shape of the first rank's main parameters.
         outputs: what arrives: one flat tensor for each that is sent, whose memory comes and goes.
         inputs: what is on its way.
         sizes: of what is sent, as the extension gave it.
         metadata: from the extension's first half to its second.
         encoded: a quantized parameter's ranks quantize what they send.
+        shard: where the outer ranks cut shards, too: what this inner rank sends, or, if `shard_encoded` is False, its rows.
+        shard_encoded: the outer ranks have quantized their parts of it.
         inner: memory of the whole parameter that the extension has allocated, with its size in bytes.
     """
 
@@ -135,6 +101,8 @@ class _Gather:
     sizes: list[torch.Size] = field(default_factory=list)
     metadata: Any = None
     encoded: bool = False
+    shard: list[torch.Tensor] = field(default_factory=list)
+    shard_encoded: bool = False
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
@@ -144,6 +112,18 @@ def _padded(tensor: torch.Tensor, local: torch.Tensor, padded: torch.Size) -> to
     if missing == 0 or tensor.ndim != local.ndim or tensor.size(0) != local.size(0):
         return tensor
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _encode(gather: _Gather, rows: torch.Tensor) -> list[torch.Tensor]:
+    """What is sent of a quantized parameter's rows: their quantized form, if they have one by themselves."""
+    assert gather.parameter.quantized is not None
+    encoded = gather.parameter.quantized.encode(rows, gather.parameter.shape)
+    gather.encoded = encoded is not None
+    return [rows] if encoded is None else encoded
 
 
 class ExtendedParameters:
@@ -156,6 +136,8 @@ class ExtendedParameters:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         adopt_whole: Callable[[int, torch.Tensor], None],
+        *,
+        outer_pieces: int,
     ) -> None:
         """Makes what gathers them.
 
@@ -165,28 +147,38 @@ class ExtendedParameters:
             device: of the whole parameters.
             policy: of the unit.
             adopt_whole: gets a parameter's whole tensor when there is one for the first time.
+            outer_pieces: into which the outer ranks cut each shard.
         """
         self._mesh = shard_mesh
         self._device = device
         self._policy = policy
         self._adopt_whole = weak_method(adopt_whole)
+        self._outer_pieces = outer_pieces
+        pieces = shard_mesh.size() * outer_pieces
         self._gathers = [
-            _Gather(i, p, torch.Size([-(-p.shape[0] // shard_mesh.size()), *p.shape[1:]]))
-            for i, p in parameters.items()
+            _Gather(i, p, torch.Size([-(-p.shape[0] // pieces), *p.shape[1:]])) for i, p in parameters.items()
         ]
+        self._unit: _C.Unit | None = None
+        self._writes: torch.Tensor | None = None  # its version tells of them
+        self._writes_seen = -1
 
     def attach_to(self, unit: _C.Unit) -> None:
         """The unit gathers these parameters by this object, which it does not keep alive."""
+        self._unit = unit
+        if any(gather.parameter.quantized is not None for gather in self._gathers):
+            self._writes = unit.watch_writes(self._gathers[0].index)
         unit.set_extension(weak_method(self.start), weak_method(self.finish), weak_method(self.free))
 
+    @torch.inference_mode(False)  # What is made here serves training, too.
     @torch.no_grad()
     def start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is to be gathered: pairs of the whole, to be filled, and this rank's part of it, as bytes."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        quantized = self._quantized_inputs()
         for gather in self._gathers:
-            inputs = self._inputs_of(gather)
+            inputs = quantized.get(gather.index) or self._inputs_of(gather)
             gather.sizes = [tensor.size() for tensor in inputs]
-            gather.inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in inputs]
+            gather.inputs = [_as_bytes(tensor) for tensor in inputs]
             if not gather.outputs:
                 gather.outputs = [
                     torch.empty(tensor.numel() * self._mesh.size(), dtype=tensor.dtype, device=self._device)
@@ -198,14 +190,75 @@ class ExtendedParameters:
                 pairs.append((output.view(torch.uint8), tensor))
         return pairs
 
+    def _quantized_inputs(self) -> dict[int, Sequence[torch.Tensor]]:
+        """What this rank sends of each quantized parameter, by its position in the unit."""
+        gathers = [gather for gather in self._gathers if gather.parameter.quantized is not None]
+        if not gathers:
+            return {}
+        assert self._writes is not None
+        now = self._writes._version
+        written = now != self._writes_seen
+        rows: list[torch.Tensor] = []
+        if written or self._outer_pieces == 1:
+            rows = [self._rows_of(gather) for gather in gathers]
+        if written:
+            self._renew(gathers, rows)
+        if self._outer_pieces > 1:  # What the outer ranks have gathered serves until main parameters are written again.
+            if written:
+                self._gather_shards(gathers, rows)
+            rows = [gather.shard[0] for gather in gathers]
+        sent: dict[int, Sequence[torch.Tensor]] = {}
+        for gather, own in zip(gathers, rows, strict=True):
+            if gather.shard_encoded:
+                gather.encoded, sent[gather.index] = True, gather.shard
+            else:
+                sent[gather.index] = _encode(gather, own)
+        self._writes_seen = now  # Only now: what failed is to be done again.
+        return sent
+
+    def _rows_of(self, gather: _Gather) -> torch.Tensor:
+        """This rank's main parameters, as they are computed with if they are not quantized."""
+        local = gather.parameter.local.to(self._device)
+        return _padded(local.to(gather.parameter.compute_dtype(self._policy)), local, gather.padded)
+
+    def _renew(self, gathers: list[_Gather], rows: list[torch.Tensor]) -> None:
+        """Other values are quantized from now on. Those of all parameters that all ranks must know of travel together."""
+        asking: list[QuantizedForm] = []
+        largest: list[torch.Tensor] = []
+        for gather, own in zip(gathers, rows, strict=True):
+            form = gather.parameter.quantized
+            assert form is not None
+            value = form.renew(own, gather.parameter.shape, gather.parameter.whole)
+            if value is not None:
+                asking.append(form)
+                largest.append(value.float())
+        if not asking:
+            return
+        assert self._unit is not None
+        known = torch.cat(largest)
+        for outer, ranks in ((True, self._outer_pieces), (False, self._mesh.size())):
+            if ranks > 1:
+                every = known.new_empty(ranks, len(asking))
+                self._unit.gather_now([(_as_bytes(every), _as_bytes(known))], outer)
+                known = every.amax(0)
+        for form, value in zip(asking, known, strict=True):
+            form.set_largest(value)
+
+    def _gather_shards(self, gathers: list[_Gather], rows: list[torch.Tensor]) -> None:
+        """Over the outer ranks, in eight bits where one rank's rows can be quantized by themselves."""
+        assert self._unit is not None
+        pairs = []
+        for gather, own in zip(gathers, rows, strict=True):
+            parts = _encode(gather, own)
+            gather.shard_encoded = gather.encoded
+            if not gather.shard:
+                gather.shard = [part.new_empty(part.size(0) * self._outer_pieces, *part.shape[1:]) for part in parts]
+            pairs += [(_as_bytes(whole), _as_bytes(part)) for whole, part in zip(gather.shard, parts, strict=True)]
+        self._unit.gather_now(pairs, True)
+
     def _inputs_of(self, gather: _Gather) -> tuple[torch.Tensor, ...]:
         parameter = gather.parameter
         local = parameter.local if parameter.local.device == self._device else parameter.local.to(self._device)
-        if parameter.quantized is not None:
-            rows = _padded(local.to(parameter.compute_dtype(self._policy)), local, gather.padded)
-            encoded = parameter.quantized.encode(rows, parameter.shape)
-            gather.encoded = encoded is not None
-            return (rows,) if encoded is None else tuple(encoded)
         before: Any = local.fsdp_pre_all_gather
         signature = inspect.signature(before)
         count = len(signature.parameters)
@@ -224,6 +277,7 @@ class ExtendedParameters:
             )
         return tuple(_padded(tensor, local, gather.padded) for tensor in inputs)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
         """It has arrived: makes the whole parameters, or fills those that there are."""
@@ -280,9 +334,9 @@ class ExtendedParameters:
         assert parameter.quantized is not None
         if parameter.whole is None:
             dtype = parameter.compute_dtype(self._policy)
-            self._adopt(gather, parameter.quantized.decode(arrived, parameter.shape, dtype), [])
+            self._adopt(gather, parameter.quantized.decode(parameter.name, arrived, parameter.shape, dtype), [])
         else:
-            parameter.quantized.decoded(parameter.whole)
+            parameter.quantized.decoded(parameter.name, arrived, parameter.whole)
         gather.inputs = []
 
     def free(self) -> None:

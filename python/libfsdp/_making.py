@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from libfsdp import _C
 from libfsdp._beyond import check_parameter
-from libfsdp._extensions import QUANTIZED, is_extended, refuse_extended
+from libfsdp._extensions import is_extended, refuse_extended
 from libfsdp._precision import keeps_dtype
+from libfsdp._quantized_form import QUANTIZED
 from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_of, sharded_spec
 
 if TYPE_CHECKING:

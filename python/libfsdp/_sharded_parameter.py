@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from libfsdp import _C
-    from libfsdp._extensions import QuantizedForm
     from libfsdp._mesh import ShardingMesh
+    from libfsdp._quantized_form import QuantizedForm
     from libfsdp._spmd import SpmdMesh
 
 _identities = itertools.count()

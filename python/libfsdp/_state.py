@@ -202,7 +202,12 @@ class ShardState(AsFSDP2State):
             return
         assert self.unit is not None
         self.extension = ExtendedParameters(
-            extended, self.mesh.shard_mesh, self.mesh.device, self.mp_policy, self._adopt_whole
+            extended,
+            self.mesh.shard_mesh,
+            self.mesh.device,
+            self.mp_policy,
+            self._adopt_whole,
+            outer_pieces=self.mesh.mesh.size(0) if self.beyond.outer_sharded else 1,
         )
         self.extension.attach_to(self.unit)
 
@@ -350,7 +355,10 @@ class ShardState(AsFSDP2State):
             if parameter.spec is not None:
                 parameter.spec = value._spec
             parameter.whole = None
-            parameter.extended = parameter.quantized is not None or is_extended(local_of(value))
+            extended = parameter.quantized is not None or is_extended(local_of(value))
+            if parameter.quantized is not None and not parameter.extended and isinstance(value, DTensor):
+                value._local_tensor = value._local_tensor.clone()  # else the earlier unit's memory stays for it
+            parameter.extended = extended
         self.extension = None
         assert self.unit is not None
         before, self.unit = self.unit, make_unit(self)

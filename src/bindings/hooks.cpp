@@ -1,5 +1,6 @@
 // Units and models as libfsdp's Python side drives them.
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
@@ -9,6 +10,7 @@
 #include "bindings/python_gather_extension.h"
 #include "bindings/shown_unit.h"
 #include "engine/autograd_phase.h"
+#include "engine/buffer.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
@@ -140,6 +142,27 @@ void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
   for (const auto& other : others) list.push_back(other->hooked()->unit().index);
 }
 
+/// A tensor without elements whose version the engine counts up whenever main parameters have been written: what the unit's extension keeps
+/// of them is outdated then. The engine takes it for the parameter's leaf, so it lies where those do.
+at::Tensor watch_writes(ShownUnit& shown, std::size_t i) {
+  const c10::InferenceMode no_inference(false);  // Tensors of inference have no version.
+  auto& hooked = *shown.hooked();
+  auto watched = engine::view_of(hooked.unit().full.storage, at::kByte, 0, {0});
+  hooked.set_leaf(i, watched);
+  return watched;
+}
+
+/// Pairs of tensors as a unit's extension gives them, gathered before this returns. Only while the extension starts: then the engine's lock
+/// is held, and the unit's own gather has not begun.
+void gather_now(ShownUnit& shown, const std::vector<std::pair<at::Tensor, at::Tensor>>& given, bool outer) {
+  const auto& unit = shown.hooked()->unit();
+  std::vector<comm::GatherPart> parts;
+  for (const auto& [whole, part] : given) parts.push_back({.full = whole, .shard = part});
+  const auto& ranks = outer ? unit.communicators.outer : unit.communicators.gather;
+  const py::gil_scoped_release no_gil;
+  ranks->all_gather(parts, unit.label(outer ? "outer all-gather of the extension" : "all-gather of the extension"))->wait();
+}
+
 py::dict memory_stats(HookedModel& model) {
   const auto stats = model.engine().accounting().stats();
   py::dict result;
@@ -208,6 +231,8 @@ void bind_hooks(py::module_& module) {
            [](ShownUnit& self, py::function start, py::function finish, py::function free) {
              self.hooked()->set_extension(std::make_shared<PythonGatherExtension>(std::move(start), std::move(finish), std::move(free)));
            })
+      .def("watch_writes", &watch_writes)
+      .def("gather_now", &gather_now)
       .def("set_parameters", &ShownUnit::set_parameters)
       .def("add_place", &ShownUnit::add_place)
       .def("set_wrap", &ShownUnit::set_wrap)

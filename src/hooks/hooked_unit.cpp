@@ -60,6 +60,13 @@ std::shared_ptr<const GatherFormat> interleaved(const ParameterSpec& parameter, 
   return format;
 }
 
+/// No bytes: the extension sends them, and has their memory.
+std::shared_ptr<const GatherFormat> nothing() {
+  auto format = std::make_shared<GatherFormat>();
+  format->pre_all_gather = format->post_all_gather = [](const at::Tensor&, const at::Tensor&) {};
+  return format;
+}
+
 engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& spec) {
   const auto parameter = in_real_numbers(given);
   const auto own = parameter.dtype;
@@ -71,6 +78,9 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
   }
   if (parameter.float8_block > 0) format.gather = std::make_shared<GatherFormat>(float8_blocks(parameter.float8_block));
   format.extended = parameter.extended;
+  // Else the unit would have its own main parameters of it: a part of the shards that the outer ranks cut, or of what stays whole.
+  const bool shares_main = spec.options.outer_sharded_optimizer || spec.options.placements.parameters == Placement::kReplicated;
+  if (parameter.extended && shares_main) format.gather = nothing();
   if (parameter.shard_dim != 0) format.gather = interleaved(parameter, format.compute);
   return format;
 }

@@ -7,63 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import STRATEGIES, batch, ranks_of, whole
+from support.megatron import batch, whole
 from support.quantized import Quantized, QuantizedLinear, Quantizer, quantized_parameter
+from support.quantized_training import Alone, model_of, sharded
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import libfsdp
-from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-
-POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
-
-
-def model_of(dtype: torch.dtype, **options: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 8, dtype=dtype),
-        *(QuantizedLinear(8, 8, dtype, **options) for _ in range(2)),
-        QuantizedLinear(8, 3, dtype, **options),
-    )
-
-
-def sharded(module: nn.Module, **options: Any) -> Any:
-    options.setdefault("mixed_precision_policy", POLICY)
-    options.setdefault("fsdp_unit_modules", [QuantizedLinear])
-    return fully_shard_model(module, **{"zero_dp_strategy": 3, **ranks_of("fsdp"), **options})
-
-
-class Alone:
-    """The same training in one process: main weights in fp32, of which each step makes the quantized ones."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.main = [
-            (p.get_high_precision_init_val() if isinstance(p, Quantized) else p.detach()).float().clone()
-            for p in module.parameters()
-        ]
-        self.optimizer = torch.optim.AdamW(self.main, lr=0.05)
-
-    def step(self, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The losses of both ranks."""
-        for p, main in zip(self.module.parameters(), self.main, strict=True):
-            if isinstance(p, Quantized):
-                p._quantizer.update_quantized(main.to(dtype), p)
-            else:
-                p.data.copy_(main)
-            main.grad = torch.zeros_like(main)
-        losses = []
-        for rank in range(2):
-            loss = self.module(batch(step, rank, dtype=dtype)).float().square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-            for p, main in zip(self.module.parameters(), self.main, strict=True):
-                assert p.grad is not None
-                main.grad += p.grad.float() / 2
-                p.grad = None
-        self.optimizer.step()
-        return losses
+from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_optimizer
 
 
 def train(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) -> None:
@@ -92,6 +44,29 @@ def train(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) ->
 def test_trains_as_one_process_does(ranks: StartRanks, dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
     for block in (None, 2):  # Rows of 8 and of 3 are cut into blocks of 2, so each rank quantizes its own.
         ranks(2).run(train, dtype, keeps, reshards, block)
+
+
+def infer_first(options: dict[str, Any]) -> None:
+    """The first forward is one of inference, which makes the tensors that training computes with."""
+    model, other = (sharded(model_of(torch.bfloat16, **options)) for _ in range(2))
+    x = batch(0, dist.get_rank(), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        model(x)
+    for one in (model, other):
+        one(x).sum().backward()
+        one.finish_grad_sync()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.equal(whole(p.grad), whole(q.grad))
+    with torch.no_grad():
+        for p in (*model.parameters(), *other.parameters()):
+            p.mul_(1.5)
+    assert torch.equal(model(x), other(x))
+
+
+def test_inference_may_come_first(ranks: StartRanks) -> None:
+    for options in ({}, {"block": 1}, {"recipe": "delayed"}, {"recipe": "current"}):
+        ranks(2).run(infer_first, options)
 
 
 def observe(keeps: bool, block: int | None) -> tuple[list[str], list[str]]:
@@ -246,11 +221,12 @@ def test_frozen_ones_have_their_quantized_values(ranks: StartRanks) -> None:
 
 def refuse() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"zero_dp_strategy": name}, f"sharded '{name}': give zero_dp_strategy 3") for name in STRATEGIES[:-1]
+        ({"zero_dp_strategy": "no_shard"}, r"parameter '1\.weight' .*sharded 'no_shard'.* give zero_dp_strategy 1"),
+        (
+            {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None)},
+            r"parameter '1\.weight' .*main_params_dtype is None",
+        ),
     ]
-    cases.append(
-        ({"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None)}, "main_params_dtype is None")
-    )
     for options, text in cases:
         with pytest.raises(ValueError, match=text):
             sharded(model_of(torch.bfloat16), **options)

@@ -131,7 +131,6 @@ class MegatronFSDP(nn.Module):
         quantized = QuantizedOptions(
             strategy=strategy,
             main_params_dtype=mixed_precision_policy.main_params_dtype,
-            outer_sharded=dist_index.hsdp_outer_dp_shard,
             keeps_transposed=self.ddp_config.keep_fp8_transpose_cache,
         )
         quantized.mark(module)

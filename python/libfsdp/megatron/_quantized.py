@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from libfsdp import _C
-from libfsdp._extensions import QUANTIZED
+from libfsdp._quantized_form import QUANTIZED
+from libfsdp.megatron._scaling import scale_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,10 +37,10 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 class TransformerEngineForm:
     """How one parameter is quantized after each gather.
 
-    Where scales are of blocks of rows, and no block is cut between ranks, each rank quantizes its rows, and what travels has eight
-    bits. Else the main weights travel in the dtype that TransformerEngine says the parameter has (``parameter.dtype``), and are
-    quantized as a whole on each rank. Either way these are the values that one rank would have, whatever the recipe is, without a
-    reduction of the largest ones.
+    Where scales are of blocks of rows, and no block is cut between ranks, or where there is one scale and ranks can know it (see
+    ``_scaling``), each rank quantizes its rows, and what travels has eight bits. Else the main weights travel in the dtype that
+    TransformerEngine says the parameter has (``parameter.dtype``), and are quantized as a whole on each rank. Either way these are the
+    values that one rank would have.
 
     The transposed copy, which backward computes with on some devices, is made when a unit is gathered for backward, and goes after
     forward and with the unit. With ``keeps_transposed`` it is made for forward, and stays.
@@ -64,8 +65,10 @@ class TransformerEngineForm:
         self._given: Any = parameter
         self._quantizer: Any = parameter._quantizer
         self._keeps_transposed = keeps_transposed
-        # The parts of a quantized tensor, if ranks quantize their rows; () if they do not. None: not known yet.
-        self._travels: tuple[str, ...] | None = None
+        self._scale = scale_of(self._quantizer)
+        # The parts of a quantized tensor that travel, if ranks quantize so many rows; () if they do not.
+        self._by_rows: dict[int, tuple[str, ...]] = {}
+        self._travels: tuple[str, ...] = ()  # of the rows that were quantized last
 
     def high_precision(self) -> torch.Tensor:
         """The values before they were quantized; of a parameter that is not trained, those after."""
@@ -99,35 +102,63 @@ class TransformerEngineForm:
         if not kept:
             self._arrange_transposed(whole)
 
+    def renew(self, rows: torch.Tensor, shape: torch.Size, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """See QuantizedForm."""
+        # TransformerEngine's modules may give the tensor that they compute with another quantizer.
+        self._quantizer = getattr(whole, "_quantizer", self._quantizer)
+        if self._scale is None or not self._parts_by_rows(rows, shape):
+            return None
+        return self._scale.renew(self._quantizer, rows, trained=whole is None or whole.requires_grad)
+
+    def set_largest(self, largest: torch.Tensor) -> None:
+        """See QuantizedForm."""
+        assert self._scale is not None
+        self._scale.set_largest(largest)
+
     def encode(self, rows: torch.Tensor, shape: torch.Size) -> list[torch.Tensor] | None:
         """See QuantizedForm."""
-        if self._travels is None:
-            self._travels = self._parts_by_rows(rows, shape)
+        self._travels = self._parts_by_rows(rows, shape)
         if not self._travels:
             return None
+        if self._scale is not None:
+            piece = self._scale.quantize(rows)
+            return [*(getattr(piece, name)[: rows.size(0)] for name in self._travels), *self._scale.beside()]
         with self._without_transposed():
             piece = self._quantizer(rows)
         return [getattr(piece, name) for name in self._travels]
 
-    def decode(self, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, name: str, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """See QuantizedForm."""
         assert self._travels
         with self._without_transposed():
             whole: torch.Tensor = self._quantizer.make_empty(shape, dtype=dtype, device=arrived[0].device)
-        for name, part in zip(self._travels, arrived, strict=True):
-            setattr(whole, name, part.narrow(0, 0, getattr(whole, name).size(0)))
+        for part, rows in zip(self._travels, arrived, strict=False):
+            setattr(whole, part, rows.narrow(0, 0, getattr(whole, part).size(0)))
+        self._deliver_scale(name, arrived, whole)
         self._arrange_transposed(whole)
         return whole
 
-    def decoded(self, whole: torch.Tensor) -> None:
+    def decoded(self, name: str, arrived: list[torch.Tensor], whole: torch.Tensor) -> None:
         """See QuantizedForm."""
+        self._deliver_scale(name, arrived, whole)
         if not (self._keeps_transposed and _C.inside_backward()):
             self._arrange_transposed(whole)
 
+    def _deliver_scale(self, name: str, arrived: list[torch.Tensor], whole: torch.Tensor) -> None:
+        if self._scale is not None:
+            self._scale.deliver(name, self._quantizer, arrived[len(self._travels) :], whole)
+
     def _parts_by_rows(self, rows: torch.Tensor, shape: torch.Size) -> tuple[str, ...]:
+        """What travels of a quantized tensor, if ranks can quantize so many rows by themselves; else nothing."""
+        if rows.size(0) not in self._by_rows:
+            self._by_rows[rows.size(0)] = self._find_parts_by_rows(rows, shape)
+        return self._by_rows[rows.size(0)]
+
+    def _find_parts_by_rows(self, rows: torch.Tensor, shape: torch.Size) -> tuple[str, ...]:
         """What a quantized tensor consists of, if each part of it is one after the other of the ranks' parts; else nothing.
 
-        Then a scale is of whole rows of one rank, or of a part of a row. Told by the sizes of tensors without memory.
+        Then a scale is of whole rows of one rank, or of a part of a row; or it is one that does not travel, as ranks know it. Told by the
+        sizes of tensors without memory.
         """
         if not hasattr(self._quantizer, "make_empty"):
             return ()
@@ -139,6 +170,10 @@ class TransformerEngineForm:
         if not _remakes_transposed(of_all):
             return ()
         names = [name for name, value in vars(of_all).items() if isinstance(value, torch.Tensor)]
+        if self._scale is not None:
+            if "_scale_inv" not in names or of_all._scale_inv.numel() != 1:
+                return ()
+            names.remove("_scale_inv")
         for name in names:
             one, whole = getattr(of_rank, name), getattr(of_all, name)
             if one.ndim == 0 or one.shape[1:] != whole.shape[1:] or one.size(0) == 0 or rows.size(0) % one.size(0) != 0:
@@ -196,13 +231,11 @@ class QuantizedOptions:
     Attributes:
         strategy: what is sharded.
         main_params_dtype: of the policy.
-        outer_sharded: optimizer state is sharded over an outer dimension, too.
         keeps_transposed: ``keep_fp8_transpose_cache``.
     """
 
     strategy: ShardingStrategy
     main_params_dtype: torch.dtype | None
-    outer_sharded: bool
     keeps_transposed: bool
 
     def mark(self, module: nn.Module) -> None:
@@ -226,11 +259,10 @@ class QuantizedOptions:
                 f"parameter '{name}' is quantized, and main_params_dtype is None: no optimizer can update it; give "
                 "main_params_dtype=torch.float32"
             )
-        if self.strategy.placements != "optim_grads_params" or self.outer_sharded:
-            where = "over the outer dimension, too" if self.outer_sharded else f"'{self.strategy.placements}'"
+        if self.strategy.placements == "no_shard":
             raise ValueError(
-                f"parameter '{name}' is quantized, and the model is sharded {where}: give zero_dp_strategy 3 "
-                "('optim_grads_params') and outer_dp_sharding_strategy 0 ('no_shard')"
+                f"parameter '{name}' is quantized, and the model is sharded 'no_shard': each rank has all main weights, and quantized "
+                "ones are made of what is gathered; give zero_dp_strategy 1 ('optim'), 2 or 3"
             )
         return TransformerEngineForm(name, parameter, keeps_transposed=self.keeps_transposed)
 

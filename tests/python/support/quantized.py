@@ -1,4 +1,4 @@
-"""A tensor that keeps TransformerEngine's protocol of quantized parameters, on any device: eight bits and one scale."""
+"""A tensor that keeps TransformerEngine's protocol of quantized parameters, on any device: eight bits, and scales by several recipes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,77 @@ class Quantizer:
         self.update_quantized(values, made)
         return made
 
-    def update_quantized(self, values: torch.Tensor, out: Quantized) -> None:
-        self.log.append("quantize")
+    def set_scales(self, values: torch.Tensor, out: Quantized) -> None:
         for block, scale_inv in zip(values.split(self.block or values.size(0)), out._scale_inv, strict=True):
             scale_inv.copy_(block.abs().amax().float().clamp(min=1e-6) / 127)
-        out._data.copy_((values.float() / out.scales()).round())
+
+    def update_quantized(self, values: torch.Tensor, out: Quantized) -> None:
+        self.log.append("quantize")
+        self.set_scales(values, out)
+        out._data.copy_((values.float() / out.scales()).round().clamp(-127, 127))
         out._transpose, out._transpose_invalid = None, True
         if self.columnwise_usage:
             out._create_transpose()
+
+
+class OneScale(Quantizer):
+    """A scale for the tensor. `amax` is the largest value that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor(16.0)
+        self.amax = torch.zeros(1)
+
+    def make_empty(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Quantized:
+        data = torch.empty(shape, dtype=torch.int8, device=device)
+        return Quantized(data, torch.empty(1, device=device), dtype, self)
+
+
+class DelayedScaling:
+    """Of TransformerEngine's recipe, the name."""
+
+
+class DelayedQuantizer(OneScale):
+    """The scale is known before; what was the largest value since the last roll() is recorded for later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+
+    def _get_compatible_recipe(self) -> type:
+        return DelayedScaling
+
+    def set_scales(self, values: torch.Tensor, out: Quantized) -> None:
+        out._scale_inv.fill_(1 / self.scale)
+        self.amax.copy_(torch.maximum(self.amax, values.abs().amax().float()))
+
+    def roll(self) -> None:
+        """What TransformerEngine does at the end of each forward: another scale, of the last three records, and a new record."""
+        self.history = [float(self.amax), *self.history][:3]
+        if max(self.history) > 0:
+            self.scale.fill_(100 / max(self.history))
+        self.amax.zero_()
+
+
+class Float8CurrentScaling:
+    """Of TransformerEngine's recipe, the name."""
+
+
+class CurrentQuantizer(OneScale):
+    """The scale is that of the values."""
+
+    with_amax_reduction = False
+
+    def _get_compatible_recipe(self) -> type:
+        return Float8CurrentScaling
+
+    def set_scales(self, values: torch.Tensor, out: Quantized) -> None:
+        self.amax.copy_(values.abs().amax().float())
+        self.scale.copy_((127 / self.amax.clamp(min=1e-6)).squeeze())
+        out._scale_inv.fill_(1 / self.scale)
+
+
+RECIPES = {"delayed": DelayedQuantizer, "current": CurrentQuantizer}
 
 
 class Quantized(torch.Tensor):
@@ -77,6 +140,8 @@ class Quantized(torch.Tensor):
 
     def scales(self) -> torch.Tensor:
         """Of each row."""
+        if self._scale_inv.ndim == 1:
+            return self._scale_inv.reshape(1, 1).expand(self.size(0), 1)
         block = self._quantizer.block or self.size(0)
         return self._scale_inv.repeat_interleave(block, 0)[: self.size(0)]
 
@@ -85,9 +150,12 @@ class Quantized(torch.Tensor):
         self._transpose, self._transpose_invalid = self._data.t().contiguous(), False
 
 
-def quantized_parameter(values: torch.Tensor, *, preserved: bool = True, block: int | None = None) -> nn.Parameter:
+def quantized_parameter(
+    values: torch.Tensor, *, preserved: bool = True, block: int | None = None, recipe: str | None = None
+) -> nn.Parameter:
     """What quantized_model_init(preserve_high_precision_init_val=preserved) makes of a parameter."""
-    made = nn.Parameter(Quantizer(block)(values.detach()))
+    quantizer = Quantizer(block) if recipe is None else RECIPES[recipe]()
+    made = nn.Parameter(quantizer(values.detach()))
     if preserved:
         made._high_precision_init_val = values.detach().clone()
         made.get_high_precision_init_val = types.MethodType(lambda p: p._high_precision_init_val, made)
@@ -104,9 +172,17 @@ class QuantizedLinear(nn.Module):
     """Computes with a quantized weight; its backward with the transposed copy, as on devices that can multiply in one order only."""
 
     def __init__(
-        self, width: int, rows: int, dtype: torch.dtype, *, preserved: bool = True, block: int | None = None
+        self,
+        width: int,
+        rows: int,
+        dtype: torch.dtype,
+        *,
+        preserved: bool = True,
+        block: int | None = None,
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
+        self.recipe = recipe
         self.preserved = preserved
         self.block = block
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
@@ -118,15 +194,17 @@ class QuantizedLinear(nn.Module):
         if self.weight.is_meta:
             return
         values = torch.randn(self.weight.shape).to(self.weight.dtype) / self.weight.size(1) ** 0.5
-        self.weight = quantized_parameter(values, preserved=self.preserved, block=self.block)
+        self.weight = quantized_parameter(values, preserved=self.preserved, block=self.block, recipe=self.recipe)
         with torch.no_grad():
             self.bias.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(_Multiply.apply(x, self.weight) + self.bias)
+        return torch.tanh(Multiply.apply(x, self.weight) + self.bias)
 
 
-class _Multiply(torch.autograd.Function):
+class Multiply(torch.autograd.Function):
+    """By a quantized weight's transpose."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any) -> Any:
         ctx.weight = weight

@@ -1,0 +1,148 @@
+"""Recipes with one scale for a tensor: how each rank quantizes its rows with the scale that the whole tensor has.
+
+They are known by the names of TransformerEngine's recipes, which its quantizers tell. Nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+
+
+class TensorScale(Protocol):
+    """One parameter's scale. Values are quantized with the same one until they are written again, as one rank quantizes them once."""
+
+    def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> torch.Tensor | None:
+        """Other rows than before are to be quantized, or, of a parameter that is not trained, perhaps the same. As of QuantizedForm."""
+        ...
+
+    def set_largest(self, largest: torch.Tensor) -> None:
+        """As of QuantizedForm."""
+        ...
+
+    def quantize(self, rows: torch.Tensor) -> Any:
+        """A quantized tensor that begins with the rows. Its transposed copy is not made."""
+        ...
+
+    def beside(self) -> list[torch.Tensor]:
+        """What travels beside the rows that were quantized last: one element each."""
+        ...
+
+    def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
+        """All ranks' rows have arrived, and what travelled beside them: the whole tensor gets its scale."""
+        ...
+
+
+def scale_of(quantizer: Any) -> TensorScale | None:
+    """What gives ranks the scale of the whole tensor; None: the recipe is none of those that are known to have one scale."""
+    recipe = quantizer._get_compatible_recipe() if hasattr(quantizer, "_get_compatible_recipe") else None
+    names = {cls.__name__ for cls in getattr(recipe, "__mro__", ())}
+    if "DelayedScaling" in names:
+        return DelayedScale()
+    # A quantizer that reduces the largest values itself does so in each call, for each parameter.
+    if "Float8CurrentScaling" in names and not getattr(quantizer, "with_amax_reduction", False):
+        return CurrentScale()
+    return None
+
+
+class DelayedScale:
+    """The quantizer has the scale before it sees the values, of the largest values of earlier ones, which it records.
+
+    It may get another scale, and a new record, between two gathers of the same values. So the scale is copied when values were written,
+    and the largest of them is recorded once: that of all ranks' rows, which travels beside the rows.
+    """
+
+    def __init__(self) -> None:
+        self._of_rows: Any = None
+        self._is_recorded = True
+        self._is_checked = False
+
+    def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> None:
+        """Keeps the scale that the quantizer has now; of a parameter that is not trained, the one that it had at first."""
+        if not trained and self._of_rows is not None:
+            return
+        self._of_rows = _for_rows(quantizer)
+        self._of_rows.scale = quantizer.scale.clone()
+        self._of_rows.amax = torch.zeros_like(quantizer.amax)
+        self._is_recorded = False
+
+    def set_largest(self, largest: torch.Tensor) -> None:
+        """It is not asked for."""
+        raise NotImplementedError
+
+    def quantize(self, rows: torch.Tensor) -> Any:
+        """With the scale that was kept."""
+        self._of_rows.amax.zero_()
+        quantized = self._of_rows(rows)
+        self._scale_inv = quantized._scale_inv
+        return quantized
+
+    def beside(self) -> list[torch.Tensor]:
+        """The scale, by which ranks see that theirs are the same, and the largest value of these rows."""
+        return [self._scale_inv.reshape(1), self._of_rows.amax.reshape(1)]
+
+    def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
+        """Records the largest value.
+
+        Raises:
+            ValueError: if the ranks have different scales. A device that would have to be waited for is asked at first only.
+        """
+        if self._is_recorded:
+            return
+        scales, largest = arrived
+        if not self._is_checked or scales.device.type == "cpu":
+            different = scales.unique().tolist()
+            if len(different) > 1:
+                raise ValueError(
+                    f"parameter '{name}' is quantized with delayed scaling, and its quantizer's scale differs between ranks (1/scale is "
+                    f"{different}), so their rows would not fit together: give all ranks the same scales, by the same checkpoint "
+                    "and DelayedScaling(reduce_amax=True)"
+                )
+            self._is_checked = True
+        whole._scale_inv.copy_(scales[0])
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, largest.amax()))  # as TransformerEngine's kernels do
+        self._is_recorded = True
+
+
+class CurrentScale:
+    """The quantizer computes the scale from the largest of the values it gets: so each rank's rows get that of all ranks' as one more."""
+
+    def __init__(self) -> None:
+        self._is_delivered = True
+
+    def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> torch.Tensor:
+        """The largest of these rows."""
+        self._of_rows = _for_rows(quantizer)
+        self._is_delivered = False
+        return rows.abs().amax().reshape(1)
+
+    def set_largest(self, largest: torch.Tensor) -> None:
+        """Of all rows."""
+        self._largest = largest
+
+    def quantize(self, rows: torch.Tensor) -> Any:
+        """With one row more, behind them."""
+        more = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        more[-1].view(-1)[0] = self._largest
+        quantized = self._of_rows(more)
+        self._scale_inv = quantized._scale_inv
+        return quantized
+
+    def beside(self) -> list[torch.Tensor]:
+        """Nothing: all ranks have computed the same scale."""
+        return []
+
+    def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
+        """Of this rank's rows, as it is of all."""
+        if not self._is_delivered:
+            whole._scale_inv.copy_(self._scale_inv.reshape(whole._scale_inv.shape))
+        self._is_delivered = True
+
+
+def _for_rows(quantizer: Any) -> Any:
+    """Another quantizer like it, which makes no transposed copies."""
+    other = copy.copy(quantizer)
+    other.set_usage(columnwise=False)
+    return other
