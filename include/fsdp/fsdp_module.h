@@ -80,8 +80,8 @@ class FSDPModule {
   /// Sets FullyShardOptions::prefetch_depth for all units of the model. Throws Error if negative.
   void set_prefetch_depth(int depth);
   /// With true, the buffers of the model's collectives come from the process group's own allocator, where its backend has one (NCCL's user
-  /// buffers), from when they are needed next; units share their buffers, so that this holds for all of them. Backends without one, Gloo
-  /// among them, are as before. The same on all ranks. (FSDP2's method of this name; Megatron-FSDP's nccl_ub.)
+  /// buffers), from when they are needed next. Units share their buffers, so that one group's allocator serves all of them. Backends
+  /// without one, Gloo among them, are as before. The same on all ranks. (FSDP2's method of this name; Megatron-FSDP's nccl_ub.)
   void set_allocate_memory_from_process_group_for_comm(bool enable);
   /// Sets the units whose all-gathers start when this handle's unit is entered in forward. By default (an empty list) these are the units
   /// that came next in the last pass. They stay until they are used, or until backward ends. Give the same list on every rank.

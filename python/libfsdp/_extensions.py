@@ -161,6 +161,7 @@ class ExtendedParameters:
         self._unit: _C.Unit | None = None
         self._writes: torch.Tensor | None = None  # its version tells of them
         self._writes_seen = -1
+        self._writes_sent = -1
 
     def attach_to(self, unit: _C.Unit) -> None:
         """The unit gathers these parameters by this object, which it does not keep alive."""
@@ -213,7 +214,7 @@ class ExtendedParameters:
                 gather.encoded, sent[gather.index] = True, gather.shard
             else:
                 sent[gather.index] = _encode(gather, own)
-        self._writes_seen = now  # Only now: what failed is to be done again.
+        self._writes_sent = now
         return sent
 
     def _rows_of(self, gather: _Gather) -> torch.Tensor:
@@ -308,6 +309,7 @@ class ExtendedParameters:
                     after(arrived, gather.metadata, dtype, out=parameter.whole)
             gather.inputs = []
             gather.metadata = None
+        self._writes_seen = self._writes_sent  # Only now: what failed is to be done again.
 
     def _adopt(self, gather: _Gather, whole: torch.Tensor, inner: Iterable[torch.Tensor]) -> None:
         known = {output.untyped_storage()._cdata for output in gather.outputs}

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
-    """The buffers of the unit's model come from its process groups' allocators, if these have any.
+    """The buffers of the unit's model come from a process group's allocator, if one of its groups has one.
 
     Raises:
         AssertionError: if the unit has collectives of the user's own, which bring their memory.

@@ -91,7 +91,11 @@ class _Row:
     def new_group(self, neighbours: int) -> dist.ProcessGroup:
         """Of so many neighbours, this rank among them. Collective over these."""
         first = self.position // neighbours * neighbours
-        return dist.new_group(self.ranks[first : first + neighbours], use_local_synchronization=True)
+        return dist.new_group(
+            self.ranks[first : first + neighbours],
+            backend=None if self.group is None else dist.get_backend_config(self.group),
+            use_local_synchronization=True,
+        )
 
 
 def default_mesh() -> DeviceMesh:

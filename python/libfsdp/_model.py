@@ -54,6 +54,7 @@ class Model:
         self.states = [state for _, state, _ in below]
         self.forward_root: ShardState | None = None
         self.leaves_at_once = False
+        self._memory_of_group = False
         self.engine = _C.Model(
             root.mesh.engine_mesh,
             next(_model_numbers),
@@ -97,7 +98,10 @@ class Model:
 
     def choose_memory(self) -> None:
         """Buffers come from the process groups' allocators if that was asked for any unit: units share their buffers."""
-        self.engine.set_memory_of_group(any(state.memory_of_group for state in self.states))
+        asked = any(state.memory_of_group for state in self.states)
+        if asked != self._memory_of_group:
+            self._memory_of_group = asked
+            self.engine.set_memory_of_group(asked)
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
         """Reduces what backwards have left, and gives it to the shards, at once or by the handle."""

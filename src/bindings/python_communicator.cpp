@@ -80,7 +80,7 @@ PythonCommunicator::~PythonCommunicator() {
 
 bool PythonCommunicator::use_own_memory(c10::Device, bool use) {
   const py::gil_scoped_acquire gil;
-  const bool has_memory = collectives_.attr("has_memory")().cast<bool>();
+  const bool has_memory = collectives_.attr("use_memory")(use).cast<bool>();
   uses_own_memory_ = use && has_memory;
   return has_memory;
 }

@@ -107,8 +107,9 @@ class Communicator {
 
   virtual void barrier() = 0;
 
-  /// Whether the backend has an allocator of its own, whose memory its collectives need not copy (NCCL's user buffers). With `use`, what a
-  /// collective needs beside the caller's buffers comes from there from now on.
+  /// Returns whether the backend has an allocator of its own, whose memory its collectives need not copy (NCCL's user buffers). If so, what
+  /// a collective needs beside the caller's buffers comes from there from now on (with `use`), or no more. The same on all ranks, as a
+  /// backend may connect to its peers first.
   virtual bool use_own_memory(c10::Device device, bool use) { return false; }
   /// Memory from there; not initialised. Only if there is such an allocator.
   virtual c10::DataPtr allocate(c10::Device device, std::int64_t bytes) { return {}; }

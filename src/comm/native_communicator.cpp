@@ -183,8 +183,11 @@ std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::Sca
   return comm::staging_numel(shard_numel, wire_dtype, size());
 }
 
-bool NativeCommunicator::use_own_memory(c10::Device device, bool) {
-  return group()->data != nullptr && group()->data->supportsTensorAlloc(device.index());
+bool NativeCommunicator::use_own_memory(c10::Device device, bool use) {
+  if (group()->data == nullptr || !group()->data->supportsTensorAlloc(device.index())) return false;
+  // NCCL's allocator registers memory with the communicator, which is otherwise made by the first collective.
+  if (use) group()->data->eagerConnectSingleDevice(device);
+  return true;
 }
 
 c10::DataPtr NativeCommunicator::allocate(c10::Device device, std::int64_t bytes) {

@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "base/after_error.h"
+
 namespace fsdp::engine {
 
 void Gatherer::start(Unit& unit) {
@@ -81,11 +83,22 @@ void Gatherer::finish(Unit& unit) {
   } else {
     widen(unit);
   }
-  if (unit.extension) {
-    const at::NoGradGuard no_grad;
-    unit.extension->finish();
-  }
+  finish_extension(unit);
   unit.state = ParameterState::kPresent;
+}
+
+void Gatherer::finish_extension(Unit& unit) {
+  if (!unit.extension) return;
+  const at::NoGradGuard no_grad;
+  try {
+    unit.extension->finish();
+  } catch (...) {
+    // What has arrived is given up: the unit is gathered anew when it is next used.
+    unit.state = ParameterState::kSharded;
+    if (!unit.replicated_parameters() && !unit.options.keeps_storage) unit.free_whole();
+    after_error([&] { unit.extension->free(); });
+    throw;
+  }
 }
 
 /// Converts what arrived in a gather format.

@@ -59,6 +59,7 @@ class Gatherer {
   void finish_shards(Unit& unit);
   static void await_shards(Unit& unit);
   void widen(Unit& unit);
+  static void finish_extension(Unit& unit);
   void keep_part(Unit& unit);
   void free(Unit& unit);
 

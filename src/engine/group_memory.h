@@ -10,8 +10,9 @@
 
 namespace fsdp::engine {
 
-/// The allocator of the process group that gathers the first unit for which there is one; empty if there is none, or with `enable` false.
-/// All communicators of the units take what they need themselves from theirs, or no more.
+/// With `enable`, the allocator of the first process group of the units' that has one: it serves all of them, as they share their slots.
+/// Empty if no group has one, or without `enable`. Each communicator also takes what its collectives need themselves from its own group's
+/// allocator, or, without `enable`, no more.
 memory::SlotPool::Source group_memory(const std::vector<std::unique_ptr<Unit>>& units, c10::Device device, bool enable);
 
 }  // namespace fsdp::engine

@@ -31,7 +31,7 @@ namespace fsdp::engine {
 ///   kSharded -> kGathering  an all-gather was started (read ahead, or about to be used)
 ///   kGathering -> kPresent  it completed
 ///   kPresent -> kSharded    evicted; or, for replicated parameters, outdated by an optimizer step
-///   kGathering -> kSharded  a read-ahead that nobody used, or reset
+///   kGathering -> kSharded  a read-ahead that nobody used, reset, or the unit's extension could not make the whole parameters
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 
 /// What the computation, or the user, has to do with a unit in the running pass (a forward, or a backward): departures act on it. All

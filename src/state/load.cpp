@@ -300,9 +300,9 @@ class Loading {
 };
 
 /// How often each of an optimizer's parameters was updated, as the checkpoint says; before and after, so that a failure can undo it.
-class Steps {
+class UpdateCounts {
  public:
-  explicit Steps(Optimizer& optimizer) : optimizer_(optimizer) {
+  explicit UpdateCounts(Optimizer& optimizer) : optimizer_(optimizer) {
     for (const auto& part : optimizer.state().parts) {
       for (const auto& unit : optimizer.engine()->units()) {
         for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
@@ -346,7 +346,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   const auto engine = handle(module).engine();
   const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
   std::optional<Loading> loading;
-  std::optional<Steps> steps;
+  std::optional<UpdateCounts> steps;
   std::string counts;  // of updates
   std::optional<double> lr_factor;
   std::optional<GradScalerState> grad_scaler;

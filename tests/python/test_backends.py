@@ -128,8 +128,16 @@ class WithMemory:
         return torch.empty(size, dtype=dtype, device=device)
 
 
+def gradients_of(sharded: Any) -> list[torch.Tensor]:
+    """Of one step."""
+    sharded.zero_grad()
+    step(sharded)
+    return [p.grad.to_local().clone() for p in sharded.parameters()]
+
+
 def use_memory_of_group() -> None:
-    expected = [step(reference) for reference in [model()] for _ in range(3)]
+    reference = model()
+    expected, gradients = step(reference), gradients_of(reference)
     of_group = dist.ProcessGroup._get_backend
     with pytest.MonkeyPatch.context() as patch:
         forget_meshes(patch)
@@ -141,6 +149,7 @@ def use_memory_of_group() -> None:
         sharded.set_allocate_memory_from_process_group_for_comm(True)
         assert libfsdp.memory_stats(sharded)["slots.live"] < pool  # What it had is given back.
         losses.append(step(sharded))
+        assert all(map(torch.equal, gradients_of(sharded), gradients))
         of_first = WithMemory.calls
         assert of_first > 2
         step(sharded)
@@ -155,7 +164,7 @@ def use_memory_of_group() -> None:
             early.set_custom_all_gather(dist.all_gather_into_tensor)
         losses.append(step(early))
         assert WithMemory.calls > calls
-    assert losses[0] == losses[1] == losses[2] == losses[3] == expected[0]
+    assert losses == [expected] * 4
 
 
 def test_memory_of_a_backend(ranks: StartRanks) -> None:

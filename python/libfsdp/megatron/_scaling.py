@@ -57,10 +57,19 @@ class DelayedScale:
     def __init__(self) -> None:
         self._of_rows: Any = None
         self._is_recorded = True
-        self._is_checked = False
+        # Of a device that would have to be waited for: whether the scales differ that arrived last, and whose they are.
+        self._differ: tuple[str, torch.Tensor] | None = None
 
     def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> None:
-        """Keeps the scale that the quantizer has now; of a parameter that is not trained, the one that it had at first."""
+        """Keeps the scale that the quantizer has now; of a parameter that is not trained, the one that it had at first.
+
+        Raises:
+            ValueError: if the ranks had different scales the last time, on a device.
+        """
+        if self._differ is not None:
+            (name, differ), self._differ = self._differ, None
+            if differ.item():
+                raise _different_scales(name, "and so did the values of the last update")
         if not trained and self._of_rows is not None:
             return
         self._of_rows = _for_rows(quantizer)
@@ -87,20 +96,16 @@ class DelayedScale:
         """Records the largest value.
 
         Raises:
-            ValueError: if the ranks have different scales. A device that would have to be waited for is asked at first only.
+            ValueError: if the ranks have different scales. A device is not waited for: there, renew tells it the next time.
         """
         if self._is_recorded:
             return
         scales, largest = arrived
-        if not self._is_checked or scales.device.type == "cpu":
-            different = scales.unique().tolist()
-            if len(different) > 1:
-                raise ValueError(
-                    f"parameter '{name}' is quantized with delayed scaling, and its quantizer's scale differs between ranks (1/scale is "
-                    f"{different}), so their rows would not fit together: give all ranks the same scales, by the same checkpoint "
-                    "and DelayedScaling(reduce_amax=True)"
-                )
-            self._is_checked = True
+        differ = (scales != scales[0]).any()
+        if scales.device.type != "cpu":
+            self._differ = name, differ.to("cpu", non_blocking=True)
+        elif differ:
+            raise _different_scales(name, f"1/scale is {scales.unique().tolist()}")
         whole._scale_inv.copy_(scales[0])
         quantizer.amax.copy_(torch.maximum(quantizer.amax, largest.amax()))  # as TransformerEngine's kernels do
         self._is_recorded = True
@@ -139,6 +144,14 @@ class CurrentScale:
         if not self._is_delivered:
             whole._scale_inv.copy_(self._scale_inv.reshape(whole._scale_inv.shape))
         self._is_delivered = True
+
+
+def _different_scales(name: str, detail: str) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' is quantized with delayed scaling, and its quantizer's scale differs between ranks ({detail}), so "
+        "their rows do not fit together: give all ranks the same scales, by the same checkpoint and "
+        "DelayedScaling(reduce_amax=True)"
+    )
 
 
 def _for_rows(quantizer: Any) -> Any:

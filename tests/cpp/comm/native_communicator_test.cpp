@@ -121,14 +121,19 @@ class AllocatingBackend final : public c10d::Backend {
     allocated = at::full({size}, 7, options);
     return allocated;
   }
+  void eagerConnectSingleDevice(at::Device) override { connected = true; }
   at::Tensor allocated;
+  bool connected = false;
 };
 
 TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
   const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
   const auto backend = c10::make_intrusive<AllocatingBackend>();
   NativeCommunicator communicator(row, backend, nullptr);
+  EXPECT_TRUE(communicator.use_own_memory(at::kCPU, false));
+  EXPECT_FALSE(backend->connected);
   EXPECT_TRUE(communicator.use_own_memory(at::kCPU, true));
+  EXPECT_TRUE(backend->connected);
   auto memory = communicator.allocate(at::kCPU, 100);
   EXPECT_EQ(memory.get(), backend->allocated.const_data_ptr());
   EXPECT_EQ(memory.device(), at::Device(at::kCPU));

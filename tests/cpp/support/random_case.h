@@ -278,6 +278,10 @@ inline Case make_case(std::uint64_t seed) {
   c.first = make_settings(random, c);
   c.second = make_settings(random, c);
   c.reloaded = make_settings(random, c);
+  // The report comes when a backward has ended: an operator that fails in it leaves the gradients.
+  if (std::any_of(c.steps.begin(), c.steps.end(), [](const auto& step) { return step.failure.planned && step.failure.operators >= 0; })) {
+    c.first.report_nan = c.second.report_nan = c.reloaded.report_nan = false;
+  }
   if (!c.sums_in_order()) {
     c.second.division = c.first.division;
     c.second.percent_units = c.first.percent_units;
