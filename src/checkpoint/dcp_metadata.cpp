@@ -30,8 +30,8 @@ constexpr std::string_view kTorch = "torch.";
 
 std::span<const std::string_view> allowed_globals() {
   // All of torch, since a dtype that is not known spoils its own tensor only. The paths are of the folder that was first written to, which
-  // is not used; Python 3.13 has moved their classes.
-  static constexpr std::array<std::string_view, 16> kGlobals = {"torch.*",
+  // is not used; Python 3.13 has moved their classes. Python 3.11.2 writes the memory format, an enum, as an attribute of its class.
+  static constexpr std::array<std::string_view, 17> kGlobals = {"torch.*",
                                                                 kMetadata,
                                                                 kTensor,
                                                                 kProperties,
@@ -42,6 +42,7 @@ std::span<const std::string_view> allowed_globals() {
                                                                 "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
                                                                 "torch.distributed.checkpoint.metadata.StorageMeta",
                                                                 "torch.serialization._get_layout",
+                                                                "builtins.getattr",
                                                                 "collections.OrderedDict",
                                                                 "pathlib.PosixPath",
                                                                 "pathlib._local.PosixPath",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from end_of_rank import end_rank
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -102,6 +102,13 @@ def two_ranks(rank: int, folder: Path) -> None:
 
 def write_one_rank(folder: Path) -> None:
     dcp.save(state(), checkpoint_id=folder / "one_rank", no_dist=True)
+
+
+def write_enums_by_name(folder: Path) -> None:
+    """As Python 3.11.2 does."""
+    by_name: Any = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    _MEM_FORMAT_ENCODING.__reduce_ex__ = by_name
+    write_one_rank(folder)
 
 
 def write_two_ranks(folder: Path) -> None:

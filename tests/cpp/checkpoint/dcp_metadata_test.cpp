@@ -78,6 +78,15 @@ TEST(DcpMetadata, BothWaysWithPython) {
   run_python("check_rewritten", folder.path());
 }
 
+// Debian 12's Python, 3.11.2, does so.
+TEST(DcpMetadata, OfAPythonThatWritesEnumsByName) {
+  const TemporaryFolder folder;
+  run_python("write_enums_by_name", folder.path());
+  EXPECT_NE(read_file(folder.path() / "one_rank/.metadata").find("getattr"), std::string::npos);
+  const DcpMetadata one = read(folder.path() / "one_rank");
+  EXPECT_EQ(tensor(one, "dtypes." + std::string(dtypes().front().name)).shape, (Shape{2, 3}));
+}
+
 DcpMetadata two_items() {
   DcpMetadata metadata;
   metadata.items = {
