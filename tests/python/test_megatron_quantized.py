@@ -25,18 +25,10 @@ def train(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) ->
         keep_fp8_transpose_cache=keeps,
         fsdp_unit_modules=[QuantizedLinear] if reshards else None,
     )
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
     for p in model.parameters():
         assert type(p._local_tensor) is torch.Tensor
         assert p.dtype == torch.float32
-    for step in range(4):
-        loss = model(batch(step, dist.get_rank(), dtype=dtype)).float().square().mean()
-        loss.backward()
-        assert torch.equal(loss.detach(), alone.step(step, dtype)[dist.get_rank()])
-        optimizer.step()
-        optimizer.zero_grad()
-    for p, main in zip(model.parameters(), alone.main, strict=True):
-        assert torch.equal(whole(p.detach()), main)
+    alone.assert_same_training(model, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import batch, whole
+from support.megatron import batch
 from support.quantized import Multiply, QuantizedLinear, Quantizer
-from support.quantized_training import Alone, model_of, quantizers_of, roll, sharded
+from support.quantized_training import Alone, model_of, quantizers_of, sharded
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,16 +59,7 @@ def train(kind: str, form: dict[str, Any], dtype: torch.dtype, reshards: bool, k
         **(outer_ranks_alone() if kind == "hfsdp" and dist.get_world_size() == 2 else {}),
         **options,
     )
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
-    for step in range(4):
-        loss = model(batch(step, dist.get_rank(), dtype=dtype)).float().square().mean()
-        roll(quantizers)
-        loss.backward()
-        assert torch.equal(loss.detach(), alone.step(step, dtype)[dist.get_rank()])
-        optimizer.step()
-        optimizer.zero_grad()
-    for p, main in zip(model.parameters(), alone.main, strict=True):
-        assert torch.equal(whole(p.detach()), main)
+    optimizer = alone.assert_same_training(model, dtype, quantizers)
     if kind != "hfsdp":
         return
     for layer in (

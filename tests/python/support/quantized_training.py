@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model
-from support.megatron import batch, ranks_of
+from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from support.megatron import batch, ranks_of, whole
 from support.quantized import DelayedQuantizer, Quantized, QuantizedLinear
 
 POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
@@ -37,7 +38,7 @@ def quantizers_of(module: nn.Module) -> list[Any]:
     return [p._quantizer for p in module.parameters() if isinstance(p, Quantized)]
 
 
-def roll(quantizers: list[Any]) -> None:
+def roll(quantizers: Sequence[Any]) -> None:
     """A forward has ended."""
     for quantizer in quantizers:
         if isinstance(quantizer, DelayedQuantizer):
@@ -83,3 +84,21 @@ class Alone:
             main.grad = gradient / ranks
         self.optimizer.step()
         return losses
+
+    def assert_same_training(self, model: Any, dtype: torch.dtype, quantizers: Sequence[Any] = ()) -> Any:
+        """Four steps of a sharded model, whose `quantizers` get other scales after each forward, have the same bits.
+
+        Returns:
+            Its optimizer.
+        """
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        for step in range(4):
+            loss = model(batch(step, dist.get_rank(), dtype=dtype)).float().square().mean()
+            roll(quantizers)
+            loss.backward()
+            assert torch.equal(loss.detach(), self.step(step, dtype)[dist.get_rank()])
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, main in zip(model.parameters(), self.main, strict=True):
+            assert torch.equal(whole(p.detach()), main)
+        return optimizer
