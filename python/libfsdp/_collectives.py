@@ -52,12 +52,12 @@ class Collectives:
         for collectives in Collectives._all:
             collectives._group = None
 
-    def use_memory(self, use: bool) -> bool:
-        """Whether the group's backend has an allocator of its own; with `use`, gets it ready."""
+    def use_memory(self) -> bool:
+        """Whether the group's backend has an allocator of its own, which is then ready."""
         if self._group is None or not has_memory(self._group, self._device):
             return False
-        if use:  # NCCL registers memory with the connections, which are otherwise made by the first collective.
-            self._group._get_backend(self._device).eager_connect_single_device(self._device)
+        # NCCL registers memory with the connections, which are otherwise made by the first collective.
+        self._group._get_backend(self._device).eager_connect_single_device(self._device)
         return True
 
     def allocate(self, size: int) -> torch.Tensor:

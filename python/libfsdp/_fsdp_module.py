@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from libfsdp import _C
+from libfsdp._buffer_memory import refuse_custom_collectives, use_memory_of_group, use_symmetric_memory
 from libfsdp._finalization import GradientReductionHandle
-from libfsdp._memory_of_group import refuse_symmetric_memory, use_memory_of_group
 from libfsdp._mesh import sharding_mesh
 from libfsdp._states import state_of, states_in
 
@@ -210,12 +210,14 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers of this module's unit go through ``comm``, an object as FSDP2's AllGather."""
-        self._refuse_memory_of_group("set_custom_all_gather")
+        for state in self._states(recurse=False):
+            refuse_custom_collectives(state, "set_custom_all_gather")
         self._custom_collectives().custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reductions of this module's unit go through ``comm``, an object as FSDP2's ReduceScatter."""
-        self._refuse_memory_of_group("set_custom_reduce_scatter")
+        for state in self._states(recurse=False):
+            refuse_custom_collectives(state, "set_custom_reduce_scatter")
         self._custom_collectives().custom_reduce_scatter = comm
 
     def _custom_collectives(self) -> Any:
@@ -234,31 +236,30 @@ class FSDPModule:
         without an allocator, Gloo among them, are as before.
 
         Raises:
-            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
+            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, or
+                after ``set_symm_mem_for_comm()``.
         """
         for state in self._states(recurse=False):
             use_memory_of_group(state, enable=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Buffers of gathers lie in symmetric memory, which NCCL has faster collectives for. Not possible yet: see Raises.
+        """Buffers of collectives lie in torch's symmetric memory, for which NCCL has faster gathers and fp32 sums.
+
+        Units share their buffers, so that all of the model's lie there if one of its units asks for it. Sets the backend of
+        torch's symmetric memory in this process. Call it on all ranks.
 
         Raises:
             ValueError: for another backend than NCCL.
-            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
-            NotImplementedError: in any other case; the module stays as it is.
+            AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, or
+                after ``set_allocate_memory_from_process_group_for_comm(True)``.
+            RuntimeError: if the module's process group is not NCCL's, on CUDA; the module stays as it is.
         """
         if backend != "NCCL":
             raise ValueError(
                 f"set_symm_mem_for_comm: the backend of symmetric memory can only be NCCL, not {backend!r}"
             )
         for state in self._states(recurse=False):
-            refuse_symmetric_memory(state)
-
-    def _refuse_memory_of_group(self, method: str) -> None:
-        if any(state.memory_of_group for state in self._states(recurse=False)):
-            raise AssertionError(
-                f"cannot call {method}() when set_allocate_memory_from_process_group_for_comm() is in effect"
-            )
+            use_symmetric_memory(state, backend)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward.

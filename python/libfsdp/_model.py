@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from libfsdp import _C
+from libfsdp._buffer_memory import BufferMemory
 from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
@@ -54,7 +55,7 @@ class Model:
         self.states = [state for _, state, _ in below]
         self.forward_root: ShardState | None = None
         self.leaves_at_once = False
-        self._memory_of_group = False
+        self._buffer_memory = BufferMemory.PROCESS
         self.engine = _C.Model(
             root.mesh.engine_mesh,
             next(_model_numbers),
@@ -79,8 +80,7 @@ class Model:
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
                 state.connect(self.engine)
-        if any(state.memory_of_group for state in self.states):
-            self.choose_memory()
+        self.choose_memory()
         for state in self.states:
             state.apply_prefetch_lists()
             if state.unsharded_early and not provisional:
@@ -97,11 +97,11 @@ class Model:
         self.engine.set_manual_finalization(enabled)
 
     def choose_memory(self) -> None:
-        """Buffers come from the process groups' allocators if that was asked for any unit: units share their buffers."""
-        asked = any(state.memory_of_group for state in self.states)
-        if asked != self._memory_of_group:
-            self._memory_of_group = asked
-            self.engine.set_memory_of_group(asked)
+        """Buffers lie where that was asked for any unit: units share their buffers."""
+        asked = max(state.buffer_memory for state in self.states)
+        if asked is not self._buffer_memory:
+            self._buffer_memory = asked
+            self.engine.set_buffer_memory(asked.value)
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
         """Reduces what backwards have left, and gives it to the shards, at once or by the handle."""

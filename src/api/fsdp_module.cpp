@@ -72,7 +72,9 @@ void FSDPModule::unshard() {
   static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->watch_address();
 }
 void FSDPModule::reshard() { engine_->reshard(*engine_->units()[unit_]); }
-void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) { engine_->set_memory_of_group(enable); }
+void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
+  engine_->set_buffer_memory(enable ? comm::BufferMemory::kGroup : comm::BufferMemory::kProcess);
+}
 void FSDPModule::set_prefetch_depth(int depth) { engine_->set_prefetch_depth(depth); }
 void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set_is_last_backward(is_last_backward); }
 void FSDPModule::finish_gradient_sync() { engine_->finish_gradient_sync(); }

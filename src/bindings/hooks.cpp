@@ -323,7 +323,8 @@ void bind_hooks(py::module_& module) {
       .def(
           "set_overlaps_reductions", [](HookedModel& model, bool overlaps) { model.engine().set_overlaps_reductions(overlaps); }, kNoGil)
       .def(
-          "set_memory_of_group", [](HookedModel& model, bool enable) { model.engine().set_memory_of_group(enable); }, kNoGil)
+          "set_buffer_memory",
+          [](HookedModel& model, int memory) { model.engine().set_buffer_memory(static_cast<comm::BufferMemory>(memory)); }, kNoGil)
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)

@@ -78,11 +78,12 @@ PythonCommunicator::~PythonCommunicator() {
   collectives_ = py::object();
 }
 
-bool PythonCommunicator::use_own_memory(c10::Device, bool use) {
+bool PythonCommunicator::use_memory(c10::Device, comm::BufferMemory memory) {
+  uses_own_memory_ = false;
+  if (memory != comm::BufferMemory::kGroup) return memory == comm::BufferMemory::kProcess;
   const py::gil_scoped_acquire gil;
-  const bool has_memory = collectives_.attr("use_memory")(use).cast<bool>();
-  uses_own_memory_ = use && has_memory;
-  return has_memory;
+  uses_own_memory_ = collectives_.attr("use_memory")().cast<bool>();
+  return uses_own_memory_;
 }
 
 c10::DataPtr PythonCommunicator::allocate(c10::Device, std::int64_t bytes) {

@@ -32,7 +32,7 @@ class PythonCommunicator final : public comm::Communicator {
   std::string gather(const std::string& text, const comm::Label& label) override;
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
-  bool use_own_memory(c10::Device device, bool use) override;
+  bool use_memory(c10::Device device, comm::BufferMemory memory) override;
   c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override;
 
  private:

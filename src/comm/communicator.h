@@ -21,6 +21,13 @@ struct Label {
   std::uint64_t model = 0;     ///< Tells models with equal units apart: the same number on all ranks, 0 where there is none.
 };
 
+/// Where the buffers of collectives lie.
+enum class BufferMemory : std::uint8_t {
+  kProcess,    ///< In memory of this process, which ranks of its host may share.
+  kGroup,      ///< In the backend's own, which its collectives need not copy (NCCL's user buffers).
+  kSymmetric,  ///< In torch's symmetric memory, for which NCCL has faster collectives.
+};
+
 /// One sub-buffer of an all-gather. All 1-D and contiguous; full.numel() == size * shard.numel(). `shard` may be this rank's own
 /// region of `full`; otherwise it is copied there. Rank r's shard lands at [r * shard.numel(), (r + 1) * shard.numel()).
 struct GatherPart {
@@ -107,11 +114,10 @@ class Communicator {
 
   virtual void barrier() = 0;
 
-  /// Returns whether the backend has an allocator of its own, whose memory its collectives need not copy (NCCL's user buffers). If so, what
-  /// a collective needs beside the caller's buffers comes from there from now on (with `use`), or no more. The same on all ranks, as a
-  /// backend may connect to its peers first.
-  virtual bool use_own_memory(c10::Device device, bool use) { return false; }
-  /// Memory from there; not initialised. Only if there is such an allocator.
+  /// Returns whether the backend has such memory. If so, what a collective needs beside the caller's buffers comes from there from now on,
+  /// else from this process. The same on all ranks, as a backend may connect to its peers first.
+  virtual bool use_memory(c10::Device device, BufferMemory memory) { return memory == BufferMemory::kProcess; }
+  /// Memory of the kind that is in use; not initialised. Not for kProcess.
   virtual c10::DataPtr allocate(c10::Device device, std::int64_t bytes) { return {}; }
 
   const CommStats& stats() const { return stats_; }

@@ -9,6 +9,7 @@
 
 #include "base/exception_text.h"
 #include "comm/device_mesh_state.h"
+#include "comm/introduction.h"
 #include "comm/native_communicator.h"
 #include "comm/null_communicator.h"
 #include "comm/pairwise_communicator.h"
@@ -112,20 +113,32 @@ c10::Device local_device(const std::string& device_type, const comm::World& worl
   return device;
 }
 
+/// What `ask` finds out about a row's peers. Throws CommError if they do not answer.
+template <typename Ask>
+auto ask_peers(const comm::Row& row, const char* whether, const Ask& ask) {
+  try {
+    return ask();
+  } catch (...) {
+    throw CommError("rank " + std::to_string(row.rank) + " of " + std::to_string(row.size()) + " of mesh dimension '" + row.dim +
+                    "' could not ask its peers whether they share " + whether + ": " + current_exception_text() +
+                    ". A peer has failed or left: its own message says why.");
+  }
+}
+
 std::shared_ptr<comm::Communicator> make_cpu_communicator(const comm::Row& row, c10::intrusive_ptr<c10d::Backend> gloo,
                                                           const MeshOptions& options) {
   if (row.size() == 1) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
   const bool wanted = options.shared_memory && comm::process_environment("FSDP_SHARED_MEMORY") != "0";
-  std::shared_ptr<comm::SharedRow> shared;
-  try {
-    shared = comm::SharedRow::connect(row.rank, row.size(), *gloo, wanted, options.timeout);
-  } catch (...) {
-    throw CommError("rank " + std::to_string(row.rank) + " of " + std::to_string(row.size()) + " of mesh dimension '" + row.dim +
-                    "' could not ask its peers whether they share memory: " + current_exception_text() +
-                    ". A peer has failed or left: its own message says why.");
-  }
+  auto shared = ask_peers(row, "memory", [&] { return comm::SharedRow::connect(row.rank, row.size(), *gloo, wanted, options.timeout); });
   if (shared == nullptr) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
   return std::make_shared<comm::SharedCommunicator>(row, gloo, std::move(shared));
+}
+
+std::shared_ptr<comm::Communicator> make_native_communicator(const comm::Row& row, c10::intrusive_ptr<c10d::Backend> backend,
+                                                             c10::intrusive_ptr<c10d::Backend> gloo) {
+  const int ranks_per_host =
+      row.size() == 1 ? 1 : ask_peers(row, "a host", [&] { return comm::ranks_per_host(row.rank, row.size(), *gloo); });
+  return std::make_shared<comm::NativeCommunicator>(row, std::move(backend), std::move(gloo), ranks_per_host);
 }
 
 /// The backend of one dimension: see StoreMesh::backend_of.
@@ -139,11 +152,11 @@ std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvo
   auto gloo = rendezvous.gloo_group(row, name + "gloo");
   if (backend_of) {
     auto backend = row.size() == 1 ? c10::intrusive_ptr<c10d::Backend>() : backend_of(neighbours);
-    return std::make_shared<comm::NativeCommunicator>(row, std::move(backend), std::move(gloo));
+    return make_native_communicator(row, std::move(backend), std::move(gloo));
   }
   if (device.is_cpu()) return make_cpu_communicator(row, std::move(gloo), options);
   auto nccl = rendezvous.nccl_group(row, name + "nccl", device);
-  return std::make_shared<comm::NativeCommunicator>(row, std::move(nccl), std::move(gloo));
+  return make_native_communicator(row, std::move(nccl), std::move(gloo));
 }
 
 // Meshes are made in the same order on all ranks, so that the number of one is a name that all know.

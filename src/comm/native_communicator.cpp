@@ -1,66 +1,28 @@
 #include "comm/native_communicator.h"
 
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
 #include <vector>
 
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
+#include "comm/symmetric_memory.h"
+#include "comm/works.h"
 
 namespace fsdp::comm {
 namespace {
 
 bool backend_sums(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
-std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType dtype, int size) {
-  if (size == 1) return 0;
-  return backend_sums(dtype) ? shard_numel : size * shard_numel;
-}
-
-// The c10d works of one collective of ours. Operations posted between the constructor and end() are launched together where the backend can
-// (NCCL: one kernel for all parts). Without end(), after an exception, the destructor ends what has been posted: the backend must not take
-// the next collective's operations for more of this one's.
-class Works {
- public:
-  Works(c10d::Backend& backend, std::size_t operations) : backend_(backend), together_(operations > 1 && backend.supportsCoalescing()) {
-    if (together_) backend_.startCoalescing();
-  }
-  ~Works() {
-    if (!together_ || ended_) return;
-    try {
-      backend_.endCoalescing();
-    } catch (...) {  // The first exception says more.
-    }
-  }
-  Works(const Works&) = delete;
-  Works& operator=(const Works&) = delete;
-
-  void add(c10::intrusive_ptr<c10d::Work> work) {
-    if (!together_) works_.push_back(std::move(work));
-  }
-
-  std::vector<c10::intrusive_ptr<c10d::Work>> end() {
-    ended_ = true;
-    if (together_) {
-      if (auto work = backend_.endCoalescing()) works_.push_back(std::move(work));
-    }
-    return std::move(works_);
-  }
-
- private:
-  c10d::Backend& backend_;
-  const bool together_;
-  bool ended_ = false;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-};
-
-// On CUDA the current stream waits, not the host.
-void wait_all(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
-  for (const auto& work : works) work->wait();
-}
+/// Gradients that the backend would add up in their own dtype.
+bool needs_sum_here(const ReducePart& part) { return !backend_sums(part.unreduced.scalar_type()); }
 
 class NativeGather final : public GroupPending {
  public:
-  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
-      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()) {}
+  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts,
+               const std::string* symmetric_group)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), symmetric_group_(symmetric_group) {}
   ~NativeGather() override { settle(); }
 
  protected:
@@ -69,7 +31,8 @@ class NativeGather final : public GroupPending {
       for (const GatherPart& part : parts_) copy_own_shard(part, 0);
       return;
     }
-    Works works(*group_->data, parts_.size());
+    if (symmetric_group_ != nullptr) find_peers();
+    Works works(*group_->data, parts_.size() > 1);
     for (const GatherPart& part : parts_) {
       if (part.shard.numel() == 0) continue;
       at::Tensor full = flat_view(part.full, 0, part.full.numel());
@@ -82,32 +45,45 @@ class NativeGather final : public GroupPending {
   void forget() noexcept override { works_.clear(); }
 
  private:
-  const std::vector<GatherPart> parts_;
+  void find_peers() {
+    for (GatherPart& part : parts_) {
+      if (!symmetric_memory::find_peers(part.full, *symmetric_group_)) continue;
+      copy_own_shard(part, group_->row.rank);  // What is sent has to lie there, too.
+      part.shard = flat_view(part.full, group_->row.rank * part.shard.numel(), part.shard.numel());
+    }
+  }
+
+  std::vector<GatherPart> parts_;
+  const std::string* const symmetric_group_;  // of the backend; null without symmetric memory
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 class NativeReduce final : public GroupPending {
  public:
-  NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale)
-      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale) {}
+  NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
+               std::shared_ptr<TwoLevelSum> levels, const std::string* symmetric_group)
+      : GroupPending(std::move(group), call, label),
+        parts_(parts.begin(), parts.end()),
+        scale_(scale),
+        levels_(std::move(levels)),
+        symmetric_group_(symmetric_group) {}
   ~NativeReduce() override { settle(); }
 
  protected:
   void post() override {
     if (group_->row.size() == 1) return;
-    c10d::Backend& backend = *group_->data;
-    Works works(backend, parts_.size());
-    std::vector<std::int64_t> equal_parts;
+    if (symmetric_group_ != nullptr) find_peers();
+    const auto in_two_levels = [&](const ReducePart& part) { return levels_ != nullptr && needs_sum_here(part); };
+    const auto narrow = std::find_if(parts_.begin(), parts_.end(), in_two_levels);
+    if (narrow == parts_.end()) {
+      works_ = send_unreduced();
+      return;
+    }
+    const c10::StreamGuard beside(levels_->stream_behind_current(narrow->out.device()));
+    wait_all(send_unreduced());
+    Works works(*group_->data, /*several=*/true);
     for (const ReducePart& part : parts_) {
-      if (part.out.numel() == 0) continue;
-      const at::ScalarType dtype = part.unreduced.scalar_type();
-      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
-      at::Tensor output = flat_view(part.staging, 0, staging_numel(part.out.numel(), dtype, group_->row.size()));
-      if (backend_sums(dtype)) {
-        works.add(backend._reduce_scatter_base(output, input));
-      } else {
-        works.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
-      }
+      if (in_two_levels(part)) levels_->send_sums(part, works);
     }
     works_ = works.end();
   }
@@ -120,14 +96,47 @@ class NativeReduce final : public GroupPending {
   void forget() noexcept override { works_.clear(); }
 
  private:
+  /// NCCL has faster sums there, too; messages it has not.
+  void find_peers() {
+    for (const ReducePart& part : parts_) {
+      if (needs_sum_here(part)) continue;
+      symmetric_memory::find_peers(part.unreduced, *symmetric_group_);
+      symmetric_memory::find_peers(part.staging, *symmetric_group_);
+    }
+  }
+
+  /// To who sums it next: the backend, all ranks, or the neighbours.
+  std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced() {
+    c10d::Backend& backend = *group_->data;
+    Works works(backend, levels_ != nullptr || parts_.size() > 1);
+    std::vector<std::int64_t> equal_parts;
+    for (const ReducePart& part : parts_) {
+      if (part.out.numel() == 0) continue;
+      if (levels_ != nullptr && needs_sum_here(part)) {
+        levels_->send_unreduced(part, works);
+        continue;
+      }
+      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
+      at::Tensor output = flat_view(part.staging, 0, needs_sum_here(part) ? input.numel() : part.out.numel());
+      if (needs_sum_here(part)) {
+        works.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
+      } else {
+        works.add(backend._reduce_scatter_base(output, input));
+      }
+    }
+    return works.end();
+  }
+
   void sum(const ReducePart& part) {
     const std::int64_t numel = part.out.numel();
     const int size = group_->row.size();
     std::vector<at::Tensor> sources;
     if (size == 1) {
       sources.push_back(part.unreduced);
-    } else if (backend_sums(part.unreduced.scalar_type())) {
+    } else if (!needs_sum_here(part)) {
       sources.push_back(flat_view(part.staging, 0, numel));
+    } else if (levels_ != nullptr) {
+      sources = levels_->sums(part);
     } else {
       for (int rank = 0; rank < size; ++rank) sources.push_back(flat_view(part.staging, rank * numel, numel));
     }
@@ -136,6 +145,8 @@ class NativeReduce final : public GroupPending {
 
   const std::vector<ReducePart> parts_;
   const double scale_;
+  const std::shared_ptr<TwoLevelSum> levels_;
+  const std::string* const symmetric_group_;  // as NativeGather's
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
@@ -176,31 +187,58 @@ class NativeScatter final : public GroupPending {
 
 }  // namespace
 
-NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control)
-    : GroupCommunicator(std::move(row), std::move(control), std::move(backend)) {}
+NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control,
+                                       int ranks_per_host)
+    : GroupCommunicator(std::move(row), std::move(control), std::move(backend)),
+      levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
 
 std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
-  return comm::staging_numel(shard_numel, wire_dtype, size());
+  if (size() == 1) return 0;
+  if (backend_sums(wire_dtype)) return shard_numel;
+  return (levels_ != nullptr ? levels_->staging_per_element() : size()) * shard_numel;
 }
 
-bool NativeCommunicator::use_own_memory(c10::Device device, bool use) {
-  if (group()->data == nullptr || !group()->data->supportsTensorAlloc(device.index())) return false;
-  // NCCL's allocator registers memory with the communicator, which is otherwise made by the first collective.
-  if (use) group()->data->eagerConnectSingleDevice(device);
-  return true;
+GroupCommunicator::Sent NativeCommunicator::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
+  if (levels_ == nullptr) return {.wire = (size() - 1) * bytes};
+  const std::int64_t narrow = summed_bytes - bytes;  // Their sums need twice as many.
+  return {.wire = (size() - 1) * (bytes - narrow) + levels_->unreduced_per_element() * narrow + levels_->sums_per_element() * 2 * narrow};
+}
+
+bool NativeCommunicator::use_memory(c10::Device device, BufferMemory memory) {
+  memory_ = has_memory(device, memory) ? memory : BufferMemory::kProcess;
+  // NCCL registers memory with the communicator, which is otherwise made by the first collective.
+  if (memory_ != BufferMemory::kProcess) group()->data->eagerConnectSingleDevice(device);
+  return memory_ == memory;
+}
+
+bool NativeCommunicator::has_memory(c10::Device device, BufferMemory memory) const {
+  switch (memory) {
+    case BufferMemory::kProcess:
+      return true;
+    case BufferMemory::kGroup:
+      return group()->data != nullptr && group()->data->supportsTensorAlloc(device.index());
+    case BufferMemory::kSymmetric:
+      return group()->data != nullptr && symmetric_memory::exists(device);
+  }
+  return false;
 }
 
 c10::DataPtr NativeCommunicator::allocate(c10::Device device, std::int64_t bytes) {
+  if (memory_ == BufferMemory::kSymmetric) return symmetric_memory::allocate(device, bytes);
   return memory_of(group()->data->allocateTensor(bytes, at::TensorOptions().dtype(at::kByte).device(device)));
 }
 
+const std::string* NativeCommunicator::symmetric_group() const {
+  return memory_ == BufferMemory::kSymmetric ? &group()->data->getGroupUid() : nullptr;
+}
+
 std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
-  return std::make_unique<NativeGather>(group(), call, label, parts);
+  return std::make_unique<NativeGather>(group(), call, label, parts, symmetric_group());
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                               double scale) {
-  return std::make_unique<NativeReduce>(group(), call, label, parts, scale);
+  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, levels_, symmetric_group());
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,

@@ -1,12 +1,10 @@
 #include "comm/shared_row.h"
 
-#include <ATen/ops/zeros.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <iostream>
 #include <mutex>
 #include <new>
@@ -14,6 +12,7 @@
 #include <utility>
 
 #include "base/exception_text.h"
+#include "comm/introduction.h"
 #include "comm/served.h"
 #include "fsdp/error.h"
 
@@ -22,7 +21,7 @@ namespace {
 
 /// What ranks tell each other before they try.
 struct Introduction {
-  char boot[40] = {};  ///< The kernel's name of its present life: the same on one host only.
+  Boot boot;
   std::int64_t user = -1;
   std::uint64_t processes = 0;  ///< Its namespace: what the number of a process means.
   std::int64_t ready = 0;       ///< This rank wants to share, and has a heap.
@@ -32,34 +31,6 @@ struct Introduction {
 
 constexpr int kIntroduction = 0x20000002;  // tags of messages, beside those in call.h
 constexpr int kVerdict = 0x20000003;
-
-/// Every rank's record.
-template <typename Record>
-std::vector<Record> exchange(int rank, int size, c10d::Backend& gloo, int tag, const Record& mine) {
-  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Record));
-  std::vector<at::Tensor> buffers;
-  std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, int>> works;
-  for (int peer = 0; peer < size; ++peer) {
-    buffers.push_back(at::zeros({kBytes}, at::kByte));
-    std::vector<at::Tensor> argument = {buffers.back()};
-    if (peer != rank) works.emplace_back(gloo.recv(argument, peer, tag), peer);
-  }
-  std::memcpy(buffers[static_cast<std::size_t>(rank)].mutable_data_ptr(), &mine, sizeof(Record));
-  std::vector<at::Tensor> argument = {buffers[static_cast<std::size_t>(rank)]};
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) works.emplace_back(gloo.send(argument, peer, tag), peer);
-  }
-  for (const auto& [work, peer] : works) {
-    try {
-      work->wait();
-    } catch (...) {
-      throw std::runtime_error(current_exception_text() + " (rank " + std::to_string(peer) + ")");
-    }
-  }
-  std::vector<Record> all(static_cast<std::size_t>(size));
-  for (std::size_t i = 0; i < all.size(); ++i) std::memcpy(&all[i], buffers[i].const_data_ptr(), sizeof(Record));
-  return all;
-}
 
 void say_once(const std::string& reason) {
   static std::once_flag said;
@@ -71,7 +42,7 @@ void say_once(const std::string& reason) {
 
 Introduction introduction() {
   Introduction mine;
-  std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.boot, sizeof(mine.boot) - 1);
+  mine.boot = Boot::of_this_host();
   mine.user = geteuid();
   struct stat processes {};
   if (stat("/proc/self/ns/pid", &processes) == 0) mine.processes = processes.st_ino;
@@ -79,9 +50,7 @@ Introduction introduction() {
 }
 
 /// They may be able to read each other's memory.
-bool are_near(const Introduction& a, const Introduction& b) {
-  return a.user == b.user && a.processes == b.processes && std::strncmp(a.boot, b.boot, sizeof(a.boot)) == 0;
-}
+bool are_near(const Introduction& a, const Introduction& b) { return a.user == b.user && a.processes == b.processes && a.boot == b.boot; }
 
 /// A rank, and those next to it whose memory it reads.
 struct Neighbours {
@@ -113,7 +82,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
     mine.heap = row->neighbourhood_->address();
     mine.mailbox = *row->neighbourhood_->heap().offset_of(row->mailbox_);
   }
-  const auto all = exchange(rank, size, gloo, kIntroduction, mine);
+  const auto all = exchange_records(rank, size, gloo, kIntroduction, mine);
   std::vector<std::shared_ptr<const PeerHeap>> found(all.size());
   try {
     for (int peer = 0; peer < size && mine.ready == 1; ++peer) {
@@ -127,7 +96,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
     say_once(current_exception_text());
   }
   const Neighbours neighbours = neighbours_of(rank, found);
-  const auto verdicts = exchange(rank, size, gloo, kVerdict, neighbours);
+  const auto verdicts = exchange_records(rank, size, gloo, kVerdict, neighbours);
   for (int peer = 0; peer < size; ++peer) {
     const auto& theirs = verdicts[static_cast<std::size_t>(peer)];
     if (theirs.count != neighbours.count || theirs.count < 2 || theirs.first != peer / theirs.count * theirs.count) return nullptr;

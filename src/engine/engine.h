@@ -124,11 +124,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
-  /// With true, the engine's buffers come from the allocator of the process groups that gather, if these have one (NCCL's): buffers that
-  /// are in use, when they are needed next. The same on all ranks.
-  void set_memory_of_group(bool enable) {
+  /// The engine's buffers come from there, if the process groups have such memory: buffers that are in use, when they are needed next. The
+  /// same on all ranks.
+  void set_buffer_memory(comm::BufferMemory memory) {
     const auto lock = this->lock();
-    pool_.set_source(group_memory(units_, device(), enable));
+    pool_.set_source(group_memory(units_, device(), memory));
   }
   /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
   void set_manual_finalization(bool manual) { manual_finalization_ = manual; }

@@ -2,13 +2,13 @@
 
 namespace fsdp::engine {
 
-memory::SlotPool::Source group_memory(const std::vector<std::unique_ptr<Unit>>& units, c10::Device device, bool enable) {
+memory::SlotPool::Source group_memory(const std::vector<std::unique_ptr<Unit>>& units, c10::Device device, comm::BufferMemory memory) {
   std::shared_ptr<comm::Communicator> source;
   for (const auto& unit : units) {
     const auto& [gather, reduce, outer, post_forward] = unit->communicators;
     for (const auto& communicator : {gather, reduce, outer, post_forward}) {
-      if (communicator == nullptr || !communicator->use_own_memory(device, enable)) continue;
-      if (enable && source == nullptr) source = communicator;
+      if (communicator == nullptr || !communicator->use_memory(device, memory)) continue;
+      if (memory != comm::BufferMemory::kProcess && source == nullptr) source = communicator;
     }
   }
   if (source == nullptr) return {};

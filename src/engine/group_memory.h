@@ -10,9 +10,9 @@
 
 namespace fsdp::engine {
 
-/// With `enable`, the allocator of the first process group of the units' that has one: it serves all of them, as they share their slots.
-/// Empty if no group has one, or without `enable`. Each communicator also takes what its collectives need themselves from its own group's
-/// allocator, or, without `enable`, no more.
-memory::SlotPool::Source group_memory(const std::vector<std::unique_ptr<Unit>>& units, c10::Device device, bool enable);
+/// The source of such memory: the first process group of the units' that has it serves all of them, as they share their slots. Empty if
+/// none has, or for kProcess. Each communicator also takes what its collectives need themselves from its own group's memory, if that has
+/// it.
+memory::SlotPool::Source group_memory(const std::vector<std::unique_ptr<Unit>>& units, c10::Device device, comm::BufferMemory memory);
 
 }  // namespace fsdp::engine

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from support.comparison import assert_follows_replica, assert_same_runs
+from support.hosts import can_pretend_hosts, pretended_host
 from support.ranks import StartRanks
 from support.training import Options, Run, train
 from torch import nn
@@ -69,11 +71,11 @@ def test_backends_follow_the_replica_on_four_ranks(ranks: StartRanks, options: O
     assert_follows_replica("mlp", options, ranks(4).run(train_over_backends, "mlp", options))
 
 
-def model() -> Any:
+def model(**options: Any) -> Any:
     torch.manual_seed(0)
     sharded = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    libfsdp.fully_shard(sharded[0])
-    return libfsdp.fully_shard(sharded)
+    libfsdp.fully_shard(sharded[0], **options)
+    return libfsdp.fully_shard(sharded, **options)
 
 
 def step(sharded: Any) -> torch.Tensor:
@@ -107,6 +109,28 @@ def use_both() -> None:
 def test_backends_move_the_tensors(ranks: StartRanks) -> None:
     """Not the engine's own connections, nor memory that ranks share; and who counts collectives sees them."""
     ranks(2).run(use_both)
+
+
+def reduce_between_hosts() -> None:
+    """Gradients in bf16, on two hosts with two ranks each."""
+    policy = libfsdp.MixedPrecisionPolicy(param_dtype=bf16)
+    own = model(mp_policy=policy)
+    with pretended_host(dist.get_rank() // 2), meshes_made_by(_mesh._over_backends):
+        theirs = model(mp_policy=policy)
+        losses = [step(theirs), step(theirs)]
+    assert losses[0] == step(own)
+    before = libfsdp.wire_stats(own)["reduce_scatter_bytes"]  # Of other models on this mesh, too.
+    assert losses[1] == step(own)
+    for a, b in zip(own.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
+    # Of each of a shard's elements, three bf16 values; or, in two levels, two such values to the neighbour and a sum in fp32.
+    of_one_level = libfsdp.wire_stats(own)["reduce_scatter_bytes"] - before
+    assert 2 * of_one_level * 8 == libfsdp.wire_stats(theirs)["reduce_scatter_bytes"] * 6
+
+
+@pytest.mark.skipif(not can_pretend_hosts(), reason="this system refuses mount namespaces")
+def test_backends_reduce_in_two_levels_between_hosts(ranks: StartRanks) -> None:
+    ranks(4).run(reduce_between_hosts)
 
 
 class WithMemory:
@@ -165,6 +189,47 @@ def use_memory_of_group() -> None:
         losses.append(step(early))
         assert WithMemory.calls > calls
     assert losses == [expected] * 4
+
+
+class CalledNCCL:
+    def name(self) -> str:
+        return "nccl"
+
+
+def use_symmetric_memory() -> None:
+    """On a CPU torch has none, so that buffers stay where they are: what the engine and torch are told."""
+    expected = gradients_of(model())
+    told: list[Any] = []
+    set_buffer_memory = libfsdp._C.Model.set_buffer_memory
+
+    def tell(engine: Any, memory: int) -> None:
+        told.append(memory)
+        set_buffer_memory(engine, memory)
+
+    with meshes_made_by(_mesh._over_backends), pytest.MonkeyPatch.context() as patch:
+        sharded, early = model(), model()
+        step(sharded)
+        patch.setattr(libfsdp._C.Model, "set_buffer_memory", tell)
+        patch.setattr(symmetric_memory, "set_backend", told.append)
+        with pytest.MonkeyPatch.context() as as_nccl:
+            as_nccl.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: CalledNCCL())
+            sharded.set_symm_mem_for_comm()
+            assert told == ["NCCL", 2]
+            early[0].set_symm_mem_for_comm("NCCL")  # Before the engine is there.
+            assert told == ["NCCL", 2, "NCCL"]
+        for refused in (
+            lambda: sharded.set_allocate_memory_from_process_group_for_comm(True),
+            lambda: sharded.set_custom_reduce_scatter(dist.reduce_scatter_tensor),
+        ):
+            with pytest.raises(AssertionError, match=r"when set_symm_mem_for_comm\(\) is in effect"):
+                refused()
+        assert all(map(torch.equal, gradients_of(sharded), expected))
+        assert all(map(torch.equal, gradients_of(early), expected))
+        assert told[3:] == [2]
+
+
+def test_symmetric_memory_is_asked_for(ranks: StartRanks) -> None:
+    ranks(2).run(use_symmetric_memory)
 
 
 def test_memory_of_a_backend(ranks: StartRanks) -> None:

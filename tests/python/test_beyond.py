@@ -215,7 +215,10 @@ def use_memory_of_group() -> None:
     assert all(map(torch.equal, train(sharded), expected))
     with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
         sharded.set_custom_all_gather(dist.all_gather_into_tensor)
-    with pytest.raises(NotImplementedError, match="needs NCCL on CUDA"):
+    with pytest.raises(AssertionError, match=r"when set_allocate_memory_from_process_group_for_comm\(\) is in effect"):
+        sharded.set_symm_mem_for_comm()
+    sharded.set_allocate_memory_from_process_group_for_comm(False)
+    with pytest.raises(RuntimeError, match="needs NCCL on CUDA, but the group's backend is gloo on cpu"):
         sharded.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="can only be NCCL"):
         sharded.set_symm_mem_for_comm("NVSHMEM")

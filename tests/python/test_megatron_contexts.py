@@ -92,8 +92,10 @@ def contexts() -> None:
     model.blocks[0](batch(0, 0))
     with fully_shard_context(), pytest.raises(ValueError, match="another fully_shard_context"):
         fully_shard(model, mesh, placements)
-    with pytest.raises(NotImplementedError, match="symmetric"), fully_shard_context(use_symmetric_memory=True):
-        pass
+    with fully_shard_context(use_symmetric_memory=True):
+        with pytest.raises(RuntimeError, match="use_symmetric_memory: symmetric memory needs NCCL on CUDA"):
+            fully_shard(other := nn.Linear(4, 4), mesh, placements)
+        assert type(other) is nn.Linear
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     with fully_shard_context():

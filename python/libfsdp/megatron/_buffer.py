@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from libfsdp._memory_of_group import use_memory_of_group
+from libfsdp._buffer_memory import use_memory_of_group
 from libfsdp.megatron._config import tell_once
 
 if TYPE_CHECKING:

@@ -130,9 +130,9 @@ TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
   const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
   const auto backend = c10::make_intrusive<AllocatingBackend>();
   NativeCommunicator communicator(row, backend, nullptr);
-  EXPECT_TRUE(communicator.use_own_memory(at::kCPU, false));
+  EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kProcess));
   EXPECT_FALSE(backend->connected);
-  EXPECT_TRUE(communicator.use_own_memory(at::kCPU, true));
+  EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kGroup));
   EXPECT_TRUE(backend->connected);
   auto memory = communicator.allocate(at::kCPU, 100);
   EXPECT_EQ(memory.get(), backend->allocated.const_data_ptr());
@@ -144,7 +144,7 @@ TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
   memory.clear();
   EXPECT_TRUE(storage.expired());
   NativeCommunicator alone({.dim = "dp_shard", .rank = 0, .global_ranks = {0}, .world_size = 1}, nullptr, nullptr);
-  EXPECT_FALSE(alone.use_own_memory(at::kCPU, true));
+  EXPECT_FALSE(alone.use_memory(at::kCPU, BufferMemory::kGroup));
 }
 
 TEST(NativeCommunicator, NeedsLittleStagingWhereTheBackendSums) {

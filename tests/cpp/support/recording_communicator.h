@@ -60,7 +60,7 @@ class RecordingCommunicator final : public comm::Communicator {
   void barrier() override { inner_->barrier(); }
 
   /// A backend with an allocator: "allocate".
-  bool use_own_memory(c10::Device, bool) override { return true; }
+  bool use_memory(c10::Device, comm::BufferMemory) override { return true; }
   c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override {
     log_->push_back("allocate");
     return memory::allocate(device, bytes);

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from libfsdp import _buffer_memory
 from libfsdp._fully_shard import fully_shard as shard_module
 from libfsdp._mesh import device_of
 from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
@@ -71,21 +72,16 @@ def fully_shard_context(
 
     Args:
         device: that the meshes are on; any of torch's. None: that of the first mesh.
-        use_symmetric_memory: buffers of gathers in NCCL's symmetric memory.
+        use_symmetric_memory: buffers of collectives lie in torch's symmetric memory, as after ``set_symm_mem_for_comm``.
         unify_communication_stream: changes nothing: gathers and reductions of the same ranks have one stream in any case, until
             ``set_separate_reduce_scatter_group`` gives them two.
 
     Raises:
         RuntimeError: within another one.
-        NotImplementedError: for symmetric memory, which this build has none of.
     """
     if _context.get() is not None:
         raise RuntimeError("fully_shard_context does not support nesting: leave the one around it first")
-    if use_symmetric_memory:
-        raise NotImplementedError(
-            "use_symmetric_memory: buffers in NCCL's symmetric memory are not possible yet; leave it out"
-        )
-    context = FsdpContext(device)
+    context = FsdpContext(device, use_symmetric_memory=use_symmetric_memory)
     token = _context.set(context)
     try:
         yield context
@@ -117,7 +113,7 @@ def fully_shard(
         ValueError: for a module that is sharded already, one with modules of another context or parameters of another module of
             this one, ``dp_axes`` that the mesh does not have in that order, and a divisor that is not positive.
         NotImplementedError: for placements that are none of ZeRO-0 to 3, HSDP and HFSDP.
-        RuntimeError: outside of a ``fully_shard_context``.
+        RuntimeError: outside of a ``fully_shard_context``, and with ``use_symmetric_memory`` where the mesh is not NCCL's.
     """
     if isinstance(module, FsdpModule):
         raise ValueError(f"{type(module).__name__} is already managed by FSDP: call fully_shard once for each module")
@@ -143,6 +139,8 @@ def fully_shard(
     if owned:
         raise ValueError(f"Parameters {owned} are already owned by another module: shard tied parameters by one call")
     require_quiet(module, "fully_shard")
+    if context.use_symmetric_memory:
+        _buffer_memory.require_symmetric_memory(ranks.get_group(ranks.ndim - 1), device, "use_symmetric_memory")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     parameters = own_parameters(module).values()
     policy.warn_of_low_gradients([p.dtype for p in parameters if p.requires_grad and p.is_floating_point()])
@@ -163,6 +161,8 @@ def fully_shard(
     for state in states_of(module):
         if state.unit is not None and grad_divisor != 1:
             state.unit.gradient_divide_factor = float(grad_divisor * ranks.size())
+        if context.use_symmetric_memory:
+            _buffer_memory.use_symmetric_memory(state, "NCCL")
     context.identities.update(names.values())
     module._join(context, strategy, groups_of(module, names))
 

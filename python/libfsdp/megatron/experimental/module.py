@@ -29,12 +29,14 @@ class FsdpContext:
 
     Attributes:
         device: that the modules compute on; None before the first of them.
+        use_symmetric_memory: buffers of their collectives lie there.
         ranges: those of its modules that compute now.
         identities: of all parameters that its modules have.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, *, use_symmetric_memory: bool = False) -> None:
         self.device = device
+        self.use_symmetric_memory = use_symmetric_memory
         self.ranges = Ranges()
         self.identities: set[int] = set()
         # Weak, as modules have their context: a model that nobody has any more is to be freed at once.

@@ -1,0 +1,83 @@
+"""Where the buffers of collectives lie: in memory of the process groups, or in symmetric memory."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed._symmetric_memory as symmetric_memory
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from libfsdp._state import ShardState
+
+
+class BufferMemory(IntEnum):
+    """As the engine's. Of what units of one model ask for, the largest holds."""
+
+    PROCESS = 0
+    GROUP = 1
+    SYMMETRIC = 2
+
+
+_ASKED_BY = {
+    BufferMemory.GROUP: "set_allocate_memory_from_process_group_for_comm",
+    BufferMemory.SYMMETRIC: "set_symm_mem_for_comm",
+}
+
+
+def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
+    """The buffers of the unit's model come from a process group's allocator, if one of its groups has one.
+
+    Raises:
+        AssertionError: if the unit has collectives of the user's own, which bring their memory, or symmetric memory.
+    """
+    _refuse_other(state, BufferMemory.GROUP)
+    _use(state, BufferMemory.GROUP if enable else BufferMemory.PROCESS)
+
+
+def use_symmetric_memory(state: ShardState, backend: Literal["NCCL"]) -> None:
+    """The buffers of the unit's model lie in symmetric memory, which is this backend's.
+
+    Raises:
+        AssertionError: if the unit has collectives of the user's own, or memory of its process group.
+        RuntimeError: where there is no such memory: it needs NCCL, on CUDA.
+    """
+    _refuse_other(state, BufferMemory.SYMMETRIC)
+    require_symmetric_memory(state.mesh.shard_mesh.get_group(), state.mesh.device, "set_symm_mem_for_comm")
+    symmetric_memory.set_backend(backend)
+    _use(state, BufferMemory.SYMMETRIC)
+
+
+def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, asked_by: str) -> None:
+    """Raises RuntimeError if the group can't have it."""
+    name = group._get_backend(device).name()
+    if name != "nccl":
+        raise RuntimeError(
+            f"{asked_by}: symmetric memory needs NCCL on CUDA, but the group's backend is {name} on {device.type}; leave it out"
+        )
+
+
+def refuse_custom_collectives(state: ShardState, method: str) -> None:
+    """Raises AssertionError if the unit's buffers lie in memory that was asked for."""
+    if state.buffer_memory in _ASKED_BY:
+        raise AssertionError(f"cannot call {method}() when {_ASKED_BY[state.buffer_memory]}() is in effect")
+
+
+def _use(state: ShardState, memory: BufferMemory) -> None:
+    state.buffer_memory = memory
+    if state.model is not None:
+        state.model.choose_memory()
+
+
+def _refuse_other(state: ShardState, memory: BufferMemory) -> None:
+    if state.buffer_memory not in (BufferMemory.PROCESS, memory):
+        raise AssertionError(f"cannot call {_ASKED_BY[memory]}() when {_ASKED_BY[state.buffer_memory]}() is in effect")
+    for collectives in state.mesh.collectives:
+        custom = collectives.custom_all_gather or collectives.custom_reduce_scatter
+        if state.mesh.is_own and custom is not None:
+            raise AssertionError(
+                f"cannot call {_ASKED_BY[memory]}() when a collective is custom: {type(custom).__name__}"
+            )

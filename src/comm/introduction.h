@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <type_traits>
+#include <vector>
+
+// What the ranks of a row tell each other before they make collectives.
+namespace fsdp::comm {
+
+/// Every rank's bytes, by rank: as many on all. Collective over `gloo`; blocks. Throws std::runtime_error if a message can't be sent or
+/// received.
+std::vector<std::string> exchange_bytes(int rank, int size, c10d::Backend& gloo, int tag, const std::string& mine);
+
+/// Every rank's record, by rank.
+template <typename Record>
+std::vector<Record> exchange_records(int rank, int size, c10d::Backend& gloo, int tag, const Record& mine) {
+  static_assert(std::is_trivially_copyable_v<Record>);
+  std::vector<Record> records;
+  for (const std::string& bytes : exchange_bytes(rank, size, gloo, tag, {reinterpret_cast<const char*>(&mine), sizeof(Record)})) {
+    std::memcpy(&records.emplace_back(), bytes.data(), sizeof(Record));
+  }
+  return records;
+}
+
+/// The kernel's name of its present life: the same on one host only. Zeros where the system does not tell it.
+struct Boot {
+  char id[40] = {};
+  static Boot of_this_host();
+  bool is_known() const { return id[0] != '\0'; }
+  bool operator==(const Boot& other) const { return std::strncmp(id, other.id, sizeof(id)) == 0; }
+};
+
+/// How many ranks each host of a row has, if it consists of hosts with equal numbers of ranks, one host's ranks after the other's. Else 1.
+int ranks_per_host(std::span<const Boot> hosts);
+/// The same for the hosts of these ranks. Collective over `gloo`, as exchange_bytes().
+int ranks_per_host(int rank, int size, c10d::Backend& gloo);
+
+}  // namespace fsdp::comm

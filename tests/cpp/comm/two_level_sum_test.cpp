@@ -1,0 +1,210 @@
+#include "comm/two_level_sum.h"
+
+#include <memory>
+#include <numeric>
+#include <string>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <vector>
+
+#include "comm/native_communicator.h"
+#include "comm/rendezvous.h"
+#include "comm/store_mesh.h"
+#include "support/collective_checks.h"
+#include "support/hosts.h"
+#include "support/logging_device.h"
+#include "support/messages.h"
+#include "support/multi_rank.h"
+#include "support/temporary_folder.h"
+
+namespace fsdp::comm {
+namespace two_level_sum_test {
+
+using testing::kReduce;
+using testing::PieceShape;
+using testing::Reduce;
+using testing::run_ranks;
+
+const std::vector<PieceShape> kNarrow = {
+    {.numel = 33, .dtype = at::kBFloat16},
+    {.numel = 0, .dtype = at::kHalf},
+    {.numel = 129, .dtype = at::kHalf, .out_dtype = at::kHalf},
+    {.numel = 5001, .dtype = at::kBFloat16, .out_dtype = at::kFloat, .accumulate = true},
+};
+
+struct Hosts {
+  int count;
+  int ranks;  ///< Of each.
+};
+
+/// As a mesh makes it over NCCL, of which Gloo takes the place. `ranks_per_host` is what the mesh would have found out.
+std::unique_ptr<NativeCommunicator> native_world(int ranks_per_host) {
+  const World world = read_world(process_environment);
+  Row row{.dim = "dp_shard",
+          .rank = world.rank,
+          .global_ranks = std::vector<std::int64_t>(static_cast<std::size_t>(world.size)),
+          .world_size = world.size};
+  std::iota(row.global_ranks.begin(), row.global_ranks.end(), 0);
+  Rendezvous rendezvous(world, "test", std::chrono::seconds(30));
+  auto backend = rendezvous.gloo_group(row, "data");
+  auto control = rendezvous.gloo_group(row, "control");
+  auto communicator = std::make_unique<NativeCommunicator>(row, std::move(backend), std::move(control), ranks_per_host);
+  communicator->barrier();
+  return communicator;
+}
+
+class TwoLevelSumOfHosts : public ::testing::TestWithParam<Hosts> {
+ protected:
+  /// fn(communicator), on all ranks.
+  template <typename Fn>
+  static void run(const Fn& fn) {
+    run_ranks(GetParam().count * GetParam().ranks, [&] { fn(*native_world(GetParam().ranks)); });
+  }
+};
+
+/// The sum over the hosts' sums.
+at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Tensor& old, int ranks, double scale, bool accumulate) {
+  std::vector<at::Tensor> of_hosts;
+  for (auto first = sources.begin(); first != sources.end(); first += ranks) {
+    of_hosts.push_back(testing::expected_sum({first, first + ranks}, at::zeros({old.numel()}, at::kFloat), 1, false));
+  }
+  return testing::expected_sum(of_hosts, old, scale, accumulate);
+}
+
+TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {
+  run([](NativeCommunicator& communicator) {
+    const int ranks = GetParam().ranks;
+    Reduce reduce(communicator, kNarrow, 9, 1.0 / 3);
+    for (std::size_t i = 0; i < kNarrow.size(); ++i) {
+      const auto& part = reduce.parts[i];
+      const auto numel = part.out.numel();
+      if (numel == 0) continue;
+      std::vector<at::Tensor> sources;
+      for (int rank = 0; rank < communicator.size(); ++rank) {
+        const auto seed = 9 + 1000 * static_cast<std::int64_t>(i) + rank;
+        const auto of_rank = testing::numbers(communicator.size() * numel, seed, part.unreduced.scalar_type());
+        sources.push_back(of_rank.narrow(0, communicator.rank() * numel, numel));
+      }
+      const auto expected = expected_sum_of(sources, part.out, ranks, 1.0 / 3, part.accumulate);
+      // One level gives the same bits.
+      if (ranks == 2) {
+        EXPECT_TRUE(testing::same_bits(expected, reduce.expected[i])) << "part " << i;
+      }
+      reduce.expected[i] = expected;
+    }
+    const auto pending = communicator.reduce_scatter(reduce.parts, 1.0 / 3, kReduce);
+    pending->wait();
+    pending->wait();  // Accumulates once.
+    reduce.check();
+  });
+}
+
+TEST_P(TwoLevelSumOfHosts, EveryByteCrossesOncePerHost) {
+  run([](NativeCommunicator& communicator) {
+    const auto [hosts, ranks] = GetParam();
+    communicator.reset_stats();
+    Reduce narrow(communicator, kNarrow, 9, 1);
+    communicator.reduce_scatter(narrow.parts, 1, kReduce)->wait();
+    const std::int64_t elements = 33 + 129 + 5001;
+    EXPECT_EQ(communicator.stats().reduce_scatter_bytes, elements * (2 * (ranks - 1) * hosts + 4 * (hosts - 1)));
+    EXPECT_EQ(communicator.stats().shared_memory_bytes, 0);
+  });
+}
+
+// What the backend sums has one level, in the same collective.
+TEST_P(TwoLevelSumOfHosts, GoesBesideTheSumsOfTheBackend) {
+  run([](NativeCommunicator& communicator) {
+    const auto [hosts, ranks] = GetParam();
+    communicator.reset_stats();
+    std::vector<PieceShape> shapes = {kNarrow[0], {.numel = 65, .dtype = at::kFloat}, kNarrow[2], {.numel = 7, .dtype = at::kDouble}};
+    Reduce reduce(communicator, shapes, 9, 0.5);
+    for (auto& part : reduce.parts) part.unreduced.fill_(1);
+    communicator.reduce_scatter(reduce.parts, 0.5, kReduce)->wait();
+    for (const auto& part : reduce.parts) EXPECT_TRUE(part.out.eq(0.5 * communicator.size()).all().item<bool>());
+    const std::int64_t wide = (hosts * ranks - 1) * (65 * 4 + 7 * 8);
+    EXPECT_EQ(communicator.stats().reduce_scatter_bytes, wide + (33 + 129) * (2 * (ranks - 1) * hosts + 4 * (hosts - 1)));
+    Reduce single(communicator, {shapes[1]}, 9, 0.5);
+    single.parts[0].unreduced.fill_(3);
+    communicator.reduce_scatter(single.parts, 0.5, kReduce)->wait();
+    EXPECT_TRUE(single.parts[0].out.eq(1.5 * communicator.size()).all().item<bool>());
+  });
+}
+
+TEST_P(TwoLevelSumOfHosts, SeveralMayBeInFlight) {
+  run([](NativeCommunicator& communicator) {
+    std::vector<Reduce> reduces;
+    std::vector<std::unique_ptr<Pending>> pending;
+    for (int i = 0; i < 3; ++i) {
+      auto& reduce = reduces.emplace_back(communicator, kNarrow, 9 + i, 1);
+      for (auto& part : reduce.parts) part.unreduced.fill_(i + 1);
+      for (auto& part : reduce.parts) part.accumulate = false;
+      pending.push_back(communicator.reduce_scatter(reduce.parts, 1, kReduce));
+    }
+    // Each rank waits in another order.
+    for (int i = 0; i < 3; ++i) pending[static_cast<std::size_t>((i + communicator.rank()) % 3)]->wait();
+    for (int i = 0; i < 3; ++i) {
+      for (const auto& part : reduces[static_cast<std::size_t>(i)].parts) {
+        EXPECT_TRUE(part.out.eq((i + 1) * communicator.size()).all().item<bool>());
+      }
+    }
+  });
+}
+
+TEST_P(TwoLevelSumOfHosts, StagingHasRoomForWhatIsReceivedAndForSums) {
+  run([](NativeCommunicator& communicator) {
+    const auto [hosts, ranks] = GetParam();
+    const std::int64_t expected = 10 * ((ranks - 1) * hosts + 2 * (2 * hosts - 1));
+    EXPECT_EQ(communicator.staging_numel(10, at::kBFloat16), expected);
+    EXPECT_EQ(communicator.staging_numel(10), expected);
+    EXPECT_EQ(communicator.staging_numel(10, at::kFloat), 10);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevelSumOfHosts, ::testing::Values(Hosts{2, 2}, Hosts{3, 2}, Hosts{2, 3}),
+                         [](const auto& info) { return std::to_string(info.param.count) + "x" + std::to_string(info.param.ranks); });
+
+TEST(TwoLevelSum, IsNotMadeForOneLevel) {
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3}, .world_size = 4};
+  EXPECT_EQ(TwoLevelSum::make(row, nullptr, 1), nullptr);
+  EXPECT_EQ(TwoLevelSum::make(row, nullptr, 4), nullptr);
+  EXPECT_NE(TwoLevelSum::make(row, nullptr, 2), nullptr);
+}
+
+TEST(TwoLevelSum, SumsRunOnOneStreamBehindTheCurrentOne) {
+  const testing::LoggingDevice device;
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3}, .world_size = 4};
+  const auto sum = TwoLevelSum::make(row, nullptr, 2);
+  const auto stream = sum->stream_behind_current(device.device());
+  EXPECT_EQ(device.take_events(), (std::vector<std::string>{"pool gives 100", "record on 0", "block 100"}));
+  EXPECT_EQ(sum->stream_behind_current(device.device()), stream);
+  EXPECT_EQ(device.take_events(), (std::vector<std::string>{"record on 0", "block 100"}));
+}
+
+/// The bfloat16 elements of staging for one of a shard, in a mesh whose tensors are moved by a backend of the caller's.
+std::int64_t staging_of_mesh(int rank, const std::string& file) {
+  const auto store = c10::make_intrusive<c10d::FileStore>(file, 4);
+  StoreMesh options{.store = store, .prefix = "mesh", .rank = rank, .world_size = 4, .dims = {"dp_shard"}, .rows = {{0, 1, 2, 3}}};
+  options.backend_of = [&](std::size_t, std::int64_t) {
+    Rendezvous rendezvous(store, rank, 4, "data", std::chrono::seconds(30));
+    return rendezvous.gloo_group({.dim = "dp_shard", .rank = rank, .global_ranks = {0, 1, 2, 3}, .world_size = 4}, "data");
+  };
+  const auto mesh = make_store_mesh(options);
+  const auto communicator = mesh.communicator("dp_shard");
+  Reduce reduce(*communicator, kNarrow, 9, 1);
+  communicator->reduce_scatter(reduce.parts, 1, kReduce)->wait();
+  reduce.check();
+  return communicator->staging_numel(1, at::kBFloat16);
+}
+
+TEST(TwoLevelSum, AMeshTakesItBetweenHosts) {
+  if (!testing::can_pretend_hosts()) GTEST_SKIP() << "this system refuses mount namespaces";
+  for (const bool several : {true, false}) {
+    const testing::TemporaryFolder folder;
+    run_ranks(4, [&](int rank) {
+      if (several) testing::pretend_hosts(rank, 2);
+      EXPECT_EQ(staging_of_mesh(rank, folder.path() / "store"), several ? 8 : 4);
+    });
+  }
+}
+
+}  // namespace two_level_sum_test
+}  // namespace fsdp::comm
