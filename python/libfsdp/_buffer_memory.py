@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed._symmetric_memory as symmetric_memory
+
+from libfsdp._C import BufferMemory
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
     from libfsdp._state import ShardState
-
-
-class BufferMemory(IntEnum):
-    """As the engine's. Of what units of one model ask for, the largest holds."""
-
-    PROCESS = 0
-    GROUP = 1
-    SYMMETRIC = 2
-
 
 _ASKED_BY = {
     BufferMemory.GROUP: "set_allocate_memory_from_process_group_for_comm",
@@ -39,7 +31,7 @@ def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
 
 
 def use_symmetric_memory(state: ShardState, backend: Literal["NCCL"]) -> None:
-    """The buffers of the unit's model lie in symmetric memory, which is this backend's.
+    """The gathers of the unit's model go into symmetric memory, which is this backend's.
 
     Raises:
         AssertionError: if the unit has collectives of the user's own, or memory of its process group.
@@ -47,6 +39,10 @@ def use_symmetric_memory(state: ShardState, backend: Literal["NCCL"]) -> None:
     """
     _refuse_other(state, BufferMemory.SYMMETRIC)
     require_symmetric_memory(state.mesh.shard_mesh.get_group(), state.mesh.device, "set_symm_mem_for_comm")
+    if state.mesh.collectives:
+        raise RuntimeError(
+            "set_symm_mem_for_comm: symmetric memory needs NCCL's own process groups, but the unit's calls go through Python; leave it out"
+        )
     symmetric_memory.set_backend(backend)
     _use(state, BufferMemory.SYMMETRIC)
 

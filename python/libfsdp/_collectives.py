@@ -56,8 +56,8 @@ class Collectives:
         """Whether the group's backend has an allocator of its own, which is then ready."""
         if self._group is None or not has_memory(self._group, self._device):
             return False
-        # NCCL registers memory with the connections, which are otherwise made by the first collective.
-        self._group._get_backend(self._device).eager_connect_single_device(self._device)
+        # NCCL registers memory with the connections, which the first collective makes.
+        dist.barrier(self._group, device_ids=None if self._device.index is None else [self._device.index])
         return True
 
     def allocate(self, size: int) -> torch.Tensor:

@@ -243,16 +243,16 @@ class FSDPModule:
             use_memory_of_group(state, enable=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Buffers of collectives lie in torch's symmetric memory, for which NCCL has faster gathers and fp32 sums.
+        """Gathers go into torch's symmetric memory, for which NCCL has faster ones.
 
-        Units share their buffers, so that all of the model's lie there if one of its units asks for it. Sets the backend of
-        torch's symmetric memory in this process. Call it on all ranks.
+        Units share their buffers, so that all gathers of the model do so if one of its units asks for it. Sets the backend of
+        torch's symmetric memory in this process. That memory is reused, but never freed. Call it on all ranks.
 
         Raises:
             ValueError: for another backend than NCCL.
             AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, or
                 after ``set_allocate_memory_from_process_group_for_comm(True)``.
-            RuntimeError: if the module's process group is not NCCL's, on CUDA; the module stays as it is.
+            RuntimeError: if the module's process group is not NCCL's own, on CUDA; the module stays as it is.
         """
         if backend != "NCCL":
             raise ValueError(

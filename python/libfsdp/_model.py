@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from libfsdp import _C
-from libfsdp._buffer_memory import BufferMemory
 from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
@@ -55,7 +54,7 @@ class Model:
         self.states = [state for _, state, _ in below]
         self.forward_root: ShardState | None = None
         self.leaves_at_once = False
-        self._buffer_memory = BufferMemory.PROCESS
+        self._buffer_memory = _C.BufferMemory.PROCESS
         self.engine = _C.Model(
             root.mesh.engine_mesh,
             next(_model_numbers),
@@ -98,10 +97,10 @@ class Model:
 
     def choose_memory(self) -> None:
         """Buffers lie where that was asked for any unit: units share their buffers."""
-        asked = max(state.buffer_memory for state in self.states)
-        if asked is not self._buffer_memory:
+        asked = max((state.buffer_memory for state in self.states), key=int)
+        if asked != self._buffer_memory:
             self._buffer_memory = asked
-            self.engine.set_buffer_memory(asked.value)
+            self.engine.set_buffer_memory(asked)
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
         """Reduces what backwards have left, and gives it to the shards, at once or by the handle."""

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from libfsdp import _C
 from libfsdp._as_fsdp2_state import AsFSDP2State
 from libfsdp._beyond import Beyond
-from libfsdp._buffer_memory import BufferMemory
 from libfsdp._compile import untraced
 from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
 from libfsdp._forward_hooks import ForwardHooks
@@ -93,7 +92,7 @@ class ShardState(AsFSDP2State):
         self.running = Running()
         self.is_last_backward = True
         self.manual_finalization = False
-        self.buffer_memory = BufferMemory.PROCESS
+        self.buffer_memory = _C.BufferMemory.PROCESS
         self.kept_mesh: DeviceMesh | None = None
         self.unsharded_early = False  # by a model that a larger one took the place of, or will
         self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"

@@ -263,6 +263,10 @@ void bind_hooks(py::module_& module) {
   const auto of = [](auto method) {
     return [method](HookedModel& model, ShownUnit& unit) { (model.engine().*method)(unit.hooked()->unit()); };
   };
+  py::enum_<comm::BufferMemory>(module, "BufferMemory", "Where the buffers of collectives lie.")
+      .value("PROCESS", comm::BufferMemory::kProcess)
+      .value("GROUP", comm::BufferMemory::kGroup)
+      .value("SYMMETRIC", comm::BufferMemory::kSymmetric);
   py::class_<HookedModel, std::shared_ptr<HookedModel>>(module, "Model", "The units of a model, and the engine that moves them.")
       .def(
           py::init([](const DeviceMesh& mesh, std::uint64_t number, int prefetch_depth, std::int64_t keep_gathered_bytes, bool report_nan) {
@@ -323,8 +327,7 @@ void bind_hooks(py::module_& module) {
       .def(
           "set_overlaps_reductions", [](HookedModel& model, bool overlaps) { model.engine().set_overlaps_reductions(overlaps); }, kNoGil)
       .def(
-          "set_buffer_memory",
-          [](HookedModel& model, int memory) { model.engine().set_buffer_memory(static_cast<comm::BufferMemory>(memory)); }, kNoGil)
+          "set_buffer_memory", [](HookedModel& model, comm::BufferMemory memory) { model.engine().set_buffer_memory(memory); }, kNoGil)
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)

@@ -78,15 +78,16 @@ PythonCommunicator::~PythonCommunicator() {
   collectives_ = py::object();
 }
 
-bool PythonCommunicator::use_memory(c10::Device, comm::BufferMemory memory) {
+comm::MemorySource PythonCommunicator::use_memory(c10::Device, comm::BufferMemory memory) {
   uses_own_memory_ = false;
-  if (memory != comm::BufferMemory::kGroup) return memory == comm::BufferMemory::kProcess;
+  if (memory != comm::BufferMemory::kGroup) return {};
   const py::gil_scoped_acquire gil;
   uses_own_memory_ = collectives_.attr("use_memory")().cast<bool>();
-  return uses_own_memory_;
+  if (!uses_own_memory_) return {};
+  return [self = shared_from_this()](std::int64_t bytes) { return self->allocate(bytes); };
 }
 
-c10::DataPtr PythonCommunicator::allocate(c10::Device, std::int64_t bytes) {
+c10::DataPtr PythonCommunicator::allocate(std::int64_t bytes) const {
   const py::gil_scoped_acquire gil;
   return comm::memory_of(collectives_.attr("allocate")(bytes).cast<at::Tensor>());
 }

@@ -15,7 +15,7 @@ namespace fsdp::bindings {
 /// Collectives over whatever torch.distributed can do: each one is a call of `collectives`, an object of Python
 /// (libfsdp._collectives.Collectives), with one flat tensor in and one out. So process groups written in Python serve, and each unit's
 /// gather and reduction is one collective that others can see, replace and count. Takes the GIL for the calls.
-class PythonCommunicator final : public comm::Communicator {
+class PythonCommunicator final : public comm::Communicator, public std::enable_shared_from_this<PythonCommunicator> {
  public:
   PythonCommunicator(pybind11::object collectives, int rank, int size);
   ~PythonCommunicator() override;
@@ -32,10 +32,11 @@ class PythonCommunicator final : public comm::Communicator {
   std::string gather(const std::string& text, const comm::Label& label) override;
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
-  bool use_memory(c10::Device device, comm::BufferMemory memory) override;
-  c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override;
+  comm::MemorySource use_memory(c10::Device device, comm::BufferMemory memory) override;
 
  private:
+  /// In the backend's own memory.
+  c10::DataPtr allocate(std::int64_t bytes) const;
   /// What a collective needs itself: 1-D, not initialised.
   at::Tensor empty(std::int64_t numel, const at::TensorOptions& options) const;
   /// at::cat, into such memory.

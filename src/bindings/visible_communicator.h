@@ -31,8 +31,7 @@ class VisibleCommunicator final : public comm::Communicator {
   std::string gather(const std::string& text, const comm::Label& label) override;
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
-  bool use_memory(c10::Device device, comm::BufferMemory memory) override { return own_->use_memory(device, memory); }
-  c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override { return own_->allocate(device, bytes); }
+  comm::MemorySource use_memory(c10::Device device, comm::BufferMemory memory) override { return own_->use_memory(device, memory); }
 
  private:
   template <typename Call>

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -25,8 +26,11 @@ struct Label {
 enum class BufferMemory : std::uint8_t {
   kProcess,    ///< In memory of this process, which ranks of its host may share.
   kGroup,      ///< In the backend's own, which its collectives need not copy (NCCL's user buffers).
-  kSymmetric,  ///< In torch's symmetric memory, for which NCCL has faster collectives.
+  kSymmetric,  ///< Those of gathers in torch's symmetric memory, for which NCCL has faster ones.
 };
+
+/// Gives so many bytes.
+using MemorySource = std::function<c10::DataPtr(std::int64_t bytes)>;
 
 /// One sub-buffer of an all-gather. All 1-D and contiguous; full.numel() == size * shard.numel(). `shard` may be this rank's own
 /// region of `full`; otherwise it is copied there. Rank r's shard lands at [r * shard.numel(), (r + 1) * shard.numel()).
@@ -114,11 +118,9 @@ class Communicator {
 
   virtual void barrier() = 0;
 
-  /// Returns whether the backend has such memory. If so, what a collective needs beside the caller's buffers comes from there from now on,
-  /// else from this process. The same on all ranks, as a backend may connect to its peers first.
-  virtual bool use_memory(c10::Device device, BufferMemory memory) { return memory == BufferMemory::kProcess; }
-  /// Memory of the kind that is in use; not initialised. Not for kProcess.
-  virtual c10::DataPtr allocate(c10::Device device, std::int64_t bytes) { return {}; }
+  /// Who gives such memory, not initialised; empty where the backend has none, and for kProcess. What a collective needs beside the
+  /// caller's buffers comes from there from now on, too. Collective: a backend may connect to its peers first.
+  virtual MemorySource use_memory(c10::Device device, BufferMemory memory) { return {}; }
 
   const CommStats& stats() const { return stats_; }
   void reset_stats() { stats_ = {}; }

@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "comm/parts.h"
@@ -20,9 +21,8 @@ bool needs_sum_here(const ReducePart& part) { return !backend_sums(part.unreduce
 
 class NativeGather final : public GroupPending {
  public:
-  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts,
-               const std::string* symmetric_group)
-      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), symmetric_group_(symmetric_group) {}
+  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()) {}
   ~NativeGather() override { settle(); }
 
  protected:
@@ -31,7 +31,7 @@ class NativeGather final : public GroupPending {
       for (const GatherPart& part : parts_) copy_own_shard(part, 0);
       return;
     }
-    if (symmetric_group_ != nullptr) find_peers();
+    find_peers();
     Works works(*group_->data, parts_.size() > 1);
     for (const GatherPart& part : parts_) {
       if (part.shard.numel() == 0) continue;
@@ -47,40 +47,36 @@ class NativeGather final : public GroupPending {
  private:
   void find_peers() {
     for (GatherPart& part : parts_) {
-      if (!symmetric_memory::find_peers(part.full, *symmetric_group_)) continue;
+      if (!symmetric_memory::find_peers(part.full, group_->data->getGroupUid())) continue;
       copy_own_shard(part, group_->row.rank);  // What is sent has to lie there, too.
       part.shard = flat_view(part.full, group_->row.rank * part.shard.numel(), part.shard.numel());
     }
   }
 
   std::vector<GatherPart> parts_;
-  const std::string* const symmetric_group_;  // of the backend; null without symmetric memory
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 class NativeReduce final : public GroupPending {
  public:
   NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
-               std::shared_ptr<TwoLevelSum> levels, const std::string* symmetric_group)
-      : GroupPending(std::move(group), call, label),
-        parts_(parts.begin(), parts.end()),
-        scale_(scale),
-        levels_(std::move(levels)),
-        symmetric_group_(symmetric_group) {}
+               std::shared_ptr<TwoLevelSum> levels)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale), levels_(std::move(levels)) {}
   ~NativeReduce() override { settle(); }
 
  protected:
   void post() override {
     if (group_->row.size() == 1) return;
-    if (symmetric_group_ != nullptr) find_peers();
-    const auto in_two_levels = [&](const ReducePart& part) { return levels_ != nullptr && needs_sum_here(part); };
-    const auto narrow = std::find_if(parts_.begin(), parts_.end(), in_two_levels);
-    if (narrow == parts_.end()) {
-      works_ = send_unreduced();
+    const auto first = std::find_if(parts_.begin(), parts_.end(), [&](const ReducePart& part) { return in_two_levels(part); });
+    if (first == parts_.end()) {
+      works_ = send_unreduced(/*several=*/parts_.size() > 1);
       return;
     }
-    const c10::StreamGuard beside(levels_->stream_behind_current(narrow->out.device()));
-    wait_all(send_unreduced());
+    const c10::StreamGuard beside(levels_->stream_behind_current(first->out.device()));
+    wait_all(send_unreduced(/*several=*/true));
+    for (const ReducePart& part : parts_) {
+      if (in_two_levels(part)) levels_->sum_neighbours(part);
+    }
     Works works(*group_->data, /*several=*/true);
     for (const ReducePart& part : parts_) {
       if (in_two_levels(part)) levels_->send_sums(part, works);
@@ -96,23 +92,16 @@ class NativeReduce final : public GroupPending {
   void forget() noexcept override { works_.clear(); }
 
  private:
-  /// NCCL has faster sums there, too; messages it has not.
-  void find_peers() {
-    for (const ReducePart& part : parts_) {
-      if (needs_sum_here(part)) continue;
-      symmetric_memory::find_peers(part.unreduced, *symmetric_group_);
-      symmetric_memory::find_peers(part.staging, *symmetric_group_);
-    }
-  }
+  bool in_two_levels(const ReducePart& part) const { return levels_ != nullptr && needs_sum_here(part) && part.out.numel() > 0; }
 
   /// To who sums it next: the backend, all ranks, or the neighbours.
-  std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced(bool several) {
     c10d::Backend& backend = *group_->data;
-    Works works(backend, levels_ != nullptr || parts_.size() > 1);
+    Works works(backend, several);
     std::vector<std::int64_t> equal_parts;
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;
-      if (levels_ != nullptr && needs_sum_here(part)) {
+      if (in_two_levels(part)) {
         levels_->send_unreduced(part, works);
         continue;
       }
@@ -135,7 +124,7 @@ class NativeReduce final : public GroupPending {
       sources.push_back(part.unreduced);
     } else if (!needs_sum_here(part)) {
       sources.push_back(flat_view(part.staging, 0, numel));
-    } else if (levels_ != nullptr) {
+    } else if (in_two_levels(part)) {
       sources = levels_->sums(part);
     } else {
       for (int rank = 0; rank < size; ++rank) sources.push_back(flat_view(part.staging, rank * numel, numel));
@@ -146,7 +135,6 @@ class NativeReduce final : public GroupPending {
   const std::vector<ReducePart> parts_;
   const double scale_;
   const std::shared_ptr<TwoLevelSum> levels_;
-  const std::string* const symmetric_group_;  // as NativeGather's
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
@@ -204,41 +192,37 @@ GroupCommunicator::Sent NativeCommunicator::sent(std::int64_t bytes, std::int64_
   return {.wire = (size() - 1) * (bytes - narrow) + levels_->unreduced_per_element() * narrow + levels_->sums_per_element() * 2 * narrow};
 }
 
-bool NativeCommunicator::use_memory(c10::Device device, BufferMemory memory) {
-  memory_ = has_memory(device, memory) ? memory : BufferMemory::kProcess;
-  // NCCL registers memory with the communicator, which is otherwise made by the first collective.
-  if (memory_ != BufferMemory::kProcess) group()->data->eagerConnectSingleDevice(device);
-  return memory_ == memory;
-}
-
-bool NativeCommunicator::has_memory(c10::Device device, BufferMemory memory) const {
-  switch (memory) {
-    case BufferMemory::kProcess:
-      return true;
-    case BufferMemory::kGroup:
-      return group()->data != nullptr && group()->data->supportsTensorAlloc(device.index());
-    case BufferMemory::kSymmetric:
-      return group()->data != nullptr && symmetric_memory::exists(device);
+MemorySource NativeCommunicator::use_memory(c10::Device device, BufferMemory memory) {
+  const auto& backend = group()->data;
+  if (backend == nullptr) return {};
+  if (memory == BufferMemory::kGroup && backend->supportsTensorAlloc(device.index())) {
+    connect(device);
+    return [backend, device](std::int64_t bytes) {
+      return memory_of(backend->allocateTensor(bytes, at::TensorOptions().dtype(at::kByte).device(device)));
+    };
   }
-  return false;
+  if (memory == BufferMemory::kSymmetric && symmetric_memory::exists(device)) {
+    connect(device);
+    return [device](std::int64_t bytes) { return symmetric_memory::allocate(device, bytes); };
+  }
+  return {};
 }
 
-c10::DataPtr NativeCommunicator::allocate(c10::Device device, std::int64_t bytes) {
-  if (memory_ == BufferMemory::kSymmetric) return symmetric_memory::allocate(device, bytes);
-  return memory_of(group()->data->allocateTensor(bytes, at::TensorOptions().dtype(at::kByte).device(device)));
-}
-
-const std::string* NativeCommunicator::symmetric_group() const {
-  return memory_ == BufferMemory::kSymmetric ? &group()->data->getGroupUid() : nullptr;
+/// NCCL registers memory with the communicator, which the first collective makes.
+void NativeCommunicator::connect(c10::Device device) {
+  if (std::exchange(is_connected_, true)) return;
+  c10d::BarrierOptions options;
+  options.device = device;
+  group()->data->barrier(options)->wait();
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
-  return std::make_unique<NativeGather>(group(), call, label, parts, symmetric_group());
+  return std::make_unique<NativeGather>(group(), call, label, parts);
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                               double scale) {
-  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, levels_, symmetric_group());
+  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, levels_);
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,

@@ -25,7 +25,8 @@ void rank_order_sum(std::span<const at::Tensor> sources, const at::Tensor& out, 
 void rank_order_sum(std::span<const void* const> sources, at::ScalarType source_dtype, void* out, at::ScalarType out_dtype,
                     std::int64_t numel, double scale, bool accumulate);
 
-/// The same by tensor operators, for devices without a fused pass of ours. Bit-identical to the others.
+/// The same by tensor operators, for devices without a fused pass of ours; tensors of any shape, the same for all. Bit-identical to the
+/// others.
 void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate);
 
 }  // namespace fsdp::comm

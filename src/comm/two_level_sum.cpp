@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "comm/parts.h"
@@ -18,7 +19,7 @@ constexpr int kTag = 0;
 }  // namespace
 
 std::shared_ptr<TwoLevelSum> TwoLevelSum::make(const Row& row, const c10::intrusive_ptr<c10d::Backend>& backend, int ranks_per_host) {
-  if (ranks_per_host == 1 || ranks_per_host == row.size()) return nullptr;
+  if (ranks_per_host <= 2 || ranks_per_host == row.size()) return nullptr;
   return std::shared_ptr<TwoLevelSum>(new TwoLevelSum(row, backend, ranks_per_host));
 }
 
@@ -42,13 +43,13 @@ c10::Stream TwoLevelSum::stream_behind_current(c10::Device device) {
 
 void TwoLevelSum::send_unreduced(const ReducePart& part, Works& works) const {
   const std::int64_t numel = part.out.numel();
-  if (numel == 0) return;
   std::vector<at::Tensor> argument(1);
   for (std::int64_t k = 1; k < ranks_; ++k) {
     const std::int64_t from = (place_ + k) % ranks_;  // No rank is everybody's first.
     const std::int64_t to = (place_ + ranks_ - k) % ranks_;
+    const at::Tensor received = of_neighbour(part, from);
     for (std::int64_t host = 0; host < hosts_; ++host) {
-      argument[0] = of_neighbour(part, from, host);
+      argument[0] = flat_view(received, host * numel, numel);
       works.add(backend_->recv(argument, rank_of(host_, from), kTag));
       argument[0] = flat_view(part.unreduced, rank_of(host, to) * numel, numel);
       works.add(backend_->send(argument, rank_of(host_, to), kTag));
@@ -56,18 +57,25 @@ void TwoLevelSum::send_unreduced(const ReducePart& part, Works& works) const {
   }
 }
 
-void TwoLevelSum::send_sums(const ReducePart& part, Works& works) const {
+void TwoLevelSum::sum_neighbours(const ReducePart& part) const {
   const std::int64_t numel = part.out.numel();
-  if (numel == 0) return;
-  std::vector<at::Tensor> neighbours(static_cast<std::size_t>(ranks_));
-  std::vector<at::Tensor> argument(1);
-  for (std::int64_t host = 0; host < hosts_; ++host) {
+  // By host, one row each.
+  const at::Tensor own = flat_view(part.unreduced, 0, part.unreduced.numel()).view({hosts_, ranks_, numel}).select(1, place_);
+  const at::Tensor sums = flat_view(part.staging, 0, hosts_ * kSumElements * numel).view(at::kFloat).view({hosts_, numel});
+  const std::int64_t together = std::max<std::int64_t>(1, kSummedTogether / numel);
+  for (std::int64_t host = 0; host < hosts_; host += together) {
+    const std::int64_t count = std::min(together, hosts_ - host);
+    std::vector<at::Tensor> sources;
     for (std::int64_t place = 0; place < ranks_; ++place) {
-      neighbours[static_cast<std::size_t>(place)] =
-          place == place_ ? flat_view(part.unreduced, rank_of(host, place) * numel, numel) : of_neighbour(part, place, host);
+      const at::Tensor rows = place == place_ ? own : of_neighbour(part, place).view({hosts_, numel});
+      sources.push_back(rows.narrow(0, host, count));
     }
-    rank_order_sum(neighbours, sum_for(part, host), 1, false);
+    rank_order_sum_by_operators(sources, sums.narrow(0, host, count), 1, false);
   }
+}
+
+void TwoLevelSum::send_sums(const ReducePart& part, Works& works) const {
+  std::vector<at::Tensor> argument(1);
   for (std::int64_t k = 1; k < hosts_; ++k) {
     const std::int64_t from = (host_ + k) % hosts_;
     const std::int64_t to = (host_ + hosts_ - k) % hosts_;
@@ -95,10 +103,10 @@ at::Tensor TwoLevelSum::sum_of(const ReducePart& part, std::int64_t host) const 
   return flat_view(part.staging, (hosts_ + (host < host_ ? host : host - 1)) * numel, numel).view(at::kFloat);
 }
 
-at::Tensor TwoLevelSum::of_neighbour(const ReducePart& part, std::int64_t place, std::int64_t host) const {
+at::Tensor TwoLevelSum::of_neighbour(const ReducePart& part, std::int64_t place) const {
   const std::int64_t numel = part.out.numel();
-  const std::int64_t behind_sums = kSumElements * (2 * hosts_ - 1) * numel;
-  return flat_view(part.staging, behind_sums + ((place < place_ ? place : place - 1) * hosts_ + host) * numel, numel);
+  const std::int64_t behind_sums = kSumElements * hosts_ * numel;
+  return flat_view(part.staging, behind_sums + (place < place_ ? place : place - 1) * hosts_ * numel, hosts_ * numel);
 }
 
 }  // namespace fsdp::comm

@@ -19,9 +19,10 @@ bool contains(std::span<Unit* const> units, const Unit& unit) { return std::find
 Engine::Engine(const EngineOptions& options)
     : options_(options),
       stream_(options.mesh.device()),
-      pool_(options.mesh.device(), accounting_),
-      gatherer_(options.mesh.device(), pool_, options.keep_gathered_bytes),
-      reducer_(options.mesh.device(), pool_, accounting_, {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}),
+      pools_(options.mesh.device(), accounting_),
+      gatherer_(options.mesh.device(), pools_, options.keep_gathered_bytes),
+      reducer_(options.mesh.device(), pools_.of_the_rest(), accounting_,
+               {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}),
       main_parameters_(options.mesh.device(), units_, gatherer_) {}
 
 Engine::~Engine() {
@@ -281,7 +282,7 @@ void Engine::end_backward() {
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
   schedule_.begin(Phase::kForward);
-  pool_.end_step();
+  pools_.end_step();
   main_parameters_.validate();  // [Validate at the end]
   if (manual_finalization_) return;
   reducer_.validate();
@@ -299,7 +300,7 @@ void Engine::finalize_backward(bool wait) {
     reducer_.finish();
     if (wait || options_.report_nan_in_param_grad) reducer_.drain();
   });
-  pool_.end_step();
+  pools_.end_step();
   reducer_.validate();
   guarded([&] { reducer_.report_nan(); });
 }
@@ -453,7 +454,7 @@ void Engine::main_parameters_changed() {
   forget_moves();
   if (backward_ == BackwardState::kNone) {
     schedule_.begin(Phase::kForward);
-    pool_.end_step();  // Where units stay gathered after backward, this is where a step ends.
+    pools_.end_step();  // Where units stay gathered after backward, this is where a step ends.
   }
   const at::NoGradGuard no_grad;
   guarded([&] {

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/buffer_pools.h"
 #include "engine/gatherer.h"
-#include "engine/group_memory.h"
 #include "engine/main_parameters.h"
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
@@ -124,11 +124,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The model has been un-sharded: what users still ask of its parameters is an error.
   void retire();
   void set_prefetch_depth(int depth);
-  /// The engine's buffers come from there, if the process groups have such memory: buffers that are in use, when they are needed next. The
-  /// same on all ranks.
+  /// The engine's buffers come from there, if the process groups have such memory: buffers that are in use, when they are needed next.
+  /// Collective.
   void set_buffer_memory(comm::BufferMemory memory) {
     const auto lock = this->lock();
-    pool_.set_source(group_memory(units_, device(), memory));
+    pools_.set_memory(units_, memory);
   }
   /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
   void set_manual_finalization(bool manual) { manual_finalization_ = manual; }
@@ -184,8 +184,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_last_backward_ = true;
   bool manual_finalization_ = false;
   memory::Accounting accounting_;
-  memory::SlotPool pool_;
-  std::vector<std::unique_ptr<Unit>> units_;  // after pool_: slots must not outlive it
+  BufferPools pools_;
+  std::vector<std::unique_ptr<Unit>> units_;  // after the pools: slots must not outlive them
   Gatherer gatherer_;
   Reducer reducer_;
   MainParameters main_parameters_;

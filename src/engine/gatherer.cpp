@@ -27,14 +27,14 @@ void Gatherer::start(Unit& unit) {
 
 /// `parts`: of the unit's extension, beside which the others travel.
 void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
-  if (!unit.replicated_parameters()) unit.full.acquire(pool_, memory::Kind::kGatheredParameters);
+  if (!unit.replicated_parameters()) unit.full.acquire(pools_.of_gathers(), memory::Kind::kGatheredParameters);
   if (unit.post_forward.live()) {
     for (std::size_t k = 0; k < unit.full.parts.size(); ++k)
       parts.push_back({.full = unit.full.parts[k], .shard = unit.post_forward.parts[k]});
     unit.gather = unit.communicators.post_forward->all_gather(parts, unit.label("all-gather after forward"));
     return;
   }
-  unit.wire.acquire(pool_, memory::Kind::kCommunication);
+  unit.wire.acquire(pools_.of_gathers(), memory::Kind::kCommunication);
   if (unit.options.outer_sharded_optimizer) finish_shards(unit);
   for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
     if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k));
@@ -127,7 +127,7 @@ bool Gatherer::leave_forward(Unit& unit) {
 void Gatherer::keep_part(Unit& unit) {
   const auto& neighbours = unit.communicators.post_forward;
   write_back(unit);
-  unit.post_forward.acquire(pool_, memory::Kind::kGatheredParameters);
+  unit.post_forward.acquire(pools_.of_gathers(), memory::Kind::kGatheredParameters);
   const at::NoGradGuard no_grad;
   for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
     const auto& full = unit.full.parts[k];

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "engine/buffer_pools.h"
 #include "engine/unit.h"
-#include "memory/slot_pool.h"
 
 namespace fsdp::engine {
 
@@ -19,7 +19,7 @@ namespace fsdp::engine {
 class Gatherer {
  public:
   /// Units of up to `keep_bytes` together stay gathered after their forward.
-  Gatherer(c10::Device device, memory::SlotPool& pool, std::int64_t keep_bytes) : device_(device), pool_(pool), keep_bytes_(keep_bytes) {}
+  Gatherer(c10::Device device, BufferPools& pools, std::int64_t keep_bytes) : device_(device), pools_(pools), keep_bytes_(keep_bytes) {}
 
   /// Starts gathering a sharded unit; any other is left alone.
   void start(Unit& unit);
@@ -64,7 +64,7 @@ class Gatherer {
   void free(Unit& unit);
 
   c10::Device device_;
-  memory::SlotPool& pool_;
+  BufferPools& pools_;
   std::int64_t keep_bytes_;
   std::int64_t kept_bytes_ = 0;
 };

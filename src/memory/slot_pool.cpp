@@ -53,7 +53,6 @@ void SlotPool::free_blocks() {
 }
 
 void SlotPool::set_source(Source source) {
-  if (!source && !source_) return;
   leave_plan();
   free_blocks();
   source_ = std::move(source);

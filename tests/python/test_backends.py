@@ -112,10 +112,10 @@ def test_backends_move_the_tensors(ranks: StartRanks) -> None:
 
 
 def reduce_between_hosts() -> None:
-    """Gradients in bf16, on two hosts with two ranks each."""
+    """Gradients in bf16, on two hosts with four ranks each."""
     policy = libfsdp.MixedPrecisionPolicy(param_dtype=bf16)
     own = model(mp_policy=policy)
-    with pretended_host(dist.get_rank() // 2), meshes_made_by(_mesh._over_backends):
+    with pretended_host(dist.get_rank() // 4), meshes_made_by(_mesh._over_backends):
         theirs = model(mp_policy=policy)
         losses = [step(theirs), step(theirs)]
     assert losses[0] == step(own)
@@ -123,14 +123,14 @@ def reduce_between_hosts() -> None:
     assert losses[1] == step(own)
     for a, b in zip(own.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a.grad.to_local(), b.grad.to_local())
-    # Of each of a shard's elements, three bf16 values; or, in two levels, two such values to the neighbour and a sum in fp32.
+    # Of each of a shard's elements, seven bf16 values; or, in two levels, two such values to each neighbour and a sum in fp32.
     of_one_level = libfsdp.wire_stats(own)["reduce_scatter_bytes"] - before
-    assert 2 * of_one_level * 8 == libfsdp.wire_stats(theirs)["reduce_scatter_bytes"] * 6
+    assert 2 * of_one_level * (3 * 4 + 4) == libfsdp.wire_stats(theirs)["reduce_scatter_bytes"] * 14
 
 
 @pytest.mark.skipif(not can_pretend_hosts(), reason="this system refuses mount namespaces")
 def test_backends_reduce_in_two_levels_between_hosts(ranks: StartRanks) -> None:
-    ranks(4).run(reduce_between_hosts)
+    ranks(8).run(reduce_between_hosts)
 
 
 class WithMemory:
@@ -200,9 +200,10 @@ def use_symmetric_memory() -> None:
     """On a CPU torch has none, so that buffers stay where they are: what the engine and torch are told."""
     expected = gradients_of(model())
     told: list[Any] = []
+    symmetric = libfsdp._C.BufferMemory.SYMMETRIC
     set_buffer_memory = libfsdp._C.Model.set_buffer_memory
 
-    def tell(engine: Any, memory: int) -> None:
+    def tell(engine: Any, memory: Any) -> None:
         told.append(memory)
         set_buffer_memory(engine, memory)
 
@@ -214,9 +215,9 @@ def use_symmetric_memory() -> None:
         with pytest.MonkeyPatch.context() as as_nccl:
             as_nccl.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: CalledNCCL())
             sharded.set_symm_mem_for_comm()
-            assert told == ["NCCL", 2]
+            assert told == ["NCCL", symmetric]
             early[0].set_symm_mem_for_comm("NCCL")  # Before the engine is there.
-            assert told == ["NCCL", 2, "NCCL"]
+            assert told == ["NCCL", symmetric, "NCCL"]
         for refused in (
             lambda: sharded.set_allocate_memory_from_process_group_for_comm(True),
             lambda: sharded.set_custom_reduce_scatter(dist.reduce_scatter_tensor),
@@ -225,7 +226,7 @@ def use_symmetric_memory() -> None:
                 refused()
         assert all(map(torch.equal, gradients_of(sharded), expected))
         assert all(map(torch.equal, gradients_of(early), expected))
-        assert told[3:] == [2]
+        assert told[3:] == [symmetric]
 
 
 def test_symmetric_memory_is_asked_for(ranks: StartRanks) -> None:

@@ -116,25 +116,38 @@ TEST(NativeCommunicator, ASumThatFailsWithoutPeersEndsNothing) {
 class AllocatingBackend final : public c10d::Backend {
  public:
   AllocatingBackend() : Backend(0, 2) {}
+  const std::string getBackendName() const override { return "allocating"; }
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
     allocated = at::full({size}, 7, options);
     return allocated;
   }
-  void eagerConnectSingleDevice(at::Device) override { connected = true; }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+    ++barriers;
+    return c10::make_intrusive<Done>();
+  }
   at::Tensor allocated;
-  bool connected = false;
+  int barriers = 0;
+
+ private:
+  class Done final : public c10d::Work {
+   public:
+    bool wait(std::chrono::milliseconds) override { return true; }
+  };
 };
 
 TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
   const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
   const auto backend = c10::make_intrusive<AllocatingBackend>();
   NativeCommunicator communicator(row, backend, nullptr);
-  EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kProcess));
-  EXPECT_FALSE(backend->connected);
+  EXPECT_FALSE(communicator.use_memory(at::kCPU, BufferMemory::kProcess));
+  EXPECT_EQ(backend->barriers, 0);
+  const auto source = communicator.use_memory(at::kCPU, BufferMemory::kGroup);
+  ASSERT_TRUE(source);
+  EXPECT_EQ(backend->barriers, 1) << "NCCL has no connections before the first collective";
   EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kGroup));
-  EXPECT_TRUE(backend->connected);
-  auto memory = communicator.allocate(at::kCPU, 100);
+  EXPECT_EQ(backend->barriers, 1);
+  auto memory = source(100);
   EXPECT_EQ(memory.get(), backend->allocated.const_data_ptr());
   EXPECT_EQ(memory.device(), at::Device(at::kCPU));
   const auto storage = backend->allocated.storage().getWeakStorageImpl();

@@ -16,7 +16,6 @@ namespace fsdp::comm {
 namespace symmetric_memory_test {
 
 using testing::kGather;
-using testing::kReduce;
 using testing::run_ranks;
 using testing::SymmetricAllocator;
 
@@ -26,22 +25,15 @@ class RememberingBackend final : public c10d::Backend {
   RememberingBackend() : Backend(0, 2) { setGroupUid("the row"); }
 
   const std::string getBackendName() const override { return "remembering"; }
-  void eagerConnectSingleDevice(at::Device) override { connected = true; }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+    connected = true;
+    return c10::make_intrusive<Done>();
+  }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& full, at::Tensor& shard, const c10d::AllgatherOptions&) override {
     inputs.push_back(shard);
     outputs.push_back(full);
     return c10::make_intrusive<Done>();
   }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions&) override {
-    output.copy_(input.slice(0, 0, output.numel()));
-    return c10::make_intrusive<Done>();
-  }
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>&,
-                                               std::vector<std::int64_t>&, const c10d::AllToAllOptions&) override {
-    output.copy_(input);
-    return c10::make_intrusive<Done>();
-  }
-
   bool connected = false;
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
@@ -71,12 +63,31 @@ TEST(SymmetricMemory, IsWhatTorchGivesAndFindsPeersOfThatAlone) {
     EXPECT_TRUE(symmetric_memory::find_peers(tensor.narrow(0, 5, 2), "all"));
     EXPECT_FALSE(symmetric_memory::find_peers(tensor.narrow(0, 5, 0), "all"));
     EXPECT_FALSE(symmetric_memory::find_peers(at::zeros({10}), "all"));
-    ASSERT_EQ(allocator->meetings.size(), 2U);
-    EXPECT_EQ(allocator->meetings[1].block, memory.get());
-    EXPECT_EQ(allocator->meetings[1].group, "all");
+    EXPECT_EQ(allocator->meetings, (std::vector<SymmetricAllocator::Meeting>{{0, "all"}, {0, "all"}}));
     memory.clear();
-    EXPECT_EQ(allocator->live, 0);
     EXPECT_FALSE(symmetric_memory::find_peers(tensor, "all")) << "the block was given back";
+  });
+}
+
+TEST(SymmetricMemory, IsReusedAndNeverFreed) {
+  run_ranks(1, [] {
+    const auto allocator = SymmetricAllocator::install();
+    auto small = symmetric_memory::allocate(at::kCPU, 100);
+    auto large = symmetric_memory::allocate(at::kCPU, 1000);
+    const auto* const small_block = small.get();
+    const auto* const large_block = large.get();
+    large.clear();
+    small.clear();
+    EXPECT_EQ(allocator->freed, 0) << "NCCL keeps what it has registered";
+    auto fits_both = symmetric_memory::allocate(at::kCPU, 80);
+    EXPECT_EQ(fits_both.get(), small_block);
+    EXPECT_TRUE(symmetric_memory::find_peers(tensor_in(fits_both, 10, at::kFloat), "all"));
+    auto fits_large = symmetric_memory::allocate(at::kCPU, 90);
+    EXPECT_EQ(fits_large.get(), large_block);
+    fits_large.clear();
+    EXPECT_EQ(symmetric_memory::allocate(at::kCPU, 1000).get(), large_block) << "a block has the bytes that it was made with";
+    auto fits_none = symmetric_memory::allocate(at::kCPU, 1001);
+    EXPECT_EQ(allocator->allocated, (std::vector<std::size_t>{100, 1000, 1001}));
   });
 }
 
@@ -85,9 +96,10 @@ TEST(SymmetricMemory, GathersSendFromItToo) {
     const auto allocator = SymmetricAllocator::install();
     const auto backend = c10::make_intrusive<RememberingBackend>();
     NativeCommunicator communicator(kRow, backend, nullptr);
-    EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kSymmetric));
+    const auto source = communicator.use_memory(at::kCPU, BufferMemory::kSymmetric);
+    ASSERT_TRUE(source);
     EXPECT_TRUE(backend->connected);
-    const auto memory = communicator.allocate(at::kCPU, 80);
+    const auto memory = source(80);
     const auto full = tensor_in(memory, 20, at::kFloat).fill_(-1);
     const std::vector<GatherPart> parts = {{.full = full, .shard = at::arange(10, at::kFloat)},
                                            {.full = at::zeros({6}), .shard = at::ones({3})}};
@@ -97,34 +109,7 @@ TEST(SymmetricMemory, GathersSendFromItToo) {
     EXPECT_EQ(backend->inputs[0].const_data_ptr(), memory.get());
     EXPECT_TRUE(full.narrow(0, 0, 10).equal(at::arange(10, at::kFloat)));
     EXPECT_EQ(backend->inputs[1].const_data_ptr(), parts[1].shard.const_data_ptr());
-    ASSERT_EQ(allocator->meetings.size(), 1U);
-    EXPECT_EQ(allocator->meetings[0].group, "the row");
-  });
-}
-
-TEST(SymmetricMemory, SumsOfTheBackendRunInIt) {
-  run_ranks(1, [] {
-    const auto allocator = SymmetricAllocator::install();
-    const auto backend = c10::make_intrusive<RememberingBackend>();
-    NativeCommunicator communicator(kRow, backend, nullptr);
-    ASSERT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kSymmetric));
-    const auto reduce = [&](at::ScalarType dtype) {
-      const auto unreduced = symmetric_memory::allocate(at::kCPU, 80);
-      const auto staging = symmetric_memory::allocate(at::kCPU, 80);
-      const std::vector<ReducePart> parts = {
-          {.unreduced = tensor_in(unreduced, 20, dtype), .staging = tensor_in(staging, 20, dtype), .out = at::zeros({10})}};
-      testing::message_of<std::exception>([&] { const auto pending = communicator.reduce_scatter(parts, 1, kReduce); });
-      return std::vector<const void*>{unreduced.get(), staging.get()};
-    };
-    const auto wide = reduce(at::kFloat);
-    ASSERT_EQ(allocator->meetings.size(), 2U);
-    EXPECT_EQ(allocator->meetings[0].block, wide[0]);
-    EXPECT_EQ(allocator->meetings[1].block, wide[1]);
-    reduce(at::kBFloat16);
-    EXPECT_EQ(allocator->meetings.size(), 2U) << "messages have no use for it";
-    ASSERT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kProcess));
-    reduce(at::kFloat);
-    EXPECT_EQ(allocator->meetings.size(), 2U);
+    EXPECT_EQ(allocator->meetings, (std::vector<SymmetricAllocator::Meeting>{{0, "the row"}}));
   });
 }
 
@@ -132,8 +117,9 @@ TEST(SymmetricMemory, WhereItCannotBeFoundTheRowFails) {
   run_ranks(1, [] {
     const auto allocator = SymmetricAllocator::install();
     NativeCommunicator communicator(kRow, c10::make_intrusive<RememberingBackend>(), nullptr);
-    ASSERT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kSymmetric));
-    const auto memory = communicator.allocate(at::kCPU, 80);
+    const auto source = communicator.use_memory(at::kCPU, BufferMemory::kSymmetric);
+    ASSERT_TRUE(source);
+    const auto memory = source(80);
     const std::vector<GatherPart> parts = {{.full = tensor_in(memory, 20, at::kFloat), .shard = at::ones({10})}};
     allocator->refuses = true;
     const auto gather = [&] { const auto pending = communicator.all_gather(parts, kGather); };

@@ -1,5 +1,6 @@
 #include "comm/two_level_sum.h"
 
+#include <algorithm>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -36,8 +37,40 @@ struct Hosts {
   int ranks;  ///< Of each.
 };
 
-/// As a mesh makes it over NCCL, of which Gloo takes the place. `ranks_per_host` is what the mesh would have found out.
-std::unique_ptr<NativeCommunicator> native_world(int ranks_per_host) {
+/// A Gloo backend in the place of NCCL's, which counts what it sends.
+class CountingBackend final : public c10d::Backend {
+ public:
+  explicit CountingBackend(c10::intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), sent(static_cast<std::size_t>(gloo_->getSize())) {}
+
+  const std::string getBackendName() const override { return "counting"; }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override {
+    sent[static_cast<std::size_t>(peer)] += static_cast<std::int64_t>(tensors[0].nbytes());
+    return gloo_->send(tensors, peer, tag);
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override {
+    return gloo_->recv(tensors, peer, tag);
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& options) override {
+    return gloo_->_reduce_scatter_base(output, input, options);
+  }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override { return gloo_->barrier(options); }
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+
+ public:
+  std::vector<std::int64_t> sent;  ///< Bytes of messages, by peer.
+};
+
+struct NativeWorld {
+  c10::intrusive_ptr<CountingBackend> backend;
+  std::unique_ptr<NativeCommunicator> communicator;
+};
+
+/// As a mesh makes it over NCCL. `ranks_per_host` is what the mesh would have found out.
+NativeWorld native_world(int ranks_per_host) {
   const World world = read_world(process_environment);
   Row row{.dim = "dp_shard",
           .rank = world.rank,
@@ -45,19 +78,22 @@ std::unique_ptr<NativeCommunicator> native_world(int ranks_per_host) {
           .world_size = world.size};
   std::iota(row.global_ranks.begin(), row.global_ranks.end(), 0);
   Rendezvous rendezvous(world, "test", std::chrono::seconds(30));
-  auto backend = rendezvous.gloo_group(row, "data");
+  const auto backend = c10::make_intrusive<CountingBackend>(rendezvous.gloo_group(row, "data"));
   auto control = rendezvous.gloo_group(row, "control");
-  auto communicator = std::make_unique<NativeCommunicator>(row, std::move(backend), std::move(control), ranks_per_host);
+  auto communicator = std::make_unique<NativeCommunicator>(row, backend, std::move(control), ranks_per_host);
   communicator->barrier();
-  return communicator;
+  return {.backend = backend, .communicator = std::move(communicator)};
 }
 
 class TwoLevelSumOfHosts : public ::testing::TestWithParam<Hosts> {
  protected:
-  /// fn(communicator), on all ranks.
+  /// fn(communicator, backend), on all ranks.
   template <typename Fn>
   static void run(const Fn& fn) {
-    run_ranks(GetParam().count * GetParam().ranks, [&] { fn(*native_world(GetParam().ranks)); });
+    run_ranks(GetParam().count * GetParam().ranks, [&] {
+      const auto world = native_world(GetParam().ranks);
+      fn(*world.communicator, *world.backend);
+    });
   }
 };
 
@@ -71,7 +107,7 @@ at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Ten
 }
 
 TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {
-  run([](NativeCommunicator& communicator) {
+  run([](NativeCommunicator& communicator, const CountingBackend&) {
     const int ranks = GetParam().ranks;
     Reduce reduce(communicator, kNarrow, 9, 1.0 / 3);
     for (std::size_t i = 0; i < kNarrow.size(); ++i) {
@@ -86,7 +122,7 @@ TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {
       }
       const auto expected = expected_sum_of(sources, part.out, ranks, 1.0 / 3, part.accumulate);
       // One level gives the same bits.
-      if (ranks == 2) {
+      if (ranks == 4) {
         EXPECT_TRUE(testing::same_bits(expected, reduce.expected[i])) << "part " << i;
       }
       reduce.expected[i] = expected;
@@ -99,20 +135,39 @@ TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {
 }
 
 TEST_P(TwoLevelSumOfHosts, EveryByteCrossesOncePerHost) {
-  run([](NativeCommunicator& communicator) {
+  run([](NativeCommunicator& communicator, const CountingBackend& backend) {
     const auto [hosts, ranks] = GetParam();
     communicator.reset_stats();
     Reduce narrow(communicator, kNarrow, 9, 1);
     communicator.reduce_scatter(narrow.parts, 1, kReduce)->wait();
     const std::int64_t elements = 33 + 129 + 5001;
-    EXPECT_EQ(communicator.stats().reduce_scatter_bytes, elements * (2 * (ranks - 1) * hosts + 4 * (hosts - 1)));
+    std::int64_t all = 0;
+    for (int peer = 0; peer < communicator.size(); ++peer) {
+      const bool is_neighbour = peer / ranks == communicator.rank() / ranks && peer != communicator.rank();
+      const bool is_equal = peer % ranks == communicator.rank() % ranks && peer != communicator.rank();
+      const std::int64_t expected = is_neighbour ? 2 * hosts * elements : is_equal ? 4 * elements : 0;
+      EXPECT_EQ(backend.sent[static_cast<std::size_t>(peer)], expected) << "to rank " << peer;
+      all += expected;
+    }
+    EXPECT_EQ(communicator.stats().reduce_scatter_bytes, all);
     EXPECT_EQ(communicator.stats().shared_memory_bytes, 0);
+  });
+}
+
+// Nothing is summed here then, and one level is enough.
+TEST_P(TwoLevelSumOfHosts, EmptyPartsNeedNoMessages) {
+  run([](NativeCommunicator& communicator, const CountingBackend& backend) {
+    Reduce reduce(communicator, {{.numel = 0, .dtype = at::kBFloat16}, {.numel = 65, .dtype = at::kFloat}}, 9, 0.5);
+    reduce.parts[1].unreduced.fill_(1);
+    communicator.reduce_scatter(reduce.parts, 0.5, kReduce)->wait();
+    EXPECT_TRUE(reduce.parts[1].out.eq(0.5 * communicator.size()).all().item<bool>());
+    EXPECT_EQ(backend.sent, std::vector<std::int64_t>(static_cast<std::size_t>(communicator.size()), 0));
   });
 }
 
 // What the backend sums has one level, in the same collective.
 TEST_P(TwoLevelSumOfHosts, GoesBesideTheSumsOfTheBackend) {
-  run([](NativeCommunicator& communicator) {
+  run([](NativeCommunicator& communicator, const CountingBackend&) {
     const auto [hosts, ranks] = GetParam();
     communicator.reset_stats();
     std::vector<PieceShape> shapes = {kNarrow[0], {.numel = 65, .dtype = at::kFloat}, kNarrow[2], {.numel = 7, .dtype = at::kDouble}};
@@ -130,7 +185,7 @@ TEST_P(TwoLevelSumOfHosts, GoesBesideTheSumsOfTheBackend) {
 }
 
 TEST_P(TwoLevelSumOfHosts, SeveralMayBeInFlight) {
-  run([](NativeCommunicator& communicator) {
+  run([](NativeCommunicator& communicator, const CountingBackend&) {
     std::vector<Reduce> reduces;
     std::vector<std::unique_ptr<Pending>> pending;
     for (int i = 0; i < 3; ++i) {
@@ -150,29 +205,28 @@ TEST_P(TwoLevelSumOfHosts, SeveralMayBeInFlight) {
 }
 
 TEST_P(TwoLevelSumOfHosts, StagingHasRoomForWhatIsReceivedAndForSums) {
-  run([](NativeCommunicator& communicator) {
+  run([](NativeCommunicator& communicator, const CountingBackend&) {
     const auto [hosts, ranks] = GetParam();
-    const std::int64_t expected = 10 * ((ranks - 1) * hosts + 2 * (2 * hosts - 1));
+    const std::int64_t expected = 10 * (2 * hosts + std::max((ranks - 1) * hosts, 2 * (hosts - 1)));
     EXPECT_EQ(communicator.staging_numel(10, at::kBFloat16), expected);
     EXPECT_EQ(communicator.staging_numel(10), expected);
     EXPECT_EQ(communicator.staging_numel(10, at::kFloat), 10);
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevelSumOfHosts, ::testing::Values(Hosts{2, 2}, Hosts{3, 2}, Hosts{2, 3}),
+INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevelSumOfHosts, ::testing::Values(Hosts{2, 3}, Hosts{2, 4}, Hosts{3, 3}),
                          [](const auto& info) { return std::to_string(info.param.count) + "x" + std::to_string(info.param.ranks); });
 
 TEST(TwoLevelSum, IsNotMadeForOneLevel) {
-  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3}, .world_size = 4};
-  EXPECT_EQ(TwoLevelSum::make(row, nullptr, 1), nullptr);
-  EXPECT_EQ(TwoLevelSum::make(row, nullptr, 4), nullptr);
-  EXPECT_NE(TwoLevelSum::make(row, nullptr, 2), nullptr);
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3, 4, 5}, .world_size = 6};
+  for (const int ranks : {1, 2, 6}) EXPECT_EQ(TwoLevelSum::make(row, nullptr, ranks), nullptr) << ranks;
+  EXPECT_NE(TwoLevelSum::make(row, nullptr, 3), nullptr);
 }
 
 TEST(TwoLevelSum, SumsRunOnOneStreamBehindTheCurrentOne) {
   const testing::LoggingDevice device;
-  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3}, .world_size = 4};
-  const auto sum = TwoLevelSum::make(row, nullptr, 2);
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3, 4, 5}, .world_size = 6};
+  const auto sum = TwoLevelSum::make(row, nullptr, 3);
   const auto stream = sum->stream_behind_current(device.device());
   EXPECT_EQ(device.take_events(), (std::vector<std::string>{"pool gives 100", "record on 0", "block 100"}));
   EXPECT_EQ(sum->stream_behind_current(device.device()), stream);
@@ -181,17 +235,19 @@ TEST(TwoLevelSum, SumsRunOnOneStreamBehindTheCurrentOne) {
 
 /// The bfloat16 elements of staging for one of a shard, in a mesh whose tensors are moved by a backend of the caller's.
 std::int64_t staging_of_mesh(int rank, const std::string& file) {
-  const auto store = c10::make_intrusive<c10d::FileStore>(file, 4);
-  StoreMesh options{.store = store, .prefix = "mesh", .rank = rank, .world_size = 4, .dims = {"dp_shard"}, .rows = {{0, 1, 2, 3}}};
+  const auto store = c10::make_intrusive<c10d::FileStore>(file, 6);
+  StoreMesh options{.store = store, .prefix = "mesh", .rank = rank, .world_size = 6, .dims = {"dp_shard"}, .rows = {{0, 1, 2, 3, 4, 5}}};
   options.backend_of = [&](std::size_t, std::int64_t) {
-    Rendezvous rendezvous(store, rank, 4, "data", std::chrono::seconds(30));
-    return rendezvous.gloo_group({.dim = "dp_shard", .rank = rank, .global_ranks = {0, 1, 2, 3}, .world_size = 4}, "data");
+    Rendezvous rendezvous(store, rank, 6, "data", std::chrono::seconds(30));
+    return rendezvous.gloo_group({.dim = "dp_shard", .rank = rank, .global_ranks = {0, 1, 2, 3, 4, 5}, .world_size = 6}, "data");
   };
   const auto mesh = make_store_mesh(options);
   const auto communicator = mesh.communicator("dp_shard");
   Reduce reduce(*communicator, kNarrow, 9, 1);
+  for (auto& part : reduce.parts) part.unreduced.fill_(1);
+  for (auto& part : reduce.parts) part.accumulate = false;
   communicator->reduce_scatter(reduce.parts, 1, kReduce)->wait();
-  reduce.check();
+  for (const auto& part : reduce.parts) EXPECT_TRUE(part.out.eq(6).all().item<bool>());
   return communicator->staging_numel(1, at::kBFloat16);
 }
 
@@ -199,9 +255,9 @@ TEST(TwoLevelSum, AMeshTakesItBetweenHosts) {
   if (!testing::can_pretend_hosts()) GTEST_SKIP() << "this system refuses mount namespaces";
   for (const bool several : {true, false}) {
     const testing::TemporaryFolder folder;
-    run_ranks(4, [&](int rank) {
-      if (several) testing::pretend_hosts(rank, 2);
-      EXPECT_EQ(staging_of_mesh(rank, folder.path() / "store"), several ? 8 : 4);
+    run_ranks(6, [&](int rank) {
+      if (several) testing::pretend_hosts(rank, 3);
+      EXPECT_EQ(staging_of_mesh(rank, folder.path() / "store"), several ? 8 : 6);
     });
   }
 }

@@ -60,10 +60,12 @@ class RecordingCommunicator final : public comm::Communicator {
   void barrier() override { inner_->barrier(); }
 
   /// A backend with an allocator: "allocate".
-  bool use_memory(c10::Device, comm::BufferMemory) override { return true; }
-  c10::DataPtr allocate(c10::Device device, std::int64_t bytes) override {
-    log_->push_back("allocate");
-    return memory::allocate(device, bytes);
+  comm::MemorySource use_memory(c10::Device device, comm::BufferMemory memory) override {
+    if (memory != comm::BufferMemory::kGroup) return {};
+    return [log = log_, device](std::int64_t bytes) {
+      log->push_back("allocate");
+      return memory::allocate(device, bytes);
+    };
   }
 
  private:

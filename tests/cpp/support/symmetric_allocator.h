@@ -15,8 +15,9 @@ namespace fsdp::testing {
 class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryAllocator {
  public:
   struct Meeting {
-    const void* block;
+    std::int64_t allocation;  ///< The how many-th block.
     std::string group;
+    bool operator==(const Meeting&) const = default;
   };
 
   /// From now on, torch has such memory on the CPU in this process.
@@ -27,20 +28,19 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
   }
 
   void* alloc(std::size_t size, int, const std::optional<std::string>&) override {
-    ++live;
-    allocated.push_back(size);
     void* const block = std::aligned_alloc(64, (size + 63) / 64 * 64);
-    sizes_[block] = size;
+    number_of_[block] = static_cast<std::int64_t>(allocated.size());
+    allocated.push_back(size);
     return block;
   }
   void free(void* block) override {
-    --live;
+    ++freed;
     std::free(block);
   }
-  std::size_t get_alloc_size(void* block) override { return sizes_.at(block); }
+  std::size_t get_alloc_size(void*) override { return 0; }
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(void* block, const std::optional<std::string>& group) override {
     if (refuses) throw std::runtime_error("no window");
-    meetings.push_back({block, group.value_or("")});
+    meetings.push_back({number_of_.at(block), group.value_or("")});
     return {};
   }
   bool has_multicast_support(int) override { return false; }
@@ -48,12 +48,12 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
   std::string name() override { return "FAKE"; }
 
   std::vector<std::size_t> allocated;  ///< Bytes of each block so far.
-  int live = 0;                        ///< Blocks that were not given back.
+  int freed = 0;
   std::vector<Meeting> meetings;
   bool refuses = false;
 
  private:
-  std::map<const void*, std::size_t> sizes_;  // of what lay there last
+  std::map<const void*, std::int64_t> number_of_;
 };
 
 }  // namespace fsdp::testing

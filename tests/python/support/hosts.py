@@ -28,19 +28,20 @@ def pretended_host(host: int) -> Iterator[None]:
         name.write(f"00000000-0000-0000-0000-{host:012}\n")
         name.flush()
         _require(_libc.mount(name.name.encode(), BOOT, None, MS_BIND, None))
-        try:
-            yield
-        finally:
-            _require(_libc.umount(BOOT))
+    try:
+        yield
+    finally:
+        _require(_libc.umount(BOOT))
 
 
 def can_pretend_hosts() -> bool:
     """Tries it in a process of its own."""
     child = os.fork()
     if child == 0:
+        possible = False
         try:
             with pretended_host(1):
-                os._exit(0)
-        except OSError:
-            os._exit(1)
+                possible = True
+        finally:
+            os._exit(0 if possible else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

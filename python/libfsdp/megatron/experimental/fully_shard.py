@@ -72,7 +72,7 @@ def fully_shard_context(
 
     Args:
         device: that the meshes are on; any of torch's. None: that of the first mesh.
-        use_symmetric_memory: buffers of collectives lie in torch's symmetric memory, as after ``set_symm_mem_for_comm``.
+        use_symmetric_memory: gathers go into torch's symmetric memory, as after ``set_symm_mem_for_comm``.
         unify_communication_stream: changes nothing: gathers and reductions of the same ranks have one stream in any case, until
             ``set_separate_reduce_scatter_group`` gives them two.
 

@@ -29,7 +29,7 @@ class FsdpContext:
 
     Attributes:
         device: that the modules compute on; None before the first of them.
-        use_symmetric_memory: buffers of their collectives lie there.
+        use_symmetric_memory: their gathers go there.
         ranges: those of its modules that compute now.
         identities: of all parameters that its modules have.
     """

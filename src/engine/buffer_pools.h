@@ -1,0 +1,38 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/unit.h"
+#include "memory/slot_pool.h"
+
+namespace fsdp::engine {
+
+/// The slots of an engine's buffers. They share one pool, except where gathers go into symmetric memory: then these have a pool of their
+/// own. Ranks find each other's symmetric blocks by using the same ones in the same order. All ranks gather alike, but when a rank needs
+/// memory for gradients depends on those that it gets.
+class BufferPools {
+ public:
+  BufferPools(c10::Device device, memory::Accounting& accounting)
+      : device_(device), shared_(device, accounting), symmetric_(device, accounting) {}
+
+  memory::SlotPool& of_gathers() { return is_symmetric_ ? symmetric_ : shared_; }
+  memory::SlotPool& of_the_rest() { return shared_; }
+
+  /// New blocks come from there, if the process groups of the units have such memory: the first that has it serves all units, as they share
+  /// their slots. Each communicator also takes what its collectives need themselves from its own group's memory. Collective.
+  void set_memory(const std::vector<std::unique_ptr<Unit>>& units, comm::BufferMemory memory);
+
+  /// See SlotPool.
+  void end_step();
+
+ private:
+  c10::Device device_;
+  memory::SlotPool shared_;
+  memory::SlotPool symmetric_;
+  bool is_symmetric_ = false;
+};
+
+}  // namespace fsdp::engine
