@@ -144,8 +144,8 @@ def main() -> int:
         for name in args.implementation:
             results = Results(name, args.results)
             options = Options(
-                tests,
-                IMPLEMENTATIONS[name],
+                tests=tests,
+                module=IMPLEMENTATIONS[name],
                 runner="peers.megatron_ranks",
                 test_limit=args.test_limit,
                 file_limit=args.file_limit,

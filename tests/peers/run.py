@@ -196,7 +196,13 @@ def main() -> int:
     targets = read_subset(args.subset) if args.subset else args.targets or FILES
     for name in args.implementation:
         results = Results(name, args.results)
-        options = Options(tests, IMPLEMENTATIONS[name], args.ranks, args.test_limit, args.file_limit)
+        options = Options(
+            tests=tests,
+            module=IMPLEMENTATIONS[name],
+            ranks=args.ranks,
+            test_limit=args.test_limit,
+            file_limit=args.file_limit,
+        )
         for file, of_it in by_file(targets).items():
             outcomes = run_file(options, of_it)
             results.add(of_it, outcomes)

@@ -20,7 +20,7 @@ Event = dict[str, Any]
 NO_TESTS = 5  # pytest's exit code.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """How tests are run."""
 

@@ -1,0 +1,38 @@
+"""The program that runs a peer's own tests: which implementation they meet, and what it says of their outcomes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import libfsdp
+
+TESTS = Path(__file__).resolve().parents[1]
+
+OF_A_PEER = """
+from torch.distributed.fsdp import fully_shard
+
+def test_meets_libfsdp():
+    assert fully_shard.__module__.startswith("libfsdp")
+
+def test_meets_its_own():
+    assert fully_shard.__module__.startswith("torch.")
+"""
+
+
+def test_outcomes_of_both_implementations_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "test_whose.py").write_text(OF_A_PEER)
+    results = tmp_path / "results"
+    ran = subprocess.run(
+        (sys.executable, "-m", "peers.run", "--tests", tmp_path, "--results", results, "test_whose.py"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), str(Path(libfsdp.__file__).parents[1])))},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1, ran.stderr
+    assert "1 tests pass with FSDP2 and fail with libfsdp" in ran.stdout
+    table = (results / "table.md").read_text()
+    assert "test_whose.py::test_meets_libfsdp | failed | passed |" in table
+    assert "test_whose.py::test_meets_its_own | passed | failed |" in table
