@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from libfsdp import _mesh
 from libfsdp._C import BufferMemory
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     from libfsdp._state import ShardState
 
@@ -38,21 +38,19 @@ def use_symmetric_memory(state: ShardState, backend: Literal["NCCL"]) -> None:
         RuntimeError: where there is no such memory: it needs NCCL, on CUDA.
     """
     _refuse_other(state, BufferMemory.SYMMETRIC)
-    require_symmetric_memory(state.mesh.shard_mesh.get_group(), state.mesh.device, "set_symm_mem_for_comm")
-    if state.mesh.collectives:
-        raise RuntimeError(
-            "set_symm_mem_for_comm: symmetric memory needs NCCL's own process groups, but the unit's calls go through Python; leave it out"
-        )
+    require_symmetric_memory(state.mesh.mesh, "set_symm_mem_for_comm")
     symmetric_memory.set_backend(backend)
     _use(state, BufferMemory.SYMMETRIC)
 
 
-def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, asked_by: str) -> None:
-    """Raises RuntimeError if the group can't have it."""
-    name = group._get_backend(device).name()
-    if name != "nccl":
+def require_symmetric_memory(mesh: DeviceMesh, asked_by: str) -> None:
+    """Raises RuntimeError if the ranks along the last dimension, which shards, can't have it."""
+    group = mesh.get_group(mesh.ndim - 1)
+    if not _mesh.is_of(group, "ProcessGroupNCCL", mesh):
+        backend = group._get_backend(_mesh.device_of(mesh)).name()
         raise RuntimeError(
-            f"{asked_by}: symmetric memory needs NCCL on CUDA, but the group's backend is {name} on {device.type}; leave it out"
+            f"{asked_by}: symmetric memory needs torch's own groups of NCCL on CUDA, but the ranks have a {type(group).__name__} of "
+            f"{backend} on {mesh.device_type}; leave it out"
         )
 
 

@@ -43,6 +43,7 @@ class Collectives:
         self._group = group
         self._device = device
         self._size = 1 if group is None else dist.get_world_size(group)
+        self._is_connected = False  # by use_memory
         self.custom_all_gather: Callable[..., dist.Work | None] | None = None
         self.custom_reduce_scatter: Callable[..., dist.Work | None] | None = None
 
@@ -56,8 +57,10 @@ class Collectives:
         """Whether the group's backend has an allocator of its own, which is then ready."""
         if self._group is None or not has_memory(self._group, self._device):
             return False
-        # NCCL registers memory with the connections, which the first collective makes.
-        dist.barrier(self._group, device_ids=None if self._device.index is None else [self._device.index])
+        if not self._is_connected:
+            # NCCL registers memory with the connections, which the first collective makes.
+            dist.barrier(self._group, device_ids=None if self._device.index is None else [self._device.index])
+            self._is_connected = True
         return True
 
     def allocate(self, size: int) -> torch.Tensor:

@@ -233,7 +233,7 @@ class FSDPModule:
         """With True, buffers of collectives come from the process group's own allocator, where its backend has one (NCCL).
 
         Units share their buffers, so that all of the model's come from there if one of its units asks for it. Backends
-        without an allocator, Gloo among them, are as before.
+        without an allocator, Gloo among them, are as before. Call it on all ranks.
 
         Raises:
             AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, or

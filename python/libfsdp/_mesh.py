@@ -178,16 +178,16 @@ def _rows_of(mesh: DeviceMesh, shards: bool) -> list[_Row]:
 
 def _make(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
     groups = [row.group for row in rows if row.group is not None]
-    if mesh.device_type == "cpu" and all(_is_of(group, "ProcessGroupGloo", mesh) for group in groups):
+    if mesh.device_type == "cpu" and all(is_of(group, "ProcessGroupGloo", mesh) for group in groups):
         return _over_store(mesh, rows, shards, world)
-    if mesh.device_type == "cuda" and all(_is_of(group, "ProcessGroupNCCL", mesh) for group in groups):
+    if mesh.device_type == "cuda" and all(is_of(group, "ProcessGroupNCCL", mesh) for group in groups):
         return _over_backends(mesh, rows, shards, world)
-    if all(_is_of(group, "FakeProcessGroup", mesh) for group in groups):
+    if all(is_of(group, "FakeProcessGroup", mesh) for group in groups):
         return _over_python(mesh, rows, shards, _C.make_fake_mesh)
     return _over_python(mesh, rows, shards)
 
 
-def _is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
+def is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
     """The group is torch's own, with this backend of C++ for the mesh's device: nothing of it is written in Python."""
     if type(group) is not dist.ProcessGroup:
         return False

@@ -203,17 +203,18 @@ MemorySource NativeCommunicator::use_memory(c10::Device device, BufferMemory mem
   }
   if (memory == BufferMemory::kSymmetric && symmetric_memory::exists(device)) {
     connect(device);
-    return [device](std::int64_t bytes) { return symmetric_memory::allocate(device, bytes); };
+    return symmetric_memory::source(device);
   }
   return {};
 }
 
 /// NCCL registers memory with the communicator, which the first collective makes.
 void NativeCommunicator::connect(c10::Device device) {
-  if (std::exchange(is_connected_, true)) return;
+  if (is_connected_) return;
   c10d::BarrierOptions options;
-  options.device = device;
+  if (device.has_index()) options.device_ids = {device.index()};  // Else NCCL guesses one.
   group()->data->barrier(options)->wait();
+  is_connected_ = true;
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {

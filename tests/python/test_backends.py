@@ -191,11 +191,6 @@ def use_memory_of_group() -> None:
     assert losses == [expected] * 4
 
 
-class CalledNCCL:
-    def name(self) -> str:
-        return "nccl"
-
-
 def use_symmetric_memory() -> None:
     """On a CPU torch has none, so that buffers stay where they are: what the engine and torch are told."""
     expected = gradients_of(model())
@@ -213,7 +208,7 @@ def use_symmetric_memory() -> None:
         patch.setattr(libfsdp._C.Model, "set_buffer_memory", tell)
         patch.setattr(symmetric_memory, "set_backend", told.append)
         with pytest.MonkeyPatch.context() as as_nccl:
-            as_nccl.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: CalledNCCL())
+            as_nccl.setattr(_mesh, "is_of", lambda group, backend, mesh: backend == "ProcessGroupNCCL")
             sharded.set_symm_mem_for_comm()
             assert told == ["NCCL", symmetric]
             early[0].set_symm_mem_for_comm("NCCL")  # Before the engine is there.

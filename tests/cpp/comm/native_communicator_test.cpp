@@ -122,12 +122,14 @@ class AllocatingBackend final : public c10d::Backend {
     allocated = at::full({size}, 7, options);
     return allocated;
   }
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
     ++barriers;
+    devices = options.device_ids;
     return c10::make_intrusive<Done>();
   }
   at::Tensor allocated;
   int barriers = 0;
+  std::vector<std::int64_t> devices;  ///< Of the last barrier.
 
  private:
   class Done final : public c10d::Work {
@@ -147,6 +149,9 @@ TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
   EXPECT_EQ(backend->barriers, 1) << "NCCL has no connections before the first collective";
   EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kGroup));
   EXPECT_EQ(backend->barriers, 1);
+  NativeCommunicator on_second(row, backend, nullptr);
+  EXPECT_TRUE(on_second.use_memory(at::Device(at::kCPU, 1), BufferMemory::kGroup));
+  EXPECT_EQ(backend->devices, std::vector<std::int64_t>{1}) << "NCCL would guess a device";
   auto memory = source(100);
   EXPECT_EQ(memory.get(), backend->allocated.const_data_ptr());
   EXPECT_EQ(memory.device(), at::Device(at::kCPU));

@@ -56,7 +56,7 @@ TEST(SymmetricMemory, IsWhatTorchGivesAndFindsPeersOfThatAlone) {
     EXPECT_FALSE(symmetric_memory::exists(at::kCPU));
     const auto allocator = SymmetricAllocator::install();
     EXPECT_TRUE(symmetric_memory::exists(at::kCPU));
-    auto memory = symmetric_memory::allocate(at::kCPU, 100);
+    auto memory = symmetric_memory::source(at::kCPU)(100);
     EXPECT_EQ(allocator->allocated, std::vector<std::size_t>{100});
     const auto tensor = tensor_in(memory, 10, at::kFloat);
     EXPECT_TRUE(symmetric_memory::find_peers(tensor, "all"));
@@ -72,22 +72,42 @@ TEST(SymmetricMemory, IsWhatTorchGivesAndFindsPeersOfThatAlone) {
 TEST(SymmetricMemory, IsReusedAndNeverFreed) {
   run_ranks(1, [] {
     const auto allocator = SymmetricAllocator::install();
-    auto small = symmetric_memory::allocate(at::kCPU, 100);
-    auto large = symmetric_memory::allocate(at::kCPU, 1000);
+    const auto source = symmetric_memory::source(at::kCPU);
+    auto small = source(100);
+    auto large = source(1000);
     const auto* const small_block = small.get();
     const auto* const large_block = large.get();
     large.clear();
     small.clear();
     EXPECT_EQ(allocator->freed, 0) << "NCCL keeps what it has registered";
-    auto fits_both = symmetric_memory::allocate(at::kCPU, 80);
+    auto fits_both = source(80);
     EXPECT_EQ(fits_both.get(), small_block);
     EXPECT_TRUE(symmetric_memory::find_peers(tensor_in(fits_both, 10, at::kFloat), "all"));
-    auto fits_large = symmetric_memory::allocate(at::kCPU, 90);
+    auto fits_large = source(90);
     EXPECT_EQ(fits_large.get(), large_block);
     fits_large.clear();
-    EXPECT_EQ(symmetric_memory::allocate(at::kCPU, 1000).get(), large_block) << "a block has the bytes that it was made with";
-    auto fits_none = symmetric_memory::allocate(at::kCPU, 1001);
+    EXPECT_EQ(source(1000).get(), large_block) << "a block has the bytes that it was made with";
+    auto fits_none = source(1001);
     EXPECT_EQ(allocator->allocated, (std::vector<std::size_t>{100, 1000, 1001}));
+  });
+}
+
+// Which of them gives back first may differ between ranks.
+TEST(SymmetricMemory, SourcesDoNotLendEachOthersBlocks) {
+  run_ranks(1, [] {
+    const auto allocator = SymmetricAllocator::install();
+    auto one = std::make_unique<MemorySource>(symmetric_memory::source(at::kCPU));
+    const auto other = symmetric_memory::source(at::kCPU);
+    auto block = (*one)(100);
+    const auto* const address = block.get();
+    block.clear();
+    EXPECT_NE(other(100).get(), address);
+    EXPECT_EQ((*one)(100).get(), address);
+    block = (*one)(100);
+    one.reset();
+    EXPECT_TRUE(symmetric_memory::find_peers(tensor_in(block, 10, at::kFloat), "all")) << "lent for longer than its source";
+    block.clear();
+    EXPECT_EQ(allocator->freed, 0);
   });
 }
 

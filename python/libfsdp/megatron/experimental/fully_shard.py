@@ -140,7 +140,7 @@ def fully_shard(
         raise ValueError(f"Parameters {owned} are already owned by another module: shard tied parameters by one call")
     require_quiet(module, "fully_shard")
     if context.use_symmetric_memory:
-        _buffer_memory.require_symmetric_memory(ranks.get_group(ranks.ndim - 1), device, "use_symmetric_memory")
+        _buffer_memory.require_symmetric_memory(ranks, "use_symmetric_memory")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     parameters = own_parameters(module).values()
     policy.warn_of_low_gradients([p.dtype for p in parameters if p.requires_grad and p.is_floating_point()])
