@@ -149,9 +149,10 @@ TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
   EXPECT_EQ(backend->barriers, 1) << "NCCL has no connections before the first collective";
   EXPECT_TRUE(communicator.use_memory(at::kCPU, BufferMemory::kGroup));
   EXPECT_EQ(backend->barriers, 1);
-  NativeCommunicator on_second(row, backend, nullptr);
-  EXPECT_TRUE(on_second.use_memory(at::Device(at::kCPU, 1), BufferMemory::kGroup));
-  EXPECT_EQ(backend->devices, std::vector<std::int64_t>{1}) << "NCCL would guess a device";
+  EXPECT_TRUE(backend->devices.empty());
+  NativeCommunicator with_index(row, backend, nullptr);
+  EXPECT_TRUE(with_index.use_memory(at::Device(at::kCPU, 0), BufferMemory::kGroup));
+  EXPECT_EQ(backend->devices, std::vector<std::int64_t>{0}) << "NCCL would guess a device";
   auto memory = source(100);
   EXPECT_EQ(memory.get(), backend->allocated.const_data_ptr());
   EXPECT_EQ(memory.device(), at::Device(at::kCPU));
