@@ -31,12 +31,10 @@ class RememberingBackend final : public c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& full, at::Tensor& shard, const c10d::AllgatherOptions&) override {
     inputs.push_back(shard);
-    outputs.push_back(full);
     return c10::make_intrusive<Done>();
   }
   bool connected = false;
   std::vector<at::Tensor> inputs;
-  std::vector<at::Tensor> outputs;
 
  private:
   class Done final : public c10d::Work {

@@ -13,7 +13,6 @@
 #include "support/collective_checks.h"
 #include "support/hosts.h"
 #include "support/logging_device.h"
-#include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/temporary_folder.h"
 
