@@ -69,9 +69,10 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 	  ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -R '^$(GROUP)[.]')
 
 # Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
-NIGHTLY ?= options soak fuzz torture large tsan tidy mutants peers
+NIGHTLY ?= options messages soak fuzz torture large tsan tidy mutants peers
 nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; $(BUILD_DIR)/tests/cpp/test_comm --gtest_brief=1 --gtest_filter='*ARankThatIsKilled*' && \
   ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.test_(parity|features|wheel)"
+nightly_messages = FSDP_SHARED_MEMORY=0 ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error
 nightly_soak = make soak SECONDS=1800
 nightly_fuzz = make fuzz SECONDS=600
 nightly_torture = make torture KILLS=1000

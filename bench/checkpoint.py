@@ -2,7 +2,9 @@
 
 Each round, every contender saves, saves beside training, and loads, one after the other; the numbers are medians and
 ranges over rounds of the slowest rank. Files are removed after each use, and dirty pages written before the next, so
-that no contender waits for another one's. All write with fsync. "warm" loads read what was just written, from the page
+that no contender waits for another one's. All write with fsync. Loads are into the model that saved, whose memory is
+there. DCP and libfsdp's "load" (check_first = false) assign what they read; libfsdp's "load, checked first" (the default)
+reads all once more before that, so that a damaged checkpoint changes nothing. "warm" loads read what was just written, from the page
 cache; "cold" ones after it was dropped from there. Beside an asynchronous save runs one training step: "blocked" is the
 call, and what the step's update waits longer than without a save; "step delayed" is the call, and what the whole step
 takes longer, as it shares the cores with the writing; "until complete" ends when the step and the save have.
@@ -29,7 +31,8 @@ RANKS = 2
 CONFIG = GPTConfig(vocab=4096, dim=768, layers=12, heads=8, context=16)
 QUICK = GPTConfig(vocab=4096, dim=256, layers=4, heads=8, context=16)
 
-RATES = ("save", "load, warm", "load, cold")
+CHECKED_FIRST = "load, checked first, warm"
+RATES = ("save", "load, warm", CHECKED_FIRST, "load, cold")
 """Metrics that are the time to move all of the state."""
 
 Times = dict[tuple[str, str], list[float]]
@@ -59,6 +62,8 @@ def measure_library(contender: Contender, folder: Path, number: int, note: Calla
     """A save, an asynchronous one, and a load warm and cold."""
     note("save", slowest(contender.ask("save", number)))
     note("load, warm", slowest(contender.ask("load", number)))
+    if contender.name == "libfsdp":
+        note(CHECKED_FIRST, slowest(contender.ask("load_checked_first", number)))
     drop_from_cache(folder)
     note("load, cold", slowest(contender.ask("load", number)))
     clear(folder)
@@ -116,8 +121,8 @@ def table(times: Times, size: int) -> str:
     median_of = {key: statistics.median(values) for key, values in times.items()}
     lines += ["", "| | ratio | target |", "|---|---|---|"]
     for metric in RATES:
-        ratio = median_of["dcp", metric] / median_of["libfsdp", metric]
-        target = "" if metric == "load, cold" else "at least 2.0"
+        ratio = median_of["dcp", "load, warm" if metric == CHECKED_FIRST else metric] / median_of["libfsdp", metric]
+        target = "at least 2.0" if metric in ("save", "load, warm") else ""
         lines.append(f"| {metric}: DCP's time / libfsdp's | {ratio:.2f} | {target} |")
     delayed = "async save, step delayed"
     ratio = median_of["libfsdp", delayed] / median_of["dcp", delayed]

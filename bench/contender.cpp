@@ -281,7 +281,8 @@ class Sharded : public Trainer {
     if (verb == "host") return host(number);
     if (verb == "save") return save(number);
     if (verb == "async_save") return save_beside_training(number);
-    if (verb == "load") return load(number);
+    if (verb == "load") return load(number, {.check_first = false});
+    if (verb == "load_checked_first") return load(number, {});
     return Trainer::handle(verb, number);
   }
 
@@ -362,9 +363,9 @@ class Sharded : public Trainer {
            ", \"delayed_ms\": " + json_list({call + beside.all - alone.all}) + ", \"ms\": " + json_list({all}) + "}";
   }
 
-  std::string load(int number) {
+  std::string load(int number, const fsdp::LoadOptions& options) {
     barrier();
-    const double time = milliseconds([&] { fsdp::load(checkpoint(number), *model_, optimizer_); });
+    const double time = milliseconds([&] { fsdp::load(checkpoint(number), *model_, optimizer_, options); });
     return "{\"ms\": " + json_list({time}) + "}";
   }
 

@@ -42,8 +42,8 @@ enum class Phase : std::uint8_t {
   kCommit,   ///< save: the ranks' parts are joined, and the checkpoint gets its name. A rank waits here for the slowest one.
   kPrune,    ///< save: older checkpoints are removed.
   kOpen,     ///< load: metadata are read, names and shapes compared, small values read.
-  kCheck,    ///< load: what this rank needs is read and compared with its checksums.
-  kAssign,   ///< load: it is read again, into the model. Begins when all ranks have checked.
+  kCheck,    ///< load: what this rank needs is read and compared with its checksums. Nothing (0 bytes) where one reading is enough.
+  kAssign,   ///< load: it is read, into the model, and compared. Begins when all ranks have checked.
 };
 
 /// A phase that has ended on this rank.
@@ -101,6 +101,10 @@ struct LoadOptions {
   /// Accepts names of the model (as `rename` gets them) whose values do not change, and names in the checkpoint that are left out. This
   /// holds with `strict`, too.
   std::function<bool(const std::string& name)> ignore = {};
+  /// True checks all data before any are assigned, so that model and optimizer keep their values where a checkpoint is damaged. False, on
+  /// all ranks and with `strict`, checks each block while it is assigned. That takes half of the time; where it fails, the model is partly
+  /// loaded, and refuses to be used until another load succeeds. A model that has only its initial values is always loaded in this way.
+  bool check_first = true;
   /// Whether to restore each rank's generators, which needs as many ranks as saved them.
   bool rng = true;
   /// A scaler that gets the saved state. With `strict`, it is an Error if there is none.
@@ -123,9 +127,13 @@ struct Loaded {
 
 /// Reads a checkpoint into a sharded model and its optimizer. The checkpoint has DCP's format, or, for the model alone, is Hugging Face's
 /// safetensors (a file, or a folder with an index; "model." is added in front of its names). Each rank reads only the byte ranges that it
-/// needs. Values are converted if dtypes differ. All data are read and compared with checksums, if there are any, before anything is
-/// assigned. Collective. Throws Error on every rank if it failed on any. Model and optimizer are then unchanged, unless the error says that
-/// they are partly loaded.
+/// needs. Values are converted if dtypes differ. All data are compared with checksums, if there are any. Collective. Throws Error on every
+/// rank if it failed on any. Model and optimizer are then unchanged, unless the error says that they are partly loaded; then they refuse to
+/// be used until a load has replaced the same values.
+///
+/// Data are read twice: all of them are checked before any are assigned. One reading is enough with LoadOptions::check_first = false, and
+/// for a model that still has its initial values, as no optimizer, user or load has written its parameters since fully_shard. Where such a
+/// load fails, the model may be partly loaded.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});

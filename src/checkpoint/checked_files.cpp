@@ -46,62 +46,73 @@ void CheckedFile::fail(const std::string& fault) const {
   throw DamageError("the checkpoint " + file_.path().parent_path().string() + " is damaged; load an older one: " + fault);
 }
 
-void CheckedFile::check_block(std::size_t block, std::span<char> scratch) {
-  const std::string fault = fault_in_block(file_, *listed_, block, scratch);
+void CheckedFile::compare(std::size_t block, std::uint32_t sum) {
+  const std::string fault = fault_in_block(*listed_, block, sum);
   if (!fault.empty()) fail(fault);
   is_checked_[block] = true;
 }
 
 std::span<const char> CheckedFile::load(std::size_t block) {
-  auto bytes = memory_.find(*this, block);
-  if (bytes.empty()) {
-    bytes = memory_.oldest();
-    check_block(block, bytes);
-    memory_.keep(*this, block);
-  }
   const auto begin = static_cast<std::int64_t>(block) * kSummedBlock;
-  return bytes.first(static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin)));
+  const auto count = static_cast<std::size_t>(std::min(kSummedBlock, size_ - begin));
+  if (const auto bytes = memory_.find(*this, block); !bytes.empty()) return bytes.first(count);
+  const auto bytes = memory_.oldest().first(count);
+  compare(block, read_summed(file_, begin, bytes, 0));
+  memory_.keep(*this, block);
+  return bytes;
 }
 
 std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
-  if (length <= 0) return 0;
   // Beyond the end there is nothing to check; who reads there gets an error.
   const std::int64_t begin = std::clamp<std::int64_t>(offset, 0, size_);
-  const std::int64_t end = length > size_ - begin ? size_ : begin + length;
+  return pass(begin, std::min(length, size_ - begin), nullptr);
+}
+
+std::uint32_t CheckedFile::read(std::int64_t offset, std::span<char> to) {
+  const auto length = static_cast<std::int64_t>(to.size());
+  if (offset < 0 || length > size_ - offset) {
+    file_.read_at(offset, to);  // Throws, unless the file has grown.
+    fail(file_.path().filename().string() + " grew while it was read");
+  }
+  return pass(offset, length, to.data());
+}
+
+std::uint32_t CheckedFile::pass(std::int64_t offset, std::int64_t length, char* to) {
   std::uint32_t sum = 0;
-  for (std::int64_t at = begin; at < end;) {
+  for (std::int64_t done = 0; done < length;) {
+    const auto at = offset + done;
     const auto block = static_cast<std::size_t>(at / kSummedBlock);
     const auto block_begin = at / kSummedBlock * kSummedBlock;
-    const auto next = std::min(end, block_begin + kSummedBlock);
+    const auto next = std::min(offset + length, block_begin + kSummedBlock);
     const auto count = static_cast<std::size_t>(next - at);
+    const auto place = to == nullptr ? memory_.passing().first(count) : std::span(to + done, count);
+    done += next - at;
     if (listed_ == nullptr) {
-      // Nothing to compare it with here.
-      const auto bytes = memory_.passing().first(count);
-      file_.read_at(at, bytes);
-      sum = crc32(sum, bytes);
-      at += static_cast<std::int64_t>(bytes.size());
+      sum = read_summed(file_, at, place, sum);  // There is nothing to compare it with here.
       continue;
     }
     const bool is_whole = at == block_begin && next == std::min(size_, block_begin + kSummedBlock);
     std::uint32_t part = 0;
     if (is_whole) {
-      if (!is_checked_[block]) check_block(block, memory_.passing());
+      // Bytes that are kept are compared on this very reading.
+      if (to != nullptr) {
+        compare(block, read_summed(file_, at, place, 0));
+      } else if (!is_checked_[block]) {
+        compare(block, sum_of_block(file_, size_, block, place));
+      }
       part = listed_->crc32[block];
     } else {
-      part = crc32(0, load(block).subspan(static_cast<std::size_t>(at - block_begin), count));
+      const auto bytes = load(block).subspan(static_cast<std::size_t>(at - block_begin), count);
+      if (to != nullptr) std::copy(bytes.begin(), bytes.end(), place.begin());
+      part = crc32(0, bytes);
     }
     sum = combine_crc32(sum, part, count);
-    at = next;
   }
   return sum;
 }
 
 ReadAt CheckedFile::reader() {
-  return [this](std::int64_t offset, std::span<char> to) {
-    const std::uint32_t sum = check(offset, static_cast<std::int64_t>(to.size()));
-    read_at(offset, to);
-    if (crc32(0, to) != sum) fail(file_.path().filename().string() + " changed while it was read");
-  };
+  return [this](std::int64_t offset, std::span<char> to) { read(offset, to); };
 }
 
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)

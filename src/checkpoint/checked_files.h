@@ -56,9 +56,11 @@ class CheckedFile {
   /// Reads the blocks with these bytes, and returns the bytes' CRC-32: who reads them again can compare it. Throws Error if they cannot be
   /// read, or are not what was written.
   std::uint32_t check(std::int64_t offset, std::int64_t length);
-  /// Reads without checking: the system has what was checked in memory, or reads it once more.
-  void read_at(std::int64_t offset, std::span<char> to) const { file_.read_at(offset, to); }
-  /// Checks and reads. Valid as long as this.
+  /// As check(), and keeps the bytes. If it throws, `to` has some of them.
+  std::uint32_t read(std::int64_t offset, std::span<char> to);
+  /// Reads what was checked again, and goes on with its checksum: the system has it in memory, or reads it once more. Throws Error.
+  std::uint32_t read_again(std::int64_t offset, std::span<char> to, std::uint32_t sum) const { return read_summed(file_, offset, to, sum); }
+  /// read(). Valid as long as this.
   ReadAt reader();
   /// Lets the system begin to read these bytes. A wish.
   void start_reading(std::int64_t offset, std::int64_t length) const { file_.start_reading(offset, length); }
@@ -69,7 +71,10 @@ class CheckedFile {
  private:
   /// Reads and checks a listed file's block, unless it is still in memory.
   std::span<const char> load(std::size_t block);
-  void check_block(std::size_t block, std::span<char> scratch);
+  /// Throws DamageError if a block's checksum is not the listed one.
+  void compare(std::size_t block, std::uint32_t sum);
+  /// `to`: where the bytes go, or null.
+  std::uint32_t pass(std::int64_t offset, std::int64_t length, char* to);
 
   File file_;
   std::int64_t size_;

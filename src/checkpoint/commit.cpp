@@ -381,15 +381,37 @@ std::string fault_in_sizes(const fs::path& step, FileSystem& files) {
 
 std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size % kSummedBlock != 0 ? 1 : 0); }
 
-std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch) {
-  const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
-  const auto bytes = scratch.first(static_cast<std::size_t>(std::min(kSummedBlock, size - begin)));
-  file.read_at(begin, bytes);
-  return crc32(0, bytes);
+namespace {
+
+/// So many bytes at a time are read and summed: they are still in the core's own cache when they are summed.
+constexpr std::size_t kSummedAtOnce = std::size_t{1} << 18;
+
+}  // namespace
+
+std::uint32_t read_summed(const File& file, std::int64_t offset, std::span<char> to, std::uint32_t sum) {
+  while (!to.empty()) {
+    const auto part = to.first(std::min(to.size(), kSummedAtOnce));
+    file.read_at(offset, part);
+    sum = crc32(sum, part);
+    offset += static_cast<std::int64_t>(part.size());
+    to = to.subspan(part.size());
+  }
+  return sum;
 }
 
-std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch) {
-  const std::uint32_t sum = sum_of_block(file, listed.size, block, scratch);
+std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch) {
+  const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
+  const std::int64_t end = std::min(begin + kSummedBlock, size);
+  std::uint32_t sum = 0;
+  for (std::int64_t at = begin; at < end;) {
+    const auto part = scratch.first(std::min(static_cast<std::size_t>(end - at), kSummedAtOnce));
+    sum = read_summed(file, at, part, sum);
+    at += static_cast<std::int64_t>(part.size());
+  }
+  return sum;
+}
+
+std::string fault_in_block(const ListedFile& listed, std::size_t block, std::uint32_t sum) {
   if (sum == listed.crc32[block]) return "";
   const std::int64_t begin = static_cast<std::int64_t>(block) * kSummedBlock;
   const std::int64_t end = std::min(begin + kSummedBlock, listed.size);
@@ -405,7 +427,7 @@ std::string fault_in(const fs::path& step, const SidecarEntry& entry, FileSystem
     Scratch scratch(kSummedBlock);
     std::string fault;
     for (std::size_t block = 0; block < listed.crc32.size() && fault.empty(); ++block) {
-      fault = fault_in_block(file, listed, block, scratch.bytes());
+      fault = fault_in_block(listed, block, sum_of_block(file, listed.size, block, scratch.bytes()));
     }
     return fault;
   } catch (const Error& error) {

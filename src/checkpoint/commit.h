@@ -140,14 +140,16 @@ inline bool is_complete(const std::filesystem::path& step, FileSystem& files = F
   return fault_in_sizes(step, files).empty();
 }
 
+/// Reads bytes, and goes on with their checksum. Throws Error if they cannot be read.
+std::uint32_t read_summed(const File& file, std::int64_t offset, std::span<char> to, std::uint32_t sum);
+
 /// How many blocks a file of `size` bytes has.
 std::int64_t blocks_of(std::int64_t size);
-/// Reads a block of a file of `size` bytes into `scratch`, which has kSummedBlock bytes, and returns its checksum. Throws Error if the
-/// block cannot be read.
+/// Reads a block of a file of `size` bytes, part by part through `scratch`, which has kSummedBlock bytes, and returns its checksum. Throws
+/// Error if the block cannot be read.
 std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch);
-/// Reads a block of a listed file, through `scratch`, and says what is wrong with it: empty, or that its checksum is another one than
-/// listed. Throws Error if it cannot be read.
-std::string fault_in_block(const File& file, const ListedFile& listed, std::size_t block, std::span<char> scratch);
+/// What is wrong with a block of a listed file that has the checksum `sum`: empty, or that this is another one than listed.
+std::string fault_in_block(const ListedFile& listed, std::size_t block, std::uint32_t sum);
 
 /// What is wrong with a listed file, which is read: missing, too short or long, the first damaged block. Empty if nothing is.
 std::string fault_in(const std::filesystem::path& step, const SidecarEntry& entry, FileSystem& files = FileSystem::current());

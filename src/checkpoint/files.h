@@ -47,7 +47,7 @@ class FileSystem {
   virtual ssize_t pread(int file, void* data, std::size_t length, off_t offset);
   /// Linux's sync_file_range(SYNC_FILE_RANGE_WRITE).
   virtual int start_writing(int file, off_t offset, off_t length);
-  /// posix_fadvise(POSIX_FADV_WILLNEED), but -1 and errno.
+  /// posix_fadvise(POSIX_FADV_WILLNEED), but -1 and errno. Nothing if the system has the bytes in memory.
   virtual int start_reading(int file, off_t offset, off_t length);
   virtual int fsync(int file);
   virtual int close(int file);

@@ -401,9 +401,9 @@ void Engine::prepare_load() {
   guarded([&] { main_parameters_.flush_writes(); });
 }
 
-void Engine::set_torn(bool torn) {
+void Engine::set_torn(std::set<std::string> names) {
   const auto lock = this->lock();
-  main_parameters_.set_torn(torn);
+  main_parameters_.set_torn(std::move(names));
 }
 
 void Engine::set_reader(std::future<void> read) {
@@ -447,6 +447,7 @@ void Engine::main_shards_changed() {
 
 void Engine::main_parameters_changed() {
   const auto lock = this->lock();
+  main_parameters_.changed();
   for (const auto& unit : units_) {
     set_use(*unit, UseState::kUnused);
     gatherer_.outdate_copies(*unit);

@@ -11,9 +11,20 @@
 
 namespace fsdp::engine {
 
-void MainParameters::set_torn(bool torn) {
+void MainParameters::set_torn(std::set<std::string> names) {
   refuse_retired();
-  state_ = torn ? MainState::kTorn : MainState::kWhole;
+  state_ = names.empty() ? MainState::kWhole : MainState::kTorn;
+  if (names.empty()) torn_.clear();
+  torn_.merge(std::move(names));
+}
+
+void MainParameters::changed() {
+  if (state_ == MainState::kInitial) state_ = MainState::kWhole;
+}
+
+void MainParameters::expose() {
+  exposed_ = true;
+  changed();
 }
 
 void MainParameters::refuse_torn() const {
@@ -83,6 +94,7 @@ std::vector<at::Tensor> MainParameters::summon(Unit& unit) {
 bool MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   summoned_.erase(&unit);
   if (whole.empty()) return false;
+  changed();
   wait_for_reader();
   gatherer_.stop_sending(unit);
   if (unit.offloaded()) memory::synchronize(device_);  // the main parameters may be on their way to the device

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <set>
 #include <span>
+#include <string>
 #include <unordered_set>
 #include <vector>
 
@@ -16,10 +18,12 @@
 namespace fsdp::engine {
 
 /// Whether a model's main parameters may be used. Transitions:
-///   kWhole -> kTorn     set_torn, while a load replaces them
-///   kTorn -> kWhole     set_torn, when a load has succeeded
+///   kInitial -> kWhole  changed, when an optimizer, a user or a load has written them; expose, as users may from then on
+///   any -> kTorn        set_torn, while a load replaces them
+///   kTorn -> kWhole     set_torn with no names, when a load has succeeded
 ///   any -> kRetired     retire, when the model has been un-sharded
 enum class MainState : std::uint8_t {
+  kInitial,  ///< As the model had them when it was sharded.
   kWhole,
   kTorn,     ///< They are partly one model's and partly another's.
   kRetired,  ///< They are no longer the model's.
@@ -33,7 +37,13 @@ class MainParameters {
   MainParameters(c10::Device device, const std::vector<std::unique_ptr<Unit>>& units, Gatherer& gatherer)
       : device_(device), units_(units), gatherer_(gatherer) {}
 
-  void set_torn(bool torn);
+  /// A load is going to replace the values of these names; none: it has replaced all that was torn.
+  void set_torn(std::set<std::string> names);
+  /// The names that loads have replaced which did not succeed.
+  const std::set<std::string>& torn() const { return torn_; }
+  void changed();
+  /// True if nothing is lost where they are overwritten: they have their initial values, or are torn.
+  bool may_be_lost() const { return state_ == MainState::kInitial || state_ == MainState::kTorn; }
   void retire() { state_ = MainState::kRetired; }
   /// Throw Error in that state.
   void refuse_torn() const;
@@ -50,7 +60,7 @@ class MainParameters {
   void wait_for_reader();
 
   /// From now on users have views of the main parameters.
-  void expose() { exposed_ = true; }
+  void expose();
   bool exposed() const { return exposed_; }
 
   /// Writes of operators reach the main parameters, and no gather reads them any more. Throws Error if they are retired or summoned.
@@ -66,7 +76,8 @@ class MainParameters {
   c10::Device device_;
   const std::vector<std::unique_ptr<Unit>>& units_;
   Gatherer& gatherer_;
-  MainState state_ = MainState::kWhole;
+  MainState state_ = MainState::kInitial;
+  std::set<std::string> torn_;
   std::unordered_set<const Unit*> summoned_;  // the user holds them as a whole (SummonFullParams)
   std::future<void> reader_;                  // invalid: there is none
   bool exposed_ = false;

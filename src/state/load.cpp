@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -112,6 +113,7 @@ class Loading {
     const auto key = item.key();
     const auto stored = stored_key(key);
     if (is_ignored(key)) return;
+    replaced_.insert(key);
     if (!source_->has(stored)) {
       missing_.push_back(key);
       return;
@@ -129,7 +131,10 @@ class Loading {
   }
 
   /// A name that other ranks may read.
-  void expect(const std::string& key) { used_.insert(stored_key(key)); }
+  void expect(const std::string& key) {
+    used_.insert(stored_key(key));
+    if (!is_ignored(key)) replaced_.insert(key);
+  }
 
   /// A scalar's value.
   std::optional<double> number(const std::string& key) {
@@ -195,9 +200,22 @@ class Loading {
     throw Error(text + "\n  (LoadOptions::rename and the prefixes map names, ignore leaves some out, strict = false allows this)");
   }
 
+  /// What an earlier load has replaced in part, this one must replace as a whole.
+  void check_torn(const std::set<std::string>& torn) const {
+    std::vector<std::string> kept;
+    std::set_difference(torn.begin(), torn.end(), replaced_.begin(), replaced_.end(), std::back_inserter(kept));
+    if (torn.empty() || (options_.strict && kept.empty())) return;
+    throw Error(std::string("an earlier load of this model failed halfway. What it had replaced in part, the next one must replace: ") +
+                (kept.empty() ? std::string("pass strict = true") : "load these, too" + lines(kept)));
+  }
+
   /// Reads and checks all values that were added.
   void check_values() { transfer_.check(); }
   void assign() { transfer_.read(); }
+  void assign_at_once() { transfer_.read_at_once(); }
+
+  /// The names on any rank of what this load replaces, if it is strict.
+  const std::set<std::string>& replaced() const { return replaced_; }
 
   ExtraState extra() { return extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
 
@@ -292,12 +310,18 @@ class Loading {
   std::string path_;
   const LoadOptions& options_;
   const Ranks& ranks_;
-  std::set<std::string> used_;
+  std::set<std::string> used_;      // in the checkpoint
+  std::set<std::string> replaced_;  // in the model and the optimizer
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
   std::map<std::string, std::int64_t> counts_;      // of a parameter's updates
   std::optional<std::set<std::string>> in_groups_;  // the parameters of the optimizer that was saved
 };
+
+/// How errors begin that leave a model torn.
+constexpr const char* kNoLongerWhole =
+    "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again";
+constexpr const char* kHalfway = "the load ended halfway, and the model is partly loaded; until another load succeeds, it cannot be used:";
 
 /// How often each of an optimizer's parameters was updated, as the checkpoint says; before and after, so that a failure can undo it.
 class UpdateCounts {
@@ -352,6 +376,9 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   std::optional<GradScalerState> grad_scaler;
   std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
   state::Phases phases(options.on_phase);
+  // Where there is nothing to lose, one reading is enough.
+  const bool at_once =
+      ranks.all(options.strict && (!options.check_first || engine->main_may_be_lost()), "checkpoint: has no rank values to lose");
   Loaded loaded;
   try {
     ranks.together("nothing was loaded:", [&] {
@@ -378,22 +405,23 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       }
       grad_scaler = loading->grad_scaler();
       loading->check_names(optimizer != nullptr);
+      loading->check_torn(engine->torn());
       loaded.extra = loading->extra();
       loaded.rank_extra = loading->rank_extra();
       if (loading->has(state::kMetric)) loaded.metric = loading->number(state::kMetric);
       generators = loading->generators(engine->device());
       phases.end(Phase::kOpen, 0);
-      loading->check_values();
-      phases.end(Phase::kCheck, loading->bytes());
+      if (!at_once) loading->check_values();
+      phases.end(Phase::kCheck, at_once ? 0 : loading->bytes());
     });
   } catch (...) {
     if (steps) steps->undo();
     throw;
   }
-  engine->set_torn(true);
-  ranks.together("the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again", [&] {
+  engine->set_torn(loading->replaced());
+  ranks.together(at_once ? kHalfway : kNoLongerWhole, [&] {
     try {
-      loading->assign();
+      at_once ? loading->assign_at_once() : loading->assign();
     } catch (...) {
       after_error([&] { engine->main_parameters_changed(); });
       throw;
@@ -401,7 +429,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     engine->main_parameters_changed();
     phases.end(Phase::kAssign, loading->bytes());
   });
-  engine->set_torn(false);
+  engine->set_torn({});
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
   for (auto& [generator, values] : generators) generator.set_state(values);
   if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);

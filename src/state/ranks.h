@@ -25,6 +25,9 @@ class Ranks {
   /// This rank's position: the tensor-parallel one varies slowest, the mesh's last dimension fastest.
   std::int64_t index() const { return ranks_.index(); }
 
+  /// True on all ranks if `ok` is true on all of them. Collective. Throws CommError.
+  bool all(bool ok, const char* operation) const;
+
   /// Rank 0's bytes on all. Collective. Throws CommError.
   std::string broadcast(const std::string& text, const char* operation) const;
 

@@ -25,6 +25,9 @@ namespace fs = std::filesystem;
 
 using ckpt::DcpTensor;
 
+/// As copy_() does it: a graph that saved the tensor must not be used any more.
+void note_write(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
+
 /// Mapped apart from malloc's heap where it is large: it goes soon.
 at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t numel) {
   return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
@@ -62,6 +65,40 @@ class ReadAhead {
   std::size_t next_ = 0;
   std::int64_t asked_ = 0;
   std::int64_t reached_ = 0;
+};
+
+/// Where values wait that are converted, or copied to a device, as many at once as fit: of these, copies of a few each would take long.
+class Staging {
+ public:
+  /// Of what is stored as `dtype` and goes to `to`.
+  Staging(const at::Tensor& to, at::ScalarType dtype)
+      : to_(to), values_(memory::host_zeros(to.device(), std::min(kElements, to.numel()) * itemsize_of(dtype)).view(dtype)) {}
+  /// Memory for elements of `to` from `begin` on: `numel` of them, or as many as there is room for.
+  std::span<char> next(std::int64_t begin, std::int64_t numel) {
+    if (begin != begin_ + filled_ || filled_ == values_.numel()) {
+      flush();
+      begin_ = begin;
+    }
+    const auto count = std::min(numel, values_.numel() - filled_);
+    const auto itemsize = itemsize_of(values_.scalar_type());
+    auto* place = static_cast<char*>(values_.mutable_data_ptr()) + filled_ * itemsize;
+    filled_ += count;
+    return {place, static_cast<std::size_t>(count * itemsize)};
+  }
+  /// What has come goes to its place.
+  void flush() {
+    if (filled_ > 0) to_.narrow(0, begin_, filled_).copy_(values_.narrow(0, 0, filled_));
+    filled_ = 0;
+  }
+
+ private:
+  static constexpr std::int64_t kElements = std::int64_t{1} << 20;
+  static std::int64_t itemsize_of(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
+
+  at::Tensor to_;
+  at::Tensor values_;
+  std::int64_t begin_ = 0;   // in to_, of what waits
+  std::int64_t filled_ = 0;  // elements that wait
 };
 
 class Dcp final : public Source {
@@ -185,8 +222,7 @@ at::Tensor Source::read(const std::string& name, const ckpt::Box& box, std::int6
   auto values = host_values(name, find(name)->dtype, numel);
   Transfer transfer(*this);
   transfer.add(name, box, offset, values);
-  transfer.check();
-  transfer.read();
+  transfer.read_at_once();
   return values;
 }
 
@@ -207,10 +243,14 @@ std::unique_ptr<Source> open_source(const std::string& path) {
 void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to) {
   std::vector<std::pair<std::int64_t, std::int64_t>> covered;  // [begin, end) of `to`
   const auto slice = ckpt::boxes_of_slice(box, offset, to.numel());
+  bool side_by_side = true;
   for (auto& part : source_.boxes(name)) {
     auto runs = ckpt::runs_to_slice(part.box, slice);
     if (runs.empty()) continue;
-    for (const auto& run : runs) covered.emplace_back(run.destination, run.destination + run.length);
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      covered.emplace_back(runs[i].destination, runs[i].destination + runs[i].length);
+      side_by_side = side_by_side && (i == 0 || runs[i].destination == runs[i - 1].destination + runs[i - 1].length);
+    }
     wanted_boxes_.push_back({wanted_.size(), std::move(part), std::move(runs)});
   }
   std::sort(covered.begin(), covered.end());
@@ -226,7 +266,9 @@ void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t o
     throw ckpt::DamageError(source_.path() + ": the stored parts of '" + name + "' " +
                             (overlap ? "overlap" : "leave out elements that are needed") + "; the checkpoint is damaged");
   }
-  wanted_.push_back({name, source_.find(name)->dtype, std::move(to), {}, {}});
+  const auto dtype = source_.find(name)->dtype;
+  const bool as_it_is = to.is_cpu() && to.scalar_type() == scalar_type_of(dtype, name);
+  wanted_.push_back({name, dtype, std::move(to), as_it_is, side_by_side, {}, {}});
 }
 
 std::int64_t Transfer::bytes() const {
@@ -235,7 +277,7 @@ std::int64_t Transfer::bytes() const {
   return bytes;
 }
 
-void Transfer::check() {
+void Transfer::pass(bool assigns) {
   std::sort(wanted_boxes_.begin(), wanted_boxes_.end(), [](const WantedBox& a, const WantedBox& b) {
     return std::tie(a.part.place.file, a.part.place.offset) < std::tie(b.part.place.file, b.part.place.offset);
   });
@@ -253,7 +295,7 @@ void Transfer::check() {
   for (std::size_t i = 0; i < wanted_boxes_.size(); ++i) {
     ahead.advance(0);
     auto unread = lengths[i];
-    check(wanted_boxes_[i], [&](std::int64_t bytes) {
+    pass(wanted_boxes_[i], assigns, [&](std::int64_t bytes) {
       ahead.advance(std::min(bytes, unread));
       unread -= std::min(bytes, unread);
     });
@@ -261,19 +303,41 @@ void Transfer::check() {
   }
 }
 
-void Transfer::check(const WantedBox& part, const std::function<void(std::int64_t bytes)>& has_read) {
+void Transfer::pass(const WantedBox& part, bool assigns, const std::function<void(std::int64_t bytes)>& has_read) {
   auto& wanted = wanted_[part.wanted];
   auto& file = source_.file(part.part.place.file);
   const auto data = source_.locate(wanted.name, part.part);
   const auto itemsize = ckpt::itemsize(wanted.dtype);
-  const auto sum_of = [&](std::int64_t begin, std::int64_t end) {
+  // Checks bytes, and keeps them unless `to` is null.
+  const auto sum_of = [&](std::int64_t begin, std::int64_t end, char* to) {
     std::uint32_t sum = 0;
     for (auto at = begin; at < end;) {
       // Up to the end of a block: of two blocks in part, both would be kept, and summed twice.
       const auto length = std::min(end - at, ckpt::kSummedBlock - at % ckpt::kSummedBlock);
-      sum = ckpt::combine_crc32(sum, file.check(at, length), static_cast<std::uint64_t>(length));
+      const auto size = static_cast<std::size_t>(length);
+      const auto piece = to == nullptr ? file.check(at, length) : file.read(at, std::span(to + (at - begin), size));
+      sum = ckpt::combine_crc32(sum, piece, size);
       has_read(length);
       at += length;
+    }
+    return sum;
+  };
+  const bool at_once = assigns && data.is_plain() && (wanted.as_it_is || wanted.side_by_side);
+  std::optional<Staging> staging;
+  if (at_once && !wanted.as_it_is) staging.emplace(wanted.to, scalar_type_of(wanted.dtype, wanted.name));
+  // Checks elements, and brings them to their place.
+  const auto sum_of_brought = [&](const ckpt::Run& run, std::int64_t begin) {
+    if (!staging) {
+      auto* to = static_cast<char*>(wanted.to.mutable_data_ptr());
+      return sum_of(begin, begin + run.length * itemsize, to + run.destination * itemsize);
+    }
+    std::uint32_t sum = 0;
+    for (std::int64_t done = 0; done < run.length;) {
+      const auto place = staging->next(run.destination + done, run.length - done);
+      const auto from = begin + done * itemsize;
+      const auto size = static_cast<std::int64_t>(place.size());
+      sum = ckpt::combine_crc32(sum, sum_of(from, from + size, place.data()), place.size());
+      done += size / itemsize;
     }
     return sum;
   };
@@ -291,19 +355,25 @@ void Transfer::check(const WantedBox& part, const std::function<void(std::int64_
   const bool is_new = source_.whole_records_.emplace(part.part.place.file, data.stored.offset).second;
   const bool all_is_needed = ranges.size() == 1 && ranges[0] == std::pair(data.stored.offset, stored_end);
   // A record without blocks' checksums is read as a whole, once.
-  const bool reads_all = !file.is_listed() && is_new;
+  const bool reads_all = !file.is_listed() && is_new && data.stored.crc32;
   std::vector<std::uint32_t> sums;
   std::uint32_t all = 0;
   auto reached = data.stored.offset;
-  for (const auto& [begin, end] : ranges) {
-    if (reads_all && data.stored.crc32) all = ckpt::combine_crc32(all, sum_of(reached, begin), static_cast<std::uint64_t>(begin - reached));
-    sums.push_back(sum_of(begin, end));
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    const auto [begin, end] = ranges[i];
+    if (reads_all) all = ckpt::combine_crc32(all, sum_of(reached, begin, nullptr), static_cast<std::uint64_t>(begin - reached));
+    sums.push_back(at_once ? sum_of_brought(part.runs[i], begin) : sum_of(begin, end, nullptr));
     all = ckpt::combine_crc32(all, sums.back(), static_cast<std::uint64_t>(end - begin));
     reached = end;
   }
   if (data.stored.crc32 && (reads_all || all_is_needed)) {
-    if (reads_all) all = ckpt::combine_crc32(all, sum_of(reached, stored_end), static_cast<std::uint64_t>(stored_end - reached));
+    if (reads_all) all = ckpt::combine_crc32(all, sum_of(reached, stored_end, nullptr), static_cast<std::uint64_t>(stored_end - reached));
     if (all != *data.stored.crc32) throw ckpt::DamageError(ckpt::fault_in_record(file.file(), data, wanted.name));
+  }
+  if (staging) staging->flush();
+  if (at_once) {
+    note_write(wanted.to);
+    return;
   }
   if (!data.is_plain()) {
     wanted.rearranged.push_back({&file, data, sums[0], part.runs});
@@ -314,19 +384,12 @@ void Transfer::check(const WantedBox& part, const std::function<void(std::int64_
   }
 }
 
-namespace {
-
-/// Reads bytes again that were checked, and goes on with their checksum.
-std::uint32_t read_again(const ckpt::CheckedFile& file, std::int64_t byte, std::span<char> to, std::uint32_t sum) {
-  while (!to.empty()) {
-    const auto piece = to.first(std::min(to.size(), static_cast<std::size_t>(ckpt::kSummedBlock)));
-    file.read_at(byte, piece);
-    sum = ckpt::crc32(sum, piece);
-    byte += static_cast<std::int64_t>(piece.size());
-    to = to.subspan(piece.size());
-  }
-  return sum;
+void Transfer::read_at_once() {
+  pass(true);
+  read();
 }
+
+namespace {
 
 void compare(const ckpt::CheckedFile& file, const std::string& name, std::uint32_t sum, std::uint32_t expected) {
   if (sum == expected) return;
@@ -337,9 +400,8 @@ void compare(const ckpt::CheckedFile& file, const std::string& name, std::uint32
 
 void Transfer::read() {
   for (auto& wanted : wanted_) {
-    const bool as_it_is = wanted.to.is_cpu() && wanted.to.scalar_type() == scalar_type_of(wanted.dtype, wanted.name);
     std::sort(wanted.file_runs.begin(), wanted.file_runs.end(), [](const FileRun& a, const FileRun& b) { return a.to < b.to; });
-    as_it_is ? read_directly(wanted) : read_and_convert(wanted);
+    if (!wanted.file_runs.empty()) wanted.as_it_is ? read_directly(wanted) : read_and_convert(wanted);
     for (const auto& part : wanted.rearranged) read_rearranged(wanted, part);
   }
 }
@@ -349,39 +411,30 @@ void Transfer::read_directly(const Wanted& wanted) {
   auto* to = static_cast<char*>(wanted.to.mutable_data_ptr());
   for (const auto& file_run : wanted.file_runs) {
     const std::span place(to + file_run.to * itemsize, static_cast<std::size_t>(file_run.numel * itemsize));
-    compare(*file_run.file, wanted.name, read_again(*file_run.file, file_run.byte, place, 0), file_run.crc32);
+    compare(*file_run.file, wanted.name, file_run.file->read_again(file_run.byte, place, 0), file_run.crc32);
   }
-  // As copy_() would: a graph that saved the tensor must not be used any more.
-  wanted.to.unsafeGetTensorImpl()->bump_version();
+  note_write(wanted.to);
 }
 
 void Transfer::read_and_convert(const Wanted& wanted) {
-  constexpr std::int64_t kElements = std::int64_t{1} << 20;
   const auto itemsize = ckpt::itemsize(wanted.dtype);
-  const auto values = memory::host_zeros(wanted.to.device(), std::min(kElements, wanted.to.numel()) * itemsize);
-  auto* buffer = static_cast<char*>(values.mutable_data_ptr());
-  const auto typed = values.view(scalar_type_of(wanted.dtype, wanted.name));
-  auto next = wanted.file_runs.begin();
-  std::uint32_t sum = 0;  // of what was read of `next`
-  for (std::int64_t begin = 0; begin < wanted.to.numel(); begin += kElements) {
-    const auto end = std::min(begin + kElements, wanted.to.numel());
-    for (; next != wanted.file_runs.end() && next->to < end; ++next) {
-      const auto from = std::max(next->to, begin);
-      const auto to = std::min(next->to + next->numel, end);
-      const std::span place(buffer + (from - begin) * itemsize, static_cast<std::size_t>((to - from) * itemsize));
-      sum = read_again(*next->file, next->byte + (from - next->to) * itemsize, place, sum);
-      // The rest is in the next file_run of the buffer.
-      if (to < next->to + next->numel) break;
-      compare(*next->file, wanted.name, std::exchange(sum, 0), next->crc32);
+  Staging staging(wanted.to, scalar_type_of(wanted.dtype, wanted.name));
+  for (const auto& file_run : wanted.file_runs) {
+    std::uint32_t sum = 0;
+    for (std::int64_t done = 0; done < file_run.numel;) {
+      const auto place = staging.next(file_run.to + done, file_run.numel - done);
+      sum = file_run.file->read_again(file_run.byte + done * itemsize, place, sum);
+      done += static_cast<std::int64_t>(place.size()) / itemsize;
     }
-    wanted.to.narrow(0, begin, end - begin).copy_(typed.narrow(0, 0, end - begin));
+    compare(*file_run.file, wanted.name, sum, file_run.crc32);
   }
+  staging.flush();
 }
 
 void Transfer::read_rearranged(const Wanted& wanted, const Rearranged& part) {
   const auto bytes = memory::zeros(at::kCPU, part.data.length);
   const std::span place(static_cast<char*>(bytes.mutable_data_ptr()), static_cast<std::size_t>(part.data.length));
-  compare(*part.file, wanted.name, read_again(*part.file, part.data.offset, place, 0), part.crc32);
+  compare(*part.file, wanted.name, part.file->read_again(part.data.offset, place, 0), part.crc32);
   auto values = bytes.view(scalar_type_of(wanted.dtype, wanted.name));
   if (!part.data.strides.empty()) values = values.as_strided(part.data.sizes, part.data.strides);
   if (part.data.is_conjugate) values = values.conj_physical();

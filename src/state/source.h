@@ -61,10 +61,12 @@ class Source {
   std::set<std::pair<std::string, std::int64_t>> whole_records_;  ///< By file and offset: those whose own checksum was compared.
 };
 
-/// Brings parts of tensors to where they belong. First all that is needed is read once, and checked: blocks against the sidecar's
-/// checksums, where there is none the whole records against their own. Nothing is kept of it but the checksums of what is needed. Then it
-/// is read again, straight to its place (from the system's memory, as a rule), and compared with these. So there is no copy of a model
-/// beside it, whose fresh pages would cost more time than the second reading.
+/// Brings parts of tensors to where they belong, and checks them: blocks against the sidecar's checksums, where there is none whole records
+/// against their own. It does so in one of two ways, neither of which keeps a copy of a model beside it.
+/// - check(), then read(): all that is needed is read once, and nothing is kept of it but checksums. Then it is read again, straight to its
+///   place (from the system's memory, as a rule), and compared with these. So damage is found before anything is overwritten.
+/// - read_at_once(): it is read straight to its place, and checked there. This takes half of the time, and what is damaged is found when
+///   some places are overwritten already.
 class Transfer {
  public:
   explicit Transfer(Source& source) : source_(source) {}
@@ -72,12 +74,14 @@ class Transfer {
   /// Notes that elements [offset, offset + to.numel()) of a box of the tensor go to `to` (1-D, contiguous; any dtype and device). Reads
   /// nothing. Throws Error unless the tensor's parts have each of them once.
   void add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to);
-  /// Reads all blocks of files that hold what was added, in the files' order. Throws Error.
-  void check();
   /// Of the places that were added.
   std::int64_t bytes() const;
+  /// Reads all blocks of files that hold what was added, in the files' order. Throws Error.
+  void check() { pass(false); }
   /// After check(). Throws Error if what could be read then cannot be read now, or is something else.
   void read();
+  /// Instead of both. Parts that have to be rearranged are checked before, all the same. Throws Error.
+  void read_at_once();
 
  private:
   /// Elements that lie side by side, in a file and where they go.
@@ -99,6 +103,9 @@ class Transfer {
     std::string name;
     ckpt::Dtype dtype;
     at::Tensor to;
+    bool as_it_is;      ///< In host memory, of the stored dtype: can be read into.
+    bool side_by_side;  ///< What each part has of it lies side by side there.
+    /// What read() reads.
     std::vector<FileRun> file_runs;
     std::vector<Rearranged> rearranged;
   };
@@ -108,8 +115,10 @@ class Transfer {
     std::vector<ckpt::Run> runs;
   };
 
+  /// Checks all, in the files' order. `assigns`: also brings it to its place, as far as that does not take another reading.
+  void pass(bool assigns);
   /// `has_read` is told of bytes as they pass.
-  void check(const WantedBox& part, const std::function<void(std::int64_t bytes)>& has_read);
+  void pass(const WantedBox& part, bool assigns, const std::function<void(std::int64_t bytes)>& has_read);
   static void read_directly(const Wanted& wanted);
   static void read_and_convert(const Wanted& wanted);
   static void read_rearranged(const Wanted& wanted, const Rearranged& part);

@@ -54,7 +54,8 @@ def expect(holds: bool, what: str) -> None:
 def train(program: str, case: Case) -> tuple[int, int, int]:
     """Bytes of gathers and reductions that all ranks sent, how many of them in shared memory, and what crossed the links."""
     with Hosts(case.hosts, MBIT, case.latency_ms) as network, tempfile.TemporaryFile() as output:
-        ranks = network.start(case.ranks_per_host, (program,), case.variables, output)
+        # The variable may turn shared memory off for all other tests.
+        ranks = network.start(case.ranks_per_host, (program,), {"FSDP_SHARED_MEMORY": "1", **case.variables}, output)
         deadline = time.monotonic() + LIMIT_S
         codes = [rank.wait(deadline - time.monotonic()) for rank in ranks]
         crossed = sum(network.sent_bytes())

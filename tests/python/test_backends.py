@@ -85,7 +85,10 @@ def step(sharded: Any) -> torch.Tensor:
 
 
 def use_both() -> None:
-    own = model()
+    with pytest.MonkeyPatch.context() as patch:
+        forget_meshes(patch)
+        patch.delenv("FSDP_SHARED_MEMORY", raising=False)  # Which turns it off for all other tests.
+        own = model()
     step(own)
     before = libfsdp.wire_stats(own)
     step(own)

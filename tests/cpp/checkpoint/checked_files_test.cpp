@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -129,6 +130,29 @@ TEST(CheckedFiles, ReadsEachBlockOnceAndReportsADiskThatFails) {
   EXPECT_TRUE(has(message_of([&] { file.check(0, kSummedBlock + 1); }), "Input/output error"));
   faulty.pread_error = 0;
   file.check(0, 2 * kSummedBlock);
+}
+
+// Bytes that are kept are compared as they are read, whatever was compared before; those of blocks in part are the memory's.
+TEST(CheckedFiles, WhatIsKeptIsComparedOnThatReading) {
+  const TemporaryFolder folder;
+  const auto content = content_of_size(3 * kSummedBlock + 5);
+  seal(folder.path(), content);
+  CheckedFiles files(folder.path());
+  auto& file = files["data"];
+  const auto size = static_cast<std::int64_t>(content.size());
+  file.check(0, size);
+  std::string kept(content.size(), '\0');
+  EXPECT_EQ(file.read(0, kept), crc32(0, content));
+  EXPECT_TRUE(kept == content);
+  flip_bit(folder.path() / "data", kSummedBlock + 7, 1);
+  file.check(0, size);
+  EXPECT_TRUE(has(message_of([&] { file.read(0, kept); }), "data has the checksum"));
+  EXPECT_TRUE(has(message_of([&] { file.read(kSummedBlock + 9, std::span(kept).first(3)); }), "data has the checksum"));
+  file.read(2 * kSummedBlock + 9, std::span(kept).first(3));
+  EXPECT_EQ(kept.substr(0, 3), content.substr(2 * kSummedBlock + 9, 3));
+  // A file that grows has nothing to be compared with there.
+  fs::resize_file(folder.path() / "data", content.size() + 10);
+  EXPECT_TRUE(has(message_of([&] { file.read(size - 1, std::span(kept).first(2)); }), "data grew while it was read"));
 }
 
 // As a record is read: its end, its beginning, and then all of it.

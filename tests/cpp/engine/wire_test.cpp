@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -184,6 +185,7 @@ TEST_P(Wire, AccumulationWithoutSyncSendsNoGradients) {
 
 TEST_P(Wire, MemoryThatPeersReadInsteadIsShown) {
   run_ranks(GetParam(), [] {
+    unsetenv("FSDP_SHARED_MEMORY");  // which turns it off for all other tests
     for (const bool wanted : {true, false}) {
       const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = wanted});
       torch::nn::Linear model(256, 256);  // Smaller blocks are copied for the peers.

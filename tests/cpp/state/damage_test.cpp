@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
 #include "support/checkpoint_test.h"
+#include "support/counting_files.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
@@ -31,6 +33,7 @@ namespace damage_test {
 namespace fs = std::filesystem;
 
 using fsdp::testing::adamw;
+using fsdp::testing::CountingFiles;
 using fsdp::testing::expect_same_bits;
 using fsdp::testing::FaultyFiles;
 using fsdp::testing::flip_bit;
@@ -133,7 +136,7 @@ TEST_F(Damage, IsReportedByWhoNeedsIt) {
     const auto file = fs::path(path) / "__1_0.distcp";
     const auto size = static_cast<std::int64_t>(fs::file_size(file));
     ASSERT_GT(size, 6 * fsdp::ckpt::kSummedBlock);
-    Training other({}, adamw(), 12, large);
+    Training other = trained_otherwise(large);
     {
       // The first block has parameters, the last one but one the optimizer's moments.
       const Flipped flipped(other.mesh, file, size - size % fsdp::ckpt::kSummedBlock - 1);
@@ -151,52 +154,125 @@ TEST_F(Damage, IsReportedByWhoNeedsIt) {
   });
 }
 
-// A disk that fails while a checkpoint is being checked changes nothing. One that fails later is the only fault that leaves a model that
-// has to be loaded again; both are one error on every rank.
+/// Nobody computes with values of two models, or saves them.
+void expect_refused(Training& run, int rank, const std::string& path) {
+  const std::string refusal = "a load of this model failed halfway";
+  EXPECT_TRUE(has(message_of([&] { run.model->forward(fsdp::testing::stack_input(0, rank)); }), refusal));
+  EXPECT_TRUE(has(message_of([&] { fsdp::save(path, *run.model, *run.optimizer); }), refusal));
+  EXPECT_TRUE(has(message_of([&] { run.optimizer->step(); }), refusal));
+}
+
+// A disk that fails while a checkpoint is being checked changes nothing. One that fails later leaves a model that has to be loaded again;
+// both are one error on every rank.
 TEST_F(Damage, ADiskThatFailsInTheMiddle) {
   run_ranks(kRanks, [&](int rank) {
     Training run = trained_and_saved(path);
-    Training other = trained_otherwise();
+    std::optional<Training> other;
     bool ended = false;
     int unchanged = 0;
     int changed = 0;
     for (std::int64_t good = 0; !ended; good += good / 16 + 1) {
       SCOPED_TRACE(good);
-      const bool torn = changed > 0;
-      if (torn) {
-        // Nobody computes with values of two models, or saves them.
-        const std::string refusal = "a load of this model failed halfway";
-        EXPECT_TRUE(has(message_of([&] { other.model->forward(fsdp::testing::stack_input(0, rank)); }), refusal));
-        EXPECT_TRUE(has(message_of([&] { fsdp::save(path + "_torn", *other.model, *other.optimizer); }), refusal));
-        EXPECT_TRUE(has(message_of([&] { other.optimizer->step(); }), refusal));
-      }
-      const auto before = torn ? decltype(other.handle->full_parameters())() : other.handle->full_parameters();
+      other = trained_otherwise();
+      const auto before = other->handle->full_parameters();
       FaultyFiles files;
       files.good_preads = good;
       if (rank == 1) files.pread_error = EIO;
       std::string message;
       {
         const fsdp::ckpt::ReplacedFileSystem replaced(files);
-        message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
+        message = message_of([&] { fsdp::load(path, *other->model, *other->optimizer); });
       }
       ended = message == "no error";
+      if (ended) continue;
+      EXPECT_TRUE(has(message, "rank 1: ") && has(message, "Input/output error")) << message;
       if (has(message, "nothing was loaded:")) {
         ++unchanged;
-        if (!torn) expect_same_bits(other.handle->full_parameters(), before);
-      } else if (!ended) {
-        ++changed;
-        EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
+        expect_same_bits(other->handle->full_parameters(), before);
+        continue;
       }
-      if (!ended) {
-        EXPECT_TRUE(has(message, "rank 1: ") && has(message, "Input/output error")) << message;
-      }
+      ++changed;
+      EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
+      expect_refused(*other, rank, path + "_torn");
+      fsdp::load(path, *other->model, *other->optimizer);
+      expect_same_bits(other->handle->full_parameters(), run.handle->full_parameters());
     }
     EXPECT_GT(unchanged, 0);
     EXPECT_GT(changed, 0);
+    expect_same_bits(other->handle->full_parameters(), run.handle->full_parameters());
+    run.train(1, 2);
+    other->train(1, 2);
+    expect_same_bits(other->handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+// A new model has nothing to lose, and is loaded in one reading. What is damaged leaves it refused, until a load replaces all of it.
+TEST_F(Damage, LeavesANewModelRefused) {
+  run_ranks(kRanks, [&](int rank) {
+    Training run = trained_and_saved(path, large);
+    Training other({}, adamw(), 12, large);
+    {
+      const Flipped flipped(other.mesh, fs::path(path) / "__1_0.distcp", fsdp::ckpt::kSummedBlock / 2);
+      const auto message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer); });
+      EXPECT_TRUE(message.starts_with("the load ended halfway, and the model is partly loaded; until another load succeeds")) << message;
+      EXPECT_TRUE(has(message, "rank 1: the checkpoint " + path + " is damaged")) << message;
+      expect_refused(other, rank, path + "_torn");
+    }
+    // Loads that would keep some of it.
+    auto message = message_of([&] { fsdp::load(path, *other.model); });
+    EXPECT_TRUE(message.starts_with("nothing was loaded:") && has(message, "an earlier load of this model failed halfway")) << message;
+    EXPECT_TRUE(has(message, "load these, too") && has(message, "optim.state.") && !has(message, "model.")) << message;
+    message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer, {.strict = false}); });
+    EXPECT_TRUE(has(message, "pass strict = true")) << message;
+    const auto ignore = [](const std::string& name) { return name.starts_with("model.") && name.ends_with("bias"); };
+    message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer, {.ignore = ignore}); });
+    EXPECT_TRUE(has(message, "bias") && !has(message, "weight")) << message;
+    expect_refused(other, rank, path + "_torn");
+    fsdp::load(path, *other.model, *other.optimizer);
     expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
     run.train(1, 2);
     other.train(1, 2);
     expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+// Bytes tell which loads check first. Whoever has written the model, on whichever rank: its values are not risked unless all agree.
+TEST_F(Damage, BytesTellWhichLoadsCheckFirst) {
+  run_ranks(kRanks, [&](int rank) {
+    const Training run = trained_and_saved(path, large);
+    std::int64_t needed = 0;
+    const fsdp::LoadOptions strict{.on_phase = [&](const fsdp::PhaseReport& report) { needed = report.bytes; }};
+    const auto readings = [&](Training& other, const fsdp::LoadOptions& options) {
+      CountingFiles files;
+      const fsdp::ckpt::ReplacedFileSystem replaced(files);
+      fsdp::load(path, *other.model, *other.optimizer, options);
+      expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+      return static_cast<double>(files.bytes) / static_cast<double>(needed);
+    };
+    const auto expect = [&](Training& other, int expected, const std::string& what, const fsdp::LoadOptions& options) {
+      const auto found = readings(other, options);
+      EXPECT_TRUE(expected - 0.1 < found && found < expected + 0.5) << what << ": " << found;
+    };
+    Training fresh({}, adamw(), 12, large);
+    expect(fresh, 1, "new", strict);
+    expect(fresh, 2, "loaded", strict);
+    Training trained = trained_otherwise(large);
+    expect(trained, 2, "trained", strict);
+    expect(trained, 1, "not needed any more", {.check_first = false, .on_phase = strict.on_phase});
+    expect(trained, 2, "still needed on one rank", {.check_first = rank == 0, .on_phase = strict.on_phase});
+    expect(trained, 2, "what is missing is needed", {.strict = false, .check_first = false, .on_phase = strict.on_phase});
+    Training lenient({}, adamw(), 12, large);
+    expect(lenient, 2, "what is missing would be kept", {.strict = false, .on_phase = strict.on_phase});
+    Training shown({}, adamw(), 12, large);
+    if (rank == 0) shown.handle->parameter_shards();
+    expect(shown, 2, "a user of one rank may have written it", strict);
+    Training summoned({}, adamw(), 12, large);
+    {
+      const fsdp::SummonFullParams whole(*summoned.model);
+      const torch::NoGradGuard no_grad;
+      for (const auto& parameter : summoned.model->parameters()) parameter.fill_(1);
+    }
+    expect(summoned, 2, "a user has written it", strict);
   });
 }
 

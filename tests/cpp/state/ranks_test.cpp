@@ -81,13 +81,14 @@ TEST_F(CheckpointRanks, SendMessagesByTheLogarithmOfTheirNumber) {
           EXPECT_LE(messages, of_a_round * rounds);
         };
         expect_messages(5 + 2 + 1, [&] { fsdp::save(path(name), *run.model, *run.optimizer); });
-        expect_messages(3 + 2, [&] { fsdp::load(path(name), *run.model, *run.optimizer); });
-        expect_messages(3, [&] { fsdp::load(path(name), *run.model); });
+        expect_messages(4 + 2, [&] { fsdp::load(path(name), *run.model, *run.optimizer); });
+        expect_messages(4, [&] { fsdp::load(path(name), *run.model); });
       });
     }
   }
 }
 
+// As Python leaves it: blocks with checksums would stay in memory, and many counts with them.
 TEST_F(CheckpointRanks, ReadCountsOfUpdatesOnce) {
   for (const int ranks : {2, 4}) {
     SCOPED_TRACE(ranks);
@@ -96,6 +97,8 @@ TEST_F(CheckpointRanks, ReadCountsOfUpdatesOnce) {
       Training run;
       run.train(0, 3);
       fsdp::save(step, *run.model, *run.optimizer);
+      if (rank == 0) fsdp::testing::edit_metadata(step, [](ckpt::DcpMetadata&) {});
+      run.mesh.barrier();
       Training other({}, adamw(), 12);
       other.train(0, 1);
       const auto preads_of = [&](fsdp::LoadOptions options) {

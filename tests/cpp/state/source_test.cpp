@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -233,6 +234,90 @@ void become_python(const std::string& step) {
   edit_metadata(step, [](ckpt::DcpMetadata&) {});
 }
 
+/// A checkpoint of one matrix, in these boxes.
+void write_matrix(const fs::path& folder, const at::Tensor& matrix, const std::vector<ckpt::Box>& boxes) {
+  fs::create_directories(folder);
+  ckpt::DcpFile file(folder, "__0_0.distcp");
+  file.add_tensor("w", {"w"}, ckpt::Dtype::float32, matrix.sizes().vec());
+  for (const auto& box : boxes) {
+    const auto part = matrix.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1]).contiguous();
+    file.add_box(box, [&](const ckpt::DcpFile::Append& append) {
+      append({static_cast<const char*>(part.const_data_ptr()), part.nbytes()});
+    });
+  }
+  auto metadata = file.take_metadata();
+  ckpt::seal_dcp(folder, metadata, {file.finish()});
+}
+
+// Of whatever boxes, into whatever dtype, in one reading. Columns that are converted are the exception: copies of some values each would
+// take longer than another reading.
+TEST_F(SourceTest, AllAtOnceIsOneReading) {
+  constexpr std::int64_t kRows = 3000;
+  constexpr std::int64_t kColumns = 1003;  // 12 MB, rows that end within blocks
+  const auto matrix = torch::rand({kRows, kColumns});
+  write_matrix(path("rows"), matrix, {{{0, 0}, {1001, kColumns}}, {{1001, 0}, {kRows - 1001, kColumns}}});
+  write_matrix(path("columns"), matrix, {{{0, 0}, {kRows, 500}}, {{0, 500}, {kRows, kColumns - 500}}});
+  const auto own = ckpt::Box{{0, 100}, {kRows, 700}};  // as a tensor-parallel rank's
+  for (const auto* name : {"rows", "columns"}) {
+    for (const auto dtype : {at::kFloat, at::kDouble}) {
+      for (const bool is_whole : {true, false}) {
+        SCOPED_TRACE(std::string(name) + (dtype == at::kFloat ? "" : ", converted") + (is_whole ? "" : ", a piece"));
+        const auto box = is_whole ? ckpt::whole(matrix.sizes().vec()) : own;
+        const auto expected = is_whole ? matrix : matrix.narrow(1, 100, 700);
+        CountingFiles files;
+        const ckpt::ReplacedFileSystem replaced(files);
+        const auto source = open_source(path(name));
+        fsdp::state::Transfer transfer(*source);
+        // Not from the beginning.
+        const auto to = torch::zeros({expected.numel() - 10}, dtype);
+        transfer.add("w", box, 10, to);
+        const auto version = to._version();
+        files.bytes = 0;
+        transfer.read_at_once();
+        EXPECT_TRUE(same_bits(to, expected.flatten().narrow(0, 10, to.numel()).to(dtype)));
+        EXPECT_GT(to._version(), version);
+        // What is not needed lies in blocks that are.
+        const auto size = static_cast<double>(matrix.nbytes());
+        const bool twice = std::string(name) == "columns" && dtype == at::kDouble;
+        EXPECT_GT(static_cast<double>(files.bytes), size * (twice ? 1.6 : 0.95));
+        EXPECT_LT(static_cast<double>(files.bytes), size * (twice ? 2.25 : 1.25));
+      }
+    }
+  }
+}
+
+// The bytes that are kept are the ones that were compared, also where they had been compared before.
+TEST_F(SourceTest, AllAtOnceFindsEveryBitThatChanged) {
+  const auto matrix = torch::rand({3000, 1003});
+  for (const bool is_python : {false, true}) {
+    write_matrix(path("step"), matrix, {{{0, 0}, {1001, 1003}}, {{1001, 0}, {1999, 1003}}});
+    if (is_python) become_python(path("step"));
+    for (const auto dtype : {at::kFloat, at::kDouble}) {
+      const auto source = open_source(path("step"));
+      const auto data = source->locate("w", source->boxes("w")[1]);
+      fsdp::state::Transfer before(*source);
+      before.add("w", ckpt::whole({3000, 1003}), 0, torch::zeros({3000 * 1003}, dtype));
+      before.check();
+      for (const auto byte : {data.offset, data.offset + data.length / 2, data.offset + data.length - 1}) {
+        flip_bit(fs::path(path("step")) / "__0_0.distcp", byte, 3);
+        // As a load does it, and from a source that has compared these bytes already: of blocks in part it may still have them.
+        const auto again = open_source(path("step"));
+        for (auto* from : {again.get(), source.get()}) {
+          if (is_python && from == source.get()) continue;
+          fsdp::state::Transfer transfer(*from);
+          const auto to = torch::zeros({3000 * 1003}, dtype);
+          transfer.add("w", ckpt::whole({3000, 1003}), 0, to);
+          const auto message = message_of([&] { transfer.read_at_once(); });
+          const bool has_them = from == source.get() && message == "no error" && same_bits(to, matrix.flatten().to(dtype));
+          EXPECT_TRUE(has_them ? byte != data.offset + data.length / 2 : has(message, "damaged")) << message << " " << byte;
+        }
+        flip_bit(fs::path(path("step")) / "__0_0.distcp", byte, 3);
+      }
+    }
+    fs::remove_all(path("step"));
+  }
+}
+
 // Saved on two ranks, read on three: most records are needed in part.
 TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssigned) {
   run_ranks(2, [&] {
@@ -270,7 +355,23 @@ TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssign
       flip();
     }
     expect_same_bits(run.handle->full_parameters(), before);
+    // In one reading, too.
+    Training fresh({}, adamw(), 13);
+    for (std::size_t i = 0; i < places.size(); i += 5) {
+      const auto& [name, file, offset] = places[i];
+      const auto flip = [&, file = file, offset = offset] {
+        on_rank_0(run.mesh, [&] { flip_bit(fs::path(path("1")) / file, offset, 2); });
+      };
+      flip();
+      const auto message = message_of([&] { fsdp::load(path("1"), *fresh.model, *fresh.optimizer); });
+      // One rank reads counts for all, before.
+      EXPECT_TRUE(message.starts_with(name.ends_with(".step") ? "nothing was loaded:" : "the load ended halfway")) << message;
+      EXPECT_TRUE(has(message, "is damaged") && has(message, "'" + name + "'")) << name << ": " << message;
+      flip();
+    }
     fsdp::load(path("1"), *run.model, *run.optimizer);
+    fsdp::load(path("1"), *fresh.model, *fresh.optimizer);
+    expect_same_bits(fresh.handle->full_parameters(), run.handle->full_parameters());
   });
 }
 
@@ -286,18 +387,20 @@ TEST_F(SourceTest, BytesThatChangeBeforeTheyAreAssignedAreFound) {
         fsdp::save(step, *run.model, *run.optimizer);
         if (is_python && rank == 0) become_python(step);
         run.mesh.barrier();
-        Training other({.mixed_precision = fsdp::MixedPrecisionPolicy{.main_params_dtype = dtype}}, adamw(), 12);
+        std::optional<Training> other;
         int before = 0;
         int while_assigning = 0;
         bool ended = false;
         for (std::int64_t good = 0; !ended; good += good / 16 + 1) {
           SCOPED_TRACE(good);
+          other.emplace(fsdp::FullyShardOptions{.mixed_precision = fsdp::MixedPrecisionPolicy{.main_params_dtype = dtype}}, adamw(), 12);
+          other->train(0, 1);
           FaultyFiles files;
           if (rank == 1) files.true_preads = good;
           std::string message;
           {
             const ckpt::ReplacedFileSystem replaced(files);
-            message = message_of([&] { fsdp::load(step, *other.model, *other.optimizer, {.rng = false}); });
+            message = message_of([&] { fsdp::load(step, *other->model, *other->optimizer, {.rng = false}); });
           }
           ended = message == "no error";
           if (message.starts_with("nothing was loaded:")) {
@@ -311,8 +414,8 @@ TEST_F(SourceTest, BytesThatChangeBeforeTheyAreAssignedAreFound) {
         EXPECT_GT(before, 0);
         EXPECT_GT(while_assigning, 0);
         // What came without an error is right, the optimizer's state too.
-        fsdp::save(step + "_again", *other.model, *other.optimizer);
-        other.mesh.barrier();
+        fsdp::save(step + "_again", *other->model, *other->optimizer);
+        other->mesh.barrier();
         auto expected = fsdp::testing::stored_tensors(step);
         auto loaded = fsdp::testing::stored_tensors(step + "_again");
         std::erase_if(expected, [](const auto& entry) { return entry.first.starts_with("fsdp."); });
