@@ -62,8 +62,6 @@ class CheckedFile {
   std::uint32_t read_again(std::int64_t offset, std::span<char> to, std::uint32_t sum) const { return read_summed(file_, offset, to, sum); }
   /// read(). Valid as long as this.
   ReadAt reader();
-  /// Lets the system begin to read these bytes. A wish.
-  void start_reading(std::int64_t offset, std::int64_t length) const { file_.start_reading(offset, length); }
 
   [[noreturn]] void fail(const std::string& fault) const;
   const File& file() const { return file_; }

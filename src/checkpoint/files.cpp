@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -58,14 +57,6 @@ ssize_t FileSystem::pwrite(int file, const void* data, std::size_t length, off_t
 ssize_t FileSystem::pread(int file, void* data, std::size_t length, off_t offset) { return ::pread(file, data, length, offset); }
 int FileSystem::start_writing(int file, off_t offset, off_t length) {
   return ::sync_file_range(file, offset, length, SYNC_FILE_RANGE_WRITE);
-}
-int FileSystem::start_reading(int file, off_t offset, off_t length) {
-  // Where the last of these bytes is in memory, all of them are, as a rule; posix_fadvise would look at each page.
-  char last = 0;
-  const iovec to{&last, 1};
-  if (::preadv2(file, &to, 1, offset + length - 1, RWF_NOWAIT) == 1) return 0;
-  errno = ::posix_fadvise(file, offset, length, POSIX_FADV_WILLNEED);
-  return errno == 0 ? 0 : -1;
 }
 int FileSystem::fsync(int file) { return ::fsync(file); }
 int FileSystem::close(int file) { return ::close(file); }
@@ -170,8 +161,6 @@ ReadAt File::reader() const {
 }
 
 void File::start_writing(std::int64_t offset, std::int64_t length) { files_->start_writing(file_, offset, length); }
-
-void File::start_reading(std::int64_t offset, std::int64_t length) const { files_->start_reading(file_, offset, length); }
 
 void File::sync() {
   if (uninterrupted([&] { return files_->fsync(file_); }) != 0) fail("sync");

@@ -47,8 +47,6 @@ class FileSystem {
   virtual ssize_t pread(int file, void* data, std::size_t length, off_t offset);
   /// Linux's sync_file_range(SYNC_FILE_RANGE_WRITE).
   virtual int start_writing(int file, off_t offset, off_t length);
-  /// posix_fadvise(POSIX_FADV_WILLNEED), but -1 and errno. Nothing if the system has the bytes in memory.
-  virtual int start_reading(int file, off_t offset, off_t length);
   virtual int fsync(int file);
   virtual int close(int file);
   virtual int mkdir(const char* path, mode_t mode);
@@ -99,8 +97,6 @@ class File {
   ReadAt reader() const;
   /// Lets the system begin with what sync() waits for, so that a disk is busy while a file is still being made. A wish.
   void start_writing(std::int64_t offset, std::int64_t length);
-  /// Lets the system begin to read what read_at() will ask for. A wish; of more than some MiB, systems read the first.
-  void start_reading(std::int64_t offset, std::int64_t length) const;
   /// Returns when the bytes would survive a loss of power.
   void sync();
   void close();

@@ -33,40 +33,6 @@ at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t 
   return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
 }
 
-/// Asks the system for what is going to be read, some way ahead: a disk is busy while a block is summed. The system's own reading ahead
-/// stops where one jumps.
-class ReadAhead {
- public:
-  /// In the order in which they will be read.
-  void add(const ckpt::CheckedFile& file, std::int64_t begin, std::int64_t end) { ranges_.push_back({&file, begin, end}); }
-  /// So many bytes of the ranges will be read next.
-  void advance(std::int64_t bytes) {
-    reached_ += bytes;
-    while (next_ < ranges_.size() && asked_ < reached_ + kAhead) {
-      auto& [file, begin, end] = ranges_[next_];
-      const auto length = std::min(end - begin, kAtOnce);
-      file->start_reading(begin, length);
-      begin += length;
-      asked_ += length;
-      if (begin == end) ++next_;
-    }
-  }
-
- private:
-  struct Range {
-    const ckpt::CheckedFile* file;
-    std::int64_t begin;
-    std::int64_t end;
-  };
-  static constexpr std::int64_t kAhead = std::int64_t{32} << 20;
-  static constexpr std::int64_t kAtOnce = std::int64_t{1} << 20;
-
-  std::vector<Range> ranges_;
-  std::size_t next_ = 0;
-  std::int64_t asked_ = 0;
-  std::int64_t reached_ = 0;
-};
-
 /// Where values wait that are converted, or copied to a device, as many at once as fit: of these, copies of a few each would take long.
 class Staging {
  public:
@@ -281,29 +247,10 @@ void Transfer::pass(bool assigns) {
   std::sort(wanted_boxes_.begin(), wanted_boxes_.end(), [](const WantedBox& a, const WantedBox& b) {
     return std::tie(a.part.place.file, a.part.place.offset) < std::tie(b.part.place.file, b.part.place.offset);
   });
-  ReadAhead ahead;
-  std::vector<std::int64_t> lengths;
-  for (const auto& [wanted, part, runs] : wanted_boxes_) {
-    const auto itemsize = ckpt::itemsize(wanted_[wanted].dtype);
-    const auto before = runs.front().source * itemsize;
-    const auto after = (ckpt::numel(part.box.sizes) - runs.back().source - runs.back().length) * itemsize;
-    const auto begin = part.place.offset + before;
-    const auto end = std::max(begin, part.place.offset + part.place.length - after);
-    ahead.add(source_.file(part.place.file), begin, end);
-    lengths.push_back(end - begin);
-  }
-  for (std::size_t i = 0; i < wanted_boxes_.size(); ++i) {
-    ahead.advance(0);
-    auto unread = lengths[i];
-    pass(wanted_boxes_[i], assigns, [&](std::int64_t bytes) {
-      ahead.advance(std::min(bytes, unread));
-      unread -= std::min(bytes, unread);
-    });
-    ahead.advance(unread);
-  }
+  for (const auto& part : wanted_boxes_) pass(part, assigns);
 }
 
-void Transfer::pass(const WantedBox& part, bool assigns, const std::function<void(std::int64_t bytes)>& has_read) {
+void Transfer::pass(const WantedBox& part, bool assigns) {
   auto& wanted = wanted_[part.wanted];
   auto& file = source_.file(part.part.place.file);
   const auto data = source_.locate(wanted.name, part.part);
@@ -317,7 +264,6 @@ void Transfer::pass(const WantedBox& part, bool assigns, const std::function<voi
       const auto size = static_cast<std::size_t>(length);
       const auto piece = to == nullptr ? file.check(at, length) : file.read(at, std::span(to + (at - begin), size));
       sum = ckpt::combine_crc32(sum, piece, size);
-      has_read(length);
       at += length;
     }
     return sum;

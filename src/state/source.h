@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -117,8 +116,7 @@ class Transfer {
 
   /// Checks all, in the files' order. `assigns`: also brings it to its place, as far as that does not take another reading.
   void pass(bool assigns);
-  /// `has_read` is told of bytes as they pass.
-  void pass(const WantedBox& part, bool assigns, const std::function<void(std::int64_t bytes)>& has_read);
+  void pass(const WantedBox& part, bool assigns);
   static void read_directly(const Wanted& wanted);
   static void read_and_convert(const Wanted& wanted);
   static void read_rearranged(const Wanted& wanted, const Rearranged& part);
