@@ -127,13 +127,14 @@ struct Loaded {
 
 /// Reads a checkpoint into a sharded model and its optimizer. The checkpoint has DCP's format, or, for the model alone, is Hugging Face's
 /// safetensors (a file, or a folder with an index; "model." is added in front of its names). Each rank reads only the byte ranges that it
-/// needs. Values are converted if dtypes differ. All data are compared with checksums, if there are any. Collective. Throws Error on every
-/// rank if it failed on any. Model and optimizer are then unchanged, unless the error says that they are partly loaded; then they refuse to
-/// be used until a load has replaced the same values.
+/// needs. Values are converted if dtypes differ. All data are compared with checksums, if there are any. Collective. Throws Error on all
+/// ranks if it failed on any. Model and optimizer are then unchanged, unless the error says that they are partly loaded. Then each refuses
+/// to be used until a load has replaced the same values of it.
 ///
 /// Data are read twice: all of them are checked before any are assigned. One reading is enough with LoadOptions::check_first = false, and
-/// for a model that still has its initial values, as no optimizer, user or load has written its parameters since fully_shard. Where such a
-/// load fails, the model may be partly loaded.
+/// for a model that still has its initial values, as no optimizer, user or load has written its parameters since fully_shard. (Writes to
+/// replicated parameters are not seen, so models with these are read twice.) Where such a load fails, model and optimizer may be partly
+/// loaded. Buffers, and values from before fully_shard, are not spared: FSDPModule::main_parameters_changed() says that they are needed.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});

@@ -17,7 +17,7 @@ namespace fsdp::ckpt {
 
 class CheckedFile;
 
-/// Memory of the files of a folder for what is read only to be checked. A block of which some bytes were needed stays for a while: records
+/// Memory of the files of a folder for what is read to be checked. A block of which some bytes were needed stays for a while: records
 /// begin and end within blocks, and their ends are read first.
 class BlockMemory {
  public:
@@ -44,7 +44,7 @@ class BlockMemory {
   std::uint64_t uses_ = 0;
 };
 
-/// A file that is read in parts, each checked before. What is checked is remembered, block by block (kSummedBlock). One thread at a time.
+/// A file that is read in parts, each of them checked. What is checked is remembered, block by block (kSummedBlock). One thread at a time.
 class CheckedFile {
  public:
   /// `listed`: the sidecar's entry, or null. Throws Error if the file is missing, or shorter or longer than listed. `listed` and

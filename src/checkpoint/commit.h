@@ -145,8 +145,8 @@ std::uint32_t read_summed(const File& file, std::int64_t offset, std::span<char>
 
 /// How many blocks a file of `size` bytes has.
 std::int64_t blocks_of(std::int64_t size);
-/// Reads a block of a file of `size` bytes, part by part through `scratch`, which has kSummedBlock bytes, and returns its checksum. Throws
-/// Error if the block cannot be read.
+/// Reads a block of a file of `size` bytes, part by part through `scratch`, and returns its checksum. Throws Error if the block cannot be
+/// read.
 std::uint32_t sum_of_block(const File& file, std::int64_t size, std::size_t block, std::span<char> scratch);
 /// What is wrong with a block of a listed file that has the checksum `sum`: empty, or that this is another one than listed.
 std::string fault_in_block(const ListedFile& listed, std::size_t block, std::uint32_t sum);

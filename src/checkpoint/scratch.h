@@ -7,7 +7,7 @@
 
 namespace fsdp::ckpt {
 
-/// Memory for what is read only to be checked. It begins at a page, as the blocks of a file in the page cache do: a copy from there to an
+/// Memory for what is read to be checked. It begins at a page, as the blocks of a file in the page cache do: a copy from there to an
 /// address a few bytes further within its page, as malloc gives them, is slower on some processors.
 class Scratch {
  public:

@@ -224,6 +224,7 @@ void Engine::forget_moves() {
 void Engine::wrote(Unit& unit) {
   const auto lock = this->lock();
   main_parameters_.wait_for_reader();  // The write-back may follow at any time.
+  main_parameters_.changed();
   unit.written = true;
 }
 

@@ -103,16 +103,25 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// waits for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes.
   void set_reader(std::future<void> read);
   /// From now on users have views of the main parameters, and may write through them at any time.
-  void expose_main() { main_parameters_.expose(); }
+  void expose_main() {
+    const auto lock = this->lock();
+    main_parameters_.expose();
+  }
   bool main_is_exposed() const { return main_parameters_.exposed(); }
   /// From now on the main parameters are partly one model's and partly another's, as a load is going to replace the values of these names:
-  /// the next forward, and flush_writes, are Errors. No names: a load has replaced all that was torn.
+  /// the next forward, summon and flush_writes are Errors. No names: a load has replaced all that was torn.
   void set_torn(std::set<std::string> names);
-  /// The names of all that loads have replaced in part.
-  const std::set<std::string>& torn() const { return main_parameters_.torn(); }
+  /// The names of what failed loads may have replaced.
+  std::set<std::string> torn() {
+    const auto lock = this->lock();
+    return main_parameters_.torn();
+  }
   /// True if nothing is lost where the main parameters are overwritten: nobody has written them since the model was sharded, or they are
   /// torn.
-  bool main_may_be_lost() const { return main_parameters_.may_be_lost(); }
+  bool main_may_be_lost() {
+    const auto lock = this->lock();
+    return main_parameters_.may_be_lost();
+  }
   /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
   /// Collective.
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);

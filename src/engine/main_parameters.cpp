@@ -22,6 +22,13 @@ void MainParameters::changed() {
   if (state_ == MainState::kInitial) state_ = MainState::kWhole;
 }
 
+bool MainParameters::may_be_lost() const {
+  // Nobody sees writes to parameters that are the main ones themselves.
+  const bool sees_writes = std::none_of(units_.begin(), units_.end(),
+                                        [](const auto& unit) { return unit->replicated_parameters() && !unit->has_separate_main(); });
+  return state_ == MainState::kTorn || (state_ == MainState::kInitial && sees_writes);
+}
+
 void MainParameters::expose() {
   exposed_ = true;
   changed();
@@ -85,6 +92,7 @@ void MainParameters::flush_writes() {
 }
 
 std::vector<at::Tensor> MainParameters::summon(Unit& unit) {
+  refuse_torn();
   gatherer_.write_back(unit);
   auto whole = gatherer_.gather_main(unit, unit.main);
   summoned_.insert(&unit);

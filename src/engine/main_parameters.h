@@ -18,7 +18,7 @@
 namespace fsdp::engine {
 
 /// Whether a model's main parameters may be used. Transitions:
-///   kInitial -> kWhole  changed, when an optimizer, a user or a load has written them; expose, as users may from then on
+///   kInitial -> kWhole  changed, when an optimizer or a user has written them; expose, as users may from then on
 ///   any -> kTorn        set_torn, while a load replaces them
 ///   kTorn -> kWhole     set_torn with no names, when a load has succeeded
 ///   any -> kRetired     retire, when the model has been un-sharded
@@ -39,11 +39,11 @@ class MainParameters {
 
   /// A load is going to replace the values of these names; none: it has replaced all that was torn.
   void set_torn(std::set<std::string> names);
-  /// The names that loads have replaced which did not succeed.
+  /// The names of what failed loads may have replaced.
   const std::set<std::string>& torn() const { return torn_; }
   void changed();
   /// True if nothing is lost where they are overwritten: they have their initial values, or are torn.
-  bool may_be_lost() const { return state_ == MainState::kInitial || state_ == MainState::kTorn; }
+  bool may_be_lost() const;
   void retire() { state_ = MainState::kRetired; }
   /// Throw Error in that state.
   void refuse_torn() const;

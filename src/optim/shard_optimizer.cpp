@@ -32,6 +32,7 @@ void Optimizer::step() {
   const torch::NoGradGuard no_grad;
   state_->engine->check_parameters();
   state_->engine->flush_writes();
+  state_->refuse_torn();
   state_->engine->finish_gradient_sync();
   try {
     state_->step();
@@ -48,6 +49,11 @@ double Optimizer::lr() const { return state_->lr(); }
 const std::shared_ptr<engine::Engine>& Optimizer::engine() const { return state_->engine; }
 
 Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engine()) {}
+
+void Optimizer::State::refuse_torn() const {
+  if (torn.empty()) return;
+  throw Error("a load of this optimizer failed halfway, so that its state belongs to no checkpoint; load it again, or make a new one");
+}
 
 void Optimizer::State::step() {
   for (const auto& part : parts) part->step(lr_factor);

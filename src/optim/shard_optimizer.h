@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -200,10 +201,14 @@ struct Optimizer::State {
   virtual void step();
   virtual double lr() const { return parts.front()->base_lr() * lr_factor; }
   virtual void set_lr_factor(double factor) { lr_factor = factor; }
+  /// Throws Error if a load has left it half one checkpoint's.
+  void refuse_torn() const;
 
   std::shared_ptr<engine::Engine> engine;
   std::vector<std::unique_ptr<optim::Part>> parts;
   double lr_factor = 1;
+  /// The names of state that failed loads may have replaced.
+  std::set<std::string> torn;
 };
 
 }  // namespace fsdp

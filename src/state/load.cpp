@@ -113,12 +113,12 @@ class Loading {
     const auto key = item.key();
     const auto stored = stored_key(key);
     if (is_ignored(key)) return;
-    replaced_.insert(key);
     if (!source_->has(stored)) {
       missing_.push_back(key);
       return;
     }
     used_.insert(stored);
+    replaced_.insert(key);
     const auto tensor = source_->find(stored);
     if (!tensor) {
       source_->read_object(stored);  // says why it cannot be read, if that is so
@@ -133,7 +133,7 @@ class Loading {
   /// A name that other ranks may read.
   void expect(const std::string& key) {
     used_.insert(stored_key(key));
-    if (!is_ignored(key)) replaced_.insert(key);
+    if (!is_ignored(key) && has(key)) replaced_.insert(key);
   }
 
   /// A scalar's value.
@@ -173,16 +173,22 @@ class Loading {
   std::optional<std::int64_t> updates(const std::string& parameter, const std::vector<optim::StateKind>& kinds) {
     const auto prefix = std::string(kOptimizerPrefix) + "state." + parameter + ".";
     if (is_ignored(prefix + "step")) return std::nullopt;
+    const auto replaced_by = [&](std::int64_t count) {
+      replaced_.insert(prefix + "step");
+      if (count > 0) return count;
+      for (const auto& kind : kinds) replaced_.insert(prefix + kind.name);  // there is none then
+      return count;
+    };
     if (const auto count = counts_.find(parameter); count != counts_.end()) {
       expect(prefix + "step");
-      return count->second;
+      return replaced_by(count->second);
     }
     const bool has_state = std::any_of(kinds.begin(), kinds.end(), [&](const auto& kind) { return has(prefix + kind.name); });
     // Torch's SGD and Muon keep no count, and this library's count for them only whether there was an update.
     const bool counts = kinds.size() > 1 || (kinds.size() == 1 && kinds.front().name != "momentum_buffer");
-    if (has_state && !counts) return 1;
+    if (has_state && !counts) return replaced_by(1);
     // This library writes a count of 0. Python writes nothing, but names all parameters that the optimizer had.
-    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(prefix))) return 0;
+    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(prefix))) return replaced_by(0);
     missing_.push_back(prefix + "step");
     return std::nullopt;
   }
@@ -204,9 +210,8 @@ class Loading {
   void check_torn(const std::set<std::string>& torn) const {
     std::vector<std::string> kept;
     std::set_difference(torn.begin(), torn.end(), replaced_.begin(), replaced_.end(), std::back_inserter(kept));
-    if (torn.empty() || (options_.strict && kept.empty())) return;
-    throw Error(std::string("an earlier load of this model failed halfway. What it had replaced in part, the next one must replace: ") +
-                (kept.empty() ? std::string("pass strict = true") : "load these, too" + lines(kept)));
+    if (kept.empty()) return;
+    throw Error("an earlier load failed halfway, and this one would keep values of it; load these, too:" + lines(kept));
   }
 
   /// Reads and checks all values that were added.
@@ -214,8 +219,13 @@ class Loading {
   void assign() { transfer_.read(); }
   void assign_at_once() { transfer_.read_at_once(); }
 
-  /// The names on any rank of what this load replaces, if it is strict.
-  const std::set<std::string>& replaced() const { return replaced_; }
+  /// The names of all that this load replaces, on any rank, and that begin so.
+  std::set<std::string> replaced(std::string_view prefix) const {
+    std::set<std::string> names;
+    std::copy_if(replaced_.begin(), replaced_.end(), std::inserter(names, names.end()),
+                 [&](const std::string& name) { return name.starts_with(prefix); });
+    return names;
+  }
 
   ExtraState extra() { return extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
 
@@ -406,6 +416,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       grad_scaler = loading->grad_scaler();
       loading->check_names(optimizer != nullptr);
       loading->check_torn(engine->torn());
+      if (optimizer != nullptr) loading->check_torn(optimizer->state().torn);
       loaded.extra = loading->extra();
       loaded.rank_extra = loading->rank_extra();
       if (loading->has(state::kMetric)) loaded.metric = loading->number(state::kMetric);
@@ -418,7 +429,8 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     if (steps) steps->undo();
     throw;
   }
-  engine->set_torn(loading->replaced());
+  engine->set_torn(loading->replaced(kModelPrefix));
+  if (optimizer != nullptr) optimizer->state().torn.merge(loading->replaced(kOptimizerPrefix));
   ranks.together(at_once ? kHalfway : kNoLongerWhole, [&] {
     try {
       at_once ? loading->assign_at_once() : loading->assign();
@@ -430,6 +442,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     phases.end(Phase::kAssign, loading->bytes());
   });
   engine->set_torn({});
+  if (optimizer != nullptr) optimizer->state().torn.clear();
   if (lr_factor) optimizer->set_lr_factor(*lr_factor);
   for (auto& [generator, values] : generators) generator.set_state(values);
   if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);

@@ -77,6 +77,11 @@ std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& 
     } catch (const ckpt::DamageError& error) {
       skipped.push_back(step.path.string() + ": " + error.what());
       continue;
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      if (skipped.empty()) throw;
+      throw Error(error.what() + ("\n  before, these were tried:" + lines(skipped)));  // one may have left the model torn
     }
     note_others(found, &step, skipped);
     if (!skipped.empty()) TORCH_WARN("fsdp: load_latest took ", loaded->path, " and not what is newer:", lines(skipped));

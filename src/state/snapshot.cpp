@@ -244,6 +244,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
   for (const auto& item : model_items(module, kModel)) add(snapshot, item);
   if (optimizer != nullptr) {
     if (optimizer->engine() != engine) throw Error("save: the optimizer belongs to another model");
+    optimizer->state().refuse_torn();
     for (const auto& item : optimizer_step_items(*optimizer, kOptimizer)) {
       if (item.own_numel > 0) add(snapshot, item);
     }

@@ -36,9 +36,9 @@ at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t 
 /// Where values wait that are converted, or copied to a device, as many at once as fit: of these, copies of a few each would take long.
 class Staging {
  public:
-  /// Of what is stored as `dtype` and goes to `to`.
-  Staging(const at::Tensor& to, at::ScalarType dtype)
-      : to_(to), values_(memory::host_zeros(to.device(), std::min(kElements, to.numel()) * itemsize_of(dtype)).view(dtype)) {}
+  /// Of `numel` values that are stored as `dtype` and go to `to`.
+  Staging(const at::Tensor& to, std::int64_t numel, at::ScalarType dtype)
+      : to_(to), values_(memory::host_zeros(to.device(), std::min(kElements, numel) * itemsize_of(dtype)).view(dtype)) {}
   /// Memory for elements of `to` from `begin` on: `numel` of them, or as many as there is room for.
   std::span<char> next(std::int64_t begin, std::int64_t numel) {
     if (begin != begin_ + filled_ || filled_ == values_.numel()) {
@@ -270,7 +270,10 @@ void Transfer::pass(const WantedBox& part, bool assigns) {
   };
   const bool at_once = assigns && data.is_plain() && (wanted.as_it_is || wanted.side_by_side);
   std::optional<Staging> staging;
-  if (at_once && !wanted.as_it_is) staging.emplace(wanted.to, scalar_type_of(wanted.dtype, wanted.name));
+  if (at_once && !wanted.as_it_is) {
+    const auto numel = part.runs.back().destination + part.runs.back().length - part.runs.front().destination;
+    staging.emplace(wanted.to, numel, scalar_type_of(wanted.dtype, wanted.name));
+  }
   // Checks elements, and brings them to their place.
   const auto sum_of_brought = [&](const ckpt::Run& run, std::int64_t begin) {
     if (!staging) {
@@ -300,8 +303,8 @@ void Transfer::pass(const WantedBox& part, bool assigns) {
   const auto stored_end = data.stored.offset + data.stored.length;
   const bool is_new = source_.whole_records_.emplace(part.part.place.file, data.stored.offset).second;
   const bool all_is_needed = ranges.size() == 1 && ranges[0] == std::pair(data.stored.offset, stored_end);
-  // A record without blocks' checksums is read as a whole, once.
-  const bool reads_all = !file.is_listed() && is_new && data.stored.crc32;
+  // A record without blocks' checksums is read as a whole, once to be checked, and whenever some of it is assigned on this reading.
+  const bool reads_all = !file.is_listed() && (is_new || at_once) && data.stored.crc32;
   std::vector<std::uint32_t> sums;
   std::uint32_t all = 0;
   auto reached = data.stored.offset;
@@ -364,7 +367,7 @@ void Transfer::read_directly(const Wanted& wanted) {
 
 void Transfer::read_and_convert(const Wanted& wanted) {
   const auto itemsize = ckpt::itemsize(wanted.dtype);
-  Staging staging(wanted.to, scalar_type_of(wanted.dtype, wanted.name));
+  Staging staging(wanted.to, wanted.to.numel(), scalar_type_of(wanted.dtype, wanted.name));
   for (const auto& file_run : wanted.file_runs) {
     std::uint32_t sum = 0;
     for (std::int64_t done = 0; done < file_run.numel;) {

@@ -79,7 +79,7 @@ class Transfer {
   void check() { pass(false); }
   /// After check(). Throws Error if what could be read then cannot be read now, or is something else.
   void read();
-  /// Instead of both. Parts that have to be rearranged are checked before, all the same. Throws Error.
+  /// Instead of both. What has to be rearranged, and columns that are converted, are checked before, all the same. Throws Error.
   void read_at_once();
 
  private:

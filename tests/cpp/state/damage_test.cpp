@@ -1,5 +1,5 @@
-// Checkpoints that are damaged, and disks that begin to fail in the middle of a load: what a load needs of a checkpoint is checked before
-// anything changes, and what it does not need is not looked at.
+// Checkpoints that are damaged, and disks that begin to fail in the middle of a load: what a load needs of a checkpoint is checked, as a
+// rule before anything changes, and what it does not need is not looked at.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -160,6 +160,7 @@ void expect_refused(Training& run, int rank, const std::string& path) {
   EXPECT_TRUE(has(message_of([&] { run.model->forward(fsdp::testing::stack_input(0, rank)); }), refusal));
   EXPECT_TRUE(has(message_of([&] { fsdp::save(path, *run.model, *run.optimizer); }), refusal));
   EXPECT_TRUE(has(message_of([&] { run.optimizer->step(); }), refusal));
+  EXPECT_TRUE(has(message_of([&] { const fsdp::SummonFullParams whole(*run.model); }), refusal));
 }
 
 // A disk that fails while a checkpoint is being checked changes nothing. One that fails later leaves a model that has to be loaded again;
@@ -218,21 +219,78 @@ TEST_F(Damage, LeavesANewModelRefused) {
       EXPECT_TRUE(has(message, "rank 1: the checkpoint " + path + " is damaged")) << message;
       expect_refused(other, rank, path + "_torn");
     }
-    // Loads that would keep some of it.
-    auto message = message_of([&] { fsdp::load(path, *other.model); });
-    EXPECT_TRUE(message.starts_with("nothing was loaded:") && has(message, "an earlier load of this model failed halfway")) << message;
-    EXPECT_TRUE(has(message, "load these, too") && has(message, "optim.state.") && !has(message, "model.")) << message;
-    message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer, {.strict = false}); });
-    EXPECT_TRUE(has(message, "pass strict = true")) << message;
+    // A load that would keep some of it.
     const auto ignore = [](const std::string& name) { return name.starts_with("model.") && name.ends_with("bias"); };
-    message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer, {.ignore = ignore}); });
-    EXPECT_TRUE(has(message, "bias") && !has(message, "weight")) << message;
+    const auto message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer, {.ignore = ignore}); });
+    EXPECT_TRUE(message.starts_with("nothing was loaded:") && has(message, "an earlier load failed halfway")) << message;
+    EXPECT_TRUE(has(message, "bias") && !has(message, "weight") && !has(message, "optim.")) << message;
     expect_refused(other, rank, path + "_torn");
-    fsdp::load(path, *other.model, *other.optimizer);
+    fsdp::load(path, *other.model, *other.optimizer, {.strict = false});
     expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
     run.train(1, 2);
     other.train(1, 2);
     expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+// The model is whole again when a load has replaced what is its own. The optimizer's state stays refused, and another optimizer's load does
+// not change that.
+TEST_F(Damage, LeavesTheOptimizerRefusedUntilItIsLoaded) {
+  run_ranks(kRanks, [&](int rank) {
+    Training run = trained_and_saved(path, large);
+    Training other({}, adamw(), 12, large);
+    const auto another = adamw()(*other.model);
+    {
+      const Flipped flipped(other.mesh, fs::path(path) / "__1_0.distcp", fsdp::ckpt::kSummedBlock / 2);
+      EXPECT_TRUE(has(message_of([&] { fsdp::load(path, *other.model, *other.optimizer); }), "the load ended halfway"));
+    }
+    const std::string refusal = "a load of this optimizer failed halfway";
+    const auto expect_optimizer_refused = [&] {
+      EXPECT_TRUE(has(message_of([&] { other.optimizer->step(); }), refusal));
+      EXPECT_TRUE(has(message_of([&] { fsdp::save(path + "_torn", *other.model, *other.optimizer); }), refusal));
+    };
+    fsdp::load(path, *other.model);
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+    other.model->forward(fsdp::testing::stack_input(0, rank));
+    fsdp::save(path + "_model", *other.model);
+    expect_optimizer_refused();
+    fsdp::load(path, *other.model, *another);
+    expect_optimizer_refused();
+    another->step();
+    // Nobody needs its values any more.
+    fsdp::load(path, *other.model, *other.optimizer, {.check_first = false});
+    run.train(1, 2);
+    other.train(1, 2);
+    expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+// What a checkpoint has not is not torn: the same load can be tried again.
+TEST_F(Damage, ALenientLoadThatFailedCanBeRepeated) {
+  run_ranks(kRanks, [&](int rank) {
+    Training run = trained_and_saved(path);
+    fsdp::save(path, *run.model);
+    int torn = 0;
+    bool ended = false;
+    for (std::int64_t good = 0; !ended; ++good) {
+      Training other = trained_otherwise();
+      FaultyFiles files;
+      files.good_preads = good;
+      if (rank == 1) files.pread_error = EIO;
+      const fsdp::LoadOptions lenient{.strict = false};
+      std::string message;
+      {
+        const fsdp::ckpt::ReplacedFileSystem replaced(files);
+        message = message_of([&] { fsdp::load(path, *other.model, *other.optimizer, lenient); });
+      }
+      ended = message == "no error";
+      if (ended || message.starts_with("nothing was loaded:")) continue;
+      ++torn;
+      EXPECT_FALSE(fsdp::load(path, *other.model, *other.optimizer, lenient).missing.empty());
+      expect_same_bits(other.handle->full_parameters(), run.handle->full_parameters());
+      other.train(1, 2);
+    }
+    EXPECT_GT(torn, 0);
   });
 }
 
@@ -263,6 +321,14 @@ TEST_F(Damage, BytesTellWhichLoadsCheckFirst) {
     expect(trained, 2, "what is missing is needed", {.strict = false, .check_first = false, .on_phase = strict.on_phase});
     Training lenient({}, adamw(), 12, large);
     expect(lenient, 2, "what is missing would be kept", {.strict = false, .on_phase = strict.on_phase});
+    Training written({}, adamw(), 12, large);
+    {
+      const torch::NoGradGuard no_grad;
+      written.model->parameters().front().mul_(2);
+    }
+    expect(written, 2, "an operator has written it", strict);
+    Training replicated({.placements = fsdp::Placements::from_name("no_shard")}, adamw(), 12, large);
+    expect(replicated, 2, "writes are not seen", strict);
     Training shown({}, adamw(), 12, large);
     if (rank == 0) shown.handle->parameter_shards();
     expect(shown, 2, "a user of one rank may have written it", strict);

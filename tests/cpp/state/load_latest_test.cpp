@@ -9,12 +9,15 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/commit.h"
 #include "fsdp/save_load.h"
 #include "support/checkpoint_test.h"
 #include "support/collected_warnings.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/same_bits.h"
+#include "support/stack.h"
 #include "support/training.h"
 
 namespace load_latest_test {
@@ -40,6 +43,9 @@ class LoadLatest : public fsdp::testing::CheckpointTest {
     }
     on_rank_0(run.mesh, damage);
   }
+
+  /// Of files with many blocks: those with counts of updates are read before the others.
+  const fsdp::testing::StackOptions large{.width = 200, .hidden = {1500, 1500}};
 
   static std::int64_t step_of(const fsdp::Loaded& loaded) { return std::get<std::int64_t>(loaded.extra.at("step")); }
 };
@@ -132,6 +138,43 @@ TEST_F(LoadLatest, TakesNoOlderOneForOtherFaults) {
     }
     Training other({}, fsdp::testing::adamw(), 12, {.width = 7});
     EXPECT_TRUE(has(message_of([&] { fsdp::load_latest(folder.path(), *other.model); }), "has shape"));
+  });
+}
+
+// What is damaged in the newest one is found when a part of it is loaded. The older one replaces all of that, also where it has less: plain
+// SGD keeps nothing of a parameter that it has not updated.
+TEST_F(LoadLatest, ReplacesWhatADamagedOneHasLeftInANewModel) {
+  run_ranks(kRanks, [&] {
+    const auto sgd = fsdp::testing::make<fsdp::SGD>(fsdp::SGDOptions{.lr = 0.1});
+    Training run({}, sgd, 11, large);
+    fsdp::save(path("step-1"), *run.model, *run.optimizer, {{"step", std::int64_t{1}}});
+    const auto before = run.handle->full_parameters();
+    run.train(0, 1);
+    fsdp::save(path("step-2"), *run.model, *run.optimizer, {{"step", std::int64_t{2}}});
+    on_rank_0(run.mesh, [&] { flip_bit(path("step-2/__1_0.distcp"), fsdp::ckpt::kSummedBlock / 2, 1); });
+    Training fresh({}, sgd, 12, large);
+    const auto loaded = fsdp::load_latest(folder.path(), *fresh.model, *fresh.optimizer);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(step_of(*loaded), 1);
+    ASSERT_EQ(loaded->skipped.size(), 1);
+    EXPECT_TRUE(has(loaded->skipped[0], "the load ended halfway")) << loaded->skipped[0];
+    fsdp::testing::expect_same_bits(fresh.handle->full_parameters(), before);
+    fresh.train(0, 1);
+    fsdp::testing::expect_same_bits(fresh.handle->full_parameters(), run.handle->full_parameters());
+  });
+}
+
+// The older one does not fit: the error tells of the newer one, too, which has left the model torn.
+TEST_F(LoadLatest, TellsWhatHasLeftTheModelTorn) {
+  run_ranks(kRanks, [&] {
+    Training narrow({}, fsdp::testing::adamw(), 12, {.width = 7});
+    fsdp::save(path("step-1"), *narrow.model, *narrow.optimizer);
+    Training run({}, fsdp::testing::adamw(), 11, large);
+    fsdp::save(path("step-2"), *run.model, *run.optimizer);
+    on_rank_0(run.mesh, [&] { flip_bit(path("step-2/__1_0.distcp"), fsdp::ckpt::kSummedBlock / 2, 1); });
+    const auto message = message_of([&] { fsdp::load_latest(folder.path(), *run.model, *run.optimizer); });
+    EXPECT_TRUE(message.starts_with("nothing was loaded:") && has(message, "has shape")) << message;
+    EXPECT_TRUE(has(message, "before, these were tried:") && has(message, path("step-2") + ": the load ended halfway")) << message;
   });
 }
 

@@ -163,6 +163,49 @@ TEST_F(SourceTest, OverlapsAndHolesDoNotMakeUpForEachOther) {
   EXPECT_EQ(open_source(path("hole"))->read("model.w", ckpt::whole({4, 2}), 0, 4).numel(), 4);
 }
 
+/// As Python leaves it: without a sidecar, records with checksums of their own.
+void become_python(const std::string& step) {
+  edit_metadata(step, [](ckpt::DcpMetadata&) {});
+}
+
+/// A checkpoint of one matrix, in these boxes.
+void write_matrix(const fs::path& folder, const at::Tensor& matrix, const std::vector<ckpt::Box>& boxes) {
+  fs::create_directories(folder);
+  ckpt::DcpFile file(folder, "__0_0.distcp");
+  file.add_tensor("w", {"w"}, ckpt::Dtype::float32, matrix.sizes().vec());
+  for (const auto& box : boxes) {
+    const auto part = matrix.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1]).contiguous();
+    file.add_box(box, [&](const ckpt::DcpFile::Append& append) {
+      append({static_cast<const char*>(part.const_data_ptr()), part.nbytes()});
+    });
+  }
+  auto metadata = file.take_metadata();
+  ckpt::seal_dcp(folder, metadata, {file.finish()});
+}
+
+// Two names may stand for one record (a tied head): each is compared with the whole record's checksum when it is assigned.
+TEST_F(SourceTest, EveryPartOfARecordIsComparedWhenItIsAssigned) {
+  const auto matrix = torch::rand({30, 11});
+  write_matrix(path("step"), matrix, {{{0, 0}, {30, 11}}});
+  become_python(path("step"));
+  bool ended = false;
+  for (std::int64_t good = 0; !ended; ++good) {
+    FaultyFiles files;
+    const ckpt::ReplacedFileSystem replaced(files);
+    const auto source = open_source(path("step"));
+    fsdp::state::Transfer transfer(*source);
+    const auto first = torch::zeros({100});
+    const auto second = torch::zeros({100});
+    transfer.add("w", ckpt::whole({30, 11}), 3, first);
+    transfer.add("w", ckpt::whole({30, 11}), 3, second);
+    files.true_preads = good;
+    if (message_of([&] { transfer.read_at_once(); }) != "no error") continue;
+    ended = true;
+    const auto expected = matrix.flatten().narrow(0, 3, 100);
+    EXPECT_TRUE(same_bits(first, expected) && same_bits(second, expected)) << good;
+  }
+}
+
 /// Columns of a matrix whose rows nobody has counted, which lie in no file.
 class LongColumns final : public fsdp::state::Source {
  public:
@@ -227,26 +270,6 @@ TEST_F(SourceTest, ReadsEachBlockOnceToCheckIt) {
   transfer.read();
   EXPECT_EQ(files.bytes, 3 * static_cast<std::int64_t>(values.nbytes()));
   for (const auto& tensor : loaded) EXPECT_TRUE(same_bits(tensor, values.flatten()));
-}
-
-/// As Python leaves it: without a sidecar, records with checksums of their own.
-void become_python(const std::string& step) {
-  edit_metadata(step, [](ckpt::DcpMetadata&) {});
-}
-
-/// A checkpoint of one matrix, in these boxes.
-void write_matrix(const fs::path& folder, const at::Tensor& matrix, const std::vector<ckpt::Box>& boxes) {
-  fs::create_directories(folder);
-  ckpt::DcpFile file(folder, "__0_0.distcp");
-  file.add_tensor("w", {"w"}, ckpt::Dtype::float32, matrix.sizes().vec());
-  for (const auto& box : boxes) {
-    const auto part = matrix.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1]).contiguous();
-    file.add_box(box, [&](const ckpt::DcpFile::Append& append) {
-      append({static_cast<const char*>(part.const_data_ptr()), part.nbytes()});
-    });
-  }
-  auto metadata = file.take_metadata();
-  ckpt::seal_dcp(folder, metadata, {file.finish()});
 }
 
 // Of whatever boxes, into whatever dtype, in one reading. Columns that are converted are the exception: copies of some values each would
