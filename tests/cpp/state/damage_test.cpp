@@ -256,7 +256,7 @@ TEST_F(Damage, LeavesTheOptimizerRefusedUntilItIsLoaded) {
     expect_optimizer_refused();
     // A checkpoint that lacks its state would leave it as it is.
     const auto message = message_of([&] { fsdp::load(path + "_model", *other.model, *other.optimizer, {.strict = false}); });
-    EXPECT_TRUE(has(message, "an earlier load failed halfway") && has(message, "optim.state.")) << message;
+    EXPECT_TRUE(has(message, "an earlier load failed halfway") && has(message, ".exp_avg")) << message;
     fsdp::load(path, *other.model, *another);
     expect_optimizer_refused();
     another->step();
