@@ -364,34 +364,28 @@ TEST_F(SourceTest, ABitThatChangedInWhatPythonWroteIsFoundBeforeAnythingIsAssign
   }
   ASSERT_GT(places.size(), 60U);
   run_ranks(3, [&] {
+    // Damages one place after the other.
+    const auto expect_found = [&](Training& loader, const std::string& beginning) {
+      for (std::size_t i = 0; i < places.size(); i += 5) {
+        const auto& [name, file, offset] = places[i];
+        const auto flip = [&, file = file, offset = offset] {
+          on_rank_0(loader.mesh, [&] { flip_bit(fs::path(path("1")) / file, offset, 2); });
+        };
+        flip();
+        const auto message = message_of([&] { fsdp::load(path("1"), *loader.model, *loader.optimizer); });
+        // One rank reads counts for all, before.
+        EXPECT_TRUE(message.starts_with(name.ends_with(".step") ? "nothing was loaded:" : beginning)) << message;
+        EXPECT_TRUE(has(message, "is damaged") && has(message, "'" + name + "'")) << name << ": " << message;
+        flip();
+      }
+    };
     Training run = trained_otherwise();
     const auto before = run.handle->full_parameters();
-    for (std::size_t i = 0; i < places.size(); i += 5) {
-      const auto& [name, file, offset] = places[i];
-      const auto flip = [&, file = file, offset = offset] {
-        on_rank_0(run.mesh, [&] { flip_bit(fs::path(path("1")) / file, offset, 2); });
-      };
-      flip();
-      const auto message = message_of([&] { fsdp::load(path("1"), *run.model, *run.optimizer); });
-      EXPECT_TRUE(message.starts_with("nothing was loaded:") && has(message, "is damaged") && has(message, "'" + name + "'"))
-          << name << ": " << message;
-      flip();
-    }
+    expect_found(run, "nothing was loaded:");
     expect_same_bits(run.handle->full_parameters(), before);
     // In one reading, too.
     Training fresh({}, adamw(), 13);
-    for (std::size_t i = 0; i < places.size(); i += 5) {
-      const auto& [name, file, offset] = places[i];
-      const auto flip = [&, file = file, offset = offset] {
-        on_rank_0(run.mesh, [&] { flip_bit(fs::path(path("1")) / file, offset, 2); });
-      };
-      flip();
-      const auto message = message_of([&] { fsdp::load(path("1"), *fresh.model, *fresh.optimizer); });
-      // One rank reads counts for all, before.
-      EXPECT_TRUE(message.starts_with(name.ends_with(".step") ? "nothing was loaded:" : "the load ended halfway")) << message;
-      EXPECT_TRUE(has(message, "is damaged") && has(message, "'" + name + "'")) << name << ": " << message;
-      flip();
-    }
+    expect_found(fresh, "the load ended halfway");
     fsdp::load(path("1"), *run.model, *run.optimizer);
     fsdp::load(path("1"), *fresh.model, *fresh.optimizer);
     expect_same_bits(fresh.handle->full_parameters(), run.handle->full_parameters());
