@@ -5,7 +5,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <atomic>
-#include <cstring>
 
 namespace fsdp {
 namespace {
@@ -34,13 +33,6 @@ void parallel_for(std::int64_t count, std::int64_t grain, c10::function_ref<void
       },
       grain);
   order_of_ranges.load(std::memory_order_acquire);
-}
-
-void parallel_copy(void* target, const void* source, std::int64_t bytes) {
-  constexpr std::int64_t kWorthAThread = 512 * 1024;  // It takes longer to copy than a thread to wake up.
-  parallel_for(bytes, kWorthAThread, [&](std::int64_t begin, std::int64_t end) {
-    std::memcpy(static_cast<char*>(target) + begin, static_cast<const char*>(source) + begin, static_cast<std::size_t>(end - begin));
-  });
 }
 
 }  // namespace fsdp

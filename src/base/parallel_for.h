@@ -13,7 +13,4 @@ namespace fsdp {
 /// at::parallel_for is a template that calls `fn` once for all in code that is compiled without OpenMP, as this library is.
 void parallel_for(std::int64_t count, std::int64_t grain, c10::function_ref<void(std::int64_t begin, std::int64_t end)> fn);
 
-/// As std::memcpy, by parallel_for where there are many bytes.
-void parallel_copy(void* target, const void* source, std::int64_t bytes);
-
 }  // namespace fsdp

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "base/parallel_for.h"
+#include "base/parallel_copy.h"
 #include "comm/call.h"
 #include "comm/rank_order_sum.h"
 #include "fsdp/error.h"

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/parallel_for.h"
+#include "base/parallel_copy.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 #include "comm/served.h"
@@ -16,6 +16,9 @@
 
 namespace fsdp::comm {
 namespace {
+
+/// From so many gathered bytes on, what is copied has left the caches before it is used: the rule "Caches" of docs/design.md.
+constexpr std::int64_t kMoreThanCachesKeep = std::int64_t{32} << 20;
 
 /// A stretch of this rank's memory that peers read.
 struct Stretch {
@@ -175,6 +178,7 @@ class SharedGather final : public SharedPending {
                std::shared_ptr<Carrier> carrier)
       : SharedPending(std::move(group), call, label, std::move(carrier)),
         parts_(parts.begin(), parts.end()),
+        caches_(gathered_bytes(parts) < kMoreThanCachesKeep ? Caches::kFill : Caches::kBypass),
         read_(static_cast<std::size_t>(shared_.size()), false) {}
   ~SharedGather() override { end(); }
 
@@ -211,6 +215,12 @@ class SharedGather final : public SharedPending {
   }
 
  private:
+  static std::int64_t gathered_bytes(std::span<const GatherPart> parts) {
+    std::int64_t bytes = 0;
+    for (const GatherPart& part : parts) bytes += static_cast<std::int64_t>(part.full.nbytes());
+    return bytes;
+  }
+
   /// Of each part, this rank's shard and those of the ranks of equal place, by host.
   void offer_shards() {
     std::vector<Stretch> stretches;
@@ -237,7 +247,8 @@ class SharedGather final : public SharedPending {
       for (int host = 0; host < hosts(); ++host, ++stretch) {
         if (bytes == 0) continue;
         const char* const theirs = shared_.part_of(neighbour, offsets, stretch, static_cast<std::int64_t>(bytes));
-        parallel_copy(full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes, theirs, static_cast<std::int64_t>(bytes));
+        char* const into = full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes;
+        parallel_copy(into, theirs, static_cast<std::int64_t>(bytes), caches_);
       }
     }
     read_[static_cast<std::size_t>(neighbour)] = is_sound(neighbour);
@@ -245,6 +256,7 @@ class SharedGather final : public SharedPending {
   }
 
   const std::vector<GatherPart> parts_;
+  const Caches caches_;  // The own shard goes through them in any case: the peers read it next.
   std::vector<bool> read_;
   bool offered_ = false;
 };

@@ -93,18 +93,5 @@ TEST(ParallelFor, ThrowsWhatARangeThrows) {
   });
 }
 
-TEST(ParallelFor, CopiesAllBytes) {
-  run_ranks(1, [] {
-    at::set_num_threads(3);
-    std::vector<unsigned char> source(3'000'017);
-    for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<unsigned char>(i * 31 >> 3);
-    std::vector<unsigned char> target(source.size() + 2, 0xEE);
-    parallel_copy(target.data() + 1, source.data(), static_cast<std::int64_t>(source.size()));
-    EXPECT_TRUE(std::equal(source.begin(), source.end(), target.begin() + 1));
-    EXPECT_EQ(target.front(), 0xEE);
-    EXPECT_EQ(target.back(), 0xEE);
-  });
-}
-
 }  // namespace parallel_for_test
 }  // namespace fsdp

@@ -1,0 +1,68 @@
+#include "base/parallel_copy.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "base/parallel_for.h"
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace fsdp {
+namespace {
+
+#if defined(__x86_64__)
+
+constexpr std::size_t kVector = sizeof(__m128i);
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kPage = 4096;
+// The processor reads ahead within a page only. Several pages in turn keep it busy where one ends.
+constexpr std::size_t kPagesInTurn = 4;
+
+void copy_line_past_caches(char* target, const char* source) {
+  for (std::size_t at = 0; at < kLine; at += kVector) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + at)));
+  }
+}
+
+void copy_past_caches(char* target, const char* source, std::size_t bytes) {
+  const std::size_t to_next_line = (kLine - reinterpret_cast<std::uintptr_t>(target) % kLine) % kLine;
+  const std::size_t head = std::min(bytes, to_next_line);
+  std::memcpy(target, source, head);
+  std::size_t done = head;
+  for (; bytes - done >= kPagesInTurn * kPage; done += kPagesInTurn * kPage) {
+    for (std::size_t line = 0; line < kPage; line += kLine) {
+      for (std::size_t page = 0; page < kPagesInTurn * kPage; page += kPage) {
+        copy_line_past_caches(target + done + page + line, source + done + page + line);
+      }
+    }
+  }
+  _mm_sfence();  // These stores are not ordered before later ones, such as one that says that the bytes are there.
+  std::memcpy(target + done, source + done, bytes - done);
+}
+
+#else
+
+void copy_past_caches(char* target, const char* source, std::size_t bytes) { std::memcpy(target, source, bytes); }
+
+#endif
+
+}  // namespace
+
+void parallel_copy(void* target, const void* source, std::int64_t bytes, Caches caches) {
+  constexpr std::int64_t kWorthAThread = 512 * 1024;  // It takes longer to copy than a thread to wake up.
+  parallel_for(bytes, kWorthAThread, [&](std::int64_t begin, std::int64_t end) {
+    char* const to = static_cast<char*>(target) + begin;
+    const char* const from = static_cast<const char*>(source) + begin;
+    const auto size = static_cast<std::size_t>(end - begin);
+    if (caches == Caches::kBypass) {
+      copy_past_caches(to, from, size);
+    } else {
+      std::memcpy(to, from, size);
+    }
+  });
+}
+
+}  // namespace fsdp
