@@ -13,13 +13,17 @@
 namespace fsdp {
 namespace {
 
+// What is copied waits for its use: a unit's parameters for their turn, its gradients for those of the rest of the unit. So many bytes have
+// mostly left the inner caches by then.
+constexpr std::int64_t kPastCaches = std::int64_t{1} << 20;
+
 #if defined(__x86_64__)
 
 constexpr std::size_t kVector = sizeof(__m128i);
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kPage = 4096;
-// The processor reads ahead within a page only. Several pages in turn keep it busy where one ends.
-constexpr std::size_t kPagesInTurn = 4;
+constexpr std::size_t kPageBytes = 4096;
+// The processor reads ahead within a page only: with several in turn, it does so in all of them at once.
+constexpr std::size_t kTurnBytes = 4 * kPageBytes;
 
 void copy_line_past_caches(char* target, const char* source) {
   for (std::size_t at = 0; at < kLine; at += kVector) {
@@ -32,9 +36,9 @@ void copy_past_caches(char* target, const char* source, std::size_t bytes) {
   const std::size_t head = std::min(bytes, to_next_line);
   std::memcpy(target, source, head);
   std::size_t done = head;
-  for (; bytes - done >= kPagesInTurn * kPage; done += kPagesInTurn * kPage) {
-    for (std::size_t line = 0; line < kPage; line += kLine) {
-      for (std::size_t page = 0; page < kPagesInTurn * kPage; page += kPage) {
+  for (; bytes - done >= kTurnBytes; done += kTurnBytes) {
+    for (std::size_t line = 0; line < kPageBytes; line += kLine) {
+      for (std::size_t page = 0; page < kTurnBytes; page += kPageBytes) {
         copy_line_past_caches(target + done + page + line, source + done + page + line);
       }
     }
@@ -51,16 +55,16 @@ void copy_past_caches(char* target, const char* source, std::size_t bytes) { std
 
 }  // namespace
 
-void parallel_copy(void* target, const void* source, std::int64_t bytes, Caches caches) {
+void parallel_copy(void* target, const void* source, std::int64_t bytes) {
   constexpr std::int64_t kWorthAThread = 512 * 1024;  // It takes longer to copy than a thread to wake up.
   parallel_for(bytes, kWorthAThread, [&](std::int64_t begin, std::int64_t end) {
     char* const to = static_cast<char*>(target) + begin;
     const char* const from = static_cast<const char*>(source) + begin;
     const auto size = static_cast<std::size_t>(end - begin);
-    if (caches == Caches::kBypass) {
-      copy_past_caches(to, from, size);
-    } else {
+    if (bytes < kPastCaches) {
       std::memcpy(to, from, size);
+    } else {
+      copy_past_caches(to, from, size);
     }
   });
 }

@@ -17,9 +17,6 @@
 namespace fsdp::comm {
 namespace {
 
-/// From so many gathered bytes on, what is copied has left the caches before it is used: the rule "Caches" of docs/design.md.
-constexpr std::int64_t kMoreThanCachesKeep = std::int64_t{32} << 20;
-
 /// A stretch of this rank's memory that peers read.
 struct Stretch {
   const void* data;
@@ -178,7 +175,6 @@ class SharedGather final : public SharedPending {
                std::shared_ptr<Carrier> carrier)
       : SharedPending(std::move(group), call, label, std::move(carrier)),
         parts_(parts.begin(), parts.end()),
-        caches_(gathered_bytes(parts) < kMoreThanCachesKeep ? Caches::kFill : Caches::kBypass),
         read_(static_cast<std::size_t>(shared_.size()), false) {}
   ~SharedGather() override { end(); }
 
@@ -215,12 +211,6 @@ class SharedGather final : public SharedPending {
   }
 
  private:
-  static std::int64_t gathered_bytes(std::span<const GatherPart> parts) {
-    std::int64_t bytes = 0;
-    for (const GatherPart& part : parts) bytes += static_cast<std::int64_t>(part.full.nbytes());
-    return bytes;
-  }
-
   /// Of each part, this rank's shard and those of the ranks of equal place, by host.
   void offer_shards() {
     std::vector<Stretch> stretches;
@@ -247,8 +237,7 @@ class SharedGather final : public SharedPending {
       for (int host = 0; host < hosts(); ++host, ++stretch) {
         if (bytes == 0) continue;
         const char* const theirs = shared_.part_of(neighbour, offsets, stretch, static_cast<std::int64_t>(bytes));
-        char* const into = full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes;
-        parallel_copy(into, theirs, static_cast<std::int64_t>(bytes), caches_);
+        parallel_copy(full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes, theirs, static_cast<std::int64_t>(bytes));
       }
     }
     read_[static_cast<std::size_t>(neighbour)] = is_sound(neighbour);
@@ -256,7 +245,6 @@ class SharedGather final : public SharedPending {
   }
 
   const std::vector<GatherPart> parts_;
-  const Caches caches_;  // The own shard goes through them in any case: the peers read it next.
   std::vector<bool> read_;
   bool offered_ = false;
 };

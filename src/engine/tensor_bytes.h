@@ -7,8 +7,8 @@ namespace fsdp::engine {
 /// Sets all elements to zero. An operator is used only where memory is not the CPU's: for small tensors it costs more than its work.
 void zero_bytes(const at::Tensor& tensor);
 
-/// Copies bytes if that is all that copying `source` to `target` takes, and there are so few that an operator would cost more: false
-/// otherwise, and nothing has changed. `target` is contiguous.
+/// Copies bytes (see parallel_copy) if that is all that copying `source` to `target` takes: false otherwise, and nothing has changed.
+/// `target` is contiguous, and no part of `source`. Few bytes take less time than an operator's call, many less than its copy.
 bool copy_bytes(const at::Tensor& source, const at::Tensor& target);
 
 }  // namespace fsdp::engine

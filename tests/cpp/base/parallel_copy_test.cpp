@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "support/multi_rank.h"
@@ -16,26 +18,33 @@ namespace parallel_copy_test {
 
 using testing::run_ranks;
 
-void expect_copy(std::size_t size, std::size_t source_at, std::size_t target_at, Caches caches) {
-  std::vector<unsigned char> source(source_at + size);
-  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<unsigned char>(i * 2'654'435'761U >> 24);
-  std::vector<unsigned char> target(target_at + size + 1, 0xEE);
-  parallel_copy(target.data() + target_at, source.data() + source_at, static_cast<std::int64_t>(size), caches);
-  EXPECT_TRUE(std::equal(source.begin() + static_cast<std::ptrdiff_t>(source_at), source.end(),
-                         target.begin() + static_cast<std::ptrdiff_t>(target_at)));
-  EXPECT_TRUE(std::all_of(target.begin(), target.begin() + static_cast<std::ptrdiff_t>(target_at), [](int byte) { return byte == 0xEE; }));
-  EXPECT_EQ(target.back(), 0xEE);
+constexpr std::size_t kLine = 64;
+constexpr unsigned char kUntouched = 0xEE;
+
+/// The target begins at the `at`-th byte of a line of the cache.
+void expect_copy(std::span<const unsigned char> source, std::size_t at) {
+  std::vector<unsigned char> target(2 * kLine + source.size() + 1, kUntouched);
+  const std::size_t to_line = (kLine - reinterpret_cast<std::uintptr_t>(target.data()) % kLine) % kLine;
+  const auto begin = target.begin() + static_cast<std::ptrdiff_t>(to_line + at);
+  const auto end = begin + static_cast<std::ptrdiff_t>(source.size());
+  parallel_copy(std::to_address(begin), source.data(), static_cast<std::int64_t>(source.size()));
+  const auto untouched = [](unsigned char byte) { return byte == kUntouched; };
+  EXPECT_TRUE(std::equal(begin, end, source.begin())) << source.size() << " bytes at " << at;
+  EXPECT_TRUE(std::all_of(target.begin(), begin, untouched)) << source.size() << " bytes at " << at;
+  EXPECT_TRUE(std::all_of(end, target.end(), untouched)) << source.size() << " bytes at " << at;
 }
 
 TEST(ParallelCopy, CopiesAllBytesAndNoMore) {
   run_ranks(1, [] {
+    constexpr std::size_t kMiB = std::size_t{1} << 20;
+    std::vector<unsigned char> bytes(3 * kMiB);
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(i * 2'654'435'761U >> 24);
     for (const int threads : {1, 3}) {
       at::set_num_threads(threads);
-      for (const Caches caches : {Caches::kFill, Caches::kBypass}) {
-        for (const std::size_t size : {0, 1, 63, 64, 4096, 16'383, 16'384, 16'385, 70'000, 3'000'017}) {
-          for (const std::size_t source_at : {0, 3}) {
-            for (const std::size_t target_at : {0, 1, 16, 63}) expect_copy(size, source_at, target_at, caches);
-          }
+      for (const std::size_t size :
+           {std::size_t{0}, std::size_t{1}, std::size_t{4096}, kMiB - 1, kMiB, kMiB + 1, kMiB + 64, 3 * kMiB - 17}) {
+        for (const std::size_t source_at : {0, 3}) {
+          for (const std::size_t at : {0, 1, 16, 63}) expect_copy(std::span(bytes).subspan(source_at, size), at);
         }
       }
     }

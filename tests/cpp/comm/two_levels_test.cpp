@@ -106,6 +106,16 @@ TEST_P(TwoLevels, GathersAndEveryByteCrossesOncePerHost) {
   });
 }
 
+// Shards that are written past the caches.
+TEST_P(TwoLevels, GathersLargeShards) {
+  run([](int) {
+    const auto communicator = world();
+    Gather gather(*communicator, {{.numel = 700'001, .dtype = at::kFloat}, {.numel = 7, .dtype = at::kFloat}}, 1, /*alias=*/false);
+    communicator->all_gather(gather.parts, kGather)->wait();
+    gather.check();
+  });
+}
+
 /// One sum over all ranks where the hosts have a power of two of them; else one over the hosts' sums.
 at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Tensor& old, int ranks, double scale, bool accumulate) {
   const auto precise = sum_dtype(sources[0].scalar_type());
