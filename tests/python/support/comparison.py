@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from support.training import CASES, Options, Replica, Run, Step
+
+# MKL rounds a matrix product by where its operands lie in memory, and sharded parameters lie elsewhere than a replica's.
+# Set before the first product, and passed on to ranks; a value that the user gave stays.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 Bounds = Mapping[str, Tensor]
 
