@@ -8,7 +8,7 @@ namespace fsdp::engine {
 void zero_bytes(const at::Tensor& tensor);
 
 /// Copies bytes (see parallel_copy) if that is all that copying `source` to `target` takes: false otherwise, and nothing has changed.
-/// `target` is contiguous, and no part of `source`. Few bytes take less time than an operator's call, many less than its copy.
+/// `target` is contiguous, and no part of `source`. This takes less time than an operator.
 bool copy_bytes(const at::Tensor& source, const at::Tensor& target);
 
 }  // namespace fsdp::engine
