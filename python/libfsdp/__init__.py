@@ -13,7 +13,7 @@ _torch_version.require_same_binaries(
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 
-from libfsdp import _C, optim  # noqa: E402
+from libfsdp import _C, _updates, optim  # noqa: E402, F401
 from libfsdp._beyond import Float8Blocks  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
 from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402

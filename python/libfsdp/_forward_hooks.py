@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from libfsdp import _C
@@ -14,9 +17,25 @@ from libfsdp._compile import untraced
 from libfsdp._outputs import cast_floating, tensors_with_gradient
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from libfsdp._state import ShardState
+
+# Functions whose `self` is a module that runs.
+CALLS: set[types.CodeType] = {nn.Module._call_impl.__code__}
+
+
+def _calls_of(module: nn.Module) -> int:
+    """How many calls of the module are under way on this thread: a method such as generate calls it, or it calls itself.
+
+    The stack tells, and not a count: a KeyboardInterrupt ends a call without its hooks. Looked at where a root's forward seems to be under
+    way when it begins.
+    """
+    count = 0
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in CALLS and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back
+    return count
 
 
 class ForwardHooks:
@@ -34,17 +53,20 @@ class ForwardHooks:
         model = state.model_of_forward()
         if _C.inside_backward():  # activation checkpointing repeats a forward
             if state.unit is not None:
-                model.engine.enter(state.unit)
+                model.engine.enter(state.unit, True)
             return self._cast_inputs(args, kwargs)
+        begins_call = not state.modules_to_run  # of a group, once for all of its modules
         if not state.modules_to_run:
-            if model.forward_root is None or model.forward_root is state:
+            if model.forward_root is state and _calls_of(module) > 1:
+                model.inner_root_calls += 1
+            elif model.forward_root is None or model.forward_root is state:
                 model = model.begin_forward(state)
                 args, kwargs = self._move_inputs(args, kwargs)
             if len(state.modules) > 1:
                 state.modules_to_run.update(state.modules)
         args, kwargs = self._cast_inputs(args, kwargs)
         if state.unit is not None:
-            model.engine.enter(state.unit)
+            model.engine.enter(state.unit, begins_call)
         return args, kwargs
 
     @untraced
@@ -68,12 +90,17 @@ class ForwardHooks:
             # other units of the same region have taken this one's place.
             model.engine.watch(state.unit, outputs)
         if repeated:
+            if state.unit is not None:
+                model.engine.end_call(state.unit)
             return self._cast_output(output)
         state.modules_to_run.discard(module)
         if not state.modules_to_run:
-            state.leave_forward()
+            state.end_call()
         if model.forward_root is state:
-            model.end_forward()
+            if model.inner_root_calls > 0:
+                model.inner_root_calls -= 1
+            else:
+                model.end_forward()
         return self._cast_output(output)
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

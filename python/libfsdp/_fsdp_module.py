@@ -270,6 +270,8 @@ class FSDPModule:
         state = self._get_fsdp_state()
         if stream is not None and state.mesh.replicates:
             raise ValueError("stream cannot be set when using native HSDP")
+        if state.unit is not None:
+            state.unit.has_all_reduce_hook = True
         if stream is None:
             state.all_reduce_hook = hook
             return

@@ -17,6 +17,7 @@ from torch.distributed.utils import _get_root_modules
 
 from libfsdp._beyond import Beyond, Float8Blocks, divides_by_all
 from libfsdp._beyond import check as check_beyond
+from libfsdp._forward_hooks import CALLS
 from libfsdp._fsdp_module import FSDPModule
 from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
 from libfsdp._placement import ShardPlacementResult, placement_of
@@ -305,6 +306,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             output = state.hooks.post_forward(self, args, output)
         return output
 
+    CALLS.add(wrapped.__code__)
     setattr(module, method_name, types.MethodType(wrapped, module))
 
 

@@ -53,6 +53,7 @@ class Model:
         below = list(root.states_below())
         self.states = [state for _, state, _ in below]
         self.forward_root: ShardState | None = None
+        self.inner_root_calls = 0  # of the root's modules, while a call of them is under way
         self.leaves_at_once = False
         self._buffer_memory = _C.BufferMemory.PROCESS
         self.engine = _C.Model(
@@ -156,31 +157,37 @@ class Model:
         if root.model is not self:
             return root.model_of_forward().begin_forward(root)
         self.forward_root = root
+        self.inner_root_calls = 0
         root.wait_for_optimizer()
         _C.set_collectives_replaced(are_replaced())
         # Who counts collectives is to see the ones that are needed, and no predictions.
         self.leaves_at_once = _C.collectives_are_visible()
         self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.prefetch_depth)
         self.engine.begin_forward()
+        for state in self.states:
+            if state.unit is not None:
+                state.unit.settle()
         return self
 
-    def notice_writes(self) -> None:
-        """Before the program gathers units itself: values that were written since the last forward are to be gathered now."""
+    def prepare_unshard(self, unit: _C.Unit) -> None:
+        """Before the program gathers a unit itself: it is to get the values that shards have now."""
         if self.forward_root is None and not _C.inside_backward():
-            self.engine.begin_forward()
+            self.engine.prepare_unshard(unit)
 
     def end_forward(self) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on."""
         self.forward_root = None
+        self.engine.end_forward()
         for state in self.states:
             if state.modules_to_run:  # a group of which only some modules ran
                 state.modules_to_run.clear()
-                state.leave_forward()
-            if not torch.is_grad_enabled() and state.unit is not None and state.reshards_after_forward:
-                self.engine.reshard(state.unit)
+                state.end_call()
+            if not torch.is_grad_enabled() and state.unit is not None and not state.unit.kept_across_forwards:
+                state.reshard()
 
     @untraced
-    def _end_backward(self) -> None:
+    def _end_backward(self) -> bool:
+        """True: None, from a model that is no more, has the engine deliver the gradients."""
         self.forward_root = None
         self._missed.tell(self.engine.take_missed())
         for state in self.states:
@@ -194,6 +201,7 @@ class Model:
         for state in self.states:
             if state.running.after_backward is not None:
                 state.running.after_backward()
+        return True
 
     def zero_gradients(self) -> None:
         """Drops gradients that were not delivered yet, also those that are not reduced. Not inside of a backward."""
@@ -233,7 +241,7 @@ def form(root: ShardState, *, provisional: bool) -> Model:
         state.model.dissolve()
     if root.reshard_after_forward_is_automatic and not provisional:
         for state in (root, *root.companions):
-            state.set_reshard_after_forward(False)
+            state.keep_until_backward()
     for _, state, _ in root.states_below():
         if not state.shows_its_parameters():
             state.adopt_registered()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from libfsdp._compile import untraced
 from libfsdp._spmd import spmd_specs
 
 if TYPE_CHECKING:
@@ -123,6 +124,11 @@ def identity_of(parameter: nn.Parameter) -> int:
     return parameter._libfsdp_identity
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """It is, or was before that, a parameter of a unit."""
+    return hasattr(parameter, "_libfsdp_identity")
+
+
 def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Which rows `rank` owns, as torch.chunk cuts: the first one and how many."""
     per_rank = -(-size // ranks)
@@ -200,6 +206,7 @@ def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], va
             )
 
 
+@untraced
 def local_gradient(gradient: torch.Tensor, whole: DTensorSpec, data_parallel: frozenset[int]) -> torch.Tensor:
     """This rank's tensor of a tensor-parallel gradient.
 

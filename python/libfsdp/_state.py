@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from libfsdp import _C
 from libfsdp._as_fsdp2_state import AsFSDP2State
 from libfsdp._beyond import Beyond
-from libfsdp._compile import untraced
 from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
 from libfsdp._forward_hooks import ForwardHooks
 from libfsdp._kept import kept_parameter
@@ -43,10 +43,13 @@ if TYPE_CHECKING:
 # What users set on a unit; a unit that takes the place of another one has them, too.
 _OPTIONS = (
     "reshard_after_backward",
+    "kept_across_forwards",
+    "updated_after_backward",
     "requires_gradient_sync",
     "requires_all_reduce",
     "gradient_divide_factor",
     "gathered_in_backward",
+    "has_all_reduce_hook",
     "keeps_storage",
     "separate_reduce_group",
 )
@@ -104,6 +107,8 @@ class ShardState(AsFSDP2State):
             make_parameter(self, parameter, places, shard_dim_of(parameter)) for parameter, places in parameters
         ]
         self.unit: _C.Unit | None = make_unit(self) if parameters else None
+        if self.unit is not None:
+            self.unit.kept_across_forwards = not self.reshards_after_forward
         self._take_values([parameter for parameter, _ in parameters])
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
@@ -247,22 +252,11 @@ class ShardState(AsFSDP2State):
         assert self.unit is not None
         parameter = self.parameters[i]
         assert parameter.whole is not None
-        if parameter.whole_spec is None:
-            engine.collect_gradients(self.unit, i, parameter.whole)
-            return
-        # Weak: the unit has the leaf, by a way that the garbage collector can't see.
-        unit_of, engine_of = weakref.ref(self.unit), weakref.ref(engine)
-        whole_spec = parameter.whole_spec
-        data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
-
-        @untraced
-        def collect(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            unit, engine = unit_of(), engine_of()
-            if gradient is not None and unit is not None and engine is not None:
-                engine.gradient(unit, i, local_gradient(gradient, whole_spec, data_parallel))
-
-        parameter.whole.register_post_accumulate_grad_hook(collect)
+        local = None
+        if parameter.whole_spec is not None:
+            data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
+            local = functools.partial(local_gradient, whole=parameter.whole_spec, data_parallel=data_parallel)
+        engine.collect_gradients(self.unit, i, parameter.whole, local)
 
     # Values that come from elsewhere.
 
@@ -396,12 +390,14 @@ class ShardState(AsFSDP2State):
             return self.model
         return form(self, provisional=False)
 
-    def leave_forward(self) -> None:
-        """All modules of the unit have run."""
-        if self.unit is None or not self.reshards_after_forward:
+    def end_call(self) -> None:
+        """A module of the unit has run, and of a group, the last one."""
+        if self.unit is None or self.model is None or not self.model.engine.end_call(self.unit):
+            return
+        if not self.reshards_after_forward:
             return
         self.unit.hide()
-        if self.model is not None and (self.model.leaves_at_once or self.kept_mesh is not None):
+        if self.model.leaves_at_once or self.kept_mesh is not None:
             self.model.engine.leave_now(self.unit)
             if self.kept_mesh is not None and torch.is_grad_enabled():
                 self.unit.show_kept()
@@ -424,6 +420,15 @@ class ShardState(AsFSDP2State):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward_is_automatic = False
+        self._reshard_after_forward(reshard)
+        if self.unit is not None:
+            self.unit.kept_across_forwards = not reshard
+
+    def keep_until_backward(self) -> None:
+        """Of the root, unless the user has said something else: backward begins with it."""
+        self._reshard_after_forward(False)
+
+    def _reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward = reshard
         if self.kept_mesh is not None and self.unit is not None:
             self.reshard()
@@ -438,7 +443,7 @@ class ShardState(AsFSDP2State):
             return
         model = self.model or form(self, provisional=True)
         self.unsharded_early = model.provisional
-        model.notice_writes()
+        model.prepare_unshard(self.unit)
         if not wait:
             model.engine.start_unshard(self.unit)
             return

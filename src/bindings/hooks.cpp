@@ -71,25 +71,25 @@ void bind_option(py::class_<ShownUnit, std::shared_ptr<ShownUnit>>& unit, const 
       [option](ShownUnit& self, Value value) { options_of(self).*option = value; });
 }
 
+/// What is freed with the GIL, on whatever thread it goes.
+template <typename Thing>
+std::shared_ptr<Thing> freed_with_gil(Thing thing) {
+  return {new Thing(std::move(thing)), [](Thing* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
 /// Backward enters the unit on a thread without the GIL.
 void add(HookedModel& model, const std::shared_ptr<ShownUnit>& unit, std::optional<std::size_t> parent) {
+  if (!model.shown_units) model.shown_units = freed_with_gil(Units());
+  static_cast<Units*>(model.shown_units.get())->push_back(unit);
   unit->hooked()->shown = [weak = std::weak_ptr(unit)] {
     const py::gil_scoped_acquire gil;
     if (const auto self = weak.lock()) self->show();
   };
   const py::gil_scoped_release no_gil;
   model.add(unit->hooked(), parent);
-}
-
-void on_backward_end(HookedModel& model, py::function callback) {
-  const auto held = std::shared_ptr<py::function>(new py::function(std::move(callback)), [](py::function* function) {
-    const py::gil_scoped_acquire gil;
-    delete function;
-  });
-  model.on_backward_end([held] {
-    const py::gil_scoped_acquire gil;
-    (*held)();
-  });
 }
 
 /// Of a unit: per parameter its gradient, or nothing; and, if it was asked for, the memory of them all, where they have one dtype.
@@ -134,6 +134,31 @@ void deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& h
   }
   if (has_hook && taken.together) hook(*taken.together);
   shown.deliver(taken.of_parameters);
+}
+
+/// `callback` returns None where what it belongs to has been collected: the parameters get their gradients all the same.
+void on_backward_end(HookedModel& model, py::function callback) {
+  model.on_backward_end([held = freed_with_gil(std::move(callback)), &model] {
+    const py::gil_scoped_acquire gil;
+    if (!(*held)().is_none() || !model.shown_units) return;
+    for (const auto& unit : *static_cast<Units*>(model.shown_units.get())) {
+      if (unit->has_all_reduce_hook) {
+        throw Error("unit '" + unit->hooked()->unit().name +
+                    "': its module was collected between forward and backward, and with it the hook of set_all_reduce_hook; keep the model "
+                    "until backward has ended");
+      }
+      deliver_gradients(model, *unit, py::none());
+    }
+  });
+}
+
+/// `local`: a function of Python, or None; see HookedModel.
+void collect_gradients(HookedModel& model, ShownUnit& unit, std::size_t i, const at::Tensor& leaf, py::object local) {
+  if (local.is_none()) return model.collect_gradients(unit.hooked(), i, leaf);
+  model.collect_gradients(unit.hooked(), i, leaf, [held = freed_with_gil(std::move(local))](const at::Tensor& gradient) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(gradient).cast<at::Tensor>();
+  });
 }
 
 void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
@@ -242,6 +267,7 @@ void bind_hooks(py::module_& module) {
       .def("forget_neighbours", [](ShownUnit& self) { self.hooked()->forget_neighbours(); })
       .def("show", &ShownUnit::show)
       .def("hide", &ShownUnit::hide)
+      .def("settle", &ShownUnit::settle)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
       .def("set_prefetch", &set_prefetch)
       .def(
@@ -252,9 +278,12 @@ void bind_hooks(py::module_& module) {
       .def_property(
           "gathered_in_backward", [](const ShownUnit& self) { return self.hooked()->gathered_in_backward; },
           [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })
+      .def_readwrite("has_all_reduce_hook", &ShownUnit::has_all_reduce_hook)
       .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); });
   bind_option(unit, "reshard_after_forward", &engine::UnitOptions::reshard_after_forward);
   bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
+  bind_option(unit, "kept_across_forwards", &engine::UnitOptions::kept_across_forwards);
+  bind_option(unit, "updated_after_backward", &engine::UnitOptions::updated_after_backward);
   bind_option(unit, "keeps_storage", &engine::UnitOptions::keeps_storage);
   bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);
   bind_option(unit, "requires_all_reduce", &engine::UnitOptions::requires_all_reduce);
@@ -284,18 +313,23 @@ void bind_hooks(py::module_& module) {
       .def("on_backward_end", &on_backward_end)
       .def("watch_version", &HookedModel::watch_version)
       .def("begin_forward", &HookedModel::begin_forward, kNoGil)
+      .def("end_forward", &HookedModel::end_forward)
+      .def(
+          "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
+      .def(
+          "end_call", [](HookedModel& model, ShownUnit& unit) { return model.end_call(*unit.hooked()); }, kNoGil)
       .def("enter",
-           [](HookedModel& model, ShownUnit& unit) {
+           [](HookedModel& model, ShownUnit& unit, bool begins_call) {
              {
                const py::gil_scoped_release no_gil;
+               if (begins_call) model.begin_call(*unit.hooked());
                model.enter(*unit.hooked());
              }
              unit.show();
            })
       .def("watch",
            [](HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs) { model.watch(unit.hooked(), outputs); })
-      .def("collect_gradients", [](HookedModel& model, ShownUnit& unit, std::size_t i,
-                                   const at::Tensor& leaf) { model.collect_gradients(unit.hooked(), i, leaf); })
+      .def("collect_gradients", &collect_gradients)
       .def("gradient",
            [](HookedModel& model, ShownUnit& unit, std::size_t i, const at::Tensor& gradient) {
              const py::gil_scoped_release no_gil;
@@ -332,6 +366,7 @@ void bind_hooks(py::module_& module) {
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)
       .def("wire_stats", &wire_stats);
+  module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
   module.def("inside_backward", &engine::inside_backward, "True inside of a backward.");
 }
 

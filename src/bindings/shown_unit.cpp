@@ -37,10 +37,21 @@ void ShownUnit::put(Shown form) {
 
 /// Parameters may have been frozen, or trained again, since they were shown last.
 void ShownUnit::train_as_shards(Shown form) {
-  for (const auto& parameter : parameters_) {
-    const bool trained = THPVariable_Unpack(parameter.shard.ptr()).requires_grad();
+  for (auto& parameter : parameters_) {
+    parameter.trained = THPVariable_Unpack(parameter.shard.ptr()).requires_grad();
     const at::Tensor& other = THPVariable_Unpack(parameter.as(form).ptr());
-    if (other.requires_grad() != trained) other.requires_grad_(trained);
+    if (other.requires_grad() != parameter.trained) other.requires_grad_(parameter.trained);
+  }
+}
+
+/// What the program has frozen, or trains again, in the form that it sees counts for the shards.
+void ShownUnit::take_trainability() {
+  if (shown_ == Shown::kShards) return;
+  for (auto& parameter : parameters_) {
+    const at::Tensor& other = THPVariable_Unpack(parameter.as(shown_).ptr());
+    if (other.requires_grad() == parameter.trained) continue;
+    parameter.trained = other.requires_grad();
+    THPVariable_Unpack(parameter.shard.ptr()).requires_grad_(parameter.trained);
   }
 }
 
@@ -57,10 +68,18 @@ void ShownUnit::show_kept() {
 }
 
 void ShownUnit::hide() {
-  if (shown_ != Shown::kShards) put(Shown::kShards);
+  if (shown_ == Shown::kShards) return;
+  take_trainability();
+  put(Shown::kShards);
 }
 
-bool ShownUnit::has_its_parameters() const {
+void ShownUnit::settle() {
+  if (shown_ == Shown::kWhole && hooked_->unit().state == engine::ParameterState::kPresent) return train_as_shards(shown_);
+  hide();
+}
+
+bool ShownUnit::has_its_parameters() {
+  take_trainability();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     if (!hooked_->spec().parameters[i].trainable && THPVariable_Unpack(parameter.shard.ptr()).requires_grad()) return false;

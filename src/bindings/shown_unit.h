@@ -36,7 +36,9 @@ class ShownUnit {
   void hide();
   /// False if some module has another parameter in a place than the one that it was given, or if one that was frozen when the unit was made
   /// is to be trained now.
-  bool has_its_parameters() const;
+  bool has_its_parameters();
+  /// A root forward begins: modules show shards, unless the whole parameters are there and stay. Then these are trained as the shards are.
+  void settle();
 
   /// How Python wraps a tensor of this rank's rows of parameter i as a gradient of its shard; None: as it is. Refers to nothing that refers
   /// to the unit: the garbage collector does not see it.
@@ -46,6 +48,9 @@ class ShownUnit {
   void deliver(const std::vector<std::optional<at::Tensor>>& gradients);
 
   const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
+
+  /// The program has a hook on its reduced gradients, which the front end has.
+  bool has_all_reduce_hook = false;
 
  private:
   struct Place {
@@ -59,6 +64,8 @@ class ShownUnit {
     pybind11::object kept;
     std::vector<Place> places;
     pybind11::object wrap;
+    bool trained =
+        false;  ///< What the shard, and the other form when it was shown last, agreed upon: which one was changed since then tells.
 
     /// The shard stands in for a kept form that there is not.
     const pybind11::object& as(Shown form) const {
@@ -67,6 +74,7 @@ class ShownUnit {
     }
   };
   void train_as_shards(Shown form);
+  void take_trainability();
   void put(Shown form);
 
   std::shared_ptr<hooks::HookedUnit> hooked_;

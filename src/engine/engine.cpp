@@ -67,8 +67,55 @@ void Engine::rethrow_with_history(const std::exception& error) const {
   throw CommError(text);
 }
 
-// One training step: enter, move_to, depart_to, Gatherer::start, read_ahead, Gatherer::finish in forward; begin_backward, the same and
-// gradient in backward; end_backward.
+// One training step: begin_forward, enter, move_to, depart_to, Gatherer::start, read_ahead, Gatherer::finish in forward; begin_backward,
+// the same and gradient in backward; end_backward.
+
+// [Current when forward begins]
+void Engine::begin_forward(bool kept_is_outdated) {
+  const auto lock = this->lock();
+  calls_.clear();
+  guarded([&] {
+    for (const auto& unit : units_) refresh_locked(*unit, kept_is_outdated);
+    forget_moves();
+    schedule_.begin(Phase::kForward);
+    const at::NoGradGuard no_grad;
+    for (const auto& unit : units_) gatherer_.start_shards(*unit);
+  });
+}
+
+void Engine::refresh(Unit& unit) {
+  const auto lock = this->lock();
+  guarded([&] { refresh_locked(unit, false); });
+}
+
+/// What is there of the unit's whole parameters is freed, unless it is to serve the next forward, too.
+void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
+  if (unit.use == UseState::kPinned) return;
+  if (unit.may_be_updated) gatherer_.renew_extension(unit);
+  if (unit.may_be_updated || kept_is_outdated) {
+    evict(unit);
+    gatherer_.outdate_silently(unit);
+    return;
+  }
+  const bool kept = unit.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
+  if (!kept) return evict(unit);
+  if (unit.use != UseState::kKept) set_use(unit, UseState::kUnused);
+}
+
+void Engine::begin_call(Unit& unit) {
+  const auto lock = this->lock();
+  for (Unit* caller : calls_) {
+    if (!related(*caller, unit)) caller->called.push_back(&unit);
+  }
+  calls_.push_back(&unit);
+}
+
+bool Engine::end_call(Unit& unit) {
+  const auto lock = this->lock();
+  const auto last = std::find(calls_.rbegin(), calls_.rend(), &unit);
+  if (last != calls_.rend()) calls_.erase(std::next(last).base());
+  return std::find(calls_.begin(), calls_.end(), &unit) == calls_.end();
+}
 
 void Engine::enter(std::span<Unit* const> units, Phase phase) {
   const auto lock = this->lock();
@@ -282,12 +329,23 @@ void Engine::end_backward() {
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
+  if (is_last_backward_ && !manual_finalization_) expect_update();
   schedule_.begin(Phase::kForward);
   pools_.end_step();
   main_parameters_.validate();  // [Validate at the end]
   if (manual_finalization_) return;
   reducer_.validate();
   guarded([&] { reducer_.report_nan(); });
+}
+
+/// [Current when forward begins] The optimizer gets gradients now, but for those of units that go on adding up.
+void Engine::expect_update() {
+  for (const auto& unit : units_) {
+    const auto& options = unit->options;
+    if (unit->trainable() && options.requires_gradient_sync && options.reshard_after_backward && options.updated_after_backward) {
+      unit->may_be_updated = true;
+    }
+  }
 }
 
 void Engine::finalize_backward(bool wait) {
@@ -297,6 +355,7 @@ void Engine::finalize_backward(bool wait) {
     if (!backward_alive_.expired()) throw Error("finalize_backward() inside of a backward; call it when the backward has ended");
     reset_locked();
   }
+  expect_update();
   guarded([&] {
     reducer_.finish();
     if (wait || options_.report_nan_in_param_grad) reducer_.drain();
@@ -358,6 +417,7 @@ void Engine::reset_locked() {
         "accumulation anew, or leave this step out");
   }
   reducer_.reset(failed_backward || manual_finalization_);  // which has reduced some units only
+  calls_.clear();
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);
     set_use(*unit, UseState::kUnused);
@@ -482,6 +542,7 @@ std::vector<std::unique_ptr<Unit>> Engine::release() {
   reducer_.forget_units();
   for (const auto& unit : units_) {
     if (!unit->replicated_parameters()) unit->free_whole();  // Slots that units have kept are this engine's.
+    unit->called.clear();
   }
   return std::move(units_);
 }

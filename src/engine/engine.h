@@ -62,6 +62,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // What triggers tell.
 
+  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated`: also what the user keeps by name, but for what
+  /// unshard() has pinned.
+  void begin_forward(bool kept_is_outdated);
+  /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. Calls may nest. Not every trigger
+  /// tells; those that do enter the unit after this.
+  void begin_call(Unit& unit);
+  /// False: they still run, as an outer call of the same unit has not ended.
+  bool end_call(Unit& unit);
   /// An operator is about to use all of these units at once [Present before use]. Within a backward, `phase` tells the operators of the
   /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
   void enter(std::span<Unit* const> units, Phase phase);
@@ -87,6 +95,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // What users tell, through FSDPModule and the optimizers.
 
   void unshard(Unit& unit);
+  /// Between forwards: what an earlier forward has left of the unit is freed, as by begin_forward.
+  void refresh(Unit& unit);
   /// Starts what unshard waits for.
   void start_unshard(Unit& unit);
   void reshard(Unit& unit);
@@ -180,11 +190,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void move_to(Unit& unit, std::span<Unit* const> together, Phase phase);
   void occupy(Unit& unit, Phase phase);
   void depart_to(Unit& destination, std::span<Unit* const> together);
+  void refresh_locked(Unit& unit, bool kept_is_outdated);
   void leave(Unit& unit);
   void read_ahead();
   void prefetch_listed(Unit& unit);
   void set_use(Unit& unit, UseState state);
   void evict(Unit& unit);
+  void expect_update();
   void forget_moves();
   void reset_locked();
   /// Every public method begins with it.
@@ -210,6 +222,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // [A move costs the same however many units there are] What entering a unit looks at: the units that the computation is in (or forward
   // was in when backward began), and those that are being gathered on a prediction.
   std::vector<Unit*> occupied_;
+  std::vector<Unit*> calls_;  ///< Whose modules run now, the outermost first.
   std::vector<Unit*> ahead_;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;

@@ -221,12 +221,25 @@ void Gatherer::stop_sending(Unit& unit) {
 
 void Gatherer::outdate_copies(Unit& unit) {
   unit.written = false;
+  unit.may_be_updated = false;
+  outdate_silently(unit);
+  for (const auto& parameter : unit.parameters) {
+    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
+  }
+}
+
+void Gatherer::outdate_silently(Unit& unit) {
   evict(unit);
   // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
   if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.state = ParameterState::kSharded;
   unit.shards_outdated = unit.options.outer_sharded_optimizer;
-  for (const auto& parameter : unit.parameters) {
-    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
+}
+
+// What stands in for the tensor of an extended parameter is in no graph: it tells the extension.
+void Gatherer::renew_extension(Unit& unit) {
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    if (!unit.formats[unit.layout.placements()[i].sub_buffer].extended) continue;
+    if (const auto tensor = unit.parameters[i].tensor.lock()) tensor->bump_version();
   }
 }
 

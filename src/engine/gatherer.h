@@ -39,6 +39,10 @@ class Gatherer {
   void write_back(Unit& unit);
   /// The main parameters were written: copies are outdated, and the parameters' versions bumped.
   void outdate_copies(Unit& unit);
+  /// As outdate_copies, where the main parameters may have been written or not: graphs of before stay valid.
+  void outdate_silently(Unit& unit);
+  /// The unit's extension is to make anew what it keeps from one update to the next.
+  void renew_extension(Unit& unit);
   /// Starts the hop over the outer dimension that precedes the first gather after an update, where there is one. [Order is collective] All
   /// units start it together after an optimizer step, and one alone after an operator wrote to it.
   void start_shards(Unit& unit);

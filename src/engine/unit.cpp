@@ -149,6 +149,11 @@ bool encloses(const Unit& outer, const Unit& inner) {
   return false;
 }
 
-bool related(const Unit& a, const Unit& b) { return encloses(a, b) || encloses(b, a); }
+bool related(const Unit& a, const Unit& b) {
+  const auto has_called = [](const Unit& caller, const Unit& unit) {
+    return std::find(caller.called.begin(), caller.called.end(), &unit) != caller.called.end();
+  };
+  return encloses(a, b) || encloses(b, a) || has_called(a, b) || has_called(b, a);
+}
 
 }  // namespace fsdp::engine

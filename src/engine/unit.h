@@ -87,6 +87,11 @@ struct UnitOptions {
   bool outer_sharded_optimizer = false;
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  /// Whole parameters that stay after forward serve the next root forward, too [Current when forward begins]; else they stay for backward
+  /// alone.
+  bool kept_across_forwards = false;
+  /// False: an update waits for later backwards, though this one gives gradients.
+  bool updated_after_backward = true;
   /// Whole parameters are not freed, only outdated: they lie at the same addresses when they are gathered again.
   bool keeps_storage = false;
   /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
@@ -128,6 +133,7 @@ struct Unit {
   UnitOptions options;
   UnitCommunicators communicators;
   Unit* parent = nullptr;                            ///< The closest enclosing unit; null for the root.
+  std::vector<const Unit*> called;                   ///< Units not below this one that were entered while its modules ran.
   std::size_t index = 0;                             ///< Position in Engine::units().
   std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
 
@@ -136,6 +142,9 @@ struct Unit {
   ParameterState state = ParameterState::kSharded;
   std::atomic<UseState> use = UseState::kUnused;
   bool written = false;  ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
+  /// A backward has given the optimizer gradients, and since then nothing told of a write to the main parameters: one may have come, or
+  /// may come, unnoticed [Current when forward begins].
+  bool may_be_updated = false;
   Buffer full;
   Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
   Buffer post_forward;  ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
@@ -241,7 +250,7 @@ struct Unit {
 /// True if `inner` is `outer` or lies within it.
 bool encloses(const Unit& outer, const Unit& inner);
 
-/// True if one encloses the other.
+/// True if one encloses the other, or has called it: while one is in use, the other may be, too [Evict by movement].
 bool related(const Unit& a, const Unit& b);
 
 }  // namespace fsdp::engine

@@ -1,11 +1,16 @@
 #include "hooks/hooked_model.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <iterator>
 #include <utility>
 
 #include "engine/autograd_phase.h"
@@ -14,24 +19,28 @@
 namespace fsdp::hooks {
 namespace {
 
+std::atomic<std::uint64_t> updates_of_optimizers{0};
+
 /// Hands the accumulated gradient of a leaf to the engine. Owned by the leaf.
 class GradientHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  GradientHook(std::weak_ptr<HookedModel> model, std::weak_ptr<HookedUnit> unit, std::size_t index)
-      : model_(std::move(model)), unit_(std::move(unit)), index_(index) {}
+  GradientHook(std::weak_ptr<HookedModel> model, std::weak_ptr<HookedUnit> unit, std::size_t index,
+               std::function<at::Tensor(const at::Tensor&)> local)
+      : model_(std::move(model)), unit_(std::move(unit)), index_(index), local_(std::move(local)) {}
 
   void operator()(const torch::autograd::Variable& leaf) override {
     // Taken first: a gradient that is refused must not stay, to be added to the next one.
     const auto gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
     const auto model = model_.lock();
     const auto unit = unit_.lock();
-    if (gradient.defined() && model && unit) model->gradient(*unit, index_, gradient);
+    if (gradient.defined() && model && unit) model->gradient(*unit, index_, local_ ? local_(gradient) : gradient);
   }
 
  private:
   std::weak_ptr<HookedModel> model_;
   std::weak_ptr<HookedUnit> unit_;
   std::size_t index_;
+  std::function<at::Tensor(const at::Tensor&)> local_;
 };
 
 }  // namespace
@@ -51,14 +60,52 @@ void HookedModel::dissolve() {
   }
   units_.clear();
   watched_.clear();
+  shown_units.reset();
 }
 
+void note_update() { ++updates_of_optimizers; }
+
+// [Current when forward begins] What tells of writes counts for the copies alone that the user keeps; the others go in any case.
 void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
   if (!engine::inside_backward()) engine_->recover();
+  notice_writes();
+  // A graph that nobody can go back through any more does not hinder writes; torch forbids them while it lives.
+  calls_.clear();
+  engine_->begin_forward(/*kept_is_outdated=*/graph_may_need_kept_ && graph_is_alive_.expired());
+  graph_may_need_kept_ = at::GradMode::is_enabled();
+  graph_ = std::make_shared<char>();
+  graph_is_alive_ = graph_;
+}
+
+void HookedModel::prepare_unshard(HookedUnit& unit) {
+  if (!engine::inside_backward()) engine_->recover();
+  if (notice_writes()) return;
+  if (!graph_may_need_kept_ || graph_is_alive_.expired()) engine_->refresh(unit.unit());
+}
+
+/// True if something tells that main parameters were written since the last time: all copies are outdated then.
+bool HookedModel::notice_writes() {
+  bool written = false;
+  for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;
   std::int64_t versions = 0;
   for (const auto& tensor : watched_) versions += static_cast<std::int64_t>(tensor._version());
-  if (std::exchange(versions_, versions) != versions) engine_->main_parameters_changed();
+  written = std::exchange(versions_, versions) != versions || written;
+  const auto updates = updates_of_optimizers.load();
+  written = std::exchange(updates_, updates) != updates || written;
+  if (written) engine_->main_parameters_changed();
+  return written;
+}
+
+void HookedModel::begin_call(HookedUnit& unit) {
+  calls_.push_back({.unit = &unit, .first_operator = at::sequence_number::peek()});
+  engine_->begin_call(unit.unit());
+}
+
+bool HookedModel::end_call(HookedUnit& unit) {
+  const auto last = std::find_if(calls_.rbegin(), calls_.rend(), [&](const Call& call) { return call.unit == &unit; });
+  if (last != calls_.rend()) calls_.erase(std::next(last).base());
+  return engine_->end_call(unit.unit());
 }
 
 void HookedModel::enter(HookedUnit& unit) {
@@ -82,17 +129,18 @@ void HookedModel::enter_backward(HookedUnit& unit) {
 
 void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs) {
   RECORD_USER_SCOPE("FSDP::post_forward (" + unit->unit().name + ")");
+  const auto call = std::find_if(calls_.rbegin(), calls_.rend(), [&](const Call& one) { return one.unit == unit.get(); });
+  const auto begin = call == calls_.rend() ? 0 : call->first_operator;
   for (const auto& output : outputs) {
-    output.register_hook([model = weak_from_this(), unit = std::weak_ptr(unit)](const at::Tensor&) {
-      const auto self = model.lock();
-      const auto entered = unit.lock();
-      if (self && entered) self->enter_backward(*entered);
-    });
+    if (const auto& made_by = output.grad_fn(); made_by && made_by->sequence_nr() < begin) continue;
+    // The user may let go of the model before backward.
+    output.register_hook([model = shared_from_this(), unit, graph = graph_](const at::Tensor&) { model->enter_backward(*unit); });
   }
 }
 
-void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf) {
-  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<GradientHook>(weak_from_this(), unit, i));
+void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,
+                                    std::function<at::Tensor(const at::Tensor&)> local) {
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<GradientHook>(weak_from_this(), unit, i, std::move(local)));
 }
 
 void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {
@@ -108,6 +156,7 @@ void HookedModel::watch_backward() {
   const auto alive = std::make_shared<char>();
   const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
   if (!engine_->begin_backward(alive, of)) return;
+  graph_may_need_kept_ = false;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
     RECORD_USER_SCOPE("FSDP::root_post_backward_callback");
     try {

@@ -32,17 +32,29 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Called at the end of each backward, when gradients may be taken.
   void on_backward_end(std::function<void()> callback) { backward_ended_ = std::move(callback); }
 
-  /// A forward of the model begins: recovers from a backward that failed, and looks whether the main parameters were written since the
-  /// last time (by an optimizer, a load, the user).
+  /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
+  /// now [Current when forward begins].
   void begin_forward();
+  /// The root forward has ended. The graph that it may have left is alive as long as something has an output of it.
+  void end_forward() { graph_.reset(); }
+  /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
+  /// there.
+  void prepare_unshard(HookedUnit& unit);
+  /// A module of the unit begins to run, in forward or in a forward that is repeated within a backward; end_call at its end, also if it
+  /// fails. False: an outer call of the unit goes on.
+  void begin_call(HookedUnit& unit);
+  bool end_call(HookedUnit& unit);
   /// The unit is about to be used by what this thread does: forward, backward, or a forward that is repeated within a backward.
   void enter(HookedUnit& unit);
   /// Backward is about to use the unit: as enter, and then the unit's `shown` callback.
   void enter_backward(HookedUnit& unit);
-  /// Backward will enter and show the unit before it computes the gradient behind each of these tensors.
+  /// Backward will enter and show the unit before it computes the gradient behind each of these tensors, which a call of the unit returns.
+  /// What the call was given and passes on is left out: its gradient comes when backward is elsewhere. Their graph keeps the model.
   void watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs);
-  /// The gradient of leaf i, and those of later backwards, go to the engine.
-  void collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf);
+  /// The gradient of leaf i, and those of later backwards, go to the engine, as `local` gives them, if there is such a function: of a leaf
+  /// that stands for tensors of several ranks, this rank's. It must not keep the model.
+  void collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,
+                         std::function<at::Tensor(const at::Tensor&)> local = {});
   /// One gradient of this rank.
   void gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient);
 
@@ -50,17 +62,37 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// for once, at the end of each backward.
   std::vector<std::size_t> take_missed();
 
+  /// What the front end has beside each unit. It stays as long as the model does, which a graph may keep longer than the front end. It must
+  /// not keep the model.
+  std::shared_ptr<void> shown_units;
+
   engine::Engine& engine() { return *engine_; }
   const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }
 
  private:
+  /// A call of a unit's modules, and the number that autograd's next operator had when it began.
+  struct Call {
+    const HookedUnit* unit;
+    std::uint64_t first_operator;
+  };
+
+  bool notice_writes();
   void watch_backward();
 
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
   std::vector<at::Tensor> watched_;
-  std::int64_t versions_ = -1;  // the sum of their versions when a forward began last; at first, what no sum is
+  std::vector<Call> calls_;      // under way, the outermost first
+  std::int64_t versions_ = -1;   // the sum of their versions when a forward began last; at first, what no sum is
+  std::uint64_t updates_ = 0;    // of optimizers, when a forward began last
+  std::shared_ptr<void> graph_;  // while a root forward runs: what it records has shares of it
+  std::weak_ptr<void> graph_is_alive_;
+  bool graph_may_need_kept_ = false;  // a root forward recorded a graph, and no backward has come since
   std::function<void()> backward_ended_;
 };
+
+/// An optimizer that updates some sharded parameters has stepped: what models keep of whole parameters is outdated, though versions may not
+/// tell (kernels for lists of tensors, and for lists in C++, count none). Any thread may call it; on all ranks alike.
+void note_update();
 
 }  // namespace fsdp::hooks

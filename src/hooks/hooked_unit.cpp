@@ -1,6 +1,7 @@
 #include "hooks/hooked_unit.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
@@ -101,6 +102,11 @@ layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int6
   return {std::move(parameters), pieces};
 }
 
+/// Null for an undefined tensor.
+const void* memory_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.unsafeGetTensorImpl()->unsafe_storage().data() : nullptr;
+}
+
 std::int64_t inner_size(const DeviceMesh& mesh) { return mesh.dims().back().size; }
 
 /// The mesh has an outer dimension of more than one rank.
@@ -193,7 +199,24 @@ void HookedUnit::allocate() {
   if (unit_->replicated_parameters()) unit_->replica_memory = memory::zeros(device, unit_->full.bytes);
   if (unit_->options.outer_sharded_optimizer) unit_->shards_memory = memory::zeros(device, unit_->shards.bytes);
   shards_.clear();
-  for (std::size_t i = 0; i < spec_.parameters.size(); ++i) shards_.push_back(make_shard(i));
+  homes_.clear();
+  for (std::size_t i = 0; i < spec_.parameters.size(); ++i) {
+    shards_.push_back(make_shard(i));
+    homes_.push_back(memory_of(shards_.back()));
+  }
+  seen_ = homes_;
+}
+
+bool HookedUnit::take_exchanged_memory() {
+  bool exchanged = false;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    const auto* const memory = memory_of(shards_[i]);
+    exchanged = std::exchange(seen_[i], memory) != memory || exchanged;
+    if (memory == homes_[i]) continue;
+    const at::NoGradGuard no_grad;
+    make_shard(i).copy_(shards_[i]);
+  }
+  return exchanged;
 }
 
 /// A contiguous tensor over a part of `memory`, which lives as long as it. It has a storage of its own that begins where it does: code that

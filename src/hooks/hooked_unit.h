@@ -78,6 +78,10 @@ class HookedUnit {
   /// This rank's part of parameter i, over the main parameters; the memory lives as long as the tensor. Always the same tensor. Needs
   /// allocate(). Undefined for an extended parameter.
   const at::Tensor& shard(std::size_t i) const;
+  /// Shards may have other memory than the main parameters: it can be exchanged below a tensor, for all that view it (share_memory_(), a
+  /// queue of torch.multiprocessing). What such shards hold is copied to the main parameters. True if some got other memory since the last
+  /// call.
+  bool take_exchanged_memory();
   /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
   at::Tensor whole(std::size_t i) const;
   /// What this rank keeps of parameter i after forward, in the given shape, if neighbours keep a copy between them: over memory that comes
@@ -115,6 +119,8 @@ class HookedUnit {
   std::unique_ptr<engine::Unit> owned_;
   engine::Unit* unit_ = nullptr;
   std::vector<at::Tensor> shards_;
+  std::vector<const void*> homes_;  ///< Of each shard: where its main parameters are.
+  std::vector<const void*> seen_;   ///< Where its memory was at the last look.
 };
 
 }  // namespace fsdp::hooks

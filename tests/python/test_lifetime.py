@@ -185,3 +185,51 @@ print_threads()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout == "2 threads of Gloo\n0 threads of Gloo\n", ended
+
+
+def test_a_graph_goes_with_its_output() -> None:
+    """And not when the garbage collector comes: it holds activations."""
+    sharded = model()
+    gc.disable()
+    try:
+        x = torch.ones(2, 4, requires_grad=True) * 2
+        left = weakref.ref(x)
+        output = sharded(x)
+        del x
+        assert left() is not None
+        del output
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_is_collected_before_backward() -> None:
+    expected = gradients(model())
+    sharded = model()
+    parameters = list(sharded.parameters())
+    loss = sharded(torch.ones(2, 4)).sum()
+    left = weakref.ref(sharded)
+    del sharded
+    gc.collect()
+    assert left() is None
+    loss.backward()
+    assert all(map(torch.equal, (p.grad.to_local() for p in parameters), expected))
+
+
+def test_a_module_that_stores_its_output_goes() -> None:
+    sharded = model()
+    sharded[1].output = sharded(torch.ones(2, 4))
+    left = weakref.ref(sharded)
+    del sharded
+    gc.collect()
+    assert left() is None
+
+
+def test_a_hook_that_goes_with_its_model_is_missed() -> None:
+    sharded = model()
+    sharded[0].set_all_reduce_hook(lambda gradient: None)
+    loss = sharded(torch.ones(2, 4)).sum()
+    del sharded
+    gc.collect()
+    with pytest.raises(RuntimeError, match="hook of set_all_reduce_hook; keep the model"):
+        loss.backward()

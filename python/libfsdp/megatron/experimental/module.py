@@ -67,6 +67,7 @@ class FsdpContext:
         for module in _alive(self._modules):
             for state in states_of(cast("nn.Module", module)):
                 if state.unit is not None:
+                    state.unit.updated_after_backward = last
                     state.unit.requires_gradient_sync = last or not module._strategy.defers_all
                     state.unit.requires_all_reduce = last or not (
                         module._strategy.defers_all or module._strategy.defers_outer
