@@ -206,6 +206,7 @@ class Model:
     def zero_gradients(self) -> None:
         """Drops gradients that were not delivered yet, also those that are not reduced. Not inside of a backward."""
         self.engine.zero_grad()
+        self._finalization = None  # What was being reduced is dropped, too.
 
     def end_backwards(self) -> None:
         """Ends those of all microbatches: reduces what they have left, and frees what is freed after a backward."""

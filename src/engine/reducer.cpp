@@ -286,8 +286,9 @@ void Reducer::take_result(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   gradients.staging.release();
   allocate_main_gradient(unit);
-  for (std::size_t k = 0; k < unit.main_gradient.size(); ++k) {
-    unit.main_gradient[k].copy_(Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    unit.main_region(gradients.reduced[k], unit.inner_pieces())
+        .copy_(Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
   }
 }
 

@@ -318,6 +318,9 @@ class MegatronFSDP(nn.Module):
         """The engine has ended a backward."""
         self._fused_gradients.end_backward()
         self.microbatch_count += 1
+        if self._model is not None and self._model._finalization is not None:
+            # Of start_grad_sync(), before this backward, which has waited for it. What this one has collected is reduced later.
+            self._model.finish_finalization(self._model._finalization)
         if self.model_auto_sync:
             self._scalars.reduce()
             self._gradients.install()
@@ -424,7 +427,7 @@ class MegatronFSDP(nn.Module):
 
         Args:
             unused: for Megatron-Core's hooks.
-            force_sync: gather all, and wait.
+            force_sync: gather all, and wait. ``parameters()`` are whole then, until a forward, a step or ``synchronize_param_gather()``.
             force_dispatch: as of Megatron-Core's DDP.
         """
         if self.strategy == ShardingStrategy.NO_SHARD:
@@ -443,8 +446,9 @@ class MegatronFSDP(nn.Module):
             state.reshard()
 
     def install_optimized_model_weights(self) -> None:
-        """Says that the optimizer has written its weights: the next forward gathers them anew."""
+        """Says that the optimizer has written its weights: ``parameters()`` are these, and the next forward gathers them anew."""
         self._awaits_install = False
+        self._show_shards()
         if self._model is not None:
             self._model.engine.main_parameters_changed()
 

@@ -60,8 +60,10 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
         install_optimized_model_weights: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if sync_grad_before_optimizer_step and not model.model_auto_sync:
+        # Backwards within no_sync() leave gradients unreduced under automatic synchronization, too.
+        if sync_grad_before_optimizer_step and (not model.model_auto_sync or model.microbatch_count > 0):
             model.finish_grad_sync()
+        model._show_shards()  # What start_param_sync() has gathered shows the weights from before the step.
         model._gradients.install()  # A forward since the last backward has put main gradients back.
         result = base_step(*args, **kwargs)
         if install_optimized_model_weights:

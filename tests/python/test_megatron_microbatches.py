@@ -1,0 +1,124 @@
+"""Calls between the backwards of one update, in all orders: every gradient counts once, and none that was dropped."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.megatron import STRATEGIES, batch, mean_gradients, plain_model, shard, whole
+from support.ranks import StartRanks
+from torch.distributed.tensor import DTensor
+
+from libfsdp.megatron import MegatronFSDP, fully_shard_optimizer
+
+# Numbers are backwards of that batch.
+PROGRAMS = {
+    "dropped after start, by the optimizer": (0, "start", "zero_grad", 1),
+    "dropped after start, keeping tensors": (0, "start", "zeros", 1),
+    "dropped after start, by the model": (0, "start", "zero_grad_buffer", 1),
+    "dropped after finish": (0, "start", "finish", "zero_grad", 1),
+    "a backward after start": (0, "start", 1),
+    "a backward after start, and finish": (0, "start", 1, "finish"),
+    "two starts": (0, "start", 1, "start", 2),
+    "two starts, and what lies between is waited for": (0, "start", "wait", 1, "start", 2, "finish"),
+    "a backward after finish": (0, "start", "finish", 1),
+    "no_sync alone": ("no_sync", 0, 1),
+    "no_sync, and one that is synchronized": ("no_sync", 0, 1, "sync", 2),
+    "no_sync in the end": (0, "no_sync", 1),
+    "no_sync, which start follows": ("no_sync", 0, "start", 1),
+    "no_sync is dropped": ("no_sync", 0, "zero_grad", 1),
+}
+
+
+def kept(program: tuple[Any, ...]) -> list[int]:
+    """The batches of which the step is."""
+    dropped = max((i for i, call in enumerate(program) if str(call).startswith("zero")), default=-1)
+    return [call for call in program[dropped + 1 :] if isinstance(call, int)]
+
+
+def run_calls(model: MegatronFSDP, optimizer: torch.optim.Optimizer, program: tuple[Any, ...]) -> None:
+    synchronizes = True
+    for call in program:
+        if isinstance(call, int) and synchronizes:
+            model(batch(call, dist.get_rank())).square().mean().backward()
+        elif isinstance(call, int):
+            with model.no_sync():
+                model(batch(call, dist.get_rank())).square().mean().backward()
+        elif call in ("no_sync", "sync"):
+            synchronizes = call == "sync"
+        else:
+            {
+                "start": model.start_grad_sync,
+                "finish": model.finish_grad_sync,
+                "wait": model.synchronize_gradient_reduce,
+                "zero_grad": optimizer.zero_grad,
+                "zeros": lambda: optimizer.zero_grad(set_to_none=False),
+                "zero_grad_buffer": model.zero_grad_buffer,
+            }[call]()
+
+
+def follow(strategy: str, kind: str, programs: list[tuple[Any, ...]]) -> None:
+    """Each program twice in one run: nothing of the first is left for the second."""
+    for overlap, auto in itertools.product((False, True), repeat=2):
+        reference = plain_model()
+        model = shard(plain_model(), strategy, kind, overlap_grad_reduce=overlap, sync_model_each_microbatch=auto)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        for program, _ in itertools.product(programs, range(2)):
+            gradients = mean_gradients(reference, kept(program))
+            run_calls(model, optimizer, program)
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, q, gradient in zip(model.parameters(), reference.parameters(), gradients, strict=True):
+                q.data.sub_(gradient, alpha=0.5)
+                torch.testing.assert_close(
+                    whole(p.detach()),
+                    q.detach(),
+                    rtol=1e-4,
+                    atol=1e-5,
+                    msg=lambda text, case=(program, overlap, auto): f"{case}: {text}",
+                )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_on_two_ranks(ranks: StartRanks, program: str) -> None:
+    for strategy in STRATEGIES:
+        ranks(2).run(follow, strategy, "fsdp", [PROGRAMS[program]])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_after_the_other_with_replicas(ranks: StartRanks, strategy: str) -> None:
+    ranks(4).run(follow, strategy, "hsdp", list(PROGRAMS.values()))
+
+
+def test_one_after_the_other_over_two_dimensions(ranks: StartRanks) -> None:
+    ranks(4).run(follow, "optim_grads_params", "hfsdp", list(PROGRAMS.values()))
+
+
+def gather_before_step(strategy: str, installs: bool) -> None:
+    """start_param_sync gathers for a forward. After a step that comes before one, parameters() are the new values."""
+    reference = plain_model()
+    model = shard(plain_model(), strategy)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(2):
+        gradients = mean_gradients(reference, [step])
+        model(batch(step, dist.get_rank())).square().mean().backward()
+        model.start_param_sync(force_sync=True)
+        optimizer.step(install_optimized_model_weights=installs)
+        for p, q, gradient in zip(model.parameters(), reference.parameters(), gradients, strict=True):
+            q.data.sub_(gradient, alpha=0.5)
+            assert isinstance(p, DTensor)
+            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
+        model.install_optimized_model_weights()
+        model.start_param_sync(force_sync=True)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_after_a_step_are_the_new_ones(ranks: StartRanks, strategy: str) -> None:
+    for installs in (True, False):
+        ranks(2).run(gather_before_step, strategy, installs)
