@@ -12,6 +12,7 @@ from libfsdp import _C
 from libfsdp._buffer_memory import refuse_custom_collectives, use_memory_of_group, use_symmetric_memory
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._mesh import sharding_mesh
+from libfsdp._optimizers import drop_gradients
 from libfsdp._states import state_of, states_in
 
 if TYPE_CHECKING:
@@ -87,6 +88,20 @@ class FSDPModule:
         for state in states:
             state.unshard(wait=not async_op)
         return UnshardHandle(states) if async_op else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's, whatever the module shows; gradients that are not synchronized are dropped, too. Not within a backward."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        states = self._states(recurse=True)
+        for parameter in (parameter for state in states for parameter in state.parameters):
+            place, shard = parameter.places[0], parameter.sharded
+            if shard.grad is None or place.module._parameters.get(place.name) is shard:
+                continue
+            if set_to_none:
+                shard.grad = None
+            else:
+                shard.grad.zero_()
+        drop_gradients(states)
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: frees what was gathered, and drops gradients that are not reduced.

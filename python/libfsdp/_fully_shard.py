@@ -26,6 +26,7 @@ from libfsdp._sharded_parameter import Place
 from libfsdp._spmd import spmd_mesh
 from libfsdp._state import ShardState
 from libfsdp._states import state_of
+from libfsdp._warnings import tell_of_early_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,6 +147,7 @@ def fully_shard(
             )
     managed = _managed_modules(modules, ignored_params)
     parameters = _managed_parameters(managed, ignored_params or set())
+    tell_of_early_hooks([(places[0].name, parameter) for parameter, places in parameters])
     _move_to_device(managed, parameters, ranks.device, ignored_params or set())
     placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
     dim_of = {parameter: 0 if placements == "no_shard" else dim for _, dim, parameter in placed}

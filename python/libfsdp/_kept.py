@@ -41,4 +41,6 @@ def kept_parameter(
         mesh, (Replicate(), Shard(0)), tensor_meta=TensorMeta(parameter.shape, stride, parameter.whole.dtype)
     )
     local = unit.kept(i, shape)
-    return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=False)
+    kept = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=False)
+    kept._libfsdp_identity = parameter.identity
+    return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Plac
         grad_dtype=state.beyond.grad_dtype_of(parameter),
         extended=quantized is not None or is_extended(local),
         quantized=quantized,
+        before=weakref.ref(parameter),
     )
 
 

@@ -14,6 +14,7 @@ from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
 from libfsdp._sharded_parameter import refuse_shared
+from libfsdp._warnings import Warnings
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Model:
         self.set_manual_finalization(root.manual_finalization)
         self._finalization: GradientReductionHandle | None = None
         self._missed = MissedUnits([(name, state) for name, state, _ in below])
+        self.warnings = Warnings([(name, state) for name, state, _ in below])
         position_of: dict[ShardState, int] = {}
         for _, state, enclosing in below:
             state.model = self
@@ -190,6 +192,7 @@ class Model:
         """True: None, from a model that is no more, has the engine deliver the gradients."""
         self.forward_root = None
         self._missed.tell(self.engine.take_missed())
+        self.warnings.stale(self.engine.take_stale())
         for state in self.states:
             state.modules_to_run.clear()
             if state.unit is None:

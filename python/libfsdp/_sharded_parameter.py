@@ -63,6 +63,7 @@ class ShardedParameter:
         extended: its tensor says itself how it is gathered, or it is quantized.
         quantized: how its whole form is made, where that has fewer bits than what is gathered.
         trainable: the unit has room for its gradient.
+        before: the parameter that the module had before fully_shard; None when nobody has it any more.
         attributes: that users have set on it, and both forms are to have.
         whole: the parameter that they have while they compute; of an extended one, when it has been gathered once.
     """
@@ -82,6 +83,7 @@ class ShardedParameter:
     grad_dtype: torch.dtype | None = None
     extended: bool = False
     quantized: QuantizedForm | None = field(default=None, repr=False)
+    before: Callable[[], torch.Tensor | None] = field(default=lambda: None, repr=False)
     trainable: bool = True
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: nn.Parameter | None = field(default=None, repr=False)

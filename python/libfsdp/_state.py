@@ -21,6 +21,7 @@ from libfsdp._kept import kept_parameter
 from libfsdp._making import make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model, Running, form
+from libfsdp._optimizers import remember
 from libfsdp._sharded_parameter import (
     Place,
     ShardedParameter,
@@ -109,6 +110,7 @@ class ShardState(AsFSDP2State):
         self.unit: _C.Unit | None = make_unit(self) if parameters else None
         if self.unit is not None:
             self.unit.kept_across_forwards = not self.reshards_after_forward
+        remember(self)
         self._take_values([parameter for parameter, _ in parameters])
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
@@ -127,6 +129,11 @@ class ShardState(AsFSDP2State):
         if self.is_replicated:
             return 0
         return size if not isinstance(size, bool) and 1 < size < self.mesh.shard_size else 0
+
+    @property
+    def is_trained(self) -> bool:
+        """Gradients of some parameter are collected."""
+        return any(parameter.trainable for parameter in self.parameters)
 
     @property
     def offloads(self) -> bool:
@@ -231,6 +238,7 @@ class ShardState(AsFSDP2State):
         if parameter.whole_spec is not None:
             whole = DTensor(whole, parameter.whole_spec, requires_grad=False)
         leaf = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
+        leaf._libfsdp_identity = parameter.identity
         vars(leaf).update(parameter.attributes)
         if parameter.grad_dtype is not None:
             leaf.grad_dtype = self.mp_policy.reduce_dtype or parameter.grad_dtype
@@ -292,6 +300,9 @@ class ShardState(AsFSDP2State):
             for p, now in zip(self.parameters, registered, strict=True)
         ]
         self.unit.hide()
+        assigned = self.unit.with_assigned_data()
+        if assigned and self.model is not None:
+            self.model.warnings.data([self.parameters[i].name for i in assigned])
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
         names = [p.name for p, value in zip(self.parameters, found, strict=True) if not self._has_form_of(p, value)]
@@ -481,4 +492,5 @@ class ShardState(AsFSDP2State):
         """What was reduced becomes the shards' gradients, added to those that they have."""
         assert self.unit is not None
         assert self.model is not None
-        self.model.engine.deliver_gradients(self.unit, self.all_reduce_hook)
+        if self.model.engine.deliver_gradients(self.unit, self.all_reduce_hook):
+            self.model.warnings.hooks(self.parameters)

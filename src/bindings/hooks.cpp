@@ -124,8 +124,9 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, boo
   return taken;
 }
 
-/// What was reduced of a unit becomes its shards' gradients. `hook`, if it is not None, gets them all before, as one flat tensor.
-void deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& hook) {
+/// What was reduced of a unit becomes its shards' gradients. `hook`, if it is not None, gets them all before, as one flat tensor. True if
+/// some shard has hooks on its gradient, which nobody calls.
+bool deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& hook) {
   const bool has_hook = !hook.is_none();
   TakenGradients taken;
   {
@@ -133,7 +134,11 @@ void deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& h
     taken = take_gradients(model, *shown.hooked(), has_hook);
   }
   if (has_hook && taken.together) hook(*taken.together);
-  shown.deliver(taken.of_parameters);
+  return shown.deliver(taken.of_parameters);
+}
+
+void note_step(const Units& units) {
+  for (const auto& unit : units) ++unit->hooked()->steps;
 }
 
 /// `callback` returns None where what it belongs to has been collected: the parameters get their gradients all the same.
@@ -269,6 +274,7 @@ void bind_hooks(py::module_& module) {
       .def("hide", &ShownUnit::hide)
       .def("settle", &ShownUnit::settle)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
+      .def("with_assigned_data", &ShownUnit::with_assigned_data)
       .def("set_prefetch", &set_prefetch)
       .def(
           "set_mesh", [](ShownUnit& self, const DeviceMesh& mesh) { self.hooked()->set_mesh(mesh); }, kNoGil)
@@ -356,6 +362,7 @@ void bind_hooks(py::module_& module) {
           "set_keeps_storage",
           [](HookedModel& model, ShownUnit& unit, bool keeps) { model.engine().set_keeps_storage(unit.hooked()->unit(), keeps); }, kNoGil)
       .def("take_missed", &HookedModel::take_missed)
+      .def("take_stale", &HookedModel::take_stale)
       .def(
           "zero_grad", [](HookedModel& model) { model.engine().zero_grad(); }, kNoGil)
       .def(
@@ -367,6 +374,7 @@ void bind_hooks(py::module_& module) {
       .def("memory_stats", &memory_stats)
       .def("wire_stats", &wire_stats);
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
+  module.def("note_step", &note_step, "An optimizer that has parameters of these units is about to step.");
   module.def("inside_backward", &engine::inside_backward, "True inside of a backward.");
 }
 

@@ -5,6 +5,15 @@
 namespace py = pybind11;
 
 namespace fsdp::bindings {
+namespace {
+
+/// Null where there is none.
+const c10::StorageImpl* memory_of(const py::handle& tensor) {
+  const auto* const impl = THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl();
+  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+}  // namespace
 
 ShownUnit::ShownUnit(hooks::UnitSpec spec) {
   const py::gil_scoped_release no_gil;  // Ranks may meet.
@@ -15,6 +24,7 @@ ShownUnit::ShownUnit(hooks::UnitSpec spec) {
 void ShownUnit::set_parameters(std::size_t i, py::object shard, py::object whole) {
   parameters_.at(i).shard = std::move(shard);
   parameters_[i].whole = std::move(whole);
+  parameters_[i].own_memory = memory_of(parameters_[i].shard);
 }
 
 void ShownUnit::add_place(std::size_t i, py::dict parameters, py::str name, py::object module) {
@@ -78,11 +88,23 @@ void ShownUnit::settle() {
   hide();
 }
 
+/// A DTensor's rows are the unit's. (Memory may be exchanged below all tensors over it: the storage is the same then.)
+bool ShownUnit::has_its_rows(std::size_t i) const {
+  const auto& parameter = parameters_[i];
+  const auto& shard = hooked_->shard(i);
+  if (!shard.defined() || parameter.wrap.is_none()) return true;
+  static PyObject* const local = PyUnicode_InternFromString("_local_tensor");
+  const auto rows = py::reinterpret_steal<py::object>(PyObject_GetAttr(parameter.shard.ptr(), local));
+  if (!rows) throw py::error_already_set();
+  return memory_of(rows) == shard.storage().unsafeGetStorageImpl();
+}
+
 bool ShownUnit::has_its_parameters() {
   take_trainability();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     if (!hooked_->spec().parameters[i].trainable && THPVariable_Unpack(parameter.shard.ptr()).requires_grad()) return false;
+    if (memory_of(parameter.shard) != parameter.own_memory || !has_its_rows(i)) return false;
     const auto& expected = parameter.as(shown_);
     for (const auto& place : parameter.places) {
       if (PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) != expected.ptr()) return false;
@@ -91,8 +113,19 @@ bool ShownUnit::has_its_parameters() {
   return true;
 }
 
-void ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients) {
+std::vector<std::size_t> ShownUnit::with_assigned_data() const {
+  std::vector<std::size_t> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = parameters_[i];
+    const bool is_wrapped = parameter.shard && !parameter.wrap.is_none();
+    if (is_wrapped && memory_of(parameter.shard) != parameter.own_memory && has_its_rows(i)) found.push_back(i);
+  }
+  return found;
+}
+
+bool ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients) {
   const at::NoGradGuard no_grad;
+  bool has_hooks = false;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!gradients[i]) continue;
     auto& parameter = parameters_[i];
@@ -105,10 +138,12 @@ void ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients)
       const py::object gradient = parameter.wrap.is_none() ? py::cast(*gradients[i]) : parameter.wrap(*gradients[i]);
       shard.mutable_grad() = THPVariable_Unpack(gradient.ptr());
     }
+    if (!torch::autograd::impl::hooks(shard).empty()) has_hooks = has_hooks || py::len(parameter.shard.attr("_backward_hooks")) > 0;
     if (!torch::autograd::impl::post_acc_grad_hooks(shard)) continue;
     const py::list hooks(parameter.shard.attr("_post_accumulate_grad_hooks").attr("values")());
     for (const auto hook : hooks) hook(parameter.shard);
   }
+  return has_hooks;
 }
 
 }  // namespace fsdp::bindings

@@ -34,8 +34,8 @@ class ShownUnit {
   void show();
   void show_kept();
   void hide();
-  /// False if some module has another parameter in a place than the one that it was given, or if one that was frozen when the unit was made
-  /// is to be trained now.
+  /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
+  /// to be trained now, or if a shard was given other memory (`data`, `_local_tensor`).
   bool has_its_parameters();
   /// A root forward begins: modules show shards, unless the whole parameters are there and stay. Then these are trained as the shards are.
   void settle();
@@ -45,7 +45,12 @@ class ShownUnit {
   void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = std::move(wrap); }
   /// Reduced gradients, where there are any, become those of the shards, or are added to them; then the shards' hooks on accumulated
   /// gradients run.
-  void deliver(const std::vector<std::optional<at::Tensor>>& gradients);
+  ///
+  /// Returns true if some shard has hooks on its gradient (register_hook): autograd computes no gradient of a shard, and calls none.
+  bool deliver(const std::vector<std::optional<at::Tensor>>& gradients);
+  /// The DTensors whose `data` was assigned since set_parameters, in vain: that exchanges the wrapper's own memory, which is empty, and
+  /// leaves the rows as they are.
+  std::vector<std::size_t> with_assigned_data() const;
 
   const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
 
@@ -62,6 +67,7 @@ class ShownUnit {
     pybind11::object shard;
     pybind11::object whole;
     pybind11::object kept;
+    const c10::StorageImpl* own_memory = nullptr;  ///< Of the shard when it was given; a DTensor's is empty. Compared, never read.
     std::vector<Place> places;
     pybind11::object wrap;
     bool trained =
@@ -73,6 +79,7 @@ class ShownUnit {
       return form == Shown::kKept && kept ? kept : shard;
     }
   };
+  bool has_its_rows(std::size_t i) const;
   void train_as_shards(Shown form);
   void take_trainability();
   void put(Shown form);

@@ -134,7 +134,10 @@ void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vect
   for (const auto& output : outputs) {
     if (const auto& made_by = output.grad_fn(); made_by && made_by->sequence_nr() < begin) continue;
     // The user may let go of the model before backward.
-    output.register_hook([model = shared_from_this(), unit, graph = graph_](const at::Tensor&) { model->enter_backward(*unit); });
+    output.register_hook([model = shared_from_this(), unit, graph = graph_, steps = unit->steps](const at::Tensor&) {
+      if (unit->steps != steps) unit->stale_in_backward = true;
+      model->enter_backward(*unit);
+    });
   }
 }
 
@@ -178,6 +181,14 @@ std::vector<std::size_t> HookedModel::take_missed() {
     units_[k]->entered_in_backward = false;
   }
   return missed;
+}
+
+std::vector<std::size_t> HookedModel::take_stale() {
+  std::vector<std::size_t> stale;
+  for (std::size_t k = 0; k < units_.size(); ++k) {
+    if (std::exchange(units_[k]->stale_in_backward, false)) stale.push_back(k);
+  }
+  return stale;
 }
 
 }  // namespace fsdp::hooks

@@ -61,6 +61,8 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// The positions of units to which the last backward gave gradients, though it has neither entered them nor repeated their forward. Asked
   /// for once, at the end of each backward.
   std::vector<std::size_t> take_missed();
+  /// As above: of units whose parameters an optimizer has stepped between the forward and the last backward.
+  std::vector<std::size_t> take_stale();
 
   /// What the front end has beside each unit. It stays as long as the model does, which a graph may keep longer than the front end. It must
   /// not keep the model.

@@ -105,6 +105,11 @@ class HookedUnit {
   /// The running backward gave it a gradient without that.
   bool missed_in_backward = false;
 
+  /// Steps of optimizers that have parameters of it.
+  std::uint64_t steps = 0;
+  /// The running backward goes back through a forward that such a step has followed.
+  bool stale_in_backward = false;
+
   /// An engine takes the unit.
   std::unique_ptr<engine::Unit> release();
   /// An engine has given it back.

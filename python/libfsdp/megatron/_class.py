@@ -318,9 +318,9 @@ class MegatronFSDP(nn.Module):
         """The engine has ended a backward."""
         self._fused_gradients.end_backward()
         self.microbatch_count += 1
-        if self._model is not None and self._model._finalization is not None:
-            # Of start_grad_sync(), before this backward, which has waited for it. What this one has collected is reduced later.
-            self._model.finish_finalization(self._model._finalization)
+        model = self._model
+        if model is not None and model._finalization is not None:
+            model.finish_finalization(model._finalization)  # This backward has waited for what start_grad_sync() began.
         if self.model_auto_sync:
             self._scalars.reduce()
             self._gradients.install()
@@ -420,6 +420,10 @@ class MegatronFSDP(nn.Module):
         self._scalars.zero(keep=keep)
         self.microbatch_count = 0
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As zero_grad_buffer."""
+        self.zero_grad_buffer(keep_tensors=not set_to_none)
+
     # Parameters.
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -477,8 +481,7 @@ class MegatronFSDP(nn.Module):
         """The ranks."""
         return self.dist_index
 
-    def _replace_param_with_distributed_if_needed(self) -> None:
-        self._show_shards()
+    _replace_param_with_distributed_if_needed = _show_shards
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's.

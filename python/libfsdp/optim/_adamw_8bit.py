@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from libfsdp import _C
+from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._fused import make_adam_state
 from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
@@ -23,7 +24,7 @@ _BLOCK = 256
 _QUANTIZED = ("state1", "absmax1", "state2", "absmax2")
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(BeginsAnew):
     """AdamW with 2 + 8/256 bytes of state per element instead of 8, stepped in C++, on the CPU.
 
     Of each block of 256 elements the largest magnitude of a moment is kept in fp32 (``absmax1``, ``absmax2``), and each element,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from libfsdp import _C
+from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._preparing import is_skipped, loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
-class _InOneCall(torch.optim.Optimizer):
+class _InOneCall(BeginsAnew):
     """The step that Adam, AdamW and SGD have in place of torch's."""
 
     _step_supports_amp_scaling = True

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from libfsdp import _C
 from libfsdp._mesh import device_of
+from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _work(rows: int, columns: int) -> float:
     return float(rows) * columns * min(rows, columns)
 
 
-class Muon(torch.optim.Muon):
+class Muon(BeginsAnew, torch.optim.Muon):
     """torch.optim.Muon, stepped in C++.
 
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Of a sharded matrix each rank has some rows (or columns),

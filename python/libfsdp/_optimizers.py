@@ -1,0 +1,131 @@
+"""What is known of optimizers: whose parameters they step, and which they would step in vain."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from libfsdp import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from libfsdp._sharded_parameter import ShardedParameter
+    from libfsdp._state import ShardState
+
+# By the identity of a parameter, which all of its forms have.
+_states: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
+_parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
+
+
+def remember(state: ShardState) -> None:
+    """The state's parameters can be found by what optimizers have of them."""
+    for parameter in state.parameters:
+        _states[parameter.identity] = state
+        _parameters[parameter.identity] = parameter
+
+
+@dataclass
+class _Owners:
+    """Of an optimizer's parameters.
+
+    Attributes:
+        key: of the groups that were looked at.
+        stepped: states some of whose parameters it has.
+        complete: those of them all of whose trained parameters it has.
+    """
+
+    key: list[tuple[int, int]]
+    stepped: list[weakref.ref[ShardState]] = field(default_factory=list)
+    complete: list[weakref.ref[ShardState]] = field(default_factory=list)
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Owners] = weakref.WeakKeyDictionary()
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> _Owners:
+    """Looked up anew when groups have changed: a step is not to look at each parameter."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    key = [(len(parameters), id(parameters[0]) if parameters else 0) for parameters in lists]
+    owners = _known.get(optimizer)
+    if owners is None or owners.key != key:
+        owners = _known[optimizer] = _look_at(optimizer, key)
+    return owners
+
+
+def _look_at(optimizer: torch.optim.Optimizer, key: list[tuple[int, int]]) -> _Owners:
+    having: dict[ShardState, set[int]] = {}
+    earlier, whole = [], []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        identity = getattr(p, "_libfsdp_identity", -1)
+        state, parameter = _states.get(identity), _parameters.get(identity)
+        if state is None or parameter is None:
+            continue
+        if p is parameter.sharded:
+            having.setdefault(state, set()).add(parameter.identity)
+        elif p.grad is None and p is parameter.before():
+            earlier.append(parameter.name)
+        elif p.grad is None and (p is parameter.whole or p is parameter.kept):
+            whole.append(parameter.name)
+    _tell(optimizer, earlier, "from before fully_shard, which the model has no more", "after fully_shard")
+    _tell(
+        optimizer,
+        whole,
+        "that modules show while they compute",
+        "while they are shards: before a forward, or after a backward",
+    )
+    owners = _Owners(key)
+    for state, identities in having.items():
+        owners.stepped.append(weakref.ref(state))
+        if all(p.identity in identities for p in state.parameters if p.sharded.requires_grad):
+            owners.complete.append(weakref.ref(state))
+    return owners
+
+
+def _tell(optimizer: torch.optim.Optimizer, names: list[str], which: str, when: str) -> None:
+    if names:
+        warnings.warn(
+            f"{type(optimizer).__name__} does not train {names}: it has parameters {which}. Make it of model.parameters() {when}",
+            stacklevel=2,
+        )
+
+
+def _alive(states: Iterable[weakref.ref[ShardState]]) -> Iterator[ShardState]:
+    return (state for reference in states if (state := reference()) is not None and state.unit is not None)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before the step, so that forwards and backwards of a closure come after it."""
+    owners = _owners(optimizer)
+    if owners.stepped:
+        _C.note_step([state.unit for state in _alive(owners.stepped) if state.unit is not None])
+
+
+register_optimizer_step_pre_hook(_note_step)
+
+
+class BeginsAnew(torch.optim.Optimizer):
+    """An optimizer whose zero_grad drops gradients that are not synchronized, too."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; and what backwards without synchronization have left, if it has all trained parameters of their model."""
+        super().zero_grad(set_to_none)
+        drop_gradients(_alive(_owners(self).complete))
+
+
+def drop_gradients(states: Iterable[ShardState]) -> None:
+    """What backwards have left in the engine, and not given to parameters, of models all of whose trained units are among these.
+
+    Within a backward nothing: it is on its way.
+    """
+    if _C.inside_backward():
+        return
+    dropped = set(states)
+    for model in {state.model for state in dropped if state.model is not None}:
+        if all(state in dropped or not state.is_trained for state in model.states):
+            model.zero_gradients()
