@@ -7,11 +7,11 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "bindings/errors.h"
 #include "bindings/python_gather_extension.h"
 #include "bindings/shown_unit.h"
 #include "engine/autograd_phase.h"
 #include "engine/buffer.h"
-#include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
 
@@ -228,19 +228,7 @@ py::dict wire_stats(HookedModel& model) {
 }  // namespace
 
 void bind_hooks(py::module_& module) {
-  static py::exception<Error> error(module, "Error", PyExc_RuntimeError);
-  static py::exception<CommError> comm_error(module, "CommError", error.ptr());
-  error.attr("__doc__") = "Bad input or misuse; the message names the parameter, unit or variable, and the way out.";
-  comm_error.attr("__doc__") = "A peer failed, left, or does something else: look for the rank that failed first.";
-  py::register_exception_translator([](std::exception_ptr thrown) {
-    try {
-      if (thrown) std::rethrow_exception(thrown);
-    } catch (const CommError& failure) {
-      PyErr_SetString(comm_error.ptr(), failure.what());
-    } catch (const Error& failure) {
-      PyErr_SetString(error.ptr(), failure.what());
-    }
-  });
+  bind_errors(module);
 
   py::class_<hooks::ParameterSpec>(module, "ParameterSpec", "One parameter of a unit that is to be made.")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("shape"), py::arg("shard_dim"), py::arg("dtype"),
@@ -305,12 +293,14 @@ void bind_hooks(py::module_& module) {
   py::class_<HookedModel, std::shared_ptr<HookedModel>>(module, "Model", "The units of a model, and the engine that moves them.")
       .def(
           py::init([](const DeviceMesh& mesh, std::uint64_t number, int prefetch_depth, std::int64_t keep_gathered_bytes, bool report_nan) {
-            return std::make_shared<HookedModel>(engine::EngineOptions{.mesh = mesh,
-                                                                       .tensor_parallel = {},
-                                                                       .model = number,
-                                                                       .prefetch_depth = prefetch_depth,
-                                                                       .keep_gathered_bytes = keep_gathered_bytes,
-                                                                       .report_nan_in_param_grad = report_nan});
+            auto model = std::make_shared<HookedModel>(engine::EngineOptions{.mesh = mesh,
+                                                                             .tensor_parallel = {},
+                                                                             .model = number,
+                                                                             .prefetch_depth = prefetch_depth,
+                                                                             .keep_gathered_bytes = keep_gathered_bytes,
+                                                                             .report_nan_in_param_grad = report_nan});
+            model->on_error_in_backward(&throw_into_autograd);
+            return model;
           }),
           py::arg("mesh"), py::arg("number"), py::kw_only(), py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"),
           py::arg("report_nan"))

@@ -33,7 +33,8 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
     const auto gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
     const auto model = model_.lock();
     const auto unit = unit_.lock();
-    if (gradient.defined() && model && unit) model->gradient(*unit, index_, local_ ? local_(gradient) : gradient);
+    if (!gradient.defined() || !model || !unit) return;
+    model->in_autograd([&] { model->gradient(*unit, index_, local_ ? local_(gradient) : gradient); });
   }
 
  private:
@@ -136,7 +137,7 @@ void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vect
     // The user may let go of the model before backward.
     output.register_hook([model = shared_from_this(), unit, graph = graph_, steps = unit->steps](const at::Tensor&) {
       if (unit->steps != steps) unit->stale_in_backward = true;
-      model->enter_backward(*unit);
+      model->in_autograd([&] { model->enter_backward(*unit); });
     });
   }
 }
@@ -162,16 +163,20 @@ void HookedModel::watch_backward() {
   graph_may_need_kept_ = false;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
     RECORD_USER_SCOPE("FSDP::root_post_backward_callback");
-    try {
-      self->engine_->end_backward();
-    } catch (const CommError&) {
-      throw;
-    } catch (...) {  // A report on gradients: they are the user's all the same.
-      if (self->backward_ended_) self->backward_ended_();
-      throw;
-    }
-    if (self->backward_ended_) self->backward_ended_();
+    self->in_autograd([&] { self->end_backward(); });
   });
+}
+
+void HookedModel::end_backward() {
+  try {
+    engine_->end_backward();
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {  // A report on gradients: they are the user's all the same.
+    if (backward_ended_) backward_ended_();
+    throw;
+  }
+  if (backward_ended_) backward_ended_();
 }
 
 std::vector<std::size_t> HookedModel::take_missed() {

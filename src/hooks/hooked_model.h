@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "fsdp/error.h"
 #include "hooks/hooked_unit.h"
 
 namespace fsdp::hooks {
@@ -31,6 +32,10 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
 
   /// Called at the end of each backward, when gradients may be taken.
   void on_backward_end(std::function<void()> callback) { backward_ended_ = std::move(callback); }
+
+  /// `rethrow` is called while an Error is about to leave one of this model's hooks into autograd, which knows only torch's exceptions and
+  /// the front end's: it throws the latter.
+  void on_error_in_backward(std::function<void(const Error&)> rethrow) { rethrow_ = std::move(rethrow); }
 
   /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
   /// now [Current when forward begins].
@@ -71,6 +76,17 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   engine::Engine& engine() { return *engine_; }
   const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }
 
+  /// Runs what autograd has called.
+  template <typename Work>
+  void in_autograd(const Work& work) const {
+    try {
+      work();
+    } catch (const Error& error) {
+      if (rethrow_) rethrow_(error);
+      throw;
+    }
+  }
+
  private:
   /// A call of a unit's modules, and the number that autograd's next operator had when it began.
   struct Call {
@@ -80,6 +96,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
 
   bool notice_writes();
   void watch_backward();
+  void end_backward();
 
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
@@ -91,6 +108,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::weak_ptr<void> graph_is_alive_;
   bool graph_may_need_kept_ = false;  // a root forward recorded a graph, and no backward has come since
   std::function<void()> backward_ended_;
+  std::function<void(const Error&)> rethrow_;
 };
 
 /// An optimizer that updates some sharded parameters has stepped: what models keep of whole parameters is outdated, though versions may not

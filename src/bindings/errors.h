@@ -1,0 +1,16 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "fsdp/error.h"
+
+namespace fsdp::bindings {
+
+/// Adds `Error` and `CommError` to the module, as which the library's errors arrive in Python.
+void bind_errors(pybind11::module_& module);
+
+/// Throws the error as autograd keeps it on its way through backward(): pybind11's translation does not run there, and every exception of
+/// C++ becomes a RuntimeError. Needs no GIL.
+[[noreturn]] void throw_into_autograd(const Error& error);
+
+}  // namespace fsdp::bindings
