@@ -116,11 +116,10 @@ class FSDPModule:
         state.model.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, the next backwards leave reductions under way, and gradients appear after one with True."""
-        state = self._get_fsdp_state()
-        state.is_last_backward = is_last_backward
-        if state.model is not None:
-            state.model.set_is_last_backward(is_last_backward)
+        """Does nothing: each backward that reduces gradients gives them, and has waited for them.
+
+        FSDP2 gives them, too, but leaves it to the last backward to order the current stream behind them.
+        """
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """With True, backwards end without reducing what they have left; ``finalize_backward`` does, once for all of them.

@@ -367,10 +367,12 @@ def test_diagnostics(ranks: StartRanks) -> None:
 
 def delayed() -> None:
     model = shard(plain())
-    model.set_is_last_backward(False)
+    model.set_manual_backward_finalization(True)
     model(batch(0, 0)).sum().backward()
+    handle = model.finalize_backward(async_op=True)
     assert all(p.grad is None for p in model.parameters())
     model.stop_communication()
+    handle.wait()  # there is nothing left
     reference = plain()
     reference(batch(0, 0)).sum().backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
