@@ -22,6 +22,7 @@ from libfsdp._fsdp_module import FSDPModule
 from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
 from libfsdp._placement import ShardPlacementResult, placement_of
 from libfsdp._precision import MixedPrecisionPolicy
+from libfsdp._registrations import mark_ignored
 from libfsdp._sharded_parameter import Place
 from libfsdp._spmd import spmd_mesh
 from libfsdp._state import ShardState
@@ -181,6 +182,8 @@ def fully_shard(
         )
 
     make_state(ranks, first, tuple(make_state(own, group, ()) for group, own in others.items()))
+    places = [place for _, where in parameters for place in where]
+    mark_ignored(_managed_modules(modules, None), places)
     for one in managed:
         one._is_fsdp_managed_module = True
         one._fsdp_use_orig_params = True

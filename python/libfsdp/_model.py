@@ -13,6 +13,7 @@ from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
+from libfsdp._registrations import Registrations
 from libfsdp._sharded_parameter import refuse_shared
 from libfsdp._warnings import Warnings
 from libfsdp._weak_method import weak_method
@@ -70,6 +71,7 @@ class Model:
         self.set_is_last_backward(root.is_last_backward)
         self.set_manual_finalization(root.manual_finalization)
         self._finalization: GradientReductionHandle | None = None
+        self._registrations = Registrations(root)
         self._missed = MissedUnits([(name, state) for name, state, _ in below])
         self.warnings = Warnings([(name, state) for name, state, _ in below])
         position_of: dict[ShardState, int] = {}
@@ -158,6 +160,7 @@ class Model:
                 state.adopt_registered()
         if root.model is not self:
             return root.model_of_forward().begin_forward(root)
+        self._registrations.check()
         self.forward_root = root
         self.inner_root_calls = 0
         root.wait_for_optimizer()

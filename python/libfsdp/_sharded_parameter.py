@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _identities = itertools.count()
 
+# Torch's own, what gradients lie in, and how a tensor is gathered: they belong to one form.
+_OF_ONE_FORM = frozenset({"_is_param", "main_grad", "decoupled_grad", "fsdp_pre_all_gather", "fsdp_post_all_gather"})
+
 
 @dataclass
 class Place:
@@ -64,7 +67,7 @@ class ShardedParameter:
         quantized: how its whole form is made, where that has fewer bits than what is gathered.
         trainable: the unit has room for its gradient.
         before: the parameter that the module had before fully_shard; None when nobody has it any more.
-        attributes: that users have set on it, and both forms are to have.
+        attributes: that front ends have set on it, and both forms are to have. (Those that the program has set: see attributes_of.)
         whole: the parameter that they have while they compute; of an extended one, when it has been gathered once.
     """
 
@@ -117,6 +120,23 @@ class ShardedParameter:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; another tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the program has set on a parameter in one form, for the other forms to have it, too."""
+    return {
+        name: value
+        for name, value in vars(tensor).items()
+        if name not in _OF_ONE_FORM and not name.startswith("_libfsdp")
+    }
+
+
+def carry_attributes(parameter: ShardedParameter, value: nn.Parameter) -> None:
+    """What becomes the shard has what the program has set on the one before. (swap_tensors takes it away; the whole form still has it.)"""
+    if parameter.quantized is not None:
+        return  # Values of higher precision are among it.
+    forms = (parameter.whole, parameter.sharded, value)
+    vars(value).update({k: v for form in forms if form is not None for k, v in attributes_of(form).items()})
 
 
 def identity_of(parameter: nn.Parameter) -> int:

@@ -22,9 +22,12 @@ from libfsdp._making import make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model, Running, form
 from libfsdp._optimizers import remember
+from libfsdp._registrations import refuse_lost, take_ties
 from libfsdp._sharded_parameter import (
     Place,
     ShardedParameter,
+    attributes_of,
+    carry_attributes,
     check_values_of_a_call,
     local_gradient,
     local_of,
@@ -173,6 +176,7 @@ class ShardState(AsFSDP2State):
 
     def _set_sharded(self, i: int, sharded: nn.Parameter) -> None:
         parameter = self.parameters[i]
+        carry_attributes(parameter, sharded)
         parameter.sharded = sharded
         sharded._libfsdp_identity = parameter.identity
         vars(sharded).update(parameter.attributes)
@@ -204,6 +208,7 @@ class ShardState(AsFSDP2State):
                 if self.kept_mesh is not None:
                     parameter.kept = kept_parameter(parameter, i, self.unit, self.kept_mesh, self.mesh.shard_size)
                     if parameter.kept is not None:
+                        vars(parameter.kept).update(attributes_of(parameter.sharded))
                         self.unit.set_kept(i, parameter.kept)
             self._connect_parameter(engine, i)
         self._connect_extension()
@@ -239,7 +244,7 @@ class ShardState(AsFSDP2State):
             whole = DTensor(whole, parameter.whole_spec, requires_grad=False)
         leaf = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
         leaf._libfsdp_identity = parameter.identity
-        vars(leaf).update(parameter.attributes)
+        vars(leaf).update({**attributes_of(parameter.sharded), **parameter.attributes})
         if parameter.grad_dtype is not None:
             leaf.grad_dtype = self.mp_policy.reduce_dtype or parameter.grad_dtype
         if not parameter.extended:
@@ -273,7 +278,7 @@ class ShardState(AsFSDP2State):
         if self.unit is None:
             return True
         return all(
-            place.module._parameters[place.name] is parameter.sharded
+            place.module._parameters.get(place.name) is parameter.sharded
             for parameter in self.parameters
             for place in parameter.places
         ) and all(parameter.local.is_meta or self._owns(i) for i, parameter in enumerate(self.parameters))
@@ -294,12 +299,16 @@ class ShardState(AsFSDP2State):
         """
         if self.unit is None:
             return
+        refuse_lost(self.parameters)
+        all_before, self.parameters = self.parameters, take_ties(self.parameters)
         registered = [place.module._parameters[place.name] for place in (p.places[0] for p in self.parameters)]
         found = [
             p.sharded if now is not None and (now is p.whole or now is p.kept) else now
             for p, now in zip(self.parameters, registered, strict=True)
         ]
         self.unit.hide()
+        if self.parameters is not all_before:
+            self._remake_unit([p.sharded for p in self.parameters])
         assigned = self.unit.with_assigned_data()
         if assigned and self.model is not None:
             self.model.warnings.data([self.parameters[i].name for i in assigned])
@@ -333,7 +342,9 @@ class ShardState(AsFSDP2State):
                     value._local_tensor = shard.detach()
                 else:
                     value.data = shard.detach()
-            if value is not self.parameters[i].sharded:
+            if value is not self.parameters[i].sharded or not hasattr(
+                value, "_libfsdp_identity"
+            ):  # lost by swap_tensors
                 self._set_sharded(i, value)
             if self.model is not None:
                 self._connect_parameter(self.model.engine, i)
@@ -356,6 +367,7 @@ class ShardState(AsFSDP2State):
             self.model.dissolve()
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.dtype = value.dtype
+            carry_attributes(parameter, value)
             parameter.sharded = value
             if parameter.spec is not None:
                 parameter.spec = value._spec

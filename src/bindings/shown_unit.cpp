@@ -23,6 +23,7 @@ ShownUnit::ShownUnit(hooks::UnitSpec spec) {
 
 void ShownUnit::set_parameters(std::size_t i, py::object shard, py::object whole) {
   parameters_.at(i).shard = std::move(shard);
+  parameters_[i].tensor = THPVariable_Unpack(parameters_[i].shard.ptr()).unsafeGetTensorImpl();
   parameters_[i].whole = std::move(whole);
   parameters_[i].own_memory = memory_of(parameters_[i].shard);
 }
@@ -103,7 +104,9 @@ bool ShownUnit::has_its_parameters() {
   take_trainability();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
-    if (!hooked_->spec().parameters[i].trainable && THPVariable_Unpack(parameter.shard.ptr()).requires_grad()) return false;
+    const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
+    if (shard.unsafeGetTensorImpl() != parameter.tensor) return false;
+    if (!hooked_->spec().parameters[i].trainable && shard.requires_grad()) return false;
     if (memory_of(parameter.shard) != parameter.own_memory || !has_its_rows(i)) return false;
     const auto& expected = parameter.as(shown_);
     for (const auto& place : parameter.places) {

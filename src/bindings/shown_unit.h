@@ -35,7 +35,7 @@ class ShownUnit {
   void show_kept();
   void hide();
   /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
-  /// to be trained now, or if a shard was given other memory (`data`, `_local_tensor`).
+  /// to be trained now, if a shard has become another tensor, or if one was given other memory (`data`, `_local_tensor`).
   bool has_its_parameters();
   /// A root forward begins: modules show shards, unless the whole parameters are there and stay. Then these are trained as the shards are.
   void settle();
@@ -65,13 +65,13 @@ class ShownUnit {
   };
   struct Parameter {
     pybind11::object shard;
+    const c10::TensorImpl* tensor = nullptr;  ///< The shard's; an exchange of tensors (swap_tensors) gives the object another one.
     pybind11::object whole;
     pybind11::object kept;
     const c10::StorageImpl* own_memory = nullptr;  ///< Of the shard when it was given; a DTensor's is empty. Compared, never read.
     std::vector<Place> places;
     pybind11::object wrap;
-    bool trained =
-        false;  ///< What the shard, and the other form when it was shown last, agreed upon: which one was changed since then tells.
+    bool trained = false;  ///< What the shard and the other form agreed upon when that was shown last: the one that differs was changed.
 
     /// The shard stands in for a kept form that there is not.
     const pybind11::object& as(Shown form) const {

@@ -90,7 +90,7 @@ bool HookedModel::notice_writes() {
   bool written = false;
   for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;
   std::int64_t versions = 0;
-  for (const auto& tensor : watched_) versions += static_cast<std::int64_t>(tensor._version());
+  for (const auto& counter : watched_) versions += static_cast<std::int64_t>(counter.current_version());
   written = std::exchange(versions_, versions) != versions || written;
   const auto updates = updates_of_optimizers.load();
   written = std::exchange(updates_, updates) != updates || written;

@@ -27,8 +27,9 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Gives the units back, for another model to take.
   void dissolve();
 
-  /// A tensor whose version tells of writes to main parameters: a shard, or what front ends wrap around it.
-  void watch_version(const at::Tensor& tensor) { watched_.push_back(tensor); }
+  /// A tensor whose version tells of writes to main parameters: a shard, or what front ends wrap around it. Its counter alone is kept, as
+  /// torch exchanges parameters (swap_tensors) only if nobody refers to them.
+  void watch_version(const at::Tensor& tensor) { watched_.push_back(tensor.unsafeGetTensorImpl()->version_counter()); }
 
   /// Called at the end of each backward, when gradients may be taken.
   void on_backward_end(std::function<void()> callback) { backward_ended_ = std::move(callback); }
@@ -100,7 +101,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
 
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
-  std::vector<at::Tensor> watched_;
+  std::vector<c10::VariableVersion> watched_;
   std::vector<Call> calls_;      // under way, the outermost first
   std::int64_t versions_ = -1;   // the sum of their versions when a forward began last; at first, what no sum is
   std::uint64_t updates_ = 0;    // of optimizers, when a forward began last

@@ -218,7 +218,9 @@ def use_memory_of_group() -> None:
     with pytest.raises(AssertionError, match=r"when set_allocate_memory_from_process_group_for_comm\(\) is in effect"):
         sharded.set_symm_mem_for_comm()
     sharded.set_allocate_memory_from_process_group_for_comm(False)
-    with pytest.raises(RuntimeError, match="needs torch's own groups of NCCL on CUDA, but the ranks have a ProcessGroup of gloo on cpu"):
+    with pytest.raises(
+        RuntimeError, match="needs torch's own groups of NCCL on CUDA, but the ranks have a ProcessGroup of gloo on cpu"
+    ):
         sharded.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="can only be NCCL"):
         sharded.set_symm_mem_for_comm("NVSHMEM")

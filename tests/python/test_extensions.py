@@ -68,7 +68,9 @@ bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     ],
     ids=["default", "no_reshard", "uneven", "bf16", "offload", "old_signature"],
 )
-def test_trains_as_fsdp2(compared_ranks: ComparedRanks, kind: type[EightBits], rows: int, options: dict[str, Any]) -> None:
+def test_trains_as_fsdp2(
+    compared_ranks: ComparedRanks, kind: type[EightBits], rows: int, options: dict[str, Any]
+) -> None:
     ours = compared_ranks["libfsdp"](2).run(train, "libfsdp", kind, rows, options)
     theirs = compared_ranks["fsdp2"](2).run(train, "fsdp2", kind, rows, options)
     for mine, other in zip(ours, theirs, strict=True):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not hugging_face.available(), reason="not instal
 PROGRAM = os.environ.get("FSDP_FINETUNE_LLAMA", str(BUILD / "examples" / "finetune_llama"))
 PROBE = os.environ.get("FSDP_LLAMA_PROBE", str(BUILD / "tests" / "python" / "llama_probe"))
 
+
 def load(folder: Path) -> Any:
     """As users do, who say nothing of the dtype; in eval mode."""
     transformers = importlib.import_module("transformers")

@@ -39,7 +39,9 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=generator)
 
 
-def train(model: Any, batches: Callable[[int], list[torch.Tensor]], steps: int = 3, scale: float = 1) -> list[torch.Tensor]:
+def train(
+    model: Any, batches: Callable[[int], list[torch.Tensor]], steps: int = 3, scale: float = 1
+) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
     for step in range(steps):
@@ -57,7 +59,10 @@ def equal_a_replica(dims: tuple[int, ...], accumulate: int) -> None:
     names = ("outer", "inner")[: len(dims)]
     mesh = init_device_mesh("cpu", dims, mesh_dim_names=names)
     replica, model = plain_model().double(), shard(plain_model().double(), mesh=mesh, placements="no_shard")
-    assert all(type(p) is nn.Parameter and p.shape == q.shape for p, q in zip(model.parameters(), replica.parameters(), strict=True))
+    assert all(
+        type(p) is nn.Parameter and p.shape == q.shape
+        for p, q in zip(model.parameters(), replica.parameters(), strict=True)
+    )
     ranks = dist.get_world_size()
 
     def mine(step: int) -> list[torch.Tensor]:

@@ -93,7 +93,9 @@ def contexts() -> None:
     with fully_shard_context(), pytest.raises(ValueError, match="another fully_shard_context"):
         fully_shard(model, mesh, placements)
     with fully_shard_context(use_symmetric_memory=True):
-        with pytest.raises(RuntimeError, match="use_symmetric_memory: symmetric memory needs torch's own groups of NCCL"):
+        with pytest.raises(
+            RuntimeError, match="use_symmetric_memory: symmetric memory needs torch's own groups of NCCL"
+        ):
             fully_shard(other := nn.Linear(4, 4), mesh, placements)
         assert type(other) is nn.Linear
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -237,7 +237,9 @@ def count_collectives(implementation: str, options: Options) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("options", [RESHARD, KEEP], ids=["reshard", "keep"])
-def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(compared_ranks: ComparedRanks, options: Options) -> None:
+def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(
+    compared_ranks: ComparedRanks, options: Options
+) -> None:
     ours, theirs = (compared_ranks[name](2).run(count_collectives, name, options) for name in ("libfsdp", "fsdp2"))
     assert ours == theirs
     assert sum(ours[0].values()) == (3 * BLOCKS + 2 if options.reshard is None else 2 * UNITS)
