@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 from libfsdp import _C
+from libfsdp._arguments import check_number, check_parameters, refuse
 from libfsdp._mesh import device_of
 from libfsdp.optim._preparing import cut_dims, prepare_gradient
 
@@ -45,8 +46,13 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
         Error: if ``norm_type`` is not positive.
+        TypeError: if an argument is of another type.
     """
+    max_norm, norm_type = check_number("max_norm", max_norm), check_number("norm_type", norm_type)
+    if isinstance(parameters, torch.nn.Module):
+        refuse("parameters", parameters, "tensors, as model.parameters()")
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    check_parameters(chosen)
     gradients: list[Tensor] = []
     # By mesh and the dimensions of it that cut. Parameters without a gradient have theirs, too: all ranks make the same exchanges.
     pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
@@ -58,7 +64,7 @@ def clip_grad_norm_(
         prepare_gradient(parameter)
         gradients.append(_C.local_of(parameter.grad))
         of_it.append(gradients[-1])
-    total = _norm(pieces, float(norm_type))
+    total = _norm(pieces, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "

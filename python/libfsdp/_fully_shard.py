@@ -15,6 +15,16 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 
+from libfsdp._arguments import (
+    check_bytes,
+    check_flags,
+    check_functions,
+    check_ignored,
+    check_mesh,
+    check_module,
+    check_policies,
+    refuse_shards,
+)
 from libfsdp._beyond import Beyond, Float8Blocks, divides_by_all
 from libfsdp._beyond import check as check_beyond
 from libfsdp._forward_hooks import CALLS
@@ -105,11 +115,20 @@ def fully_shard(
 
     Raises:
         ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, a
-            ``reshard_after_forward`` that does not divide the ranks, and options that do not fit each other.
+            ``reshard_after_forward`` that does not divide the ranks, options that do not fit each other, a module around which
+            another one was sharded before, and without a mesh, if no process group can be initialised.
         NotImplementedError: for uneven cuts along another dimension than the first, parameters that are not contiguous, and
             options that parameters with ``fsdp_pre_all_gather`` can't have.
         AssertionError: if fully_shard was called on the module before.
+        TypeError: if an argument is of another type; it is named.
     """
+    check_module(module)
+    check_mesh(mesh)
+    check_policies(mp_policy, offload_policy)
+    check_functions(shard_placement_fn=shard_placement_fn, gather_format=gather_format)
+    check_bytes("keep_gathered_bytes", keep_gathered_bytes)
+    check_flags(report_nan_in_param_grad=report_nan_in_param_grad, follow_grad_dtype=follow_grad_dtype or False)
+    ignored = check_ignored(ignored_params)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
     if placements not in _PLACEMENTS:
@@ -146,10 +165,11 @@ def fully_shard(
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard has already been "
                 f"applied to the following module:\n{one}"
             )
-    managed = _managed_modules(modules, ignored_params)
-    parameters = _managed_parameters(managed, ignored_params or set())
+    managed = _managed_modules(modules, ignored)
+    parameters = _managed_parameters(managed, ignored)
+    refuse_shards(parameters)
     tell_of_early_hooks([(places[0].name, parameter) for parameter, places in parameters])
-    _move_to_device(managed, parameters, ranks.device, ignored_params or set())
+    _move_to_device(managed, parameters, ranks.device, ignored)
     placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
     dim_of = {parameter: 0 if placements == "no_shard" else dim for _, dim, parameter in placed}
     # Parameters of one call that have other ranks, or are not cut over the outer ones, make up units of their own.
@@ -183,7 +203,7 @@ def fully_shard(
 
     make_state(ranks, first, tuple(make_state(own, group, ()) for group, own in others.items()))
     places = [place for _, where in parameters for place in where]
-    mark_ignored(_managed_modules(modules, None), places)
+    mark_ignored(_managed_modules(modules, set()), places)
     for one in managed:
         one._is_fsdp_managed_module = True
         one._fsdp_use_orig_params = True
@@ -217,7 +237,7 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: ShardingMesh) 
         )
 
 
-def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter] | None) -> list[nn.Module]:
+def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[nn.Module]:
     """The modules whose parameters are the unit's: those below the roots that no other call has."""
     found: list[nn.Module] = []
     seen: set[nn.Module] = set()

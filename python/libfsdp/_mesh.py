@@ -101,7 +101,13 @@ class _Row:
 def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator if there is one, else on the CPU."""
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as error:  # the environment names no ranks
+            raise ValueError(
+                "fully_shard without a mesh shards over all ranks, and there is no process group: call "
+                f"torch.distributed.init_process_group() before, or start the program with torchrun ({error})"
+            ) from error
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 

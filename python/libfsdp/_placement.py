@@ -67,10 +67,13 @@ def _dimension(placement: Any, ranks: ShardingMesh, parameter: nn.Parameter) -> 
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
+        raise AssertionError(
+            f"Expected Shard, got {type(placement)}: {placement}; shard_placement_fn must return Shard(dim), a "
+            f"ShardPlacementResult or None, for a parameter of the shape {list(parameter.shape)}"
+        )
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
-    if dim >= local.ndim:
+    if not 0 <= dim < local.ndim:
         raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {local.shape}")
     if dim > 0 and local.size(dim) % ranks.shard_size != 0:
         raise NotImplementedError(

@@ -179,6 +179,7 @@ class ShardState(AsFSDP2State):
         carry_attributes(parameter, sharded)
         parameter.sharded = sharded
         sharded._libfsdp_identity = parameter.identity
+        sharded._libfsdp_shard = True
         vars(sharded).update(parameter.attributes)
         if parameter.grad_dtype is not None:
             sharded.grad_dtype = parameter.grad_dtype

@@ -59,13 +59,17 @@ def classes_of(unit_modules: Sequence[type[nn.Module] | str] | None) -> tuple[ty
         ValueError: if a name is no class of modules.
     """
     found: list[type[nn.Module]] = []
+    if unit_modules is not None and not isinstance(unit_modules, (list, tuple, set, frozenset)):
+        raise ValueError(
+            f"fsdp_unit_modules is {unit_modules!r}: give a list of classes, or of import paths of classes"
+        )
     for one in unit_modules or ():
         cls: Any = one
         if isinstance(one, str):
             module, _, name = one.rpartition(".")
             try:
                 cls = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError, ValueError) as error:
+            except Exception as error:  # what the import runs may raise anything
                 raise ValueError(f"fsdp_unit_modules: '{one}' can't be imported: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ValueError(f"fsdp_unit_modules: {one!r} is no class of nn.Module, and no import path of one")

@@ -1,0 +1,105 @@
+"""Arguments of other types than they are meant to have: one error that names the argument, its value and what to give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from libfsdp._sharded_parameter import Place
+
+
+def refuse(argument: str, value: Any, way_out: str) -> NoReturn:
+    """Raises TypeError."""
+    raise TypeError(f"{argument} is {value!r}: give {way_out}")
+
+
+def check_module(module: Any) -> None:
+    if isinstance(module, nn.Module):
+        return
+    modules = list(module) if isinstance(module, (list, tuple)) else []
+    if not modules or not all(isinstance(one, nn.Module) for one in modules):
+        refuse("module", module, "a module, or a list of modules that make up one unit together")
+
+
+def check_mesh(mesh: Any) -> None:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        refuse("mesh", mesh, 'a DeviceMesh, as init_device_mesh("cpu", (ranks,)), or None for all ranks')
+
+
+def check_flags(**flags: Any) -> None:
+    """Each is a bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            refuse(name, value, "True or False")
+
+
+def check_number(name: str, value: Any) -> float:
+    """A number, or a tensor of one."""
+    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    refuse(name, value, "a number")
+
+
+def check_bytes(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse(name, value, "a whole number of bytes")
+
+
+def check_functions(**functions: Any) -> None:
+    """Each is a function, or None."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            refuse(name, value, "a function that is called with each parameter, or None")
+
+
+def check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        refuse("mp_policy", mp_policy, "a MixedPrecisionPolicy")
+    if not isinstance(offload_policy, OffloadPolicy):
+        refuse("offload_policy", offload_policy, "CPUOffloadPolicy(), or OffloadPolicy() for none")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            refuse(f"mp_policy.{name}", dtype, "a floating-point dtype, as torch.bfloat16, or None")
+    check_flags(**{"mp_policy.cast_forward_inputs": mp_policy.cast_forward_inputs})
+
+
+def check_ignored(ignored: Any) -> set[nn.Parameter]:
+    """Parameters, in any collection."""
+    found: list[Any] = []
+    if ignored is not None and not isinstance(ignored, (str, torch.Tensor)):
+        found = list(ignored)
+    elif ignored is not None:
+        refuse("ignored_params", ignored, "a set of parameters")
+    for one in found:
+        if not isinstance(one, torch.Tensor):
+            refuse("ignored_params", ignored, f"a set of parameters, as {{model.get_parameter({str(one)!r})}}")
+    return set(found)
+
+
+def refuse_shards(parameters: Iterable[tuple[nn.Parameter, list[Place]]]) -> None:
+    """Of a call of fully_shard.
+
+    Raises:
+        ValueError: if an outer module was sharded before.
+    """
+    names = [places[0].name for parameter, places in parameters if hasattr(parameter, "_libfsdp_shard")]
+    if names:
+        raise ValueError(
+            f"parameters {names} are shards of a module around this one: call fully_shard for inner modules first, and for outer ones "
+            "after them"
+        )
+
+
+def check_parameters(parameters: Iterable[Any]) -> None:
+    """Tensors, of clip_grad_norm_."""
+    for one in parameters:
+        if not isinstance(one, torch.Tensor):
+            refuse("parameters", one, "tensors, as model.parameters()")
