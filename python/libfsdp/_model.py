@@ -13,6 +13,7 @@ from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
+from libfsdp._outside_transforms import outside_transforms
 from libfsdp._registrations import Registrations
 from libfsdp._sharded_parameter import refuse_shared
 from libfsdp._warnings import Warnings
@@ -232,6 +233,7 @@ class Model:
                 state.unit.hide()
 
 
+@outside_transforms
 @torch.inference_mode(False)  # what is made here serves later forwards, too
 def form(root: ShardState, *, provisional: bool) -> Model:
     """Makes the model of all states below a root; those that were formed before with a smaller root are given up."""

@@ -22,6 +22,7 @@ from libfsdp._making import make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model, Running, form
 from libfsdp._optimizers import remember
+from libfsdp._outside_transforms import outside_transforms
 from libfsdp._registrations import refuse_lost, take_ties
 from libfsdp._sharded_parameter import (
     Place,
@@ -292,6 +293,7 @@ class ShardState(AsFSDP2State):
             return parameter.extended == extended
         return self.unit.allocated and parameter.local.data_ptr() == self.unit.shard(i).data_ptr()
 
+    @outside_transforms
     @torch.no_grad()
     def adopt_registered(self) -> None:
         """Modules have other parameters than they were given, or these other memory: they become the shards, with their values.

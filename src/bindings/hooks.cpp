@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "base/outside_transforms.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "bindings/python_gather_extension.h"
@@ -22,7 +23,7 @@ namespace {
 
 using hooks::HookedModel;
 using Units = std::vector<std::shared_ptr<ShownUnit>>;
-constexpr auto kNoGil = py::call_guard<py::gil_scoped_release>();
+constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
 
 std::optional<at::ScalarType> dtype_of(const py::object& dtype) {
   if (dtype.is_none()) return std::nullopt;
@@ -89,6 +90,7 @@ void add(HookedModel& model, const std::shared_ptr<ShownUnit>& unit, std::option
     if (const auto self = weak.lock()) self->show();
   };
   const py::gil_scoped_release no_gil;
+  const OutsideTransforms outside;
   model.add(unit->hooked(), parent);
 }
 
@@ -316,6 +318,7 @@ void bind_hooks(py::module_& module) {
           "end_call", [](HookedModel& model, ShownUnit& unit) { return model.end_call(*unit.hooked()); }, kNoGil)
       .def("enter",
            [](HookedModel& model, ShownUnit& unit, bool begins_call) {
+             const OutsideTransforms outside;
              {
                const py::gil_scoped_release no_gil;
                if (begins_call) model.begin_call(*unit.hooked());

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/outside_transforms.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "hooks/hooked_unit.h"
@@ -80,6 +81,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Runs what autograd has called.
   template <typename Work>
   void in_autograd(const Work& work) const {
+    const OutsideTransforms outside;
     try {
       work();
     } catch (const Error& error) {

@@ -61,7 +61,7 @@ def refuse() -> None:
             fully_shard(module, **options)
         fully_shard(module)  # It is as it was.
     for value in ("model", None, [], [nn.Linear(2, 2), "head"], nn.Linear(2, 2).parameters()):
-        with pytest.raises(TypeError, match="module is .*: give a module, or a list of modules"):
+        with pytest.raises(TypeError, match=r"module is .*: give a module, or a list of modules"):
             fully_shard(value)
 
 
