@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import weakref
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,9 +92,11 @@ class _Row:
     def new_group(self, neighbours: int) -> dist.ProcessGroup:
         """Of so many neighbours, this rank among them. Collective over these."""
         first = self.position // neighbours * neighbours
+        seconds = None if self.group is None else timeout_of(self.group, device_of(self.mesh))
         return dist.new_group(
             self.ranks[first : first + neighbours],
             backend=None if self.group is None else dist.get_backend_config(self.group),
+            timeout=None if seconds is None else timedelta(seconds=seconds),
             use_local_synchronization=True,
         )
 
@@ -223,28 +226,68 @@ def _over_store(
     backend_of: Callable[[int, int], dist.Backend] | None = None,
 ) -> ShardingMesh:
     """Connections of the engine's own. The ranks of the mesh have made the same meshes in the same order."""
-    ranks = ",".join(str(rank) for rank in mesh.mesh.flatten().tolist())
-    name = hashlib.sha256(f"{tuple(mesh.mesh.shape)} {ranks}".encode()).hexdigest()[:16]
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     world.count[name] = world.count.get(name, 0) + 1
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"libfsdp/{name}/{world.count[name]}"
+    timeouts = [timeout_of(row.group, device_of(mesh)) for row in rows if row.group is not None]
+    timeout = min(seconds for seconds in timeouts if seconds is not None)
+    _compare_shapes(mesh, ranks, store, prefix, timeout)
     engine_mesh = _C.make_mesh(
-        store=dist.distributed_c10d._get_default_store(),
-        prefix=f"libfsdp/{name}/{world.count[name]}",
+        store=store,
+        prefix=prefix,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         dims=[row.name for row in rows],
         rows=[row.ranks for row in rows],
         device=device_of(mesh),
-        timeout=min(_timeout_of(row.group, device_of(mesh)) for row in rows if row.group is not None),
+        timeout=timeout,
         make=_maker(mesh, rows, ()),
         backend_of=backend_of,
     )
     return ShardingMesh(mesh, engine_mesh, shards)
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Of a group of Gloo or NCCL, seconds: what init_process_group or new_group was given."""
-    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """Of a group of Gloo or NCCL, seconds: what new_group was given, else what init_process_group was. None for other groups.
+
+    Torch gives the groups of ``init_device_mesh`` its own default, whatever the default group has.
+    """
+    own = _given_timeout(group, device)
+    default = _given_timeout(dist.distributed_c10d._get_default_group(), device)
+    torchs = dist.distributed_c10d._get_default_timeout(dist.get_backend(group)).total_seconds()
+    return default if own == torchs and default is not None else own
+
+
+def _given_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    try:
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # no such backend for the device, or one without such options
+        return None
     return seconds
+
+
+def _compare_shapes(mesh: DeviceMesh, ranks: list[int], store: dist.Store, prefix: str, timeout: float) -> None:
+    """Raises Error on all ranks if some of them have arranged the same ranks otherwise: they would wait for each other for ever."""
+    own = dist.get_rank()
+    keys = [f"{prefix}/shape/{rank}" for rank in ranks]
+    store.set(keys[ranks.index(own)], repr(mesh.mesh.tolist()))
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise _C.CommError(
+            f"rank {own} has waited {timeout:g} s for ranks {missing} to use a mesh of the ranks {ranks}, too, as in fully_shard. "
+            "All ranks of a mesh must make the same models on it."
+        ) from error
+    shapes = [shape.decode() for shape in store.multi_get(keys)]
+    for rank, shape in zip(ranks, shapes, strict=True):
+        if shape != shapes[0]:
+            raise _C.Error(
+                f"rank {ranks[0]} and rank {rank} have meshes of other dimensions: {shapes[0]} and {shape}. All ranks must give "
+                "fully_shard the same mesh."
+            )
 
 
 def _over_python(

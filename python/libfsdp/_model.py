@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from libfsdp import _C
+from libfsdp._agreement import settings_of
 from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from libfsdp._state import ShardState
-
-_model_numbers = itertools.count(1)
 
 
 @dataclass
@@ -61,7 +59,6 @@ class Model:
         self._buffer_memory = _C.BufferMemory.PROCESS
         self.engine = _C.Model(
             root.mesh.engine_mesh,
-            next(_model_numbers),
             prefetch_depth=root.running.prefetch_depth,
             keep_gathered_bytes=root.beyond.keep_gathered_bytes,
             report_nan=root.beyond.report_nan,
@@ -85,6 +82,11 @@ class Model:
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
                 state.connect(self.engine)
+        try:
+            self.engine.agree([settings_of(state, root) for state in position_of])
+        except _C.Error:
+            self.dissolve()  # No other forward is to use what ranks do not agree on.
+            raise
         self.choose_memory()
         for state in self.states:
             state.apply_prefetch_lists()

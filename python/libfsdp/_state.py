@@ -107,6 +107,8 @@ class ShardState(AsFSDP2State):
         self.reshard_after_forward_is_automatic = reshard_after_forward is None
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
         if parameters and self.kept_size > 1:
+            # The neighbours are about to meet, and would wait for those that have no such number, or another one.
+            self.mesh.engine_mesh.compare(f"reshard_after_forward={self.kept_size}")
             self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
         self.parameters = [
             make_parameter(self, parameter, places, shard_dim_of(parameter)) for parameter, places in parameters

@@ -293,20 +293,19 @@ void bind_hooks(py::module_& module) {
       .value("GROUP", comm::BufferMemory::kGroup)
       .value("SYMMETRIC", comm::BufferMemory::kSymmetric);
   py::class_<HookedModel, std::shared_ptr<HookedModel>>(module, "Model", "The units of a model, and the engine that moves them.")
-      .def(
-          py::init([](const DeviceMesh& mesh, std::uint64_t number, int prefetch_depth, std::int64_t keep_gathered_bytes, bool report_nan) {
-            auto model = std::make_shared<HookedModel>(engine::EngineOptions{.mesh = mesh,
-                                                                             .tensor_parallel = {},
-                                                                             .model = number,
-                                                                             .prefetch_depth = prefetch_depth,
-                                                                             .keep_gathered_bytes = keep_gathered_bytes,
-                                                                             .report_nan_in_param_grad = report_nan});
-            model->on_error_in_backward(&throw_into_autograd);
-            return model;
-          }),
-          py::arg("mesh"), py::arg("number"), py::kw_only(), py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"),
-          py::arg("report_nan"))
+      .def(py::init([](const DeviceMesh& mesh, int prefetch_depth, std::int64_t keep_gathered_bytes, bool report_nan) {
+             auto model = std::make_shared<HookedModel>(engine::EngineOptions{.mesh = mesh,
+                                                                              .tensor_parallel = {},
+                                                                              .model = 0,
+                                                                              .prefetch_depth = prefetch_depth,
+                                                                              .keep_gathered_bytes = keep_gathered_bytes,
+                                                                              .report_nan_in_param_grad = report_nan});
+             model->on_error_in_backward(&throw_into_autograd);
+             return model;
+           }),
+           py::arg("mesh"), py::kw_only(), py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"), py::arg("report_nan"))
       .def("add", &add)
+      .def("agree", &HookedModel::agree, kNoGil)
       .def("dissolve", &HookedModel::dissolve, kNoGil)
       .def("on_backward_end", &on_backward_end)
       .def("watch_version", &HookedModel::watch_version)

@@ -8,6 +8,7 @@
 #include "bindings/python_communicator.h"
 #include "bindings/visible_communicator.h"
 #include "comm/device_mesh_state.h"
+#include "comm/ranks.h"
 #include "comm/store_mesh.h"
 
 namespace py = pybind11;
@@ -123,11 +124,18 @@ DeviceMesh make_fake_mesh(std::int64_t rank, const std::vector<std::string>& dim
 
 void bind_mesh(py::module_& module) {
   py::class_<DeviceMesh>(module, "Mesh", "The ranks that share a unit, arranged in one or two dimensions.")
-      .def_property_readonly("sizes", [](const DeviceMesh& mesh) {
-        std::vector<std::int64_t> sizes;
-        for (const auto& dim : mesh.dims()) sizes.push_back(dim.size);
-        return sizes;
-      });
+      .def_property_readonly("sizes",
+                             [](const DeviceMesh& mesh) {
+                               std::vector<std::int64_t> sizes;
+                               for (const auto& dim : mesh.dims()) sizes.push_back(dim.size);
+                               return sizes;
+                             })
+      .def(
+          "compare",
+          [](const DeviceMesh& mesh, const std::string& text) {
+            comm::Ranks(mesh).compare(text, {.operation = "comparison of options", .unit = text});
+          },
+          py::call_guard<py::gil_scoped_release>(), "Raises Error on all ranks if they have other texts. Collective.");
   module.def("make_mesh", &make_mesh, py::arg("store"), py::arg("prefix"), py::arg("rank"), py::arg("world_size"), py::arg("dims"),
              py::arg("rows"), py::arg("device"), py::arg("timeout"), py::arg("make"), py::arg("backend_of"),
              "A mesh with connections of its own between the ranks of each row, which meet by the store. make(dimension, neighbours) "

@@ -16,6 +16,10 @@ std::string describe(const Call& call, const Call& other) {
   if (!unit.empty()) text.append(" of unit '").append(unit).append("'");
   if (std::string_view(call.operation) != other.operation || unit != other.unit || call.number != other.number) return text;
   if (call.model != other.model) return text + " of model " + std::to_string(call.model);
+  const std::string fact = describe_difference(call.facts, other.facts);
+  if (!fact.empty()) return text.append(" (").append(fact).append(")");
+  const std::string_view updates = call.updates;
+  if (updates != other.updates) return text.append(" after updates by ").append(updates.empty() ? "nothing" : updates);
   if (call.bytes != other.bytes) return text + " (" + std::to_string(call.bytes) + " bytes)";
   return text + " (parts of other sizes)";
 }
@@ -27,12 +31,17 @@ Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std
   const std::string_view operation = label.operation;
   Call call;
   call.number = number;
-  call.identity =
-      mix(mix(mix(mix(stable_hash(operation), stable_hash(label.unit)), label.model), static_cast<std::uint64_t>(bytes)), sizes);
+  call.identity = stable_hash(operation);
+  for (const std::uint64_t part : {stable_hash(label.unit), label.model, static_cast<std::uint64_t>(bytes), sizes, label.facts.layout,
+                                   label.facts.switches, label.facts.divide_factor, stable_hash(label.updates)}) {
+    call.identity = mix(call.identity, part);
+  }
   call.model = label.model;
+  call.facts = label.facts;
   call.bytes = bytes;
   operation.copy(call.operation, sizeof(call.operation) - 1);
   label.unit.copy(call.unit, sizeof(call.unit) - 1);
+  label.updates.copy(call.updates, sizeof(call.updates) - 1);
   return call;
 }
 

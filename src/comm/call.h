@@ -13,11 +13,13 @@ namespace fsdp::comm {
 /// build.
 struct Call {
   std::uint64_t number = 0;    ///< Of the row's collectives, from 1.
-  std::uint64_t identity = 0;  ///< Hash of operation, unit, model and sizes.
+  std::uint64_t identity = 0;  ///< Hash of the label and of sizes.
   std::uint64_t model = 0;
+  UnitFacts facts;
   std::int64_t bytes = 0;   ///< Of one rank's shard; 0 where they differ.
-  char operation[48] = {};  ///< Cut off where it is longer, as is the unit; `identity` covers all of both.
+  char operation[48] = {};  ///< Cut off where it is longer, as are the others; `identity` covers all of them.
   char unit[192] = {};
+  char updates[192] = {};
 
   bool operator==(const Call&) const = default;
 };

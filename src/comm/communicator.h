@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/unit_facts.h"
+
 // Collectives over buffers. Knows ranks and bytes, not parameters or units.
 namespace fsdp::comm {
 
@@ -20,6 +22,8 @@ struct Label {
   const char* operation = "";  ///< "all-gather", "reduce-scatter", ... (a literal)
   std::string_view unit;       ///< Lives as long as the collective is pending.
   std::uint64_t model = 0;     ///< Tells models with equal units apart: the same number on all ranks, 0 where there is none.
+  UnitFacts facts = {};
+  std::string_view updates = {};  ///< How optimizers have updated the model last, in words; as long as `unit`.
 };
 
 /// Where the buffers of collectives lie.
@@ -81,10 +85,9 @@ struct CommStats {
   std::int64_t scatters = 0;
 };
 
-/// The ranks of one mesh row. Every rank must make the same calls in the same order ("Order is collective"): number, operation, unit, model
-/// and sizes. Ranks that differ do not get each other's data, and each gets a CommError that prints both sides, at the latest from wait();
-/// with FSDP_DEBUG=1 before anything is sent. After a failure, all calls fail on all ranks.
-/// Not thread-safe: the engine serializes its calls.
+/// The ranks of one mesh row. Every rank must make the same calls in the same order ("Order is collective"): number, label and sizes. Ranks
+/// that differ do not get each other's data, and each gets a CommError that prints both sides, at the latest from wait(); with FSDP_DEBUG=1
+/// before anything is sent. After a failure, all calls fail on all ranks. Not thread-safe: the engine serializes its calls.
 class Communicator {
  public:
   virtual ~Communicator() = default;

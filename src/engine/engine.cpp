@@ -37,6 +37,7 @@ Unit& Engine::add(std::unique_ptr<Unit> unit) {
   const auto lock = this->lock();
   unit->index = units_.size();
   unit->model = options_.model;
+  unit->of_model = &facts_;
   units_.push_back(std::move(unit));
   reducer_.add(*units_.back());
   return *units_.back();
@@ -322,18 +323,18 @@ void Engine::end_backward() {
       }
     }
     forget_moves();
-    if (!manual_finalization_) {
+    if (!facts_.manual_finalization) {
       reducer_.finish();
-      if (is_last_backward_ || options_.report_nan_in_param_grad) reducer_.drain();
+      if (facts_.is_last_backward || options_.report_nan_in_param_grad) reducer_.drain();
     }
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
-  if (is_last_backward_ && !manual_finalization_) expect_update();
+  if (is_last_backward_ && !facts_.manual_finalization) expect_update();
   schedule_.begin(Phase::kForward);
   pools_.end_step();
   main_parameters_.validate();  // [Validate at the end]
-  if (manual_finalization_) return;
+  if (facts_.manual_finalization) return;
   reducer_.validate();
   guarded([&] { reducer_.report_nan(); });
 }
@@ -416,7 +417,7 @@ void Engine::reset_locked() {
         "fsdp: a backward failed, and the gradients of earlier backwards to which it was adding are dropped with it; begin the "
         "accumulation anew, or leave this step out");
   }
-  reducer_.reset(failed_backward || manual_finalization_);  // which has reduced some units only
+  reducer_.reset(failed_backward || facts_.manual_finalization);  // which has reduced some units only
   calls_.clear();
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);
@@ -541,6 +542,7 @@ std::vector<std::unique_ptr<Unit>> Engine::release() {
   main_parameters_.retire();
   reducer_.forget_units();
   for (const auto& unit : units_) {
+    unit->of_model = nullptr;
     if (!unit->replicated_parameters()) unit->free_whole();  // Slots that units have kept are this engine's.
     unit->called.clear();
   }

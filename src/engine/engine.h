@@ -157,7 +157,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     pools_.set_memory(units_, memory);
   }
   /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
-  void set_manual_finalization(bool manual) { manual_finalization_ = manual; }
+  void set_manual_finalization(bool manual) { facts_.manual_finalization = manual; }
   /// Between backwards: reduces all that is collected in units that require synchronization now, on whatever rank it is, and what backwards
   /// have left under way goes on. With `wait` it has ended when this returns; else finish_gradient_sync waits. Collective. Throws Error
   /// inside of a backward.
@@ -165,7 +165,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Whether the unit's whole parameters keep their memory, and so their addresses, while they are resharded.
   void set_keeps_storage(Unit& unit, bool keeps);
   /// With false, the ends of backwards leave reductions under way.
-  void set_is_last_backward(bool last) { is_last_backward_ = last; }
+  void set_is_last_backward(bool last) { facts_.is_last_backward = last; }
   /// With false, each reduction has ended before backward goes on.
   void set_overlaps_reductions(bool overlaps) { reducer_.set_overlaps(overlaps); }
   /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: the unit has
@@ -209,8 +209,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex mutex_;
   EngineOptions options_;
   OneStream stream_;
-  bool is_last_backward_ = true;
-  bool manual_finalization_ = false;
+  ModelFacts facts_;
   memory::Accounting accounting_;
   BufferPools pools_;
   std::vector<std::unique_ptr<Unit>> units_;  // after the pools: slots must not outlive them

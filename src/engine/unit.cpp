@@ -5,8 +5,12 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <bit>
+#include <sstream>
 #include <utility>
 
+#include "base/stable_hash.h"
+#include "comm/call.h"
 #include "comm/parts.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
@@ -70,6 +74,52 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
     return Part{formats[k].main_gradient, numel(k, held.count)};
   });
   for (const auto& part : main_gradient_buffer.parts) main_gradient.push_back(region(part, held, main_pieces()));
+  rename(std::move(name), {});
+}
+
+comm::Label Unit::label(const char* operation) const {
+  std::uint64_t switches = 0;
+  int bit = 0;
+  const auto add = [&](bool on) { switches |= std::uint64_t{on} << bit++; };  // in the order of kSwitches
+  add(options.requires_gradient_sync);
+  add(options.requires_all_reduce);
+  add(options.reshard_after_forward);
+  add(options.reshard_after_backward);
+  add(of_model == nullptr || of_model->is_last_backward);
+  add(of_model != nullptr && of_model->manual_finalization);
+  return {
+      .operation = operation,
+      .unit = name,
+      .model = model,
+      .facts = {.layout = layout_hash, .switches = switches, .divide_factor = std::bit_cast<std::uint64_t>(options.gradient_divide_factor)},
+      .updates = of_model == nullptr ? std::string_view() : std::string_view(of_model->updates)};
+}
+
+std::string Unit::describe() const {
+  std::ostringstream text;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& parameter = parameters[i];
+    const auto& format = formats[layout.placements()[i].sub_buffer];
+    text << "unit '" << name << "': parameter '" << parameter.name << "' " << at::IntArrayRef(parameter.shape) << " "
+         << c10::toString(parameter.dtype) << (parameter.trainable ? "" : ", frozen") << ", dtypes";
+    for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient}) text << " " << c10::toString(dtype);
+    if (format.gather) text << ", gathered in " << format.gather->block_bytes << " bytes per " << format.gather->block;
+    if (format.extended) text << ", gathered by itself";
+    text << "\n";
+  }
+  return text.str();
+}
+
+void Unit::rename(std::string unit, std::vector<std::string> parameter_names) {
+  name = std::move(unit);
+  for (std::size_t i = 0; i < parameter_names.size(); ++i) parameters[i].name = std::move(parameter_names[i]);
+  layout_hash = stable_hash(describe());
+  const auto add = [&](std::int64_t value) { layout_hash = comm::mix(layout_hash, static_cast<std::uint64_t>(value)); };
+  for (const auto& placement : layout.placements()) {
+    add(static_cast<std::int64_t>(placement.sub_buffer));
+    add(placement.offset);
+  }
+  for (const auto& part : layout.sub_buffers()) add(part.shard_numel);
 }
 
 std::int64_t Unit::travelling_numel(std::size_t k) const {

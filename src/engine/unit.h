@@ -103,6 +103,13 @@ struct UnitOptions {
   Offload offload = Offload::kNone;
 };
 
+/// What all ranks must have alike of a model, beside its units.
+struct ModelFacts {
+  bool is_last_backward = true;
+  bool manual_finalization = false;
+  std::string updates;  ///< By which optimizers, with which settings: Engine::tell_update.
+};
+
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.
 struct UnitCommunicators {
   std::shared_ptr<comm::Communicator> gather;        ///< All-gathers of parameters along the sharding dimension.
@@ -126,7 +133,8 @@ struct Unit {
        UnitOptions options, UnitCommunicators communicators, c10::Storage storage);
 
   std::string name;
-  std::uint64_t model = 0;  ///< EngineOptions::model.
+  std::uint64_t model = 0;               ///< Tells models apart that share ranks: see agree_on_model.
+  const ModelFacts* of_model = nullptr;  ///< The engine's.
   std::vector<UnitParameter> parameters;
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
@@ -172,13 +180,19 @@ struct Unit {
   /// What binds the unit to its trigger (paging, hooks); released with the unit.
   std::shared_ptr<void> trigger;
 
+  std::uint64_t layout_hash = 0;  ///< Of describe() and of where the parameters lie.
+
   /// Entering the unit changes nothing. Any thread may ask.
   bool in_use(Phase phase) const {
     const auto now = use.load(std::memory_order_acquire);
     return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
   }
   /// What a collective of this unit is for.
-  comm::Label label(const char* operation) const { return {.operation = operation, .unit = name, .model = model}; }
+  comm::Label label(const char* operation) const;
+  /// What ranks compare of the parameters: a line for each.
+  std::string describe() const;
+  /// Names the unit and its parameters. Not while something is under way.
+  void rename(std::string unit, std::vector<std::string> parameter_names);
   bool trainable() const { return layout.trainable_sub_buffers() > 0; }
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   /// The main parameters, main gradients and optimizer state lie in host memory.

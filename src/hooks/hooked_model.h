@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/outside_transforms.h"
@@ -24,6 +25,10 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
 
   /// Takes a unit in; enclosing ones before enclosed ones. `parent`: its position among those, of the closest enclosing one.
   void add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent);
+
+  /// All units are in: the ranks give the model a number, and compare what they have of it (engine::agree). Where forward gathers nothing,
+  /// one rank may compute it alone: then they do so when the first backward begins.
+  void agree(std::vector<std::string> settings);
 
   /// Gives the units back, for another model to take.
   void dissolve();
@@ -112,6 +117,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   bool graph_may_need_kept_ = false;  // a root forward recorded a graph, and no backward has come since
   std::function<void()> backward_ended_;
   std::function<void(const Error&)> rethrow_;
+  std::vector<std::string> to_agree_on_;  // by the first backward
 };
 
 /// An optimizer that updates some sharded parameters has stepped: what models keep of whole parameters is outdated, though versions may not

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/ranks.h"
 #include "engine/buffer.h"
 #include "fsdp/error.h"
 #include "fsdp/gather_format.h"
@@ -161,8 +162,9 @@ at::Tensor HookedUnit::as_stored(std::size_t i, const at::Tensor& whole) const {
 }
 
 void HookedUnit::rename(std::string name, std::vector<std::string> parameters) {
-  unit_->name = spec_.name = std::move(name);
-  for (std::size_t i = 0; i < parameters.size(); ++i) unit_->parameters[i].name = spec_.parameters[i].name = std::move(parameters[i]);
+  spec_.name = name;
+  for (std::size_t i = 0; i < parameters.size(); ++i) spec_.parameters[i].name = parameters[i];
+  unit_->rename(std::move(name), std::move(parameters));
 }
 
 void HookedUnit::set_mesh(const DeviceMesh& mesh) {
@@ -172,6 +174,9 @@ void HookedUnit::set_mesh(const DeviceMesh& mesh) {
 
 void HookedUnit::set_separate_reduce_group(bool separate) {
   if (separate == spec_.separate_reduce_group) return;
+  // The ranks are about to meet, and would wait for those that were not asked.
+  const std::string text = std::string("separate_reduce_scatter_group ") + (separate ? "true" : "false");
+  comm::Ranks(spec_.mesh).compare(text, {.operation = "comparison of options", .unit = text});
   spec_.separate_reduce_group = separate;
   unit_->communicators.reduce = separate ? spec_.mesh.new_communicator(spec_.mesh.dims().back().name) : unit_->communicators.gather;
 }

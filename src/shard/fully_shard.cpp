@@ -2,7 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -12,6 +11,7 @@
 #include "comm/communicator.h"
 #include "comm/ranks.h"
 #include "deferred/deferred_record.h"
+#include "engine/agreement.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "paging/paged_storage.h"
@@ -97,14 +97,21 @@ class Steps {
   std::string text_;
 };
 
-/// A number for the model: one more than any of its ranks has given to another.
-std::uint64_t agree_on_number(const DeviceMesh& mesh) {
-  static std::atomic<std::int64_t> last = 0;
-  const auto all = comm::Ranks(mesh).exchange(at::tensor({last + 1}, at::kLong), {.operation = "numbering of models", .unit = {}});
-  const auto number = all.max().item<std::int64_t>();
-  last = number;
-  return static_cast<std::uint64_t>(number);
-}
+/// Numbers for the model, by the ranks of its units.
+class ModelNumbers {
+ public:
+  std::uint64_t operator()(const DeviceMesh& mesh) {
+    std::vector<std::shared_ptr<comm::Communicator>> rows;
+    for (const auto& dim : mesh.dims()) rows.push_back(mesh.communicator(dim.name));
+    for (const auto& [others, number] : known_) {
+      if (others == rows) return number;
+    }
+    return known_.emplace_back(rows, engine::agree_on_model(comm::Ranks(rows), "").model).second;
+  }
+
+ private:
+  std::vector<std::pair<std::vector<std::shared_ptr<comm::Communicator>>, std::uint64_t>> known_;
+};
 
 }  // namespace
 
@@ -127,9 +134,10 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
 
+  ModelNumbers number_on;
   const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
                                                                      .tensor_parallel = draft.tensor_parallel,
-                                                                     .model = agree_on_number(options.mesh),
+                                                                     .model = number_on(options.mesh),
                                                                      .prefetch_depth = options.prefetch_depth,
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});
@@ -139,6 +147,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
     auto& plan = draft.plans[k];
     auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators_of(plan.settings.mesh)));
+    unit.model = number_on(plan.settings.mesh);
     if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
     auto* storage = static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl());
     storage->engine = engine.get();

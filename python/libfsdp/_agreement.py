@@ -1,0 +1,33 @@
+"""What ranks must have set alike: compared when a model is formed, before it communicates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from libfsdp._state import ShardState
+
+
+def settings_of(state: ShardState, root: ShardState) -> str:
+    """In words: how the unit of a state was sharded, and what holds for the model whose root is `root`.
+
+    What setters may change later is compared by the engine, in the header of each collective.
+    """
+    policy, beyond, running = state.mp_policy, state.beyond, root.running
+    said = {
+        "reshard_after_forward": state.reshard_after_forward,
+        "placements": state.placements,
+        "outer_sharded": beyond.outer_sharded,
+        "offload": state.offloads,
+        "param_dtype": policy.param_dtype,
+        "reduce_dtype": policy.reduce_dtype,
+        "output_dtype": policy.output_dtype,
+        "cast_forward_inputs": policy.cast_forward_inputs,
+        "main_params_dtype": beyond.main_params_dtype,
+        "main_grads_dtype": beyond.main_grads_dtype,
+        "follow_grad_dtype": beyond.follow_grad_dtype,
+        "keep_gathered_bytes": root.beyond.keep_gathered_bytes,
+        "report_nan_in_param_grad": root.beyond.report_nan,
+        "prefetch_depth": running.prefetch_depth,
+    }
+    return ", ".join(f"{name} {value}" for name, value in said.items())
