@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from libfsdp import _C
     from libfsdp._state import ShardState
 
 
-def settings_of(state: ShardState, root: ShardState) -> str:
+def agree(engine: _C.Model, states: list[ShardState], root: ShardState) -> None:
+    """Collective: the ranks compare what they have of the units of an engine, and warn if they began with other values.
+
+    Raises:
+        Error: on all ranks, if parameters or settings differ.
+    """
+    first_values = [state.first_values.untouched(state.parameters) for state in states]
+    warning = engine.agree([_settings_of(state, root) for state in states], first_values)
+    for state in states:
+        state.first_values.forget()
+    if warning:
+        warnings.warn(warning, stacklevel=2)
+
+
+def _settings_of(state: ShardState, root: ShardState) -> str:
     """In words: how the unit of a state was sharded, and what holds for the model whose root is `root`.
 
     What setters may change later is compared by the engine, in the header of each collective.

@@ -43,6 +43,7 @@ class Beyond:
         report_nan: look for NaN in gradients; the root's counts.
         main_params_dtype: of shards, and with them of optimizer state; None: as the module's parameters.
         main_grads_dtype: of the gradients that shards get; None: as their parameters; "own": as the module's parameters.
+        check_initial_values: ranks compare their values, and raise if they differ.
     """
 
     outer_sharded: bool = False
@@ -52,6 +53,7 @@ class Beyond:
     report_nan: bool = False
     main_params_dtype: torch.dtype | None = None
     main_grads_dtype: torch.dtype | Literal["own"] | None = None
+    check_initial_values: bool = False
 
     def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Of the parameter's shards. Frozen ones keep their own, as no optimizer updates them."""

@@ -69,6 +69,7 @@ def fully_shard(
     follow_grad_dtype: bool | None = None,
     main_params_dtype: torch.dtype | None = None,
     main_grads_dtype: torch.dtype | Literal["own"] | None = None,
+    check_initial_values: bool = False,
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place.
 
@@ -109,6 +110,9 @@ def fully_shard(
         main_grads_dtype: of the shards' gradients, in which those of several backwards add up. They travel in it unless the
             policy has a reduce_dtype, and sums are not rounded to that. "own": the dtype
             that the parameter had. None: the dtype of the shards.
+        check_initial_values: ranks compare their first values of all parameters, and raise ``Error`` if they differ. Without it
+            they compare 64 elements of each parameter before the first forward, if nothing was written to it until then
+            (loaded, broadcast), and warn.
 
     Returns:
         What was given, with its class changed to one that is an :class:`FSDPModule`, too.
@@ -143,6 +147,7 @@ def fully_shard(
         report_nan=report_nan_in_param_grad,
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype,
+        check_initial_values=check_initial_values,
     )
     mesh = mesh or default_mesh()
     spmd = None

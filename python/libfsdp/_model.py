@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from libfsdp import _C
-from libfsdp._agreement import settings_of
+from libfsdp._agreement import agree
 from libfsdp._collectives import are_replaced
 from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
@@ -83,7 +83,7 @@ class Model:
                 self.engine.add(state.unit, parent)
                 state.connect(self.engine)
         try:
-            self.engine.agree([settings_of(state, root) for state in position_of])
+            agree(self.engine, list(position_of), root)
         except _C.Error:
             self.dissolve()  # No other forward is to use what ranks do not agree on.
             raise

@@ -16,11 +16,13 @@ from libfsdp import _C
 from libfsdp._as_fsdp2_state import AsFSDP2State
 from libfsdp._beyond import Beyond
 from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
+from libfsdp._first_values import FirstValues, compare
 from libfsdp._forward_hooks import ForwardHooks
 from libfsdp._kept import kept_parameter
 from libfsdp._making import make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._model import Model, Running, form
+from libfsdp._optimizer_settings import owners
 from libfsdp._optimizers import remember
 from libfsdp._outside_transforms import outside_transforms
 from libfsdp._registrations import refuse_lost, take_ties
@@ -117,7 +119,11 @@ class ShardState(AsFSDP2State):
         if self.unit is not None:
             self.unit.kept_across_forwards = not self.reshards_after_forward
         remember(self)
-        self._take_values([parameter for parameter, _ in parameters])
+        values = [parameter for parameter, _ in parameters]
+        if beyond.check_initial_values:
+            compare(mesh, values, self.parameters)
+        self._take_values(values)
+        self.first_values = FirstValues(values, self.parameters)
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
         self.hooks = ForwardHooks(self)
@@ -183,6 +189,7 @@ class ShardState(AsFSDP2State):
         parameter.sharded = sharded
         sharded._libfsdp_identity = parameter.identity
         sharded._libfsdp_shard = True
+        owners[parameter.identity] = self
         vars(sharded).update(parameter.attributes)
         if parameter.grad_dtype is not None:
             sharded.grad_dtype = parameter.grad_dtype

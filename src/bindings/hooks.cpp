@@ -13,6 +13,7 @@
 #include "bindings/shown_unit.h"
 #include "engine/autograd_phase.h"
 #include "engine/buffer.h"
+#include "engine/tensor_bytes.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
 
@@ -92,6 +93,13 @@ void add(HookedModel& model, const std::shared_ptr<ShownUnit>& unit, std::option
   const py::gil_scoped_release no_gil;
   const OutsideTransforms outside;
   model.add(unit->hooked(), parent);
+}
+
+std::string agree(HookedModel& model, const std::vector<std::string>& settings,
+                  const std::vector<std::vector<std::int64_t>>& first_values) {
+  std::vector<engine::UnitText> texts;
+  for (std::size_t k = 0; k < settings.size(); ++k) texts.push_back({settings[k], first_values[k]});
+  return model.agree(std::move(texts));
 }
 
 /// Of a unit: per parameter its gradient, or nothing; and, if it was asked for, the memory of them all, where they have one dtype.
@@ -305,7 +313,10 @@ void bind_hooks(py::module_& module) {
            }),
            py::arg("mesh"), py::kw_only(), py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"), py::arg("report_nan"))
       .def("add", &add)
-      .def("agree", &HookedModel::agree, kNoGil)
+      .def("agree", &agree, kNoGil)
+      .def(
+          "tell_update",
+          [](HookedModel& model, std::uint64_t by, std::string settings) { model.engine().tell_update(by, std::move(settings)); }, kNoGil)
       .def("dissolve", &HookedModel::dissolve, kNoGil)
       .def("on_backward_end", &on_backward_end)
       .def("watch_version", &HookedModel::watch_version)
@@ -367,6 +378,7 @@ void bind_hooks(py::module_& module) {
       .def("wire_stats", &wire_stats);
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
   module.def("note_step", &note_step, "An optimizer that has parameters of these units is about to step.");
+  module.def("checksum", &engine::checksum, kNoGil, "Of a tensor's bytes, or of so many elements that are spread over it. Never 0.");
   module.def("inside_backward", &engine::inside_backward, "True inside of a backward.");
 }
 

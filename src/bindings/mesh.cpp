@@ -132,10 +132,13 @@ void bind_mesh(py::module_& module) {
                              })
       .def(
           "compare",
-          [](const DeviceMesh& mesh, const std::string& text) {
-            comm::Ranks(mesh).compare(text, {.operation = "comparison of options", .unit = text});
+          [](const DeviceMesh& mesh, const std::string& text, bool of_values) {
+            const comm::Label of_options{.operation = "comparison of options", .unit = text};
+            comm::Ranks(mesh).compare(text,
+                                      of_values ? comm::Label{.operation = "check_initial_values", .unit = "(first values)"} : of_options);
           },
-          py::call_guard<py::gil_scoped_release>(), "Raises Error on all ranks if they have other texts. Collective.");
+          py::arg("text"), py::kw_only(), py::arg("of_values") = false, py::call_guard<py::gil_scoped_release>(),
+          "Raises Error on all ranks if they have other texts. Collective.");
   module.def("make_mesh", &make_mesh, py::arg("store"), py::arg("prefix"), py::arg("rank"), py::arg("world_size"), py::arg("dims"),
              py::arg("rows"), py::arg("device"), py::arg("timeout"), py::arg("make"), py::arg("backend_of"),
              "A mesh with connections of its own between the ranks of each row, which meet by the store. make(dimension, neighbours) "

@@ -1,5 +1,6 @@
 #include "comm/call.h"
 
+#include <span>
 #include <string_view>
 #include <type_traits>
 
@@ -7,6 +8,30 @@
 
 namespace fsdp::comm {
 namespace {
+
+/// The first of its settings in which a text differs from another.
+std::string_view first_other(std::string_view text, std::string_view other) {
+  constexpr std::string_view kBetween = ", ";
+  while (true) {
+    const auto end = text.find(kBetween), end_of_other = other.find(kBetween);
+    const auto setting = text.substr(0, end);
+    if (setting != other.substr(0, end_of_other) || end == std::string_view::npos) return setting;
+    if (end_of_other == std::string_view::npos) return text.substr(end + kBetween.size());
+    text.remove_prefix(end + kBetween.size());
+    other.remove_prefix(end_of_other + kBetween.size());
+  }
+}
+
+/// As much as there is room for. What is cut off has a hash in its place, so that a difference in it can be seen.
+void copy_updates(std::string_view updates, std::uint64_t hash, std::span<char> into) {
+  if (updates.size() < into.size()) {
+    updates.copy(into.data(), into.size());
+    return;
+  }
+  const std::string rest = std::string(", and others (hash ").append(std::to_string(hash)).append(")");
+  updates.copy(into.data(), into.size() - 1 - rest.size());
+  rest.copy(into.data() + into.size() - 1 - rest.size(), rest.size());
+}
 
 // Only what is needed to see the difference.
 std::string describe(const Call& call, const Call& other) {
@@ -19,7 +44,8 @@ std::string describe(const Call& call, const Call& other) {
   const std::string fact = describe_difference(call.facts, other.facts);
   if (!fact.empty()) return text.append(" (").append(fact).append(")");
   const std::string_view updates = call.updates;
-  if (updates != other.updates) return text.append(" after updates by ").append(updates.empty() ? "nothing" : updates);
+  if (updates.empty() && other.updates[0] != 0) return text + " before an update";
+  if (updates != other.updates) return text.append(" after an update with ").append(first_other(updates, other.updates));
   if (call.bytes != other.bytes) return text + " (" + std::to_string(call.bytes) + " bytes)";
   return text + " (parts of other sizes)";
 }
@@ -31,9 +57,10 @@ Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std
   const std::string_view operation = label.operation;
   Call call;
   call.number = number;
+  const std::uint64_t updates = stable_hash(label.updates);
   call.identity = stable_hash(operation);
   for (const std::uint64_t part : {stable_hash(label.unit), label.model, static_cast<std::uint64_t>(bytes), sizes, label.facts.layout,
-                                   label.facts.switches, label.facts.divide_factor, stable_hash(label.updates)}) {
+                                   label.facts.switches, label.facts.divide_factor, updates}) {
     call.identity = mix(call.identity, part);
   }
   call.model = label.model;
@@ -41,7 +68,7 @@ Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std
   call.bytes = bytes;
   operation.copy(call.operation, sizeof(call.operation) - 1);
   label.unit.copy(call.unit, sizeof(call.unit) - 1);
-  label.updates.copy(call.updates, sizeof(call.updates) - 1);
+  copy_updates(label.updates, updates, call.updates);
   return call;
 }
 

@@ -23,7 +23,7 @@ struct Label {
   std::string_view unit;       ///< Lives as long as the collective is pending.
   std::uint64_t model = 0;     ///< Tells models with equal units apart: the same number on all ranks, 0 where there is none.
   UnitFacts facts = {};
-  std::string_view updates = {};  ///< How optimizers have updated the model last, in words; as long as `unit`.
+  std::string_view updates = {};  ///< With which settings optimizers have updated the model. Read at once.
 };
 
 /// Where the buffers of collectives lie.

@@ -1,42 +1,92 @@
 #include "engine/agreement.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <atomic>
 
 #include "base/stable_hash.h"
+#include "comm/call.h"
 #include "fsdp/error.h"
 
 namespace fsdp::engine {
+namespace {
 
-Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text) {
-  static std::atomic<std::int64_t> last = 0;
-  const auto hash = static_cast<std::int64_t>(stable_hash(text));
-  const auto all = ranks.exchange(at::tensor({last + 1, hash}, at::kLong), {.operation = "agreement on a model", .unit = "(model)"});
-  const auto number = all.select(1, 0).max().item<std::int64_t>();
-  if (number > last) last = number;
-  return {.model = static_cast<std::uint64_t>(number), .same_text = all.select(1, 1).eq(hash).all().item<bool>()};
+using Units = std::vector<Unit*>;
+
+/// Of units on the same ranks.
+std::string describe(const Units& units, std::span<const UnitText> texts) {
+  std::string text;
+  for (const auto* unit : units) text += unit->describe() + "unit '" + unit->name + "': " + texts[unit->index].settings + "\n";
+  return text;
 }
 
-void agree(std::span<const std::unique_ptr<Unit>> units, std::span<const std::string> settings) {
-  std::vector<const UnitCommunicators*> asked;
-  const auto same = [](const UnitCommunicators& a, const UnitCommunicators& b) { return a.gather == b.gather && a.outer == b.outer; };
-  for (const auto& first : units) {
-    const auto& row = first->communicators;
-    if (std::any_of(asked.begin(), asked.end(), [&](const auto* other) { return same(*other, row); })) continue;
-    asked.push_back(&row);
-    std::string text;
-    for (const auto& unit : units) {
-      if (same(unit->communicators, row)) text += unit->describe() + "unit '" + unit->name + "': " + settings[unit->index] + "\n";
-    }
-    const comm::Ranks ranks({row.outer, row.gather});
-    const auto agreement = agree_on_model(ranks, text);
-    if (!agreement.same_text) ranks.compare(text, {.operation = "fully_shard", .unit = first->name});
-    for (const auto& unit : units) {
-      if (same(unit->communicators, row)) unit->model = agreement.model;
+/// The first parameter whose first values differ, for a warning; empty where one of two ranks compares none.
+std::string describe_values(const Units& units, const comm::Ranks& ranks, const std::vector<std::int64_t>& values) {
+  const auto all = ranks.exchange(at::tensor(values, at::kLong), {.operation = "comparison of first values", .unit = "(model)"});
+  const auto* of_first = all.const_data_ptr<std::int64_t>();
+  for (std::int64_t rank = 1; rank < all.size(0); ++rank) {
+    const auto* of_other = of_first + rank * all.size(1);
+    std::size_t at = 0;
+    for (const auto* unit : units) {
+      for (const auto& parameter : unit->parameters) {
+        const auto a = of_first[at], b = of_other[at];
+        ++at;
+        if (a == b || a == 0 || b == 0) continue;
+        return std::string("ranks 0 and ").append(std::to_string(rank)) + " of " + std::to_string(ranks.size()) +
+               " began with different values of parameter '" + parameter.name + "' of unit '" + unit->name +
+               "', and nothing has been written to it since: each rank has its rows of its own values. Seed all ranks alike before the "
+               "model "
+               "is made, or load or broadcast values before the first forward. With check_initial_values=True this is an error of "
+               "fully_shard";
+      }
     }
   }
+  return "";
+}
+
+}  // namespace
+
+Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std::span<const std::int64_t> first_values) {
+  static std::atomic<std::int64_t> last = 0;
+  const auto hash = static_cast<std::int64_t>(stable_hash(text));
+  std::uint64_t of_values = 0;
+  for (const auto value : first_values) of_values = comm::mix(of_values, static_cast<std::uint64_t>(value));
+  const std::vector<std::int64_t> facts = {last + 1, hash, static_cast<std::int64_t>(of_values)};
+  const auto all = ranks.exchange(at::tensor(facts, at::kLong), {.operation = "agreement on a model", .unit = "(model)"});
+  const auto number = all.select(1, 0).max().item<std::int64_t>();
+  if (number > last) last = number;
+  return {.model = static_cast<std::uint64_t>(number),
+          .same_text = all.select(1, 1).eq(facts[1]).all().item<bool>(),
+          .same_values = all.select(1, 2).eq(facts[2]).all().item<bool>()};
+}
+
+std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts) {
+  // Modes of Python (of fake tensors; those that count operators) are for what the model computes.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
+  std::string warning;
+  std::vector<bool> done(units.size(), false);
+  for (const auto& first : units) {
+    if (done[first->index]) continue;
+    const auto& row = first->communicators;
+    Units together;
+    std::vector<std::int64_t> values;
+    for (const auto& unit : units) {
+      if (unit->communicators.gather != row.gather || unit->communicators.outer != row.outer) continue;
+      done[unit->index] = true;
+      together.push_back(unit.get());
+      const auto& of_unit = texts[unit->index].first_values;
+      values.insert(values.end(), of_unit.begin(), of_unit.end());
+    }
+    const comm::Ranks ranks({row.outer, row.gather});
+    const auto text = describe(together, texts);
+    const auto agreement = agree_on_model(ranks, text, values);
+    if (!agreement.same_text) ranks.compare(text, {.operation = "fully_shard", .unit = first->name});
+    if (!agreement.same_values && warning.empty()) warning = describe_values(together, ranks, values);
+    for (auto* unit : together) unit->model = agreement.model;
+  }
+  return warning;
 }
 
 }  // namespace fsdp::engine

@@ -542,16 +542,10 @@ std::vector<std::unique_ptr<Unit>> Engine::release() {
   main_parameters_.retire();
   reducer_.forget_units();
   for (const auto& unit : units_) {
-    unit->of_model = nullptr;
     if (!unit->replicated_parameters()) unit->free_whole();  // Slots that units have kept are this engine's.
     unit->called.clear();
   }
   return std::move(units_);
-}
-
-void Engine::retire() {
-  const auto lock = this->lock();
-  main_parameters_.retire();
 }
 
 void Engine::set_prefetch_depth(int depth) {

@@ -10,6 +10,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/buffer_pools.h"
@@ -148,7 +149,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Gives the units back, sharded and without unreduced gradients, for another engine to take; this one is of no more use.
   std::vector<std::unique_ptr<Unit>> release();
   /// The model has been un-sharded: what users still ask of its parameters is an error.
-  void retire();
+  void retire() {
+    const auto lock = this->lock();
+    main_parameters_.retire();
+  }
   void set_prefetch_depth(int depth);
   /// The engine's buffers come from there, if the process groups have such memory: buffers that are in use, when they are needed next.
   /// Collective.
@@ -174,6 +178,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<at::Tensor> take_gradients(Unit& unit);
   /// Waits for the reductions that a backward left under way.
   void finish_gradient_sync();
+  /// An optimizer updates with these settings from now on ("lr 0.1, eps 1e-08"): they travel with the collectives that follow, for ranks to
+  /// compare. `by`: its number in this process; optimizers have been made in the same order on all ranks.
+  void tell_update(std::uint64_t by, std::string settings) {
+    const auto lock = this->lock();
+    facts_.tell_update(by, std::move(settings));
+  }
 
   memory::Accounting& accounting() { return accounting_; }
   std::uint64_t model() const { return options_.model; }

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -107,7 +108,10 @@ struct UnitOptions {
 struct ModelFacts {
   bool is_last_backward = true;
   bool manual_finalization = false;
-  std::string updates;  ///< By which optimizers, with which settings: Engine::tell_update.
+  std::string updates;                              ///< The settings of all optimizers that have updated it.
+  std::map<std::uint64_t, std::string> updates_by;  ///< The same by optimizer: see Engine::tell_update.
+
+  void tell_update(std::uint64_t by, std::string settings);
 };
 
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.

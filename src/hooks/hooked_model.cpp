@@ -13,7 +13,6 @@
 #include <iterator>
 #include <utility>
 
-#include "engine/agreement.h"
 #include "engine/autograd_phase.h"
 #include "fsdp/error.h"
 
@@ -54,20 +53,19 @@ void HookedModel::add(const std::shared_ptr<HookedUnit>& unit, std::optional<std
   units_.push_back(unit);
 }
 
-void HookedModel::agree(std::vector<std::string> settings) {
+std::string HookedModel::agree(std::vector<engine::UnitText> texts) {
   const auto& units = engine_->units();
   const bool gathers = std::any_of(units.begin(), units.end(), [](const auto& unit) { return !unit->replicated_optimizer(); });
-  if (gathers) {
-    engine::agree(units, settings);
-  } else {
-    to_agree_on_ = std::move(settings);
-  }
+  if (gathers) return engine::agree(units, texts);
+  to_agree_on_ = std::move(texts);
+  return "";
 }
 
 void HookedModel::dissolve() {
   auto released = engine_->release();
   for (std::size_t k = 0; k < units_.size(); ++k) {
     released[k]->parent = nullptr;
+    released[k]->of_model = nullptr;
     units_[k]->take_back(std::move(released[k]));
   }
   units_.clear();
@@ -173,8 +171,11 @@ void HookedModel::watch_backward() {
   const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
   if (!engine_->begin_backward(alive, of)) return;
   graph_may_need_kept_ = false;
-  if (!to_agree_on_.empty()) engine::agree(engine_->units(), to_agree_on_);
-  to_agree_on_.clear();
+  if (!to_agree_on_.empty()) {
+    const auto warning = engine::agree(engine_->units(), to_agree_on_);
+    to_agree_on_.clear();
+    if (!warning.empty()) TORCH_WARN(warning);
+  }
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
     RECORD_USER_SCOPE("FSDP::root_post_backward_callback");
     self->in_autograd([&] { self->end_backward(); });

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/outside_transforms.h"
+#include "engine/agreement.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "hooks/hooked_unit.h"
@@ -27,8 +28,8 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   void add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent);
 
   /// All units are in: the ranks give the model a number, and compare what they have of it (engine::agree). Where forward gathers nothing,
-  /// one rank may compute it alone: then they do so when the first backward begins.
-  void agree(std::vector<std::string> settings);
+  /// one rank may compute it alone: then they do so when the first backward begins. Returns what engine::agree does.
+  std::string agree(std::vector<engine::UnitText> texts);
 
   /// Gives the units back, for another model to take.
   void dissolve();
@@ -117,7 +118,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   bool graph_may_need_kept_ = false;  // a root forward recorded a graph, and no backward has come since
   std::function<void()> backward_ended_;
   std::function<void(const Error&)> rethrow_;
-  std::vector<std::string> to_agree_on_;  // by the first backward
+  std::vector<engine::UnitText> to_agree_on_;  // by the first backward
 };
 
 /// An optimizer that updates some sharded parameters has stepped: what models keep of whole parameters is outdated, though versions may not

@@ -85,8 +85,15 @@ GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& en
       finite = finite && all_finite(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
     }
   }
-  const auto all = optim::exchange(*engine, at::full({1}, finite ? 0 : 1, at::kByte), "infinite gradients");
-  const bool found_inf = all.count_nonzero().item<std::int64_t>() > 0;
+  // The scale, negative where a gradient is not finite.
+  const auto all = optim::exchange(*engine, at::full({1}, finite ? state_.scale : -state_.scale, at::kDouble), "infinite gradients");
+  const auto scales = all.abs();
+  if (scales.ne(state_.scale).any().item<bool>()) {
+    throw Error(std::string("GradScaler: the ranks have scaled their losses by other numbers, from ") +
+                std::to_string(scales.min().item<double>()) + " to " + std::to_string(scales.max().item<double>()) + "; this one by " +
+                std::to_string(state_.scale) + ". Give all ranks the same options, and the same state when training resumes.");
+  }
+  const bool found_inf = all.lt(0).any().item<bool>();
   if (!found_inf) {
     for (const auto& unit : engine->units()) {
       if (!unit->main_gradient_valid) continue;

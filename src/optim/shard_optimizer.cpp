@@ -4,6 +4,10 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <charconv>
+#include <span>
 #include <utility>
 
 #include "base/after_error.h"
@@ -48,7 +52,56 @@ void Optimizer::set_lr_factor(double factor) { state_->set_lr_factor(factor); }
 double Optimizer::lr() const { return state_->lr(); }
 const std::shared_ptr<engine::Engine>& Optimizer::engine() const { return state_->engine; }
 
-Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engine()) {}
+namespace {
+
+std::uint64_t next_number() {
+  static std::atomic<std::uint64_t> last = 0;
+  return ++last;
+}
+
+/// In as few digits as say which number it is.
+std::string shortest(double value) {
+  std::array<char, 32> digits{};
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
+  return {digits.data(), end};
+}
+
+std::string joined(std::span<const double> values) {
+  std::string text;
+  for (const double value : values) text.append(" ").append(shortest(value));
+  return text;
+}
+
+/// ", eps 1e-08"; nothing where torch.optim has None or False.
+std::string describe(const std::string& name, const optim::Setting& setting) {
+  struct Text {
+    std::string operator()(std::monostate) const { return ""; }
+    std::string operator()(bool on) const { return on ? " true" : ""; }
+    std::string operator()(std::int64_t value) const { return std::string(" ").append(std::to_string(value)); }
+    std::string operator()(double value) const { return joined({&value, 1}); }
+    std::string operator()(const std::string& value) const { return std::string(" ").append(value); }
+    std::string operator()(const std::pair<double, double>& value) const { return joined(std::array{value.first, value.second}); }
+    std::string operator()(const std::vector<double>& values) const { return joined(values); }
+  };
+  const auto text = std::visit(Text{}, setting);
+  return text.empty() ? "" : std::string(", ").append(name).append(text);
+}
+
+}  // namespace
+
+Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engine()), number(next_number()) {}
+
+void Optimizer::State::tell_settings() {
+  const double now = lr();
+  if (told_lr == now) return;
+  if (!told_lr) {
+    for (const auto& group : optim::describe_groups(parts, 1.0)) {
+      for (const auto& [name, setting] : group.settings) settings += describe(name == "lr" ? "base lr" : name, setting);
+    }
+  }
+  told_lr = now;
+  engine->tell_update(number, std::string("lr ").append(shortest(now)).append(settings));
+}
 
 void Optimizer::State::refuse_torn() const {
   if (torn.empty()) return;
@@ -56,6 +109,7 @@ void Optimizer::State::refuse_torn() const {
 }
 
 void Optimizer::State::step() {
+  tell_settings();
   for (const auto& part : parts) part->step(lr_factor);
 }
 

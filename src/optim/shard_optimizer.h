@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -199,6 +200,8 @@ struct Optimizer::State {
   virtual ~State() = default;
 
   virtual void step();
+  /// For the ranks to compare, if the learning rate has changed.
+  void tell_settings();
   virtual double lr() const { return parts.front()->base_lr() * lr_factor; }
   virtual void set_lr_factor(double factor) { lr_factor = factor; }
   /// Throws Error if a load has left it half one checkpoint's.
@@ -207,6 +210,9 @@ struct Optimizer::State {
   std::shared_ptr<engine::Engine> engine;
   std::vector<std::unique_ptr<optim::Part>> parts;
   double lr_factor = 1;
+  const std::uint64_t number;  ///< Of the optimizers of this process.
+  std::optional<double> told_lr;
+  std::string settings;  ///< All others, as they are told.
   /// The names of state that failed loads may have replaced.
   std::set<std::string> torn;
 };

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <span>
 #include <sstream>
@@ -15,6 +14,7 @@
 #include "comm/communicator.h"
 #include "comm/ranks.h"
 #include "deferred/deferred_init.h"
+#include "engine/tensor_bytes.h"
 #include "fsdp/error.h"
 #include "paging/paged_storage.h"
 
@@ -29,25 +29,9 @@ at::Tensor main_of(const Unit& unit, const Unit::MainSlice& slice) {
   return unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
 }
 
-/// Of the bytes of a tensor, in the order of its elements: equal ones have equal bytes, but for one chance in 2^64.
-std::int64_t checksum_of(const at::Tensor& tensor) {
-  const auto whole = tensor.cpu().contiguous();
-  const auto* bytes = static_cast<const char*>(whole.const_data_ptr());
-  const auto size = whole.nbytes();
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
-  std::uint64_t sum = size;
-  for (std::size_t at = 0; at < size; at += kWord) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, bytes + at, std::min(kWord, size - at));
-    sum = (sum ^ word) * 0x9e3779b97f4a7c15U;  // odd: no two words give the same sum
-    sum ^= sum >> 32;
-  }
-  return static_cast<std::int64_t>(sum);
-}
-
 void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vector<std::int64_t>* checksums) {
   deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
-    if (checksums != nullptr) (*checksums)[i] = checksum_of(value);
+    if (checksums != nullptr) (*checksums)[i] = engine::checksum(value);
     const auto flat = value.reshape({-1});
     if (unit.state == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
       const auto& placement = unit.layout.placements()[i];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import LIMIT, Ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -245,7 +247,9 @@ def test_numbers_of_reshard_after_forward(
 def separate_group() -> str:
     model = fully_shard(layers())
     begin = time.monotonic()
-    call = model.set_separate_reduce_scatter_group if dist.get_rank() == 1 else functools.partial(model, torch.ones(2, 16))
+    call = (
+        model.set_separate_reduce_scatter_group if dist.get_rank() == 1 else functools.partial(model, torch.ones(2, 16))
+    )
     with pytest.raises(libfsdp.Error) as raised:
         call()
     assert time.monotonic() - begin < 30
@@ -290,3 +294,135 @@ def late_peer() -> str:
 
 def test_hsdps_groups_wait_as_long_as_the_default_group(fresh: Callable[[int], Ranks]) -> None:
     assert "Timed out waiting 3000ms" in fresh(4).run(late_peer)[2]
+
+
+def updated_otherwise(case: str) -> str:
+    """What the first forward says after an update that differs."""
+    first = dist.get_rank() == 0
+    model = fully_shard(layers())
+    optim = libfsdp.optim
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0 if first else 0.5}]
+    scaler = None
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "lr": lambda: optim.AdamW(parameters, lr=0.1 if first else 0.2),
+        "schedule": lambda: optim.SGD(parameters, lr=0.1),
+        "eps": lambda: optim.Adam(parameters, eps=1e-8 if first else 1e-6),
+        "group": lambda: optim.SGD(groups, lr=0.1),
+        "muon": lambda: optim.Muon(parameters, momentum=0.9 if first else 0.95),
+        "8bit": lambda: optim.AdamW8bit(parameters, betas=(0.9, 0.99 if first else 0.999)),
+        "fused": lambda: libfsdp.fuse(torch.optim.SGD(parameters, lr=0.1 if first else 0.2)),
+        "scale": lambda: optim.SGD(parameters, lr=0.1),
+    }
+    optimizer = makers[case]()
+    if case == "scale":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 if first else 4.0)
+    for step in range(2):
+        loss = model(torch.ones(2, 16)).sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if case == "schedule" and step == 1 and not first:
+            optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        if case != "schedule":
+            break
+    return message_of_forward(model)
+
+
+@pytest.mark.parametrize(
+    ("case", "on_0", "on_1"),
+    [
+        ("lr", "lr 0.1", "lr 0.2"),
+        ("schedule", "lr 0.1", "lr 0.05"),
+        ("eps", "eps 1e-08", "eps 1e-06"),
+        ("group", "weight_decay of group 1 0.0", "weight_decay of group 1 0.5"),
+        ("muon", "momentum 0.9", "momentum 0.95"),
+        ("8bit", "betas 0.9 0.99", "betas 0.9 0.999"),
+        ("fused", "lr 0.1", "lr 0.2"),
+        ("scale", "grad_scale 2.0", "grad_scale 4.0"),
+    ],
+)
+def test_optimizers_with_other_settings(fresh: Callable[[int], Ranks], case: str, on_0: str, on_1: str) -> None:
+    for text in fresh(2).run(updated_otherwise, case):
+        assert f" after an update with {on_0};" in text
+        assert f" after an update with {on_1}." in text
+
+
+def scheduled() -> int:
+    """Settings that change alike: no difference, and what is told is what is new."""
+    model = fully_shard(layers())
+    optimizer = libfsdp.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(3):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return 3
+
+
+def test_settings_that_change_alike(two: Ranks) -> None:
+    assert two.run(scheduled) == [3, 3]
+
+
+def seeded_by_rank(options: dict[str, Any], written: str) -> tuple[str, str]:
+    """The warnings of two forwards and a backward, and the error, if there is one; both ranks end with values of one kind."""
+    torch.manual_seed(dist.get_rank())
+    model: Any = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    if written == "meta":
+        model = model.to("meta")
+    values = {name: torch.ones(16, 16) for name in ("0.weight", "1.weight")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fully_shard(model, **options)
+        except libfsdp.Error as error:
+            return "", str(error)
+        if written == "load":
+            set_model_state_dict(
+                model,
+                values if dist.get_rank() == 0 else {},
+                options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+            )
+        elif written == "meta":
+            model.to_empty(device="cpu")
+            for parameter in model.parameters():
+                torch.nn.init.ones_(parameter)
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+    return "\n".join(str(one.message) for one in caught if "began with" in str(one.message)), ""
+
+
+@pytest.mark.parametrize("placements", ["optim_grads_params", "optim", "no_shard"])
+def test_ranks_that_were_seeded_otherwise_are_warned_once(two: Ranks, placements: str) -> None:
+    for warned, error in two.run(seeded_by_rank, {"placements": placements}, ""):
+        assert error == ""
+        assert warned.count("ranks 0 and 1 of 2 began with different values of parameter '0.weight' of unit") == 1
+
+
+@pytest.mark.parametrize("written", ["load", "meta"])
+def test_values_that_were_written_since_count_as_the_users(two: Ranks, written: str) -> None:
+    assert two.run(seeded_by_rank, {}, written) == [("", "")] * 2
+
+
+def test_check_initial_values_is_an_error_of_fully_shard(two: Ranks) -> None:
+    for warned, error in two.run(seeded_by_rank, {"check_initial_values": True}, "load"):
+        assert warned == ""
+        assert "check_initial_values" in error
+        assert "rank 0 has 'parameter 'weight' with the checksum" in error
+    assert two.run(scheduled) == [3, 3]
+
+
+def one_element() -> str:
+    """A difference that only all elements show."""
+    model = layers()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[1].weight.view(-1)[3] += 1
+    with pytest.raises(libfsdp.Error) as raised:
+        fully_shard(model, check_initial_values=True)
+    return str(raised.value)
+
+
+def test_check_initial_values_looks_at_all_elements(two: Ranks) -> None:
+    for text in two.run(one_element):
+        assert "line 2" in text

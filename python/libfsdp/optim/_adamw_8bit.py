@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from libfsdp import _C
+from libfsdp._optimizer_settings import tell_settings
 from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._fused import make_adam_state
 from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
@@ -81,6 +82,7 @@ class AdamW8bit(BeginsAnew):
             ValueError: if ranks have parts of one block, or a parameter is not on the CPU.
         """
         loss = loss_of(closure)
+        tell_settings(self)
         with torch.no_grad():
             call = functools.partial(_C.step_adamw_8bit, "AdamW8bit", self.param_groups, self.state)
             if to_prepare := call():

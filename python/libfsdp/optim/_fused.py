@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from libfsdp import _C
+from libfsdp._optimizer_settings import tell_settings
 from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._preparing import is_skipped, loss_of, prepare_gradient, zeros_like
 
@@ -37,6 +38,7 @@ class _InOneCall(BeginsAnew):
         loss = loss_of(closure)
         for group in self.param_groups:
             _refuse_flags(self, group)
+        tell_settings(self, getattr(self, "grad_scale", None))
         if not is_skipped(self):
             self._step_in_cpp(getattr(self, "grad_scale", None))
         return loss

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from libfsdp import _C
 from libfsdp._mesh import device_of
+from libfsdp._optimizer_settings import tell_settings
 from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
@@ -134,6 +135,7 @@ class Muon(BeginsAnew, torch.optim.Muon):
                 anything has changed.
         """
         loss = loss_of(closure)
+        tell_settings(self)
         with torch.no_grad():
             rows = [(n, row) for n, group in enumerate(self.param_groups) for row in self._rows(n, group["params"])]
             for number, row in rows:

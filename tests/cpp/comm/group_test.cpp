@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -135,6 +136,42 @@ TEST_P(GroupOfSize, ModelsWithTheSameUnitsAreToldApart) {
                               .other = [](Communicator& c) { gather(c, "layers.0", 10, 8); },
                               .one_text = "all-gather of unit 'layers.0' of model 7",
                               .other_text = "all-gather of unit 'layers.0' of model 8"});
+}
+
+TEST_P(GroupOfSize, FactsAndUpdatesAreCompared) {
+  const auto differ = [&](const Label& one, const Label& other, const std::string& one_text, const std::string& other_text) {
+    const auto gather_with = [](Communicator& c, const Label& label) {
+      Gather gather(c, {{.numel = 10, .dtype = at::kFloat}}, 1, false);
+      c.all_gather(gather.parts, label)->wait();
+    };
+    expect_divergence(ranks(), {.odd = is_one,
+                                .one = [&](Communicator& c) { gather_with(c, one); },
+                                .other = [&](Communicator& c) { gather_with(c, other); },
+                                .one_text = "all-gather of unit 'layers.0'" + one_text,
+                                .other_text = "all-gather of unit 'layers.0'" + other_text});
+  };
+  Label label = testing::kGather;
+  Label other = label;
+  other.facts.layout = 1;
+  const std::string parameters = " (parameters of other names, shapes or dtypes, in another order, or others of them frozen)";
+  differ(label, other, parameters, parameters);
+  other = label;
+  other.facts.switches = 2;
+  differ(label, other, " (requires_all_reduce false)", " (requires_all_reduce true)");
+  other = label;
+  other.facts.divide_factor = std::bit_cast<std::uint64_t>(2.5);
+  differ(label, other, " (gradient_divide_factor 0)", " (gradient_divide_factor 2.5)");
+  other = label;
+  other.updates = "lr 0.1, eps 1e-08";
+  differ(label, other, " before an update", " after an update with lr 0.1");
+  label.updates = "lr 0.1, eps 1e-06";
+  differ(label, other, " after an update with eps 1e-06", " after an update with eps 1e-08");
+  // Also in what there is no room for.
+  const std::string many(250, 'x');
+  const std::string one_text = many + ", eps 1", other_text = many + ", eps 2";
+  label.updates = one_text;
+  other.updates = other_text;
+  differ(label, other, " after an update with ", " after an update with ");
 }
 
 TEST_P(GroupOfSize, HostExchangesAreCollectivesToo) {

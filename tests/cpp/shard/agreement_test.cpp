@@ -4,6 +4,8 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -11,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/twins.h"
 
@@ -168,6 +171,28 @@ TEST(Agreement, OnTensorParallelPieces) {
     differ(pieces("second.weight", other_piece ? 1 : 0), {"parameter 'second.weight' [cut, 10]", "parameter 'second.weight' [10, cut]"});
     differ(pieces(other_piece ? "none" : "second.weight", 0),
            {"parameter 'second.weight' [cut, 10]", "parameter 'second.weight' [10, 10]"});
+  });
+}
+
+/// Of the first unit of a model of two weights.
+std::uint64_t layout_of(std::initializer_list<const char*> names, bool freezes_first, std::optional<at::ScalarType> main) {
+  torch::nn::Module module;
+  for (const char* name : names) module.register_parameter(name, torch::ones({4, 4}));
+  module.parameters().front().requires_grad_(!freezes_first);
+  FullyShardOptions options{.mesh = line()};
+  if (main) options.mixed_precision = MixedPrecisionPolicy{.main_params_dtype = main};
+  return fully_shard(module, options).engine()->units().front()->label("all-gather").facts.layout;
+}
+
+TEST(Agreement, LayoutsHaveHashes) {
+  testing::run_ranks(1, [] {
+    const auto plain = layout_of({"a", "b"}, false, {});
+    EXPECT_NE(plain, 0);
+    EXPECT_EQ(plain, layout_of({"a", "b"}, false, {}));
+    EXPECT_NE(plain, layout_of({"b", "a"}, false, {}));
+    EXPECT_NE(plain, layout_of({"a", "c"}, false, {}));
+    EXPECT_NE(plain, layout_of({"a", "b"}, true, {}));
+    EXPECT_NE(plain, layout_of({"a", "b"}, false, at::kDouble));
   });
 }
 

@@ -1,0 +1,58 @@
+"""Settings of optimizers travel with the collectives of the model that they update, for ranks to compare."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from libfsdp._state import ShardState
+
+# By a parameter's identity: who has it. Identities are attributes of the tensors, which may be copied and pickled.
+owners: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
+
+_numbers = itertools.count(1)
+_TOLD = "_libfsdp_told"
+
+
+def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | None = None) -> None:
+    """At each step: tells the models of the first parameter of each group what has changed since the last one.
+
+    Args:
+        optimizer: that is about to step.
+        grad_scale: by which its gradients are still to be divided.
+    """
+    groups = optimizer.param_groups
+    scale = None if grad_scale is None or grad_scale.device.type != "cpu" else grad_scale.item()
+    said = [scale, *(_value(value) for group in groups for name, value in group.items() if name != "params")]
+    number, told = optimizer.__dict__.get(_TOLD) or (next(_numbers), None)
+    if said == told:
+        return
+    text = ", ".join(_settings_of(group, f" of group {g}" if len(groups) > 1 else "") for g, group in enumerate(groups))
+    if scale is not None:
+        text += f", grad_scale {scale}"
+    firsts = [group["params"][0] for group in groups if group["params"]]
+    states = [owners.get(getattr(parameter, "_libfsdp_identity", 0)) for parameter in firsts]
+    models = {state.model for state in states if state is not None and state.model is not None}
+    for model in models:
+        model.engine.tell_update(number, text)
+    optimizer.__dict__[_TOLD] = (number, said if models else None)
+
+
+def _settings_of(group: dict[str, Any], of_group: str) -> str:
+    shown = {name: _value(value) for name, value in group.items() if name != "params"}
+    return ", ".join(
+        f"{name}{of_group} {value}" for name, value in shown.items() if value is not None and value is not False
+    )
+
+
+def _value(value: Any) -> Any:
+    """As it is compared and shown. A tensor on an accelerator is not waited for."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (tuple, list)):
+        return " ".join(str(_value(one)) for one in value)
+    return value if isinstance(value, (int, float, str)) else None
