@@ -1,0 +1,111 @@
+"""What random programs may contain, by name, and how often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# The probability that a program has it, or of each place where it may be.
+LIKELIHOOD = {
+    # Models.
+    "shared": 0.25,  # Modules under several owners.
+    "sideways": 0.25,  # Modules that call units which are not below them.
+    "groups": 0.2,  # fully_shard([a, b]).
+    "readers": 0.5,  # Weights of a group that are read between its modules' forwards.
+    "tied": 0.15,
+    "frozen": 0.15,
+    "mixed_dtypes": 0.1,
+    "checkpointing": 0.15,
+    # Options.
+    "ranks": 0.5,  # Other than 2.
+    "strategies": 0.5,
+    "hsdp": 0.3,
+    "hfsdp": 0.5,  # Of those with two dimensions.
+    "reshard": 0.4,
+    "dtypes": 0.15,
+    "main_dtypes": 0.1,
+    "offload": 0.1,
+    "shard_dim": 0.15,
+    "keep": 0.1,
+    "megatron": 0.3,
+    # Optimizers.
+    "foreach": 0.3,
+    "fused": 0.3,
+    "own_optimizers": 0.4,
+    "matrix_optimizers": 0.1,
+    "parameter_groups": 0.2,
+    "scaler": 0.1,
+    "schedule": 0.2,
+    # Lives.
+    "evaluation": 0.35,
+    "several_backwards": 0.3,
+    "no_sync": 0.4,
+    "several_graphs": 0.3,
+    "lone_forwards": 0.2,  # In grad mode, without a backward.
+    "unshard": 0.2,
+    "setters": 0.2,
+    "reshard_after_backward": 0.1,
+    "last_backward": 0.1,
+    "clip": 0.2,
+    "writes": 0.2,
+    "quiet_writes": 0.25,  # Of which no version tells.
+    "shared_memory": 0.1,
+    "zero_grad": 0.3,  # That fills with zeros, or comes at other moments.
+    "state_dict": 0.15,
+    "checkpoints": 0.05,
+    "freezing": 0.15,
+    "failures": 0.15,
+    "empty": 0.1,
+    "two_models": 0.1,
+}
+
+# Features that need others to show.
+PROFILES: dict[str, tuple[str, ...]] = {
+    "optimizers": ("strategies", "foreach", "fused", "own_optimizers", "hsdp", "hfsdp", "parameter_groups"),
+    "evaluations": ("evaluation", "lone_forwards", "unshard", "strategies", "reshard", "foreach", "own_optimizers"),
+    "quiet": ("quiet_writes", "evaluation", "lone_forwards", "strategies", "reshard"),
+    "in_place": ("writes", "evaluation", "lone_forwards", "strategies", "reshard"),
+    "memory": ("shared_memory", "evaluation", "strategies"),
+    "freeze": ("freezing", "evaluation", "lone_forwards", "reshard", "strategies", "checkpointing", "several_graphs"),
+    "sharing": ("sideways", "shared", "groups", "readers", "checkpointing", "evaluation", "reshard"),
+    "last": ("last_backward", "several_backwards"),
+    "matrices": ("matrix_optimizers", "strategies"),
+    "megatron": ("megatron", "strategies", "several_backwards", "no_sync", "zero_grad"),
+}
+
+
+class Chance:
+    """The random choices of one program. The same seed and features give the same ones."""
+
+    def __init__(self, seed: int, features: dict[str, float]) -> None:
+        self.random = random.Random(seed)
+        self.features = features
+
+    def has(self, feature: str) -> bool:
+        """Whether it is there, here."""
+        return self.random.random() < self.features.get(feature, 0.0)
+
+    def of(self, values: Sequence[T]) -> T:
+        """One of them."""
+        return self.random.choice(values)
+
+    def chance(self, probability: float) -> bool:
+        """True so often."""
+        return self.random.random() < probability
+
+
+def features(only: Iterable[str] = (), without: Iterable[str] = ()) -> dict[str, float]:
+    """Likelihoods by name; those that `only` names (features or profiles) are likelier."""
+    chosen = dict(LIKELIHOOD)
+    named = [feature for name in only for feature in PROFILES.get(name, (name,))]
+    unknown = [name for name in (*named, *without) if name not in LIKELIHOOD]
+    if unknown:
+        raise SystemExit(f"no such features: {', '.join(unknown)}; there are {', '.join((*LIKELIHOOD, *PROFILES))}")
+    if named:
+        chosen = {name: max(LIKELIHOOD[name], 0.5) for name in named}
+    for name in without:
+        chosen.pop(name, None)
+    return chosen

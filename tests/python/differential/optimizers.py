@@ -1,0 +1,63 @@
+"""Optimizers of random programs, by name: on sharded parameters, and on a replica's slices."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from differential.program import Optimizer
+
+# What a replica steps with where the library's own optimizer is asked for: ATen's fused kernels on each rank's slice.
+FUSED = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+# Those whose update of an element depends on others. A replica takes their results as they are, after a check within bounds.
+OF_WHOLE_MATRICES = ("Muon", "AdamW8bit", "Adafactor")
+
+
+def groups_of(plan: Optimizer, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """One group, or two with other settings."""
+    if not plan.groups:
+        return [{"params": list(parameters.values())}]
+    first = {name for name in parameters if zlib.crc32(name.encode()) % 3 == 0}
+    split = [
+        {"params": [p for name, p in parameters.items() if name in first], "lr": 0.013},
+        {"params": [p for name, p in parameters.items() if name not in first]},
+    ]
+    return [group for group in split if group["params"]]
+
+
+def chosen(plan: Optimizer, parameters: dict[str, Tensor], ndims: dict[str, int]) -> dict[str, Tensor]:
+    """The parameters that the optimizer takes: Muon has matrices only."""
+    if not plan.kind.endswith("Muon"):
+        return parameters
+    return {name: p for name, p in parameters.items() if ndims[name] == 2}
+
+
+def make(plan: Optimizer, parameters: dict[str, Any], *, replica: bool) -> torch.optim.Optimizer:
+    """An optimizer of these parameters."""
+    package, name = plan.kind.split(".")
+    groups = groups_of(plan, parameters)
+    arguments = dict(plan.arguments)
+    if package == "torch":
+        return getattr(torch.optim, name)(groups, **arguments)  # type: ignore[no-any-return]
+    if replica:
+        return FUSED[name](groups, **arguments, fused=True)
+    libfsdp = importlib.import_module("libfsdp")
+    if package == "fuse":
+        return libfsdp.fuse(getattr(torch.optim, name)(groups, **arguments))  # type: ignore[no-any-return]
+    return getattr(libfsdp.optim, name)(groups, **arguments)  # type: ignore[no-any-return]
+
+
+def slices(whole: Tensor, cut: tuple[tuple[int, int], ...]) -> Tensor:
+    """What a rank has of a tensor: offset and size in each dimension."""
+    for dim, (offset, size) in enumerate(cut):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def as_leaf(tensor: Tensor) -> nn.Parameter:
+    """A parameter of its own, whose memory begins as a shard's does."""
+    return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))

@@ -1,0 +1,157 @@
+"""Makes a failing program smaller, while it fails in the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from differential.program import Node, Options, Optimizer, Program, Unit
+from differential.runner import Failure, Runner
+
+
+def shrink(program: Program, failure: Failure, runner: Runner, seconds: float = 90.0) -> tuple[Program, Failure]:
+    """The smallest one that was found in this time."""
+    deadline = time.monotonic() + seconds
+    program = replace(program, operations=program.operations[: failure.operation + 1])
+    progress = True
+    while progress:
+        progress = False
+        for smaller in smaller_ones(program):
+            if time.monotonic() > deadline:
+                return program, failure
+            found = runner.run(smaller)
+            if found is not None and found.kind == failure.kind:
+                program, failure, progress = smaller, found, True
+                break
+    return program, failure
+
+
+def smaller_ones(program: Program) -> Iterator[Program]:
+    """The largest steps first."""
+    if program.models > 1:
+        for model in range(program.models):
+            mine = tuple(replace(op, model=0) for op in program.operations if op.model == model)
+            yield replace(program, models=1, operations=mine)
+    count = len(program.operations)
+    size = max(1, count // 2)
+    while size >= 1:
+        for begin in range(0, count, size):
+            rest = program.operations[:begin] + program.operations[begin + size :]
+            if legal(rest) and rest:
+                yield replace(program, operations=rest)
+        size //= 2
+    for begin in range(count):  # a forward with its backward
+        op = program.operations[begin]
+        if op.what == "forward":
+            later = [i for i in range(begin, count) if program.operations[i].arguments.get("graph") == op.arguments["graph"]][:2]
+            rest = tuple(one for i, one in enumerate(program.operations) if i not in later)
+            if legal(rest) and rest:
+                yield replace(program, operations=rest)
+    for field in fields(Options):
+        default = getattr(Options(), field.name)
+        if getattr(program.options, field.name) != default:
+            yield replace(program, options=replace(program.options, **{field.name: default}))
+    if program.optimizer != Optimizer():
+        yield replace(program, optimizer=Optimizer())
+        yield replace(program, optimizer=replace(program.optimizer, groups=False, scaler=False))
+    if program.world > 2 and program.options.mesh == "flat":
+        yield replace(program, world=2)
+    for unit in program.units[:-1]:
+        yield replace(program, units=tuple(one for one in program.units if one != unit))
+        for name in unit.nodes if len(unit.nodes) > 1 else ():
+            yield replace(program, units=tuple(Unit((name,), unit.reshard_after_forward) if one == unit else one for one in program.units))
+    for unit in program.units:
+        if unit.reshard_after_forward is not None:
+            yield replace(program, units=tuple(replace(unit, reshard_after_forward=None) if one == unit else one for one in program.units))
+    for node in program.nodes[:-1]:
+        yield from without(program, node)
+    for node in program.nodes:
+        plain = replace(node, checkpoint="", frozen=False, dtype="float32")
+        if plain != node:
+            yield with_node(program, plain)
+        if node.kind not in ("owner", "root", "tied", "reader", "linear"):
+            yield with_node(program, replace(node, kind="plain"))
+        for i in range(len(node.calls)):
+            if len(node.calls) > 1:
+                yield with_node(program, replace(node, calls=node.calls[:i] + node.calls[i + 1 :]))
+
+
+def legal(operations: tuple[object, ...]) -> bool:
+    """Each backward has its forward, each load its save; what is synchronized last is synchronized."""
+    graphs: set[object] = set()
+    saved: set[object] = set()
+    for op in operations:
+        what, arguments, model = op.what, op.arguments, op.model  # type: ignore[attr-defined]
+        if what == "forward":
+            graphs.add((model, arguments["graph"]))
+        elif what == "backward":
+            if (model, arguments["graph"]) not in graphs:
+                return False
+            graphs.discard((model, arguments["graph"]))
+        elif what == "save":
+            saved.add((model, arguments["slot"]))
+        elif what == "load" and (model, arguments["slot"]) not in saved:
+            return False
+        elif what in ("step", "write", "load", "train_parameters", "checkpoint") and any(m == model for m, _ in graphs):  # type: ignore[misc]
+            return False
+    return balanced(operations)
+
+
+def balanced(operations: tuple[object, ...]) -> bool:
+    """No step while gradients wait for their synchronization."""
+    off: dict[int, bool] = {}
+    waiting: dict[int, bool] = {}
+    for op in operations:
+        what, arguments, model = op.what, op.arguments, op.model  # type: ignore[attr-defined]
+        if what == "call" and arguments["method"] == "set_requires_gradient_sync":
+            off[model] = not arguments["arguments"]["requires_gradient_sync"]
+        elif what == "backward":
+            waiting[model] = off.get(model, False)
+        elif what in ("step", "zero_grad", "fail", "clip") and waiting.get(model):
+            return False
+    return True
+
+
+def with_node(program: Program, node: Node) -> Program:
+    return replace(program, nodes=tuple(node if one.name == node.name else one for one in program.nodes))
+
+
+def without(program: Program, gone: Node) -> Iterator[Program]:
+    """The program without a module, or with its children in its place."""
+    if any(n.weight_of == gone.name for n in program.nodes):
+        return
+    nodes = []
+    for node in program.nodes:
+        if node.name == gone.name:
+            continue
+
+        def kept(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name != gone.name)
+
+        nodes.append(replace(node, children=kept(node.children), borrowed=kept(node.borrowed), calls=kept(node.calls)))
+    owned = {child for node in nodes for child in node.children}
+    if {n.name for n in nodes[:-1]} - owned:
+        orphans = tuple(n.name for n in nodes[:-1] if n.name not in owned)
+        root = nodes[-1]
+        nodes[-1] = replace(root, children=root.children + orphans, calls=root.calls + orphans)
+    units = []
+    for unit in program.units:
+        left = tuple(name for name in unit.nodes if name != gone.name)
+        if left:
+            units.append(replace(unit, nodes=left))
+    names = {node.name for node in nodes}
+
+    def kept_parameters(arguments: dict[str, object]) -> dict[str, object]:
+        listed = arguments.get("names")
+        if not isinstance(listed, list):
+            return arguments
+        return {**arguments, "names": [one for one in listed if gone.name not in one.split(".")]}
+
+    operations = tuple(
+        replace(op, arguments=kept_parameters(op.arguments))
+        for op in program.operations
+        if op.arguments.get("node", program.root) in names
+    )
+    if operations and legal(operations):
+        yield replace(program, nodes=tuple(nodes), units=tuple(units), operations=operations)
