@@ -18,7 +18,7 @@ def generate(seed: int, likelihood: dict[str, float]) -> Program:
     world = chance.of((1, 3, 4, 4)) if chance.has("ranks") else 2
     nodes = random_nodes(chance)
     units = random_units(chance, nodes)
-    options = random_options(chance, world)
+    options = random_options(chance, world, nodes)
     if options.mesh == "hsdp" and world % 2:
         world = 4 if world == 3 else 2
     width = chance.of((8, 12)) if options.shard_dim or options.outer_placements != "no_shard" else chance.of((5, 6, 8))
@@ -107,7 +107,7 @@ def random_units(chance: Chance, nodes: tuple[Node, ...]) -> tuple[Unit, ...]:
     tied = {n.name: n.weight_of for n in nodes if n.kind == "tied"}
     bound = {*tied, *tied.values()}  # Modules with one parameter belong to one unit: the root's.
     units: list[Unit] = []
-    candidates = [n for n in nodes[:-1] if n.name not in bound and not below(nodes, n.name) & bound]
+    candidates = [n for n in nodes[:-1] if n.kind != "reader" and n.name not in bound and not below(nodes, n.name) & bound]
     taken: set[str] = set()
 
     def reshard() -> bool | int | None:
@@ -139,15 +139,32 @@ def below(nodes: tuple[Node, ...], name: str) -> set[str]:
     return {one for child in node.children for one in ({child} | below(nodes, child))}
 
 
-def random_options(chance: Chance, world: int) -> Options:
+def random_megatron(chance: Chance, nodes: tuple[Node, ...]) -> tuple[tuple[str, Any], ...]:
+    """Those of fully_shard_model."""
+    tied = {kind for n in nodes if n.kind == "tied" for kind in ("tied", "owner", *(o.kind for o in nodes if o.name == n.weight_of))}
+    kinds = sorted({n.kind for n in nodes[:-1]} - tied)
+    return (
+        ("unit_kinds", tuple(kind for kind in kinds if chance.chance(0.6))),
+        ("sync_model_each_microbatch", chance.chance(0.4)),
+        ("overlap_grad_reduce", chance.chance(0.6)),
+        ("overlap_param_gather", chance.chance(0.7)),
+    )
+
+
+def random_options(chance: Chance, world: int, nodes: tuple[Node, ...]) -> Options:
     """Those of fully_shard."""
     options = Options()
+    plain = all(n.dtype == "float32" for n in nodes)
+    if plain and chance.has("megatron"):
+        options = replace(options, front="megatron", megatron=random_megatron(chance, nodes))
     if chance.has("strategies"):
         options = replace(options, placements=chance.of(("optim_grads", "optim", "no_shard")))
     if chance.has("hsdp") and world != 1:
         options = replace(options, mesh="hsdp")
         if options.placements == "optim_grads_params" and chance.has("hfsdp"):
             options = replace(options, outer_placements="optim_if_even")
+    if options.front == "megatron":
+        return options
     if chance.has("dtypes"):
         options = replace(options, param_dtype="bfloat16", reduce_dtype=chance.of((None, "float32")))
     if chance.has("main_dtypes"):

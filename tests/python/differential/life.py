@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from differential.features import Chance
+from differential.model import Built
 from differential.program import Op, Program
 
 
@@ -24,8 +26,6 @@ class Life:
 
     def _parameters(self) -> list[str]:
         """Names as the first owner gives them, of parameters that are trained."""
-        from differential.model import Built
-
         built = Built(self.program, self.model)
         return [name for name, p in built.root.named_parameters() if p.requires_grad]
 
@@ -86,7 +86,7 @@ class Life:
     def writes(self) -> None:
         chance = self.chance
         if chance.has("writes"):
-            self.add("write", how=chance.of(("in_place", "copy", "to_local")), names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
+            self.add("write", how=chance.of(("in_place", "copy", "to_local") if self.stays_gathered else ("in_place", "copy", "to_local", "shown")), names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
         if chance.has("quiet_writes") and not self.stays_gathered:
             self.add("write", how=chance.of(("data", "together", "numpy", "dlpack", "collective")), names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
         if chance.has("shared_memory") and not self.stays_gathered:
@@ -166,7 +166,11 @@ class Life:
 
 def life_of(program: Program, chance: Chance) -> tuple[Op, ...]:
     """The operations of all models, mixed."""
-    lives = [Life(program, chance, model).live() for model in range(program.models)]
+    if program.options.front == "megatron":
+        life_class = importlib.import_module("differential.megatron").Life
+    else:
+        life_class = Life
+    lives = [life_class(program, chance, model).live() for model in range(program.models)]
     mixed: list[Op] = []
     while any(lives):
         life = chance.of([one for one in lives if one])

@@ -43,6 +43,8 @@ def make(plan: Optimizer, parameters: dict[str, Any], *, replica: bool) -> torch
     arguments = dict(plan.arguments)
     if package == "torch":
         return getattr(torch.optim, name)(groups, **arguments)  # type: ignore[no-any-return]
+    if replica and name in OF_WHOLE_MATRICES:  # Its results are taken over.
+        return torch.optim.SGD(groups, lr=0.0)
     if replica:
         return FUSED[name](groups, **arguments, fused=True)
     libfsdp = importlib.import_module("libfsdp")

@@ -225,7 +225,8 @@ class Sharded:
 
     def write(self, how: str, names: list[str], factor: float) -> None:
         """Multiplies shards."""
-        WRITES[how]([self.parameters[name] for name in names], factor)
+        shown = dict(self.named()) if how == "shown" else self.parameters
+        WRITES[how]([shown[name] for name in names], factor)
 
     def save(self, slot: str) -> dict[str, Any]:
         """A state dict of model and optimizer, as copies."""
@@ -265,7 +266,7 @@ class Sharded:
             local(value).double().abs().sum().item()
             for p in self.parameters.values()
             for _, value in sorted(self.optimizer.state.get(p, {}).items())
-            if isinstance(value, Tensor) and value.ndim > 0
+            if isinstance(value, Tensor) and value.ndim > 0 and local(value).numel() > 0
         ]
 
     def buffers(self) -> dict[str, Any]:
@@ -358,6 +359,7 @@ def collective(parameters: list[nn.Parameter], factor: float) -> None:
 
 WRITES: dict[str, Callable[[list[nn.Parameter], float], None]] = {
     "in_place": in_place,
+    "shown": in_place,  # To what the modules show at this moment.
     "copy": copy,
     "to_local": to_local,
     "data": through_data,
@@ -372,9 +374,8 @@ WRITES: dict[str, Callable[[list[nn.Parameter], float], None]] = {
 def lives_of(program: Program, implementation: str) -> list[Any]:
     """One life for each model."""
     if program.options.front == "megatron":
-        from differential.megatron import MegatronSharded
-
-        return [MegatronSharded(program, number, implementation) for number in range(program.models)]
+        megatron = importlib.import_module("differential.megatron")
+        return [megatron.Sharded(program, number, implementation) for number in range(program.models)]
     return [Sharded(program, number, implementation) for number in range(program.models)]
 
 
