@@ -29,12 +29,18 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=1, help="end after so many kinds of failures")
     parser.add_argument("--only", default="", help="features or profiles, separated by commas")
     parser.add_argument("--without", default="")
-    parser.add_argument("--implementation", default="libfsdp", help="or fsdp2, to check the oracle; programs with options that it lacks are left out")
+    parser.add_argument(
+        "--implementation",
+        default="libfsdp",
+        help="or fsdp2, to check the oracle; programs with options that it lacks are left out",
+    )
     parser.add_argument("--shrink", type=float, default=90.0, help="seconds for making a failing program smaller")
     arguments = parser.parse_args()
-    likelihood = features(filter(None, arguments.only.split(",")), filter(None, arguments.without.split(",")))
-    seeds = [arguments.seed] if arguments.seed is not None else itertools.count(
-        random.randrange(10**6) * 10**3 if arguments.begin is None else arguments.begin
+    likelihood = features(names(arguments.only), names(arguments.without))
+    seeds = (
+        [arguments.seed]
+        if arguments.seed is not None
+        else itertools.count(random.randrange(10**6) * 10**3 if arguments.begin is None else arguments.begin)
     )
     runner = Runner(arguments.implementation)
     begin, programs, kinds = time.monotonic(), 0, dict[str, int]()
@@ -60,6 +66,11 @@ def main() -> int:
         runner.end()
     print(f"{programs} programs in {time.monotonic() - begin:.0f} s, {sum(kinds.values())} failures: {kinds or 'none'}")
     return bool(kinds)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Of a list with commas."""
+    return tuple(filter(None, text.split(",")))
 
 
 def of_fsdp2(program: object) -> bool:

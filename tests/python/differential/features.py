@@ -56,6 +56,9 @@ LIKELIHOOD = {
     "zero_grad": 0.3,  # That fills with zeros, or comes at other moments.
     "state_dict": 0.15,
     "checkpoints": 0.05,
+    "reads": 0.15,  # Of what the modules show.
+    "collected": 0.05,  # A model that nobody has any more, between forward and backward.
+    "rebuilding": 0.05,  # Another sharded model takes over.
     "freezing": 0.15,
     "failures": 0.15,
     "empty": 0.1,
@@ -71,6 +74,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "memory": ("shared_memory", "evaluation", "strategies"),
     "freeze": ("freezing", "evaluation", "lone_forwards", "reshard", "strategies", "checkpointing", "several_graphs"),
     "sharing": ("sideways", "shared", "groups", "readers", "checkpointing", "evaluation", "reshard"),
+    "collected": ("collected", "strategies"),
+    "megatron_reads": ("megatron", "strategies", "reads", "unshard"),
     "last": ("last_backward", "several_backwards"),
     "matrices": ("matrix_optimizers", "strategies"),
     "megatron": ("megatron", "strategies", "several_backwards", "no_sync", "zero_grad"),

@@ -17,10 +17,11 @@ def generate(seed: int, likelihood: dict[str, float]) -> Program:
     chance = Chance(seed, likelihood)
     world = chance.of((1, 3, 4, 4)) if chance.has("ranks") else 2
     nodes = random_nodes(chance)
-    units = random_units(chance, nodes)
     options = random_options(chance, world, nodes)
     if options.mesh == "hsdp" and world % 2:
         world = 4 if world == 3 else 2
+    between = (2,) if world == 4 and options == Options() else ()  # reshard_after_forward as a number.
+    nodes, units = random_units(chance, nodes, (True, False, *between))
     width = chance.of((8, 12)) if options.shard_dim or options.outer_placements != "no_shard" else chance.of((5, 6, 8))
     program = Program(
         seed=seed,
@@ -30,7 +31,7 @@ def generate(seed: int, likelihood: dict[str, float]) -> Program:
         nodes=nodes,
         units=units,
         options=options,
-        optimizer=random_optimizer(chance, options),
+        optimizer=random_optimizer(chance, options, world),
         operations=(),
         models=2 if chance.has("two_models") else 1,
     )
@@ -102,29 +103,57 @@ def random_nodes(chance: Chance) -> tuple[Node, ...]:
     return tuple(made)
 
 
-def random_units(chance: Chance, nodes: tuple[Node, ...]) -> tuple[Unit, ...]:
-    """Some modules, children before their owners; the root last."""
+def random_units(
+    chance: Chance, nodes: tuple[Node, ...], reshards: tuple[bool | int, ...]
+) -> tuple[tuple[Node, ...], tuple[Unit, ...]]:
+    """Some modules, children before their owners; the root last. Groups may get a member that reads the other's weight."""
     tied = {n.name: n.weight_of for n in nodes if n.kind == "tied"}
     bound = {*tied, *tied.values()}  # Modules with one parameter belong to one unit: the root's.
     units: list[Unit] = []
-    candidates = [n for n in nodes[:-1] if n.kind != "reader" and n.name not in bound and not below(nodes, n.name) & bound]
+    candidates = [
+        n for n in nodes[:-1] if n.kind != "reader" and n.name not in bound and not below(nodes, n.name) & bound
+    ]
     taken: set[str] = set()
+    crossed = crossing(nodes)
 
     def reshard() -> bool | int | None:
-        return chance.of((True, False)) if chance.has("reshard") else None
+        return chance.of(reshards) if chance.has("reshard") else None
 
     for node in candidates:
-        if node.name in taken or not chance.chance(0.6):
+        if node.name in taken or not (chance.chance(0.6) or node.name in crossed):
             continue
         group = [node.name]
         if node.kind != "owner" and chance.has("groups"):
-            others = [n.name for n in candidates if n.kind != "owner" and n.name not in (node.name, *taken) and before_owners(nodes, {node.name, n.name})]
+            others = [
+                n.name
+                for n in candidates
+                if n.kind != "owner" and n.name not in (node.name, *taken) and before_owners(nodes, {node.name, n.name})
+            ]
             if others:
                 group.append(chance.of(others))
+            elif node.kind in ("linear", "custom", "plain") and node.dtype == "float32" and chance.has("readers"):
+                reader = Node(f"reader{len(nodes)}", "reader", weight_of=node.name)
+                nodes = with_child_of_root(chance, nodes, reader, after=node)
+                group.append(reader.name)
         taken.update(group)
         units.append(Unit(tuple(group), reshard()))
     units.sort(key=lambda unit: max(next(i for i, n in enumerate(nodes) if n.name == name) for name in unit.nodes))
-    return (*units, Unit((nodes[-1].name,), reshard()))
+    return nodes, (*units, Unit((nodes[-1].name,), reshard()))
+
+
+def crossing(nodes: tuple[Node, ...]) -> set[str]:
+    """Modules that others than their one owner call: they are units of their own, or the root's, as FSDP2 needs it."""
+    owned = [child for n in nodes for child in n.children]
+    return {name for n in nodes for name in n.borrowed} | {name for name in owned if owned.count(name) > 1}
+
+
+def with_child_of_root(chance: Chance, nodes: tuple[Node, ...], node: Node, after: Node) -> tuple[Node, ...]:
+    """The node as one more of what the root owns and calls."""
+    root = nodes[-1]
+    calls = list(root.calls)
+    calls.insert(chance.random.randrange(len(calls) + 1), node.name)
+    at = nodes.index(after) + 1
+    return (*nodes[:at], node, *nodes[at:-1], replace(root, children=(*root.children, node.name), calls=tuple(calls)))
 
 
 def before_owners(nodes: tuple[Node, ...], group: set[str]) -> bool:
@@ -141,10 +170,11 @@ def below(nodes: tuple[Node, ...], name: str) -> set[str]:
 
 def random_megatron(chance: Chance, nodes: tuple[Node, ...]) -> tuple[tuple[str, Any], ...]:
     """Those of fully_shard_model."""
-    tied = {kind for n in nodes if n.kind == "tied" for kind in ("tied", "owner", *(o.kind for o in nodes if o.name == n.weight_of))}
-    kinds = sorted({n.kind for n in nodes[:-1]} - tied)
+    has_tied = any(n.kind == "tied" for n in nodes)
+    crossed = {n.kind for n in nodes if n.name in crossing(nodes)}
+    kinds = sorted({n.kind for n in nodes[:-1]})
     return (
-        ("unit_kinds", tuple(kind for kind in kinds if chance.chance(0.6))),
+        ("unit_kinds", () if has_tied else tuple(kind for kind in kinds if chance.chance(0.6) or kind in crossed)),
         ("sync_model_each_microbatch", chance.chance(0.4)),
         ("overlap_grad_reduce", chance.chance(0.6)),
         ("overlap_param_gather", chance.chance(0.7)),
@@ -171,7 +201,11 @@ def random_options(chance: Chance, world: int, nodes: tuple[Node, ...]) -> Optio
         options = replace(options, main_params_dtype="float32", main_grads_dtype=chance.of((None, "float32")))
     if chance.has("offload") and options.placements == "optim_grads_params":
         options = replace(options, offload=True)
-    if chance.has("shard_dim") and options.placements == "optim_grads_params" and options.outer_placements == "no_shard":
+    if (
+        chance.has("shard_dim")
+        and options.placements == "optim_grads_params"
+        and options.outer_placements == "no_shard"
+    ):
         options = replace(options, shard_dim=1)
     if chance.has("keep"):
         options = replace(options, keep_gathered_bytes=chance.of((300, 3000)))
@@ -196,7 +230,7 @@ LOOP: tuple[tuple[str, dict[str, Any]], ...] = (
 FUSABLE = ("SGD", "Adam", "AdamW")
 
 
-def random_optimizer(chance: Chance, options: Options) -> Optimizer:
+def random_optimizer(chance: Chance, options: Options, world: int) -> Optimizer:
     """Any of torch's, in each of its ways, and the library's."""
     name, arguments = chance.of(LOOP)
     kind = f"torch.{name}"
@@ -205,6 +239,10 @@ def random_optimizer(chance: Chance, options: Options) -> Optimizer:
         kind = f"{chance.of(('libfsdp', 'fuse'))}.{name}"
     elif chance.has("matrix_optimizers"):
         kind, arguments = "libfsdp.Muon", {"lr": 0.02}
+        if (options.placements == "no_shard" or world == 1) and chance.chance(
+            0.5
+        ):  # No two ranks share a block of state.
+            kind = "libfsdp.AdamW8bit"
     elif chance.has("foreach"):
         arguments = {**arguments, "foreach": True}
     elif chance.has("fused"):
@@ -218,5 +256,3 @@ def random_optimizer(chance: Chance, options: Options) -> Optimizer:
         groups=chance.has("parameter_groups"),
         scaler=not options.offload and chance.has("scaler"),
     )
-
-

@@ -13,6 +13,8 @@ from differential.program import Op, Program
 class Life:
     """The operations of one model, and what decides which may come next."""
 
+    has_setters = True
+
     def __init__(self, program: Program, chance: Chance, model: int) -> None:
         self.program, self.chance, self.model = program, chance, model
         self.ops: list[Op] = []
@@ -48,11 +50,25 @@ class Life:
     def aside(self) -> None:
         chance = self.chance
         if chance.has("evaluation"):
-            self.add("evaluate", mode=chance.of(("grad", "no_grad", "inference")), batch=self.batch(), training=chance.chance(0.5))
-        if chance.has("setters"):
-            method = chance.of(("set_reshard_after_forward", "set_requires_all_reduce"))
-            if method == "set_reshard_after_forward":
-                self.add("call", node=chance.of(self.units), method=method, arguments={"reshard_after_forward": chance.chance(0.5), "recurse": chance.chance(0.5)})
+            self.add(
+                "evaluate",
+                mode=chance.of(("grad", "no_grad", "inference")),
+                batch=self.batch(),
+                training=chance.chance(0.5),
+            )
+        if chance.has("setters") and self.has_setters:
+            if chance.chance(0.3):
+                node, other = chance.of(self.units), chance.of(self.units)
+                method = chance.of(("prefetch_in_forward", "prefetch_in_backward"))
+                self.add(method, node=node, others=[other])
+            else:
+                method = "set_reshard_after_forward"
+                self.add(
+                    "call",
+                    node=chance.of(self.units),
+                    method=method,
+                    arguments={"reshard_after_forward": chance.chance(0.5), "recurse": chance.chance(0.5)},
+                )
 
     # What may come only where no graph lives.
 
@@ -71,9 +87,16 @@ class Life:
                 self.stays_gathered = True
         if chance.has("reshard_after_backward"):
             keep = chance.chance(0.7)
-            self.add("call", node=self.program.root, method="set_reshard_after_backward", arguments={"reshard_after_backward": not keep})
+            self.add(
+                "call",
+                node=self.program.root,
+                method="set_reshard_after_backward",
+                arguments={"reshard_after_backward": not keep},
+            )
             self.stays_gathered = keep
         self.writes()
+        if chance.has("reads") and not self.stays_gathered:
+            self.add("read")
         if chance.has("state_dict"):
             if not self.saved or chance.chance(0.5):
                 self.saved.append(f"s{len(self.saved)}")
@@ -82,13 +105,30 @@ class Life:
                 self.add("load", slot=chance.of(self.saved), assign=False, optimizer=chance.chance(0.5))
         if chance.has("checkpoints"):
             self.add("checkpoint")
+        if chance.has("rebuilding") and not self.frozen and self.ops and self.ops[-1].what != "step":
+            self.add("rebuild")
+            self.stays_gathered = False
 
     def writes(self) -> None:
         chance = self.chance
         if chance.has("writes"):
-            self.add("write", how=chance.of(("in_place", "copy", "to_local") if self.stays_gathered else ("in_place", "copy", "to_local", "shown")), names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
+            self.add(
+                "write",
+                how=chance.of(
+                    ("in_place", "copy", "to_local")
+                    if self.stays_gathered
+                    else ("in_place", "copy", "to_local", "shown")
+                ),
+                names=self.some(self.parameters),
+                factor=chance.of((0.5, 1.25)),
+            )
         if chance.has("quiet_writes") and not self.stays_gathered:
-            self.add("write", how=chance.of(("data", "together", "numpy", "dlpack", "collective")), names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
+            self.add(
+                "write",
+                how=chance.of(("data", "together", "numpy", "dlpack", "collective")),
+                names=self.some(self.parameters),
+                factor=chance.of((0.5, 1.25)),
+            )
         if chance.has("shared_memory") and not self.stays_gathered:
             self.add("write", how="shared", names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
 
@@ -99,7 +139,9 @@ class Life:
         at_once = chance.has("several_graphs")
         no_sync = count > 1 and chance.has("no_sync")
         if chance.has("failures") and not no_sync:
-            self.add("fail", node=chance.of(self.program.nodes[:-1]).name, in_backward=chance.chance(0.5), batch=self.batch())
+            self.add(
+                "fail", node=chance.of(self.program.nodes[:-1]).name, in_backward=chance.chance(0.5), batch=self.batch()
+            )
         last = chance.has("last_backward")
         names = [f"g{i}" for i in range(count)]
         if at_once:
@@ -110,7 +152,12 @@ class Life:
             if no_sync:
                 self.sync(i == count - 1)
             if last:
-                self.add("call", node=self.program.root, method="set_is_last_backward", arguments={"is_last_backward": i == count - 1})
+                self.add(
+                    "call",
+                    node=self.program.root,
+                    method="set_is_last_backward",
+                    arguments={"is_last_backward": i == count - 1},
+                )
             if not at_once:
                 self.add("forward", graph=name, batch=self.batch())
                 self.aside()
@@ -120,7 +167,12 @@ class Life:
 
     def sync(self, synchronizes: bool) -> None:
         """Of the next backwards."""
-        self.add("call", node=self.program.root, method="set_requires_gradient_sync", arguments={"requires_gradient_sync": synchronizes})
+        self.add(
+            "call",
+            node=self.program.root,
+            method="set_requires_gradient_sync",
+            arguments={"requires_gradient_sync": synchronizes},
+        )
 
     def update(self) -> None:
         """A training step."""
@@ -134,7 +186,9 @@ class Life:
             self.add("advance_schedule")
         self.aside()
         if chance.has("zero_grad"):
-            self.add("zero_grad", set_to_none=chance.chance(0.4), of_model=chance.chance(0.5))
+            self.add(
+                "zero_grad", set_to_none=chance.chance(0.4), of_model=not self.stays_gathered and chance.chance(0.5)
+            )
         else:
             self.add("zero_grad", set_to_none=True)
         if self.ops[-1].arguments["set_to_none"]:
@@ -161,6 +215,10 @@ class Life:
         self.add("evaluate", mode="no_grad", batch=self.batch(), training=True)
         self.add("buffers")
         self.add("state")
+        if chance.has("collected"):
+            self.add("forward", graph="last", batch=self.batch())
+            self.add("forget")
+            self.add("backward", graph="last")
         return self.ops
 
 

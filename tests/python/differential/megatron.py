@@ -21,6 +21,8 @@ def automatic(program: Program) -> bool:
 class Life(life.Life):
     """Microbatches that are synchronized in one of the ways that there are."""
 
+    has_setters = False
+
     def passes(self) -> None:
         chance = self.chance
         count = chance.of((2, 3)) if chance.has("several_backwards") else 1
@@ -44,7 +46,11 @@ class Life(life.Life):
             self.add("forward", graph=f"g{i}", batch=self.batch())
             self.aside()
             last = i == count - 1
-            self.add("backward", graph=f"g{i}", how="no_sync" if way == "no_sync" else "last" if way == "last" and last else "")
+            self.add(
+                "backward",
+                graph=f"g{i}",
+                how="no_sync" if way == "no_sync" else "last" if way == "last" and last else "",
+            )
             if way == "started early" and not last:
                 self.add("start_grad_sync")
         if way in ("start", "started early"):
@@ -60,6 +66,8 @@ class Life(life.Life):
         if self.chance.has("unshard"):
             self.add("start_param_sync", force_sync=self.chance.chance(0.7))
         self.writes()
+        if self.chance.has("reads"):
+            self.add("read")
 
     def update(self) -> None:
         chance = self.chance
@@ -69,6 +77,8 @@ class Life(life.Life):
         else:
             self.between()
         self.add("step")
+        if chance.has("reads"):
+            self.add("read")
         self.aside()
         self.add("zero_grad", set_to_none=not chance.has("zero_grad"))
         self.between()
@@ -78,8 +88,9 @@ class Sharded(sharded.Sharded):
     """A MegatronFSDP and its optimizer."""
 
     def shard(self, built: Built) -> None:
-        from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model
         from support.megatron import ranks_of
+
+        from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model
 
         options = self.program.options
         arguments = dict(options.megatron)
@@ -143,7 +154,9 @@ class Replica(replica.Replica):
         return super().exact and not self.loose and (self.program.options.mesh == "flat" or automatic(self.program))
 
     def backward(self, results: list[Any], graph: str, how: str = "") -> None:
-        self.synchronizes = automatic(self.program) or how == "last" or self.program.options.placements in SHARDS_GRADIENTS
+        self.synchronizes = (
+            automatic(self.program) or how == "last" or self.program.options.placements in SHARDS_GRADIENTS
+        )
         super().backward(results, graph)
         self.shows_gradients = automatic(self.program)
 
@@ -183,5 +196,3 @@ class Replica(replica.Replica):
     def forward(self, results: list[Any], graph: str, batch: int) -> list[float]:
         self.shows_gradients = False
         return super().forward(results, graph, batch)
-
-

@@ -135,7 +135,13 @@ class Odd(Part):
 
     def compute(self, x: Tensor) -> Tensor:
         x_own = self.own(x)
-        return x + (self.one * x_own * self.row + torch.tanh(x_own.unsqueeze(1) * self.cube.flatten(0, 1)).sum(1)).to(x.dtype) / 4
+        return (
+            x
+            + (self.one * x_own * self.row + torch.tanh(x_own.unsqueeze(1) * self.cube.flatten(0, 1)).sum(1)).to(
+                x.dtype
+            )
+            / 4
+        )
 
 
 class Custom(Part):

@@ -105,8 +105,14 @@ class Program:
 
 def brief(value: Any) -> str:
     """A dataclass without what has its default."""
-    defaults = type(value)(**{f.name: getattr(value, f.name) for f in fields(value) if f.name in ("name", "kind", "nodes", "what")})
-    own = [f"{f.name}={getattr(value, f.name)!r}" for f in fields(value) if getattr(value, f.name) != getattr(defaults, f.name)]
+    defaults = type(value)(
+        **{f.name: getattr(value, f.name) for f in fields(value) if f.name in ("name", "kind", "nodes", "what")}
+    )
+    own = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in fields(value)
+        if getattr(value, f.name) != getattr(defaults, f.name)
+    ]
     first = [repr(getattr(value, f.name)) for f in fields(value) if f.name in ("name", "kind")]
     return f"{type(value).__name__}({', '.join([*first, *(o for o in own if not o.startswith(('name=', 'kind=')))])})"
 

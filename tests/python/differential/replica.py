@@ -59,8 +59,13 @@ class Replica:
         whole = dict(self.models[0].named_parameters())
         self.names = list(whole)
         self.places = [
-            [(module, attribute, name) for name, p in dict(model.named_parameters()).items() for module in model.modules()
-             for attribute, other in module._parameters.items() if other is p]
+            [
+                (module, attribute, name)
+                for name, p in dict(model.named_parameters()).items()
+                for module in model.modules()
+                for attribute, other in module._parameters.items()
+                if other is p
+            ]
             for model in self.models
         ]
         self.shapes = {name: p.shape for name, p in whole.items()}
@@ -73,10 +78,16 @@ class Replica:
         wire = getattr(torch, options.reduce_dtype or "", None)
         grads = getattr(torch, options.main_grads_dtype or "", None)
         self.gradient = {name: grads or self.main[name] for name in whole}
-        self.wire = {name: wire or grads or (self.main[name] if main and not compute else self.compute[name]) for name in whole}
+        self.wire = {
+            name: wire or grads or (self.main[name] if main and not compute else self.compute[name]) for name in whole
+        }
         self.values = [
-            {name: optimizers.as_leaf(optimizers.slices(p.to(self.main[name]), cut[name])).requires_grad_(self.trained[name])
-             for name, p in whole.items()}
+            {
+                name: optimizers.as_leaf(optimizers.slices(p.to(self.main[name]), cut[name])).requires_grad_(
+                    self.trained[name]
+                )
+                for name, p in whole.items()
+            }
             for cut in setup
         ]
         self.check_cuts()
@@ -88,6 +99,7 @@ class Replica:
         self.backwards = 0  # Whose gradients are not reduced.
         # A parameter that is used twice may get its gradient in two parts, each added to what earlier backwards have left.
         calls = [name for node in program.nodes for name in node.calls]
+        self.recomputes = any(node.checkpoint for node in program.nodes)
         self.repeats = len(set(calls)) < len(calls) or any(node.weight_of for node in program.nodes)
         self.takes_over = False  # This operation's parameters are the ranks'.
         self.magnitudes: dict[str, Tensor] = {}
@@ -113,8 +125,7 @@ class Replica:
         plan = self.program.optimizer
         ndims = {name: len(shape) for name, shape in self.shapes.items()}
         self.optimizers = [
-            optimizers.make(plan, optimizers.chosen(plan, dict(values), ndims), replica=True)
-            for values in self.values
+            optimizers.make(plan, optimizers.chosen(plan, dict(values), ndims), replica=True) for values in self.values
         ]
         self.schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in self.optimizers]
 
@@ -152,10 +163,17 @@ class Replica:
             if found is None and gradient is not None and gradient.numel() == 0 and self.empty_without_gradient:
                 continue
             if (found is None) != (gradient is None):
-                raise Mismatch(f"gradient of {name}: {'none' if found is None else 'some'} where there should be otherwise")
+                raise Mismatch(
+                    f"gradient of {name}: {'none' if found is None else 'some'} where there should be otherwise"
+                )
             if found is not None and gradient is not None:
                 bound = self.gradient_bounds.get(name)
-                self.same(f"gradient of {name}", found, gradient, None if bound is None else optimizers.slices(bound, self.cuts[rank][name]))
+                self.same(
+                    f"gradient of {name}",
+                    found,
+                    gradient,
+                    None if bound is None else optimizers.slices(bound, self.cuts[rank][name]),
+                )
                 if bound is not None:
                     self.values[rank][name].grad = found.clone()
 
@@ -185,7 +203,9 @@ class Replica:
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
             within = "" if bound is None else f" within {bound[at].item():.3g}"
-            raise Mismatch(f"{what}: {int(wrong.sum())} of {wrong.numel()}, first at {at}: {got[at].item()!r}, not {expected[at].item()!r}{within}")
+            raise Mismatch(
+                f"{what}: {int(wrong.sum())} of {wrong.numel()}, first at {at}: {got[at].item()!r}, not {expected[at].item()!r}{within}"
+            )
 
     # Operations: what each returns by rank is compared with what the ranks have returned.
 
@@ -195,7 +215,9 @@ class Replica:
         for _ in range(self.world):
             of_rank = {}
             for name in self.names:
-                leaf = nn.Parameter(self.whole(name).to(self.own[name]).to(self.compute[name]), requires_grad=self.trained[name])
+                leaf = nn.Parameter(
+                    self.whole(name).to(self.own[name]).to(self.compute[name]), requires_grad=self.trained[name]
+                )
                 of_rank[name] = leaf
             made.append(of_rank)
         return made
@@ -231,7 +253,11 @@ class Replica:
         for name, leaf in leaves.items():
             if leaf.grad is None:
                 continue
-            gradient = leaf.grad.to(self.wire[name]) if self.synchronizes and name not in self.unreduced[rank] else leaf.grad.to(self.gradient[name])
+            gradient = (
+                leaf.grad.to(self.wire[name])
+                if self.synchronizes and name not in self.unreduced[rank]
+                else leaf.grad.to(self.gradient[name])
+            )
             mine = self.unreduced[rank]
             mine[name] = gradient if name not in mine else mine[name].to(self.gradient[name]) + gradient
             magnitude = leaf.grad.double().abs()
@@ -244,20 +270,30 @@ class Replica:
             if not any(name in mine for mine in self.unreduced):
                 continue
             terms = [
-                mine[name].to(self.wire[name]).float() if name in mine else torch.zeros(self.shapes[name]) for mine in self.unreduced
+                mine[name].to(self.wire[name]).float() if name in mine else torch.zeros(self.shapes[name])
+                for mine in self.unreduced
             ]
             if self.own[name] == torch.float64:
-                terms = [mine[name].double() if name in mine else torch.zeros(self.shapes[name]).double() for mine in self.unreduced]
+                terms = [
+                    mine[name].double() if name in mine else torch.zeros(self.shapes[name]).double()
+                    for mine in self.unreduced
+                ]
             rows = [sum_in_pairs(terms[i : i + row]) * (1.0 / self.world) for i in range(0, self.world, row)]
             total = sum_in_pairs(rows).to(self.gradient[name])
-            if not self.exact or (self.backwards > 1 and self.repeats) or (self.world > 2 and self.other_order):
+            if (
+                not self.exact
+                or (self.repeats and (self.backwards > 1 or self.recomputes))
+                or (self.world > 2 and self.other_order)
+            ):
                 eps = torch.finfo(self.wire[name]).eps
                 self.gradient_bounds[name] = self.magnitudes[name] / self.world * eps * (self.world + 3) + 1e-30
             for values, cut in zip(self.values, self.cuts, strict=True):
                 mine = optimizers.slices(total, cut[name]).clone()
                 before = values[name].grad
                 if before is not None and name in self.gradient_bounds:
-                    self.gradient_bounds[name] = self.gradient_bounds[name] + total.abs().double() * torch.finfo(self.gradient[name]).eps * 4
+                    self.gradient_bounds[name] = (
+                        self.gradient_bounds[name] + total.abs().double() * torch.finfo(self.gradient[name]).eps * 4
+                    )
                 values[name].grad = mine if before is None else before + mine
         self.unreduced = [{} for _ in range(self.world)]
         self.magnitudes = {}
@@ -299,6 +335,11 @@ class Replica:
     def call(self, results: list[Any], node: str, method: str, arguments: dict[str, Any]) -> None:
         if method == "set_requires_gradient_sync":
             self.synchronizes = arguments["requires_gradient_sync"]
+
+    def prefetch_in_forward(self, results: list[Any], node: str, others: list[str]) -> None:
+        """Nothing changes."""
+
+    prefetch_in_backward = prefetch_in_forward
 
     def clip(self, results: list[Any], limit: float, library: bool) -> list[float]:
         """The norm within rounding; gradients are then those that the ranks have made with it."""
@@ -367,12 +408,18 @@ class Replica:
     def save(self, results: list[Any], slot: str) -> None:
         """A state dict has what there is now."""
         self.saved[slot] = [
-            ({name: p.detach().clone() for name, p in values.items()}, copied(optimizer.state_dict()), {n: b.clone() for n, b in model.named_buffers()})
+            (
+                {name: p.detach().clone() for name, p in values.items()},
+                copied(optimizer.state_dict()),
+                {n: b.clone() for n, b in model.named_buffers()},
+            )
             for values, optimizer, model in zip(self.values, self.optimizers, self.models, strict=True)
         ]
         for rank, result in enumerate(results):
             for name in self.names:
-                self.same(f"rank {rank}: state_dict()[{name}]", unpacked(result[name]), self.values[rank][name].detach(), None)
+                self.same(
+                    f"rank {rank}: state_dict()[{name}]", unpacked(result[name]), self.values[rank][name].detach(), None
+                )
 
     @torch.no_grad()
     def load(self, results: list[Any], slot: str, assign: bool, optimizer: bool) -> None:
@@ -387,6 +434,23 @@ class Replica:
     def checkpoint(self, results: list[Any]) -> None:
         """Nothing changes."""
 
+    def rebuild(self, results: list[Any]) -> None:
+        """The same values and state; no gradients."""
+        self.zero_grad(results, set_to_none=True, of_model=True)
+
+    def read(self, results: list[Any]) -> None:
+        """Shards, or whole parameters, with the values that there are now."""
+        for rank, result in enumerate(results):
+            for name, value in result.items():
+                shown, mine = unpacked(value), self.values[rank][name].detach()
+                self.same(
+                    f"rank {rank}: shown {name}", shown, mine if shown.shape == mine.shape else self.whole(name), None
+                )
+
+    def forget(self, results: list[Any]) -> None:
+        """Users see nothing any more."""
+        self.names = []
+
     def buffers(self, results: list[Any]) -> None:
         for rank, result in enumerate(results):
             for name, buffer in self.models[rank].named_buffers():
@@ -400,7 +464,11 @@ class Replica:
                 for _, value in sorted(self.optimizers[rank].state.get(p, {}).items())
                 if isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 0
             ]
-            if self.exact and not self.program.optimizer.kind.endswith(optimizers.OF_WHOLE_MATRICES) and result != expected:
+            if (
+                self.exact
+                and not self.program.optimizer.kind.endswith(optimizers.OF_WHOLE_MATRICES)
+                and result != expected
+            ):
                 raise Mismatch(f"rank {rank}: sums of the optimizer's state {result}, not {expected}")
 
 
@@ -433,5 +501,3 @@ def check(program: Program, traces: list[Any], *, other_order: bool) -> tuple[in
 def agrees(replica: Replica, results: list[Any], expected: list[Any]) -> bool:
     """Losses have the same bits: all that is computed whole is."""
     return all(a == b or (a != a and b != b) for a, b in zip(results, expected, strict=True))
-
-

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from support.ranks import RankError, Ranks
+
 from differential.program import Program
 from differential.replica import check
 from differential.sharded import execute
-from support.ranks import RankError, Ranks
 
 LIMIT = 40.0  # Seconds for one program; most take less than one.
 
@@ -47,8 +48,11 @@ class Runner:
             return None
         number, text = wrong
         op = program.operations[number] if number >= 0 else None
-        what = re.sub(r"\d[\d.e+-]*", "", text.split(": ")[1] if text.startswith("rank") else "result").split(" of ")[0].strip()
-        return Failure(f"wrong {what} after {op.what if op else 'fully_shard'}", f"operation {number}, {op}: {text}", number)
+        what = text.split(": ")[1].split(" of ")[0].split(" ")[0] if text.startswith("rank") else text.split(" ")[0]
+        what = "result" if what.startswith("[") else what
+        return Failure(
+            f"wrong {what} after {op.what if op else 'fully_shard'}", f"operation {number}, {op}: {text}", number
+        )
 
     def end(self) -> None:
         """Ends all ranks."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.training import api, mesh_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -29,7 +30,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from differential import optimizers
 from differential.model import Built, Fuse, PlannedFailure, batch_of, loss_of
 from differential.program import Op, Program
-from support.training import api, mesh_of
 
 Cut = tuple[tuple[int, int], ...]
 
@@ -201,6 +201,12 @@ class Sharded:
         if method == "unshard" and handle is not None:
             handle.wait()
 
+    def prefetch_in_forward(self, node: str, others: list[str]) -> None:
+        self.call(node, "set_modules_to_forward_prefetch", {"modules": [self.parts[other] for other in others]})
+
+    def prefetch_in_backward(self, node: str, others: list[str]) -> None:
+        self.call(node, "set_modules_to_backward_prefetch", {"modules": [self.parts[other] for other in others]})
+
     def clip(self, limit: float, library: bool) -> float:
         if self.program.optimizer.scaler:
             self.scaler.unscale_(self.optimizer)
@@ -247,7 +253,9 @@ class Sharded:
         holder: list[Any] = [tempfile.mkdtemp(prefix="fsdp-differential-") if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(holder)
         folder = str(Path(holder[0]) / "step")
-        with_optimizer = all(self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"])
+        with_optimizer = all(
+            self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]
+        )
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if with_optimizer:
             state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
@@ -259,6 +267,27 @@ class Sharded:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(holder[0])
+
+    def rebuild(self) -> None:
+        """Another model of the same kind takes over values and the optimizer's state."""
+        state, of_optimizer = self.model.state_dict(), copied(self.optimizer.state_dict())
+        built = Built(self.program, self.number)
+        self.parts, self.model = built.parts, built.root
+        self.shard(built)
+        self.model.load_state_dict(state)
+        self.refetch()
+        self.make_optimizer()
+        self.optimizer.load_state_dict(of_optimizer)
+
+    def read(self) -> dict[str, Any]:
+        """What the modules show."""
+        return {name: packed(local(p)) for name, p in self.named()}
+
+    def forget(self) -> None:
+        """Nobody has the model any more; its graphs live on."""
+        del self.model, self.parts, self.optimizer, self.schedule
+        self.parameters, self.saved = {}, {}
+        gc.collect()
 
     def state(self) -> list[float]:
         """Sums of the optimizer's state, of this rank."""
@@ -388,14 +417,16 @@ def execute(program: Program, implementation: str) -> Any:
         setup = [life.setup() for life in lives]
         first = [life.record(None) for life in lives]
         records = []
-        for number, op in enumerate(program.operations):
+        for number, op in enumerate(program.operations):  # noqa: B007  # told where it fails
             life = lives[op.model]
             result = getattr(life, op.what)(**op.arguments)
             records.append([other.record(result if other is life else None) for other in lives])
         del lives, life
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = next((f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames) if "differential" not in f.filename), "")
+        where = next(
+            (f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames) if "differential" not in f.filename), ""
+        )
         text = f"[[{number}|{type(error).__name__}|{' '.join(str(error).split())[:400]}|{where}]]"
         raise OperationFailed(text) from error
     finally:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from differential.program import Node, Options, Optimizer, Program, Unit
+from differential.program import Node, Optimizer, Options, Program, Unit
 from differential.runner import Failure, Runner
 
 
@@ -17,68 +17,103 @@ def shrink(program: Program, failure: Failure, runner: Runner, seconds: float = 
     progress = True
     while progress:
         progress = False
-        for smaller in smaller_ones(program):
-            if time.monotonic() > deadline:
-                return program, failure
-            found = runner.run(smaller)
-            if found is not None and found.kind == failure.kind:
-                program, failure, progress = smaller, found, True
-                break
+        for category in (of_models, of_operations, of_options, of_units, of_nodes, of_details):
+            tried: set[str] = set()
+            found: Program | None = program
+            while found is not None:
+                found = None
+                for smaller in category(program):
+                    if time.monotonic() > deadline:
+                        return program, failure
+                    if repr(smaller) in tried:
+                        continue
+                    tried.add(repr(smaller))
+                    outcome = runner.run(smaller)
+                    if outcome is not None and outcome.kind == failure.kind:
+                        program, failure, found, progress = smaller, outcome, smaller, True
+                        break
     return program, failure
 
 
-def smaller_ones(program: Program) -> Iterator[Program]:
-    """The largest steps first."""
+def of_models(program: Program) -> Iterator[Program]:
+    """One model instead of two."""
     if program.models > 1:
         for model in range(program.models):
             mine = tuple(replace(op, model=0) for op in program.operations if op.model == model)
             yield replace(program, models=1, operations=mine)
+
+
+def of_operations(program: Program) -> Iterator[Program]:
+    """Many operations less, then single ones, then a forward with its backward."""
     count = len(program.operations)
     size = max(1, count // 2)
     while size >= 1:
         for begin in range(0, count, size):
             rest = program.operations[:begin] + program.operations[begin + size :]
-            if legal(rest) and rest:
+            if legal(rest):
                 yield replace(program, operations=rest)
         size //= 2
-    for begin in range(count):  # a forward with its backward
+    for begin in range(count):
         op = program.operations[begin]
         if op.what == "forward":
-            later = [i for i in range(begin, count) if program.operations[i].arguments.get("graph") == op.arguments["graph"]][:2]
+            graph = op.arguments["graph"]
+            later = [i for i in range(begin, count) if program.operations[i].arguments.get("graph") == graph][:2]
             rest = tuple(one for i, one in enumerate(program.operations) if i not in later)
-            if legal(rest) and rest:
+            if legal(rest):
                 yield replace(program, operations=rest)
+
+
+def of_options(program: Program) -> Iterator[Program]:
+    """The defaults, and two ranks."""
     for field in fields(Options):
         default = getattr(Options(), field.name)
         if getattr(program.options, field.name) != default:
             yield replace(program, options=replace(program.options, **{field.name: default}))
     if program.optimizer != Optimizer():
         yield replace(program, optimizer=Optimizer())
-        yield replace(program, optimizer=replace(program.optimizer, groups=False, scaler=False))
-    if program.world > 2 and program.options.mesh == "flat":
+        if program.optimizer.groups or program.optimizer.scaler:
+            yield replace(program, optimizer=replace(program.optimizer, groups=False, scaler=False))
+    if program.world > 2:
         yield replace(program, world=2)
+
+
+def of_units(program: Program) -> Iterator[Program]:
+    """Fewer calls of fully_shard."""
     for unit in program.units[:-1]:
         yield replace(program, units=tuple(one for one in program.units if one != unit))
         for name in unit.nodes if len(unit.nodes) > 1 else ():
-            yield replace(program, units=tuple(Unit((name,), unit.reshard_after_forward) if one == unit else one for one in program.units))
-    for unit in program.units:
-        if unit.reshard_after_forward is not None:
-            yield replace(program, units=tuple(replace(unit, reshard_after_forward=None) if one == unit else one for one in program.units))
+            alone = Unit((name,), unit.reshard_after_forward)
+            yield replace(program, units=tuple(alone if one == unit else one for one in program.units))
+
+
+def of_nodes(program: Program) -> Iterator[Program]:
+    """Fewer modules, and fewer calls of them."""
     for node in program.nodes[:-1]:
         yield from without(program, node)
     for node in program.nodes:
-        plain = replace(node, checkpoint="", frozen=False, dtype="float32")
-        if plain != node:
-            yield with_node(program, plain)
-        if node.kind not in ("owner", "root", "tied", "reader", "linear"):
-            yield with_node(program, replace(node, kind="plain"))
         for i in range(len(node.calls)):
             if len(node.calls) > 1:
                 yield with_node(program, replace(node, calls=node.calls[:i] + node.calls[i + 1 :]))
 
 
+def of_details(program: Program) -> Iterator[Program]:
+    """What modules and units are by default."""
+    for unit in program.units:
+        if unit.reshard_after_forward is not None:
+            plain_unit = replace(unit, reshard_after_forward=None)
+            yield replace(program, units=tuple(plain_unit if one == unit else one for one in program.units))
+    for node in program.nodes:
+        plain = replace(node, checkpoint="", frozen=False, dtype="float32")
+        if plain != node:
+            yield with_node(program, plain)
+        if node.kind not in ("owner", "root", "tied", "reader", "linear", "plain"):
+            yield with_node(program, replace(node, kind="plain"))
+
+
 def legal(operations: tuple[object, ...]) -> bool:
     """Each backward has its forward, each load its save; what is synchronized last is synchronized."""
+    if not operations:
+        return False
     graphs: set[object] = set()
     saved: set[object] = set()
     for op in operations:
@@ -91,9 +126,9 @@ def legal(operations: tuple[object, ...]) -> bool:
             graphs.discard((model, arguments["graph"]))
         elif what == "save":
             saved.add((model, arguments["slot"]))
-        elif what == "load" and (model, arguments["slot"]) not in saved:
-            return False
-        elif what in ("step", "write", "load", "train_parameters", "checkpoint") and any(m == model for m, _ in graphs):  # type: ignore[misc]
+        elif (what == "load" and (model, arguments["slot"]) not in saved) or (
+            what in ("step", "write", "load", "train_parameters", "checkpoint") and any(m == model for m, _ in graphs)
+        ):
             return False
     return balanced(operations)
 
@@ -153,5 +188,5 @@ def without(program: Program, gone: Node) -> Iterator[Program]:
         for op in program.operations
         if op.arguments.get("node", program.root) in names
     )
-    if operations and legal(operations):
+    if legal(operations):
         yield replace(program, nodes=tuple(nodes), units=tuple(units), operations=operations)
