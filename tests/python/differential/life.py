@@ -215,7 +215,7 @@ class Life:
         self.add("evaluate", mode="no_grad", batch=self.batch(), training=True)
         self.add("buffers")
         self.add("state")
-        if chance.has("collected"):
+        if self.chance.has("collected"):
             self.add("forward", graph="last", batch=self.batch())
             self.add("forget")
             self.add("backward", graph="last")
@@ -224,10 +224,8 @@ class Life:
 
 def life_of(program: Program, chance: Chance) -> tuple[Op, ...]:
     """The operations of all models, mixed."""
-    if program.options.front == "megatron":
-        life_class = importlib.import_module("differential.megatron").Life
-    else:
-        life_class = Life
+    megatron = program.options.front == "megatron"
+    life_class = importlib.import_module("differential.megatron").Life if megatron else Life
     lives = [life_class(program, chance, model).live() for model in range(program.models)]
     mixed: list[Op] = []
     while any(lives):

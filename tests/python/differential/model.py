@@ -199,10 +199,8 @@ class Owner(Part):
         for name in self.node.calls:
             part = self.callees[name]()
             kind = part.node.checkpoint if isinstance(part, Part) else ""
-            if kind and torch.is_grad_enabled():
-                y = checkpoint(part, y, use_reentrant=kind == "reentrant")
-            else:
-                y = part(y)
+            repeats = kind and torch.is_grad_enabled()
+            y = checkpoint(part, y, use_reentrant=kind == "reentrant") if repeats else part(y)
         return y
 
 
@@ -238,7 +236,7 @@ class Built:
             part = KINDS[node.kind](node, program.width)
             self.parts[node.name] = part
             if isinstance(part, Tied):
-                part.weight = self.parts[node.weight_of].weight  # type: ignore[assignment]
+                part.weight = self.parts[node.weight_of].weight
             if isinstance(part, Reader):
                 self._borrow(part, "other", node.weight_of)
             if isinstance(part, Owner):

@@ -22,7 +22,7 @@ def groups_of(plan: Optimizer, parameters: dict[str, Any]) -> list[dict[str, Any
     if not plan.groups:
         return [{"params": list(parameters.values())}]
     first = {name for name in parameters if zlib.crc32(name.encode()) % 3 == 0}
-    split = [
+    split: list[dict[str, Any]] = [
         {"params": [p for name, p in parameters.items() if name in first], "lr": 0.013},
         {"params": [p for name, p in parameters.items() if name not in first]},
     ]
@@ -42,15 +42,15 @@ def make(plan: Optimizer, parameters: dict[str, Any], *, replica: bool) -> torch
     groups = groups_of(plan, parameters)
     arguments = dict(plan.arguments)
     if package == "torch":
-        return getattr(torch.optim, name)(groups, **arguments)  # type: ignore[no-any-return]
+        return getattr(torch.optim, name)(groups, **arguments)
     if replica and name in OF_WHOLE_MATRICES:  # Its results are taken over.
         return torch.optim.SGD(groups, lr=0.0)
     if replica:
         return FUSED[name](groups, **arguments, fused=True)
     libfsdp = importlib.import_module("libfsdp")
     if package == "fuse":
-        return libfsdp.fuse(getattr(torch.optim, name)(groups, **arguments))  # type: ignore[no-any-return]
-    return getattr(libfsdp.optim, name)(groups, **arguments)  # type: ignore[no-any-return]
+        return libfsdp.fuse(getattr(torch.optim, name)(groups, **arguments))
+    return getattr(libfsdp.optim, name)(groups, **arguments)
 
 
 def slices(whole: Tensor, cut: tuple[tuple[int, int], ...]) -> Tensor:

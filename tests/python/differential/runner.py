@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from support.ranks import RankError, Ranks
 
+from differential.check import check
 from differential.program import Program
-from differential.replica import check
 from differential.sharded import execute
 
 LIMIT = 40.0  # Seconds for one program; most take less than one.

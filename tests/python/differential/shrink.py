@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from differential.program import Node, Optimizer, Options, Program, Unit
+from differential.program import Node, Op, Optimizer, Options, Program, Unit
 from differential.runner import Failure, Runner
 
 
@@ -110,14 +110,14 @@ def of_details(program: Program) -> Iterator[Program]:
             yield with_node(program, replace(node, kind="plain"))
 
 
-def legal(operations: tuple[object, ...]) -> bool:
+def legal(operations: tuple[Op, ...]) -> bool:
     """Each backward has its forward, each load its save; what is synchronized last is synchronized."""
     if not operations:
         return False
-    graphs: set[object] = set()
-    saved: set[object] = set()
+    graphs: set[tuple[int, str]] = set()
+    saved: set[tuple[int, str]] = set()
     for op in operations:
-        what, arguments, model = op.what, op.arguments, op.model  # type: ignore[attr-defined]
+        what, arguments, model = op.what, op.arguments, op.model
         if what == "forward":
             graphs.add((model, arguments["graph"]))
         elif what == "backward":
@@ -133,12 +133,12 @@ def legal(operations: tuple[object, ...]) -> bool:
     return balanced(operations)
 
 
-def balanced(operations: tuple[object, ...]) -> bool:
+def balanced(operations: tuple[Op, ...]) -> bool:
     """No step while gradients wait for their synchronization."""
     off: dict[int, bool] = {}
     waiting: dict[int, bool] = {}
     for op in operations:
-        what, arguments, model = op.what, op.arguments, op.model  # type: ignore[attr-defined]
+        what, arguments, model = op.what, op.arguments, op.model
         if what == "call" and arguments["method"] == "set_requires_gradient_sync":
             off[model] = not arguments["arguments"]["requires_gradient_sync"]
         elif what == "backward":
