@@ -44,6 +44,22 @@ class ForwardHooks:
     def __init__(self, state: ShardState) -> None:
         self.state = state
 
+    def register(self) -> None:
+        """Once, when the modules are sharded."""
+        state = self.state
+        for module in state.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            # Also after a forward that raised: its module is not to be left with whole parameters.
+            module.register_forward_hook(self.post_forward, always_call=True)
+        # Each module that has parameters: a program may save or load a part of the model.
+        for module in dict.fromkeys((*state.modules, *(place.module for p in state.parameters for place in p.places))):
+            module.register_state_dict_pre_hook(self._show_shards)
+            module.register_load_state_dict_pre_hook(self._show_shards)
+
+    def _show_shards(self, *_: Any) -> None:
+        """State dicts hold shards."""
+        self.state.reshard()
+
     @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -336,7 +336,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             output = state.hooks.post_forward(self, args, output)
         return output
 
-    CALLS.add(wrapped.__code__)
+    CALLS.add(wrapped.__code__)  # type: ignore[attr-defined]
     setattr(module, method_name, types.MethodType(wrapped, module))
 
 

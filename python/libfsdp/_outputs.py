@@ -16,7 +16,7 @@ def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
     return found
 
 
-# Not a closure: one that calls itself is a cycle, which would keep the outputs, and with them their graph, until the garbage collector comes.
+# Not a closure: one that calls itself is a cycle, which would keep the outputs and their graph until the garbage collector comes.
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:

@@ -96,6 +96,10 @@ class ShardedParameter:
         """What modules have between steps, over `local`: a DTensor of this parameter's placements, if it has any."""
         return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
+    def has_form_of(self, value: torch.Tensor | None) -> bool:
+        """The tensor could be the parameter's shard."""
+        return value is not None and isinstance(value, DTensor) == (self.spec is not None)
+
     def gradient_wrap(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Makes of this rank's part of the gradient what the parameter gets; None: that part as it is."""
         if self.spec is None:

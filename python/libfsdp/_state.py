@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from libfsdp._outside_transforms import outside_transforms
 from libfsdp._registrations import refuse_lost, take_ties
 from libfsdp._sharded_parameter import (
     Place,
-    ShardedParameter,
     attributes_of,
     carry_attributes,
     check_values_of_a_call,
@@ -127,7 +126,7 @@ class ShardState(AsFSDP2State):
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
         self.hooks = ForwardHooks(self)
-        self._register_hooks()
+        self.hooks.register()
 
     @property
     def is_replicated(self) -> bool:
@@ -326,7 +325,7 @@ class ShardState(AsFSDP2State):
             self.model.warnings.data([self.parameters[i].name for i in assigned])
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
-        names = [p.name for p, value in zip(self.parameters, found, strict=True) if not self._has_form_of(p, value)]
+        names = [p.name for p, value in zip(self.parameters, found, strict=True) if not p.has_form_of(value)]
         if names:
             raise RuntimeError(
                 f"parameters {names} were replaced by tensors that are no shards (DTensors); write to the sharded parameters "
@@ -364,11 +363,6 @@ class ShardState(AsFSDP2State):
         if self.model is not None:
             self.model.engine.main_parameters_changed()
 
-    @staticmethod
-    def _has_form_of(parameter: ShardedParameter, value: torch.Tensor | None) -> bool:
-        """The tensor could be the parameter's shard."""
-        return value is not None and isinstance(value, DTensor) == (parameter.spec is not None)
-
     def states_below(self) -> Iterator[tuple[str, ShardState, ShardState | None]]:
         """This state and all below its modules: see states_in."""
         return states_in(*self.modules)
@@ -402,22 +396,6 @@ class ShardState(AsFSDP2State):
         self.mp_policy = replace(self.mp_policy, reduce_dtype=dtype)
         self._remake_unit([parameter.sharded for parameter in self.parameters])
         self.adopt_registered()
-
-    # Hooks.
-
-    def _register_hooks(self) -> None:
-        for module in self.modules:
-            module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
-            # Also after a forward that raised: its module is not to be left with whole parameters.
-            module.register_forward_hook(self.hooks.post_forward, always_call=True)
-        # Each module that has parameters: a program may save or load a part of the model.
-        for module in dict.fromkeys((*self.modules, *(place.module for p in self.parameters for place in p.places))):
-            module.register_state_dict_pre_hook(self._show_shards_to)
-            module.register_load_state_dict_pre_hook(self._show_shards_to)
-
-    def _show_shards_to(self, *_: Any) -> None:
-        """State dicts hold shards."""
-        self.reshard()
 
     def model_of_forward(self) -> Model:
         """The model, which is formed with this state as its root if it is not known yet."""

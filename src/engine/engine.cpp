@@ -49,15 +49,6 @@ std::unique_lock<std::mutex> Engine::lock() {
   return held;
 }
 
-template <typename Body>
-void Engine::guarded(const Body& body) {
-  try {
-    body();
-  } catch (const CommError& error) {
-    rethrow_with_history(error);
-  }
-}
-
 void Engine::rethrow_with_history(const std::exception& error) const {
   std::string text = error.what();
   if (text.ends_with('.')) text.pop_back();
@@ -330,7 +321,7 @@ void Engine::end_backward() {
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
-  if (is_last_backward_ && !facts_.manual_finalization) expect_update();
+  if (facts_.is_last_backward && !facts_.manual_finalization) expect_update();
   schedule_.begin(Phase::kForward);
   pools_.end_step();
   main_parameters_.validate();  // [Validate at the end]
@@ -444,85 +435,6 @@ void Engine::zero_grad() {
   guarded([&] { reducer_.drain(); });
   reducer_.drop();
   reducer_.zero_grad();
-}
-
-void Engine::check_parameters() {
-  const auto lock = this->lock();
-  main_parameters_.refuse_retired();
-  main_parameters_.validate();
-}
-
-void Engine::flush_writes() {
-  const auto lock = this->lock();
-  main_parameters_.refuse_torn();
-  guarded([&] { main_parameters_.flush_writes(); });
-}
-
-void Engine::prepare_load() {
-  const auto lock = this->lock();
-  guarded([&] { main_parameters_.flush_writes(); });
-}
-
-void Engine::set_torn(std::set<std::string> names) {
-  const auto lock = this->lock();
-  main_parameters_.set_torn(std::move(names));
-}
-
-void Engine::set_reader(std::future<void> read) {
-  const auto lock = this->lock();
-  main_parameters_.set_reader(std::move(read));
-}
-
-std::vector<at::Tensor> Engine::gather_main(Unit& unit, std::span<const at::Tensor> main) {
-  const auto lock = this->lock();
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> whole;
-  guarded([&] { whole = gatherer_.gather_main(unit, main); });
-  return whole;
-}
-
-std::vector<at::Tensor> Engine::summon(Unit& unit) {
-  const auto lock = this->lock();
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> whole;
-  guarded([&] { whole = main_parameters_.summon(unit); });
-  return whole;
-}
-
-void Engine::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
-  const auto lock = this->lock();
-  const at::NoGradGuard no_grad;
-  guarded([&] {
-    if (!main_parameters_.dismiss(unit, whole)) return;
-    gatherer_.outdate_copies(unit);
-    evict(unit);
-  });
-}
-
-void Engine::main_shards_changed() {
-  {
-    const auto lock = this->lock();
-    guarded([&] { main_parameters_.exchange_shards(); });
-  }
-  main_parameters_changed();
-}
-
-void Engine::main_parameters_changed() {
-  const auto lock = this->lock();
-  main_parameters_.changed();
-  for (const auto& unit : units_) {
-    set_use(*unit, UseState::kUnused);
-    gatherer_.outdate_copies(*unit);
-  }
-  forget_moves();
-  if (backward_ == BackwardState::kNone) {
-    schedule_.begin(Phase::kForward);
-    pools_.end_step();  // Where units stay gathered after backward, this is where a step ends.
-  }
-  const at::NoGradGuard no_grad;
-  guarded([&] {
-    for (const auto& unit : units_) gatherer_.start_shards(*unit);
-  });
 }
 
 void Engine::finish_gradient_sync() {

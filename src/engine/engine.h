@@ -21,6 +21,7 @@
 #include "engine/schedule.h"
 #include "engine/unit.h"
 #include "fsdp/device_mesh.h"
+#include "fsdp/error.h"
 #include "memory/accounting.h"
 #include "memory/slot_pool.h"
 
@@ -240,4 +241,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::size_t moves_ = 0;
 };
 
+template <typename Body>
+void Engine::guarded(const Body& body) {
+  try {
+    body();
+  } catch (const CommError& error) {
+    rethrow_with_history(error);
+  }
+}
 }  // namespace fsdp::engine

@@ -257,7 +257,7 @@ def train(name: str, implementation: str) -> list[tuple[float, dict[str, Tensor]
     return seen
 
 
-@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_fsdp2(name: str, size: int, compared_ranks: ComparedRanks) -> None:
     if is_of_transformers(name) and not hugging_face.available():

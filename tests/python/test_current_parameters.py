@@ -299,8 +299,8 @@ def count_gathers(implementation: str, options: dict[str, Any], dims: tuple[int,
     return sum(event.name == "FSDP::all_gather" or event.name.startswith("FSDP::all_gather (") for event in seen.events())
 
 
-@pytest.mark.parametrize("step", ("step", "accumulation", "accumulation, kept", "unshard"))
-@pytest.mark.parametrize("dims", (ROWS, REPLICAS))
+@pytest.mark.parametrize("step", ["step", "accumulation", "accumulation, kept", "unshard"])
+@pytest.mark.parametrize("dims", [ROWS, REPLICAS])
 @pytest.mark.parametrize("options", LONG)
 def test_no_more_gathers_than_fsdp2(
     options: str, dims: tuple[int, ...], step: str, compared_ranks: ComparedRanks
@@ -312,7 +312,7 @@ def test_no_more_gathers_than_fsdp2(
     assert max(mine) <= min(theirs), (mine, theirs)
 
 
-@pytest.mark.parametrize("placements", ("optim", "optim_grads"))
+@pytest.mark.parametrize("placements", ["optim", "optim_grads"])
 def test_gathers_of_a_step(placements: str, ranks: StartRanks) -> None:
     # Of three units, with and without accumulation: one for each update, and one more for an evaluation before the step.
     for step, expected in (("step", 3), ("accumulation", 3), ("evaluation", 6)):
@@ -347,8 +347,8 @@ def change_trainability(options: dict[str, Any], dims: tuple[int, ...], between:
     return wrong
 
 
-@pytest.mark.parametrize("between", ("evaluation", "grad mode"))
-@pytest.mark.parametrize("case", ("zero3", "zero0", "zero1", "kept", "hsdp kept"))
+@pytest.mark.parametrize("between", ["evaluation", "grad mode"])
+@pytest.mark.parametrize("case", ["zero3", "zero0", "zero1", "kept", "hsdp kept"])
 def test_changed_trainability(case: str, between: str, ranks: StartRanks) -> None:
     options, dims = CASES[case]
     for wrong in ranks(torch.Size(dims).numel()).run(change_trainability, options, dims, between):
