@@ -45,25 +45,27 @@ class FirstValues:
             values: whole, before sharding.
             parameters: that have this rank's rows of them.
         """
-        self._taken = [
-            None
-            if value.is_meta or parameter.extended or type(local_of(value)) not in (torch.Tensor, nn.Parameter)
-            else _Taken(_C.checksum(local_of(value), _SAMPLED), parameter.sharded, _version_of(parameter.sharded))
+        self._taken = {
+            parameter.identity: _Taken(
+                _C.checksum(local_of(value), _SAMPLED), parameter.sharded, _version_of(parameter.sharded)
+            )
             for value, parameter in zip(values, parameters, strict=True)
-        ]
+            if not value.is_meta and not parameter.extended and type(local_of(value)) in (torch.Tensor, nn.Parameter)
+        }
 
     def untouched(self, parameters: Sequence[ShardedParameter]) -> list[int]:
         """A checksum for each parameter; 0 for those that had no values, or that were written since (loaded, broadcast, trained)."""
+        taken_of = [self._taken.get(parameter.identity) for parameter in parameters]
         return [
             taken.checksum
             if taken is not None and parameter.sharded is taken.sharded and _version_of(taken.sharded) == taken.version
             else 0
-            for taken, parameter in zip(self._taken, parameters, strict=True)
+            for taken, parameter in zip(taken_of, parameters, strict=True)
         ]
 
     def forget(self) -> None:
         """They were compared."""
-        self._taken = [None] * len(self._taken)
+        self._taken = {}
 
 
 def compare(ranks: ShardingMesh, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:

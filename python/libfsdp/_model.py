@@ -185,7 +185,6 @@ class Model:
     def end_forward(self) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on."""
         self.forward_root = None
-        self.engine.end_forward()
         for state in self.states:
             if state.modules_to_run:  # a group of which only some modules ran
                 state.modules_to_run.clear()

@@ -155,6 +155,11 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "_libfsdp_identity")
 
 
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Writes to one are seen in the other. Addresses do not tell: tensors without elements have none."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Which rows `rank` owns, as torch.chunk cuts: the first one and how many."""
     per_rank = -(-size // ranks)

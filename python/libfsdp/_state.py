@@ -34,6 +34,7 @@ from libfsdp._sharded_parameter import (
     local_gradient,
     local_of,
     rows_of,
+    share_memory,
 )
 from libfsdp._states import ATTRIBUTE, states_in
 
@@ -299,7 +300,7 @@ class ShardState(AsFSDP2State):
         extended = parameter.quantized is not None or is_extended(parameter.local)
         if parameter.extended or extended:
             return parameter.extended == extended
-        return self.unit.allocated and parameter.local.data_ptr() == self.unit.shard(i).data_ptr()
+        return self.unit.allocated and share_memory(parameter.local, self.unit.shard(i))
 
     @outside_transforms
     @torch.no_grad()
@@ -347,7 +348,7 @@ class ShardState(AsFSDP2State):
         for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
             assert value is not None
             shard = local if self.parameters[i].extended else self.unit.shard(i)
-            if shard is not local and not local.is_meta and local.data_ptr() != shard.data_ptr():
+            if shard is not local and not local.is_meta and not share_memory(local, shard):
                 shard.copy_(local)
                 if isinstance(value, DTensor):
                     value._local_tensor = shard.detach()

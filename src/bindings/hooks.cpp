@@ -321,7 +321,6 @@ void bind_hooks(py::module_& module) {
       .def("on_backward_end", &on_backward_end)
       .def("watch_version", &HookedModel::watch_version)
       .def("begin_forward", &HookedModel::begin_forward, kNoGil)
-      .def("end_forward", &HookedModel::end_forward)
       .def(
           "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
       .def(

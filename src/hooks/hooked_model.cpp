@@ -81,18 +81,17 @@ void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
   if (!engine::inside_backward()) engine_->recover();
   notice_writes();
-  // A graph that nobody can go back through any more does not hinder writes; torch forbids them while it lives.
   calls_.clear();
-  engine_->begin_forward(/*kept_is_outdated=*/graph_may_need_kept_ && graph_is_alive_.expired());
-  graph_may_need_kept_ = at::GradMode::is_enabled();
-  graph_ = std::make_shared<char>();
-  graph_is_alive_ = graph_;
+  // Between a forward and its backward, torch forbids writes. Where there is no graph (a teacher, whose parameters are frozen), it does
+  // not.
+  engine_->begin_forward(/*kept_is_outdated=*/last_forward_ == LastForward::kNoGraph);
+  last_forward_ = at::GradMode::is_enabled() ? LastForward::kNoGraph : LastForward::kDone;
 }
 
 void HookedModel::prepare_unshard(HookedUnit& unit) {
   if (!engine::inside_backward()) engine_->recover();
   if (notice_writes()) return;
-  if (!graph_may_need_kept_ || graph_is_alive_.expired()) engine_->refresh(unit.unit());
+  if (last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit());
 }
 
 /// True if something tells that main parameters were written since the last time: all copies are outdated then.
@@ -145,7 +144,8 @@ void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vect
   for (const auto& output : outputs) {
     if (const auto& made_by = output.grad_fn(); made_by && made_by->sequence_nr() < begin) continue;
     // The user may let go of the model before backward.
-    output.register_hook([model = shared_from_this(), unit, graph = graph_, steps = unit->steps](const at::Tensor&) {
+    if (last_forward_ == LastForward::kNoGraph) last_forward_ = LastForward::kGraph;
+    output.register_hook([model = shared_from_this(), unit, steps = unit->steps](const at::Tensor&) {
       if (unit->steps != steps) unit->stale_in_backward = true;
       model->in_autograd([&] { model->enter_backward(*unit); });
     });
@@ -170,7 +170,7 @@ void HookedModel::watch_backward() {
   const auto alive = std::make_shared<char>();
   const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
   if (!engine_->begin_backward(alive, of)) return;
-  graph_may_need_kept_ = false;
+  last_forward_ = LastForward::kDone;
   if (!to_agree_on_.empty()) {
     const auto warning = engine::agree(engine_->units(), to_agree_on_);
     to_agree_on_.clear();

@@ -17,6 +17,12 @@
 
 namespace fsdp::hooks {
 
+/// What the last root forward has left for a backward. It depends on nothing that one rank alone does, such as keeping an output.
+///   any -> kDone           a root forward without grad mode begins, or a backward
+///   any -> kNoGraph        a root forward in grad mode begins
+///   kNoGraph -> kGraph     a unit's output has a gradient
+enum class LastForward : std::uint8_t { kDone, kNoGraph, kGraph };
+
 /// The second trigger: modules tell, by hooks before and after forward and before backward, what paging finds out by itself. One model's
 /// units and engine. Front ends call it without locks of their own (Python: without the GIL): the engine's lock is held while collectives
 /// are waited for.
@@ -48,8 +54,6 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
   /// now [Current when forward begins].
   void begin_forward();
-  /// The root forward has ended. The graph that it may have left is alive as long as something has an output of it.
-  void end_forward() { graph_.reset(); }
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);
@@ -110,12 +114,10 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
   std::vector<c10::VariableVersion> watched_;
-  std::vector<Call> calls_;      // under way, the outermost first
-  std::int64_t versions_ = -1;   // the sum of their versions when a forward began last; at first, what no sum is
-  std::uint64_t updates_ = 0;    // of optimizers, when a forward began last
-  std::shared_ptr<void> graph_;  // while a root forward runs: what it records has shares of it
-  std::weak_ptr<void> graph_is_alive_;
-  bool graph_may_need_kept_ = false;  // a root forward recorded a graph, and no backward has come since
+  std::vector<Call> calls_;     // under way, the outermost first
+  std::int64_t versions_ = -1;  // the sum of their versions when a forward began last; at first, what no sum is
+  std::uint64_t updates_ = 0;   // of optimizers, when a forward began last
+  LastForward last_forward_ = LastForward::kDone;
   std::function<void()> backward_ended_;
   std::function<void(const Error&)> rethrow_;
   std::vector<engine::UnitText> to_agree_on_;  // by the first backward

@@ -192,7 +192,6 @@ def set_here(setter: str) -> str:
         ("set_requires_all_reduce", "requires_all_reduce true", "requires_all_reduce false"),
         ("set_reshard_after_forward", "reshard_after_forward false", "reshard_after_forward true"),
         ("set_reshard_after_backward", "reshard_after_backward true", "reshard_after_backward false"),
-        ("set_is_last_backward", "is_last_backward true", "is_last_backward false"),
         ("set_manual_backward_finalization", "manual_backward_finalization false", "manual_backward_finalization true"),
         ("set_gradient_divide_factor", "gradient_divide_factor 0", "gradient_divide_factor 4"),
     ],

@@ -242,7 +242,8 @@ class Built:
             if isinstance(part, Owner):
                 for child in node.children:
                     part.add_module(child, self.parts[child])
-                part.callees = {name: (lambda name=name: self.parts[name]) for name in (*node.children, *node.borrowed)}  # type: ignore[misc]
+                names = (*node.children, *node.borrowed)
+                part.callees = {name: (lambda name=name: self.parts[name]) for name in names}  # type: ignore[misc]
         self.root = self.parts[program.root]
 
     def _borrow(self, part: Part, attribute: str, name: str) -> None:
