@@ -75,23 +75,28 @@ void Engine::begin_forward(bool kept_is_outdated) {
   });
 }
 
-void Engine::refresh(Unit& unit) {
+void Engine::refresh(Unit& unit, bool kept_is_outdated) {
   const auto lock = this->lock();
-  guarded([&] { refresh_locked(unit, false); });
+  guarded([&] { refresh_locked(unit, kept_is_outdated); });
 }
 
 /// What is there of the unit's whole parameters is freed, unless it is to serve the next forward, too.
 void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   if (unit.use == UseState::kPinned) return;
-  if (unit.may_be_updated) gatherer_.renew_extension(unit);
-  if (unit.may_be_updated || kept_is_outdated) {
+  const auto last = unit.last_backward;
+  if (last == LastBackward::kGaveGradients) gatherer_.renew_extension(unit);
+  if (last == LastBackward::kAccumulated) unit.last_backward = LastBackward::kNone;
+  const bool by_option = unit.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
+  // Where placements keep whole parameters, or inner shards, nobody has asked for old ones.
+  const bool by_placements = unit.replicated_parameters() || unit.options.outer_sharded_optimizer;
+  if (kept_is_outdated || (by_placements && !by_option && last != LastBackward::kAccumulated)) {
     evict(unit);
     gatherer_.outdate_silently(unit);
-    return;
+  } else if (!by_option) {
+    evict(unit);
+  } else if (unit.use != UseState::kKept) {
+    set_use(unit, UseState::kUnused);
   }
-  const bool kept = unit.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
-  if (!kept) return evict(unit);
-  if (unit.use != UseState::kKept) set_use(unit, UseState::kUnused);
 }
 
 void Engine::begin_call(Unit& unit) {
@@ -321,7 +326,7 @@ void Engine::end_backward() {
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
-  if (facts_.is_last_backward && !facts_.manual_finalization) expect_update();
+  note_backward(facts_.is_last_backward && !facts_.manual_finalization);
   schedule_.begin(Phase::kForward);
   pools_.end_step();
   main_parameters_.validate();  // [Validate at the end]
@@ -330,13 +335,12 @@ void Engine::end_backward() {
   guarded([&] { reducer_.report_nan(); });
 }
 
-/// [Current when forward begins] The optimizer gets gradients now, but for those of units that go on adding up.
-void Engine::expect_update() {
+/// [Current when forward begins] `last`: of the backwards before an update.
+void Engine::note_backward(bool last) {
   for (const auto& unit : units_) {
     const auto& options = unit->options;
-    if (unit->trainable() && options.requires_gradient_sync && options.reshard_after_backward && options.updated_after_backward) {
-      unit->may_be_updated = true;
-    }
+    const bool gave = last && options.requires_gradient_sync && options.updated_after_backward;
+    unit->last_backward = gave ? LastBackward::kGaveGradients : LastBackward::kAccumulated;
   }
 }
 
@@ -347,7 +351,7 @@ void Engine::finalize_backward(bool wait) {
     if (!backward_alive_.expired()) throw Error("finalize_backward() inside of a backward; call it when the backward has ended");
     reset_locked();
   }
-  expect_update();
+  note_backward(true);
   guarded([&] {
     reducer_.finish();
     if (wait || options_.report_nan_in_param_grad) reducer_.drain();

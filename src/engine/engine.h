@@ -64,7 +64,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // What triggers tell.
 
-  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated`: also what the user keeps by name, but for what
+  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated`: also what the user keeps by an option; not what
   /// unshard() has pinned.
   void begin_forward(bool kept_is_outdated);
   /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. Calls may nest. Not every trigger
@@ -98,7 +98,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void unshard(Unit& unit);
   /// Between forwards: what an earlier forward has left of the unit is freed, as by begin_forward.
-  void refresh(Unit& unit);
+  void refresh(Unit& unit, bool kept_is_outdated);
   /// Starts what unshard waits for.
   void start_unshard(Unit& unit);
   void reshard(Unit& unit);
@@ -207,7 +207,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void prefetch_listed(Unit& unit);
   void set_use(Unit& unit, UseState state);
   void evict(Unit& unit);
-  void expect_update();
+  void note_backward(bool last);
   void forget_moves();
   void reset_locked();
   /// Every public method begins with it.

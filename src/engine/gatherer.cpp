@@ -221,7 +221,7 @@ void Gatherer::stop_sending(Unit& unit) {
 
 void Gatherer::outdate_copies(Unit& unit) {
   unit.written = false;
-  unit.may_be_updated = false;
+  unit.last_backward = LastBackward::kNone;
   outdate_silently(unit);
   for (const auto& parameter : unit.parameters) {
     if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();

@@ -53,6 +53,13 @@ enum class UseState : std::uint8_t {
   kKept,      ///< As kLeft, and present within keep_gathered_bytes.
 };
 
+/// What the last backward means for copies of the unit's main parameters [Current when forward begins]. Transitions:
+///   any -> kAccumulated      a backward ended, and gradients go on adding up
+///   any -> kGaveGradients    a backward ended, and the optimizer has gradients: main parameters may be written unnoticed
+///   kAccumulated -> kNone    a root forward begins
+///   kGaveGradients -> kNone  a write to main parameters was noticed
+enum class LastBackward : std::uint8_t { kNone, kAccumulated, kGaveGradients };
+
 /// One parameter of a unit. The engine never keeps a parameter alive: its tensors belong to the modules.
 struct UnitParameter {
   std::string name;          ///< Fully qualified.
@@ -154,9 +161,7 @@ struct Unit {
   ParameterState state = ParameterState::kSharded;
   std::atomic<UseState> use = UseState::kUnused;
   bool written = false;  ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
-  /// A backward has given the optimizer gradients, and since then nothing told of a write to the main parameters: one may have come, or
-  /// may come, unnoticed [Current when forward begins].
-  bool may_be_updated = false;
+  LastBackward last_backward = LastBackward::kNone;
   Buffer full;
   Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
   Buffer post_forward;  ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.

@@ -81,28 +81,32 @@ void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
   if (!engine::inside_backward()) engine_->recover();
   notice_writes();
+  const auto updates = updates_of_optimizers.load();
+  const bool updated = std::exchange(updates_, updates) != updates;
   calls_.clear();
   // Between a forward and its backward, torch forbids writes. Where there is no graph (a teacher, whose parameters are frozen), it does
   // not.
-  engine_->begin_forward(/*kept_is_outdated=*/last_forward_ == LastForward::kNoGraph);
+  engine_->begin_forward(/*kept_is_outdated=*/updated || last_forward_ == LastForward::kNoGraph);
   last_forward_ = at::GradMode::is_enabled() ? LastForward::kNoGraph : LastForward::kDone;
 }
 
 void HookedModel::prepare_unshard(HookedUnit& unit) {
   if (!engine::inside_backward()) engine_->recover();
   if (notice_writes()) return;
-  if (last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit());
+  const bool updated = updates_ != updates_of_optimizers.load();
+  if (updated || last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit(), updated);
 }
 
-/// True if something tells that main parameters were written since the last time: all copies are outdated then.
+/// True if something tells that this model's main parameters were written since the last time: all copies are outdated then, and graphs.
 bool HookedModel::notice_writes() {
   bool written = false;
   for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;
   std::int64_t versions = 0;
   for (const auto& counter : watched_) versions += static_cast<std::int64_t>(counter.current_version());
   written = std::exchange(versions_, versions) != versions || written;
-  const auto updates = updates_of_optimizers.load();
-  written = std::exchange(updates_, updates) != updates || written;
+  std::uint64_t steps = 0;
+  for (const auto& unit : units_) steps += unit->steps;
+  written = std::exchange(steps_, steps) != steps || written;
   if (written) engine_->main_parameters_changed();
   return written;
 }

@@ -117,6 +117,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::vector<Call> calls_;     // under way, the outermost first
   std::int64_t versions_ = -1;  // the sum of their versions when a forward began last; at first, what no sum is
   std::uint64_t updates_ = 0;   // of optimizers, when a forward began last
+  std::uint64_t steps_ = 0;     // of optimizers that have parameters of its units
   LastForward last_forward_ = LastForward::kDone;
   std::function<void()> backward_ended_;
   std::function<void(const Error&)> rethrow_;

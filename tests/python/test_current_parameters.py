@@ -242,9 +242,9 @@ def test_each_optimizer_is_noticed(case: str, ranks: StartRanks) -> None:
         assert failures == []
 
 
-# Where whole parameters, or inner shards, stay because the user has said so: these writes are noticed after any forward, and any write
+# Where whole parameters stay because the user has said so: these writes are noticed after any forward, and any write
 # after these forwards.
-BY_NAME = ("zero1", "zero2", "kept", "hsdp zero1", "hsdp kept", "hfsdp")
+BY_NAME = ("kept", "bytes", "hsdp kept")
 NOTICED = ("in_place", "by_shared_memory")
 ANY = ("frozen", "backward")
 
