@@ -194,7 +194,7 @@ class Model:
 
     @untraced
     def _end_backward(self) -> bool:
-        """True: None, from a model that is no more, has the engine deliver the gradients."""
+        """Returns True. The callback of a model that has been collected returns None: then the engine delivers the gradients."""
         self.forward_root = None
         self._missed.tell(self.engine.take_missed())
         self.warnings.stale(self.engine.take_stale())

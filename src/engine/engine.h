@@ -249,4 +249,5 @@ void Engine::guarded(const Body& body) {
     rethrow_with_history(error);
   }
 }
+
 }  // namespace fsdp::engine
