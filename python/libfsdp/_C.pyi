@@ -88,6 +88,7 @@ class Unit:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
+        pin_memory: bool,
         outer_sharded: bool,
         rounds_gradients: bool,
     ) -> None: ...

@@ -90,6 +90,7 @@ def make_unit(state: ShardState) -> _C.Unit:
         param_dtype=state.mp_policy.param_dtype,
         reduce_dtype=state.mp_policy.reduce_dtype,
         offload=state.offloads,
+        pin_memory=getattr(state.offload_policy, "pin_memory", True),
         outer_sharded=state.beyond.outer_sharded,
         rounds_gradients=state.beyond.main_grads_dtype is None,
     )

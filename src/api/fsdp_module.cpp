@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "api/registry.h"
+#include "base/tensor_over.h"
 #include "comm/communicator.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
@@ -164,8 +165,7 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
       if (parameter.has_gradient) {
         const auto gradient = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
         // Holds the memory: what a user keeps stays readable after zero_grad().
-        shard.value = at::from_blob(
-            gradient.data_ptr(), {slice.numel}, [memory = unit->main_gradient_memory](void*) {}, gradient.options());
+        shard.value = tensor_over(gradient.data_ptr(), {slice.numel}, gradient.options(), [memory = unit->main_gradient_memory](void*) {});
       }
       shards.add(parameter.position, std::move(shard));
     }

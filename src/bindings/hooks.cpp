@@ -47,14 +47,15 @@ hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> 
 
 std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::ParameterSpec> parameters, const DeviceMesh& mesh,
                                      const std::string& placements, bool reshard_after_forward, std::int64_t reshard_after_forward_size,
-                                     const py::object& param_dtype, const py::object& reduce_dtype, bool offload, bool outer_sharded,
-                                     bool rounds_gradients) {
+                                     const py::object& param_dtype, const py::object& reduce_dtype, bool offload, bool pin_memory,
+                                     bool outer_sharded, bool rounds_gradients) {
   hooks::UnitSpec spec;
   spec.name = std::move(name);
   spec.mesh = mesh;
   spec.options.placements = Placements::from_name(placements);
   spec.options.reshard_after_forward = reshard_after_forward;
   spec.options.offload = offload ? Offload::kAll : Offload::kNone;
+  spec.options.host_memory = pin_memory ? memory::HostMemory::kPinned : memory::HostMemory::kPageable;
   spec.param_dtype = dtype_of(param_dtype);
   spec.reduce_dtype = dtype_of(reduce_dtype);
   spec.reshard_after_forward_size = reshard_after_forward_size;
@@ -247,7 +248,7 @@ void bind_hooks(py::module_& module) {
   py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "Unit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
            py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
-           py::arg("offload"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
+           py::arg("offload"), py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
       .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
       .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })

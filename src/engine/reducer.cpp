@@ -358,7 +358,7 @@ void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
   auto& buffer = unit.main_gradient_buffer;
   const auto allocate = [&] {
-    if (unit.offloaded()) return memory::allocate_host(device_, buffer.bytes);
+    if (unit.offloaded()) return memory::allocate_host(device_, buffer.bytes, unit.options.host_memory);
     const c10::DeviceGuard guard(device_);
     return c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes));
   };

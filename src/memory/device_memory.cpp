@@ -82,13 +82,13 @@ void synchronize(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
 }
 
-c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes) {
-  if (device.is_cpu()) return allocate(device, bytes);
+c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemory kind) {
+  if (device.is_cpu() || kind == HostMemory::kPageable) return allocate(at::kCPU, bytes);
   return at::globalContext().getPinnedMemoryAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
 }
 
-at::Tensor host_zeros(c10::Device device, std::int64_t bytes) {
-  if (device.is_cpu()) return zeros(device, bytes);
+at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemory kind) {
+  if (device.is_cpu() || kind == HostMemory::kPageable) return zeros(at::kCPU, bytes);
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
 }
 

@@ -26,10 +26,15 @@ at::Tensor zeros(c10::Device device, std::int64_t bytes);
 /// Blocks until the device has done what its current stream holds. Nothing to do on the CPU.
 void synchronize(c10::Device device);
 
-/// Memory of the host, from which `device` copies without help of the CPU (pinned, unless `device` is the CPU); not initialised.
-c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes);
+enum class HostMemory : std::uint8_t {
+  kPinned,    ///< Devices copy from it without help of the CPU. There is none for a mesh of CPUs, which has no need of it.
+  kPageable,  ///< Any: it may be swapped out, and may be all that the host has.
+};
+
+/// Memory of the host for what `device` copies; not initialised.
+c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemory kind = HostMemory::kPinned);
 
 /// The same as a 1-D tensor of `bytes` bytes, set to zero.
-at::Tensor host_zeros(c10::Device device, std::int64_t bytes);
+at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemory kind = HostMemory::kPinned);
 
 }  // namespace fsdp::memory

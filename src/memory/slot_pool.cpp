@@ -1,5 +1,7 @@
 #include "memory/slot_pool.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <atomic>
 #include <cstring>
 #include <iterator>
@@ -26,7 +28,7 @@ Slot& Slot::operator=(Slot&& other) noexcept {
   if (this != &other) {
     release();
     pool_ = std::exchange(other.pool_, nullptr);
-    memory_ = std::move(other.memory_);
+    block_ = std::move(other.block_);
     bytes_ = other.bytes_;
     capacity_ = other.capacity_;
     lease_ = other.lease_;
@@ -48,8 +50,13 @@ SlotPool::~SlotPool() {
 }
 
 void SlotPool::free_blocks() {
-  for (const auto& [capacity, memory] : free_) accounting_.pool_shrank(capacity, SharedHeap::is_block(memory));
+  for (auto& [capacity, block] : free_) free_block(std::move(block), capacity);
   free_.clear();
+}
+
+void SlotPool::free_block(PoolBlock block, std::int64_t capacity) {
+  accounting_.pool_shrank(capacity, SharedHeap::is_block(block.memory));
+  if (block.stream != stream_) c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(block.memory, *stream_);
 }
 
 void SlotPool::set_source(Source source) {
@@ -61,6 +68,7 @@ void SlotPool::set_source(Source source) {
 
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   Slot slot;
+  if (!device_.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   if (leases_.size() == kMaxRecord) stop_recording();
   const auto lease = too_long_ ? kUnrecorded : leases_.size();
   if (follows_plan_ && (lease >= planned_leases_.size() || planned_leases_[lease].bytes != bytes || planned_lent_[plan_.slot_of[lease]])) {
@@ -69,10 +77,10 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   if (follows_plan_) {
     const auto planned = plan_.slot_of[lease];
     slot.capacity_ = plan_.capacities[planned];
-    slot.memory_ = planned_[planned] ? std::exchange(planned_[planned], {}) : allocate_block(slot.capacity_);
+    slot.block_ = planned_[planned] ? std::exchange(planned_[planned], {}) : allocate_block(slot.capacity_);
     planned_lent_[planned] = true;
   } else {
-    slot.memory_ = take_any(bytes, slot.capacity_);
+    slot.block_ = take_any(bytes, slot.capacity_);
   }
   if (!too_long_) leases_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
   ++lent_;
@@ -81,48 +89,47 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   slot.lease_ = lease;
   slot.source_ = sources_;
   slot.kind_ = kind;
-  spoil(slot.memory_, bytes);
+  spoil(slot.block_.memory, bytes);
   accounting_.add(kind, bytes);
   return slot;
 }
 
-c10::DataPtr SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
+PoolBlock SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
   auto fit = free_.lower_bound(bytes);
   if (fit != free_.end()) {
     capacity = fit->first;
-    auto memory = std::move(fit->second);
+    auto block = std::move(fit->second);
     free_.erase(fit);
-    return memory;
+    return block;
   }
   if (!free_.empty()) {
     const auto largest = std::prev(free_.end());
-    accounting_.pool_shrank(largest->first, SharedHeap::is_block(largest->second));
+    free_block(std::move(largest->second), largest->first);
     free_.erase(largest);
   }
   capacity = bytes;
   return allocate_block(bytes);
 }
 
-c10::DataPtr SlotPool::allocate_block(std::int64_t bytes) {
+PoolBlock SlotPool::allocate_block(std::int64_t bytes) {
   auto memory = source_ ? source_(bytes) : allocate_shareable(device_, bytes);
   accounting_.pool_grew(bytes, SharedHeap::is_block(memory));
-  return memory;
+  return {std::move(memory), stream_};
 }
 
 void SlotPool::give_back(Slot& slot) {
-  spoil(slot.memory_, slot.bytes_);
+  spoil(slot.block_.memory, slot.bytes_);
   accounting_.remove(slot.kind_, slot.bytes_);
   --lent_;
   if (slot.lease_ < leases_.size()) leases_[slot.lease_].end = events_++;
   if (slot.source_ != sources_) {
-    accounting_.pool_shrank(slot.capacity_, SharedHeap::is_block(slot.memory_));
-    slot.memory_ = {};
+    free_block(std::exchange(slot.block_, {}), slot.capacity_);
   } else if (follows_plan_) {
     const auto planned = plan_.slot_of[slot.lease_];
-    planned_[planned] = std::move(slot.memory_);
+    planned_[planned] = std::move(slot.block_);
     planned_lent_[planned] = false;
   } else {
-    free_.emplace(slot.capacity_, std::move(slot.memory_));
+    free_.emplace(slot.capacity_, std::move(slot.block_));
   }
 }
 
@@ -151,7 +158,7 @@ void SlotPool::end_step() {
   if (planned_leases_.empty() && leases_ == last_leases_) {
     auto plan = plan_slots(leases_);
     std::int64_t held = 0;
-    for (const auto& [capacity, memory] : free_) held += capacity;
+    for (const auto& [capacity, block] : free_) held += capacity;
     if (plan.total() < held) {
       plan_ = std::move(plan);
       planned_leases_ = leases_;
@@ -166,7 +173,7 @@ void SlotPool::end_step() {
   planned_lent_.assign(plan_.capacities.size(), false);
   for (const auto capacity : plan_.capacities) {
     const auto block = free_.find(capacity);
-    planned_.push_back(block == free_.end() ? c10::DataPtr() : std::move(block->second));
+    planned_.push_back(block == free_.end() ? PoolBlock() : std::move(block->second));
     if (block != free_.end()) free_.erase(block);
   }
   free_blocks();

@@ -2,11 +2,13 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "memory/accounting.h"
@@ -15,6 +17,14 @@
 namespace fsdp::memory {
 
 class SlotPool;
+
+/// Memory of a pool, and the stream on which the allocator gave it. The allocator takes it back for use on that stream.
+struct PoolBlock {
+  c10::DataPtr memory;
+  std::optional<c10::Stream> stream;  ///< None on the CPU.
+
+  explicit operator bool() const { return static_cast<bool>(memory); }
+};
 
 /// For tests: whether blocks, of all pools on the CPU, are filled with NaN (of every floating-point dtype) when they are lent and when they
 /// come back, so that nothing is computed from what nobody wrote, or from what was freed.
@@ -29,7 +39,7 @@ class Slot {
   ~Slot() { release(); }
 
   explicit operator bool() const { return pool_ != nullptr; }
-  void* data() const { return memory_.get(); }
+  void* data() const { return block_.memory.get(); }
   /// What was asked for; the block may be larger.
   std::int64_t bytes() const { return bytes_; }
   void release();
@@ -37,7 +47,7 @@ class Slot {
  private:
   friend class SlotPool;
   SlotPool* pool_ = nullptr;
-  c10::DataPtr memory_;
+  PoolBlock block_;
   std::int64_t bytes_ = 0;
   std::int64_t capacity_ = 0;
   std::size_t lease_ = 0;     // in the pool's record of the step
@@ -57,7 +67,8 @@ class Slot {
 /// follows is served as without one. The next step follows the plan again; a plan that two steps in a row have left is dropped.
 ///
 /// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
-/// start after what that stream holds at their call, and waiting for one orders the stream behind it.
+/// start after what that stream holds at their call, and waiting for one orders the stream behind it. A block that goes back to the
+/// allocator is recorded on that stream, where it was allocated on another one.
 ///
 /// Must outlive its slots. Not thread-safe: the engine serializes.
 class SlotPool {
@@ -89,8 +100,9 @@ class SlotPool {
   static constexpr std::size_t kMaxRecord = 1U << 16U;
   static constexpr std::size_t kUnrecorded = static_cast<std::size_t>(-1);
 
-  c10::DataPtr take_any(std::int64_t bytes, std::int64_t& capacity);
-  c10::DataPtr allocate_block(std::int64_t bytes);
+  PoolBlock take_any(std::int64_t bytes, std::int64_t& capacity);
+  PoolBlock allocate_block(std::int64_t bytes);
+  void free_block(PoolBlock block, std::int64_t capacity);
   void free_blocks();
   void leave_plan();
   void stop_recording();
@@ -98,7 +110,8 @@ class SlotPool {
 
   c10::Device device_;
   Accounting& accounting_;
-  std::multimap<std::int64_t, c10::DataPtr> free_;  // by capacity in bytes
+  std::multimap<std::int64_t, PoolBlock> free_;  // by capacity in bytes
+  std::optional<c10::Stream> stream_;            // that is current where blocks are lent
   std::size_t lent_ = 0;
   Source source_;
   std::uint64_t sources_ = 0;  // that there were before this one
@@ -113,7 +126,7 @@ class SlotPool {
   SlotPlan plan_;
   bool follows_plan_ = false;
   bool left_last_step_ = false;
-  std::vector<c10::DataPtr> planned_;  // of each planned slot, if it is allocated and not lent (a moved-from DataPtr keeps its address)
+  std::vector<PoolBlock> planned_;  // of each planned slot, if it is allocated and not lent (a moved-from DataPtr keeps its address)
   std::vector<bool> planned_lent_;
 };
 

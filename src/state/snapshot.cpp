@@ -1,5 +1,6 @@
 #include "state/snapshot.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
@@ -200,7 +201,7 @@ std::int64_t bytes_of(const Snapshot& snapshot) {
 
 void HostBuffer::begin(Snapshot& snapshot) {
   const std::int64_t bytes = bytes_of(snapshot);
-  if (!memory_.defined() || memory_.numel() < bytes) {
+  if (bytes > (memory_.defined() ? memory_.numel() : 0)) {
     memory_ = at::Tensor();  // before the larger one
     memory_ = memory::host_zeros(device_, bytes);
   }
@@ -224,6 +225,7 @@ void HostBuffer::begin(Snapshot& snapshot) {
 }
 
 void HostBuffer::finish() {
+  const c10::DeviceGuard guard(device_);  // A new thread is at the first device, where waiting would make a context.
   // The computation goes on meanwhile on its own stream.
   std::optional<c10::StreamGuard> beside;
   if (ready_) {

@@ -8,10 +8,12 @@
 #include <iterator>
 #include <map>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "memory/shared_heap.h"
+#include "support/logging_device.h"
 
 namespace fsdp::memory {
 namespace slot_pool_test {
@@ -47,6 +49,29 @@ TEST_F(SlotPoolTest, LentBytesCountUnderTheirKind) {
   EXPECT_EQ(stats().gathered_parameters.peak, 128);
   EXPECT_EQ(stats().slots.live, 192);  // the pool keeps the block
   EXPECT_EQ(stats().unreduced_gradients.live, 64);
+}
+
+// The allocator would lend it anew to the stream that it was allocated on, which does not wait for the one that uses it.
+TEST(SlotPoolOnADevice, BlocksAreRecordedWhereTheyWereUsedLast) {
+  using testing::LoggingDevice;
+  using Log = std::vector<std::string>;
+  const LoggingDevice device;
+  Accounting accounting;
+  SlotPool pool(LoggingDevice::device(), accounting);
+  pool.set_source([](std::int64_t) { return c10::DataPtr(nullptr, LoggingDevice::device()); });
+  LoggingDevice::set_current_stream(1);
+  pool.acquire(64, kKind).release();
+  pool.acquire(128, kKind).release();  // Gives back the block of 64 bytes.
+  EXPECT_EQ(LoggingDevice::take_events(), Log{});
+  LoggingDevice::set_current_stream(2);
+  pool.acquire(128, kKind).release();
+  EXPECT_EQ(LoggingDevice::take_events(), Log{});
+  pool.acquire(256, kKind).release();
+  EXPECT_EQ(LoggingDevice::take_events(), Log{"memory on 2"});
+  LoggingDevice::set_current_stream(3);
+  { const auto lent = pool.acquire(256, kKind); }
+  pool.set_source({});
+  EXPECT_EQ(LoggingDevice::take_events(), Log{"memory on 3"});
 }
 
 TEST_F(SlotPoolTest, TakesBlocksFromItsSource) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "support/logging_device.h"
 #include "support/multi_rank.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
@@ -107,6 +108,18 @@ TEST(HostBuffer, CopiesAtOnceWhatOperatorsWrite) {
 }
 
 // Users may write through them at any time.
+// Another thread is at the first device, and would make a context there.
+TEST(HostBuffer, WaitsAtItsDevice) {
+  using fsdp::testing::LoggingDevice;
+  const LoggingDevice device;
+  HostBuffer buffer(LoggingDevice::device());
+  Snapshot empty;
+  buffer.begin(empty);
+  LoggingDevice::take_events();
+  buffer.finish();
+  EXPECT_EQ(LoggingDevice::take_events().front(), "the host waits under a guard");
+}
+
 TEST(HostBuffer, CopiesAtOnceWhatUsersHaveShardsOf) {
   run_ranks(2, [] {
     Training run;

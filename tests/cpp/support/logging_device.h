@@ -27,6 +27,7 @@ class LoggingDevice {
     std::vector<std::string> events;
     c10::StreamId current = 0;
     c10::StreamId next = 100;  // of the pool
+    int guards = 0;            // of the device
   };
   static State& state() {
     static State state;
@@ -38,10 +39,13 @@ class LoggingDevice {
     static constexpr c10::DeviceType static_type = c10::DeviceType::PrivateUse1;
     explicit Guard(c10::DeviceType) {}
     c10::DeviceType type() const override { return static_type; }
-    c10::Device exchangeDevice(c10::Device) const override { return device(); }
+    c10::Device exchangeDevice(c10::Device) const override {
+      ++state().guards;
+      return device();
+    }
     c10::Device getDevice() const override { return device(); }
     void setDevice(c10::Device) const override {}
-    void uncheckedSetDevice(c10::Device) const noexcept override {}
+    void uncheckedSetDevice(c10::Device) const noexcept override { --state().guards; }
     c10::Stream getStream(c10::Device device) const noexcept override { return c10::Stream(c10::Stream::UNSAFE, device, state().current); }
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
       const c10::StreamId id = state().next++;
@@ -56,6 +60,13 @@ class LoggingDevice {
       state().events.push_back("record on " + std::to_string(stream.id()));
     }
     void block(void*, const c10::Stream& stream) const override { state().events.push_back("block " + std::to_string(stream.id())); }
+    void synchronizeEvent(void*) const override {
+      state().events.emplace_back(state().guards > 0 ? "the host waits under a guard" : "the host waits");
+    }
+    void synchronizeStream(const c10::Stream&) const override {}
+    void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream& stream) const override {
+      state().events.push_back("memory on " + std::to_string(stream.id()));
+    }
     void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
   };
 };
