@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from libfsdp import _C
 from libfsdp._collectives import Collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class _Row:
     ranks: list[int]
     mesh: DeviceMesh
     dim: int | None  # None: this rank alone
+    of_neighbours: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # How many: their group.
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -93,12 +95,36 @@ class _Row:
         """Of so many neighbours, this rank among them. Collective over these."""
         first = self.position // neighbours * neighbours
         seconds = None if self.group is None else timeout_of(self.group, device_of(self.mesh))
-        return dist.new_group(
-            self.ranks[first : first + neighbours],
-            backend=None if self.group is None else dist.get_backend_config(self.group),
-            timeout=None if seconds is None else timedelta(seconds=seconds),
-            use_local_synchronization=True,
-        )
+        with _not_split():
+            return dist.new_group(
+                self.ranks[first : first + neighbours],
+                backend=None if self.group is None else dist.get_backend_config(self.group),
+                timeout=None if seconds is None else timedelta(seconds=seconds),
+                use_local_synchronization=True,
+            )
+
+    def group_of(self, neighbours: int) -> dist.ProcessGroup | None:
+        """Of so many neighbours; of all ranks, the row's own. Collective over them at its first call."""
+        if neighbours == len(self.ranks):
+            return self.group
+        if neighbours not in self.of_neighbours:
+            self.of_neighbours[neighbours] = self.new_group(neighbours)
+        return self.of_neighbours[neighbours]
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """New groups have connections of their own.
+
+    Where ``init_process_group`` was given a `device_id`, torch splits the default group, in which all of its ranks must take part.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def default_mesh() -> DeviceMesh:
@@ -211,8 +237,10 @@ def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfW
 
     def backend_of(dimension: int, neighbours: int) -> dist.Backend:
         row = rows[dimension]
-        assert row.group is not None
-        group = row.group if neighbours == 0 else row.new_group(neighbours)
+        if neighbours == len(row.ranks):
+            return row.new_group(neighbours)._get_backend(device)
+        group = row.group_of(neighbours or len(row.ranks))
+        assert group is not None
         return group._get_backend(device)
 
     return _over_store(mesh, rows, shards, world, backend_of)
@@ -233,6 +261,9 @@ def _over_store(
     prefix = f"libfsdp/{name}/{world.count[name]}"
     timeouts = [timeout_of(row.group, device_of(mesh)) for row in rows if row.group is not None]
     timeout = min(seconds for seconds in timeouts if seconds is not None)
+    if backend_of is not None:
+        # Before the backend's watchdog ends the process: messages name the rank that is late.
+        timeout -= min(timeout / 10, 60.0)
     _compare_shapes(mesh, ranks, store, prefix, timeout)
     engine_mesh = _C.make_mesh(
         store=store,
@@ -314,8 +345,8 @@ def _maker(
 
     def make(dimension: int, neighbours: int) -> Collectives:
         row = rows[dimension]
-        if neighbours == len(row.ranks):
-            return collectives[dimension] if collectives else Collectives(row.group, device)
-        return Collectives(row.new_group(neighbours), device)
+        if neighbours == len(row.ranks) and collectives:
+            return collectives[dimension]
+        return Collectives(row.group_of(neighbours), device)
 
     return make

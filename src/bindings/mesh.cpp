@@ -81,10 +81,12 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
     const auto size = state->dims[d].size;
     const auto position = own.coordinate(name);
     state->coordinates.push_back(position);
-    state->communicators.push_back(std::make_shared<VisibleCommunicator>(own.communicator(name), collectives(d, position, size)));
-    state->make_communicator.emplace_back([own, name, collectives, d, position](std::int64_t neighbours) {
-      return std::make_shared<VisibleCommunicator>(own.new_communicator(name, neighbours), collectives(d, position, neighbours));
-    });
+    auto make = [own, name, collectives, d, position](std::int64_t neighbours) {
+      auto communicator = own.new_communicator(name, neighbours);
+      return std::make_shared<VisibleCommunicator>(std::move(communicator), collectives(d, position, neighbours));
+    };
+    auto first = std::make_shared<VisibleCommunicator>(own.communicator(name), collectives(d, position, size));
+    state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = std::move(first), .make = std::move(make)}));
   }
   return DeviceMesh(std::move(state));
 }
@@ -99,9 +101,8 @@ DeviceMesh mesh_of(std::int64_t rank, const std::vector<std::string>& dims, cons
   state->coordinates = coordinates;
   for (std::size_t d = 0; d < dims.size(); ++d) {
     state->dims.push_back({dims[d], sizes[d]});
-    state->communicators.push_back(make(d, coordinates[d], sizes[d]));
-    state->make_communicator.emplace_back(
-        [make, d, position = coordinates[d]](std::int64_t neighbours) { return make(d, position, neighbours); });
+    const auto make_in_row = [make, d, position = coordinates[d]](std::int64_t neighbours) { return make(d, position, neighbours); };
+    state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = make_in_row(sizes[d]), .make = make_in_row}));
   }
   return DeviceMesh(std::move(state));
 }

@@ -135,10 +135,10 @@ std::shared_ptr<comm::Communicator> make_cpu_communicator(const comm::Row& row, 
 }
 
 std::shared_ptr<comm::Communicator> make_native_communicator(const comm::Row& row, c10::intrusive_ptr<c10d::Backend> backend,
-                                                             c10::intrusive_ptr<c10d::Backend> gloo) {
+                                                             c10::intrusive_ptr<c10d::Backend> gloo, comm::Group::Ends ends) {
   const int ranks_per_host =
       row.size() == 1 ? 1 : ask_peers(row, "a host", [&] { return comm::ranks_per_host(row.rank, row.size(), *gloo); });
-  return std::make_shared<comm::NativeCommunicator>(row, std::move(backend), std::move(gloo), ranks_per_host);
+  return std::make_shared<comm::NativeCommunicator>(row, std::move(backend), std::move(gloo), ranks_per_host, ends);
 }
 
 /// The backend of one dimension: see StoreMesh::backend_of.
@@ -152,11 +152,11 @@ std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvo
   auto gloo = rendezvous.gloo_group(row, name + "gloo");
   if (backend_of) {
     auto backend = row.size() == 1 ? c10::intrusive_ptr<c10d::Backend>() : backend_of(neighbours);
-    return make_native_communicator(row, std::move(backend), std::move(gloo));
+    return make_native_communicator(row, std::move(backend), std::move(gloo), comm::Group::Ends::kElsewhere);
   }
   if (device.is_cpu()) return make_cpu_communicator(row, std::move(gloo), options);
   auto nccl = rendezvous.nccl_group(row, name + "nccl", device);
-  return make_native_communicator(row, std::move(nccl), std::move(gloo));
+  return make_native_communicator(row, std::move(nccl), std::move(gloo), comm::Group::Ends::kWithGroup);
 }
 
 // Meshes are made in the same order on all ranks, so that the number of one is a name that all know.
@@ -198,8 +198,7 @@ DeviceMesh DeviceMesh::operator[](const std::string& dim) const { return sub({di
 
 DeviceMesh DeviceMesh::sub(const std::vector<std::string>& dims) const {
   const State& state = fsdp::defined(state_);
-  auto part = std::make_shared<State>(
-      State{.device = state.device, .rank = state.rank, .dims = {}, .coordinates = {}, .communicators = {}, .make_communicator = {}});
+  auto part = std::make_shared<State>(State{.device = state.device, .rank = state.rank, .dims = {}, .coordinates = {}, .rows = {}});
   std::size_t next = 0;
   for (const auto& dim : dims) {
     const std::size_t d = index_of(state.dims, dim);
@@ -207,15 +206,14 @@ DeviceMesh DeviceMesh::sub(const std::vector<std::string>& dims) const {
     next = d + 1;
     part->dims.push_back(state.dims[d]);
     part->coordinates.push_back(state.coordinates[d]);
-    part->communicators.push_back(state.communicators[d]);
-    part->make_communicator.push_back(state.make_communicator[d]);
+    part->rows.push_back(state.rows[d]);
   }
   if (dims.empty()) throw Error("a sub-mesh needs at least one dimension");
   return DeviceMesh(std::move(part));
 }
 
 std::shared_ptr<comm::Communicator> DeviceMesh::communicator(const std::string& dim) const {
-  return fsdp::defined(state_).communicators[index_of(dims(), dim)];
+  return fsdp::defined(state_).rows[index_of(dims(), dim)]->communicator;
 }
 
 std::shared_ptr<comm::Communicator> DeviceMesh::new_communicator(const std::string& dim, std::int64_t neighbours) const {
@@ -224,7 +222,13 @@ std::shared_ptr<comm::Communicator> DeviceMesh::new_communicator(const std::stri
     throw Error("mesh " + describe(dims()) + ": groups of " + std::to_string(neighbours) + " neighbours do not divide dimension '" + dim +
                 "'");
   }
-  return fsdp::defined(state_).make_communicator[index_of(dims(), dim)](neighbours == 0 ? row : neighbours);
+  return fsdp::defined(state_).rows[index_of(dims(), dim)]->make(neighbours == 0 ? row : neighbours);
+}
+
+std::shared_ptr<comm::Communicator> DeviceMesh::second_communicator(const std::string& dim, std::int64_t neighbours) const {
+  auto& second = fsdp::defined(state_).rows[index_of(dims(), dim)]->second[neighbours];
+  if (second == nullptr) second = new_communicator(dim, neighbours);
+  return second;
 }
 
 double DeviceMesh::sum(double value) const {
@@ -238,20 +242,21 @@ bool DeviceMesh::all(bool ok) const { return comm::Ranks(*this).agree(ok, {.oper
 
 void DeviceMesh::barrier() const {
   // Whoever leaves the barrier of dimension d knows that all ranks that differ from it in dimensions 0 to d only have arrived.
-  for (const auto& communicator : fsdp::defined(state_).communicators) communicator->barrier();
+  for (const auto& row : fsdp::defined(state_).rows) row->communicator->barrier();
 }
 
 namespace {
 
 void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row,
              const MeshOptions& options, const BackendOf& backend_of = {}) {
-  state.communicators.push_back(make_communicator(*rendezvous, row, state.device, options, backend_of));
+  auto communicator = make_communicator(*rendezvous, row, state.device, options, backend_of);
   // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
   const auto made = std::make_shared<int>(0);
-  state.make_communicator.emplace_back([rendezvous, row, made, device = state.device, options, backend_of](std::int64_t neighbours) {
+  auto make = [rendezvous, row, made, device = state.device, options, backend_of](std::int64_t neighbours) {
     const auto part = neighbours_in(row, neighbours);
     return make_communicator(*rendezvous, part, device, options, backend_of, part.size(), std::to_string(++*made) + ".more/");
-  });
+  };
+  state.rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = std::move(communicator), .make = std::move(make)}));
 }
 
 }  // namespace
@@ -313,10 +318,10 @@ DeviceMesh null_device_mesh(std::vector<MeshDim> dims, std::int64_t rank) {
   state->coordinates = coordinates_of(rank, dims);
   for (std::size_t d = 0; d < dims.size(); ++d) {
     const int position = static_cast<int>(state->coordinates[d]);
-    state->communicators.push_back(std::make_shared<comm::NullCommunicator>(position, static_cast<int>(dims[d].size)));
-    state->make_communicator.emplace_back([position](std::int64_t neighbours) {
+    const auto make = [position](std::int64_t neighbours) {
       return std::make_shared<comm::NullCommunicator>(static_cast<int>(position % neighbours), static_cast<int>(neighbours));
-    });
+    };
+    state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = make(dims[d].size), .make = make}));
   }
   state->dims = std::move(dims);
   return DeviceMesh(std::move(state));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -9,15 +10,21 @@
 
 namespace fsdp {
 
-/// What the copies of a mesh share. A sub-mesh has a state of its own, with the same communicators.
+/// This rank's row along one dimension. Sub-meshes share it.
+struct MeshRow {
+  std::shared_ptr<comm::Communicator> communicator;
+  /// Makes another communicator of the row, or of so many neighbours in it; null where none can be made.
+  std::function<std::shared_ptr<comm::Communicator>(std::int64_t neighbours)> make;
+  std::map<std::int64_t, std::shared_ptr<comm::Communicator>> second = {};  ///< As second_communicator() has made them: by its argument.
+};
+
+/// What the copies of a mesh share.
 struct DeviceMesh::State {
   c10::Device device = c10::kCPU;
   std::int64_t rank = 0;  ///< Global.
   std::vector<MeshDim> dims;
-  std::vector<std::int64_t> coordinates;                           ///< This rank's, one per dimension.
-  std::vector<std::shared_ptr<comm::Communicator>> communicators;  ///< This rank's rows, one per dimension.
-  /// Makes another communicator of the row along a dimension, or of so many neighbours in it. One per dimension.
-  std::vector<std::function<std::shared_ptr<comm::Communicator>(std::int64_t neighbours)>> make_communicator;
+  std::vector<std::int64_t> coordinates;       ///< This rank's, one per dimension.
+  std::vector<std::shared_ptr<MeshRow>> rows;  ///< The same.
 };
 
 }  // namespace fsdp

@@ -57,13 +57,22 @@ std::string describe(const Label& label) {
   return text;
 }
 
-Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data, std::shared_ptr<SharedRow> shared)
-    : row(std::move(row)), control(std::move(control)), data(std::move(data)), shared(std::move(shared)) {
+Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data, std::shared_ptr<SharedRow> shared,
+             Ends ends)
+    : row(std::move(row)), control(std::move(control)), data(std::move(data)), shared(std::move(shared)), ends_(ends) {
   if (this->control == nullptr) return;
   for (int peer = 0; peer < this->row.size(); ++peer) {
     const bool own = peer == this->row.rank;
     alarms_.push_back(own ? Message{} : receive(kAlarmBytes, peer, tags::kAlarm));
     sentinels_.push_back(own ? Message{} : receive(1, peer, tags::kSentinel));
+  }
+}
+
+Group::~Group() {
+  if (ends_ == Ends::kElsewhere || data == nullptr || failed() || getpid() != process_) return;
+  try {
+    data->shutdown();
+  } catch (...) {  // Nobody needs it any more.
   }
 }
 
@@ -240,6 +249,7 @@ CommError Group::failure(const Label& label) {
   if (shared != nullptr) shared->revoke();
   raise_alarm(alarm.empty() ? "another rank failed first: " + first_failure_ : alarm);
   close_connections();
+  abort_data();
   return error;
 }
 
@@ -274,6 +284,15 @@ void Group::close_connections() noexcept {
       sentinel.work->wait(milliseconds(1));
     } catch (...) {
     }
+  }
+}
+
+/// A peer that has failed takes no part in what the device has begun, which would go on writing into buffers that others have by then.
+void Group::abort_data() noexcept {
+  if (data == control) return;
+  try {
+    data->abort();
+  } catch (...) {  // A backend that can't has nothing of that kind.
   }
 }
 

@@ -43,10 +43,19 @@ std::string describe(const Label& label);
 /// buffers are free. Where all ranks share memory, they find the calls of all in each other's mailboxes, and send no headers.
 class Group {
  public:
+  /// Who shuts `data` down when nobody needs it any more. Without that, NCCL's destructor aborts it, which stops kernels in flight.
+  enum class Ends {
+    kWithGroup,  ///< This class: on destruction, if no collective has failed.
+    kElsewhere,  ///< Its owner, torch.distributed for example.
+  };
+
   /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. Both are null in a
   /// row of one. `shared` has this rank's neighbours, all of the row or a part; null where there are none.
   Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
-        std::shared_ptr<SharedRow> shared = nullptr);
+        std::shared_ptr<SharedRow> shared = nullptr, Ends ends = Ends::kElsewhere);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
 
   /// Throws Error in a process that was forked from the rank.
   void check_process(const Label& label) const;
@@ -107,8 +116,10 @@ class Group {
   std::optional<std::string> received_alarm();
   void raise_alarm(const std::string& text) noexcept;
   void close_connections() noexcept;
+  void abort_data() noexcept;
   std::string describe_rank() const;
 
+  const Ends ends_;
   const pid_t process_ = getpid();
   std::uint64_t calls_ = 0;
   std::deque<Header> headers_;      // Not compared yet.

@@ -103,8 +103,8 @@ void GroupPending::settle() noexcept {
 }
 
 GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
-                                     std::shared_ptr<SharedRow> shared)
-    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data), std::move(shared))),
+                                     std::shared_ptr<SharedRow> shared, Group::Ends ends)
+    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data), std::move(shared), ends)),
       debug_(debug_requested() && size() > 1),
       exceptions_at_construction_(std::uncaught_exceptions()) {}
 

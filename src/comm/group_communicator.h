@@ -48,7 +48,7 @@ class GroupPending : public Pending {
 class GroupCommunicator : public Communicator {
  public:
   GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
-                    std::shared_ptr<SharedRow> shared = nullptr);
+                    std::shared_ptr<SharedRow> shared = nullptr, Group::Ends ends = Group::Ends::kElsewhere);
   ~GroupCommunicator() override;  ///< In debug mode, tells the peers that this rank makes no more calls, and prints if they go on.
 
   int rank() const final { return group_->row.rank; }

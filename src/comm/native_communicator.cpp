@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -140,29 +141,38 @@ class NativeReduce final : public GroupPending {
 
 class NativeScatter final : public GroupPending {
  public:
-  NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root)
-      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), root_(root) {}
+  NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root,
+                std::function<void(c10::Device)> connect)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), root_(root), connect_(std::move(connect)) {}
   ~NativeScatter() override { settle(); }
 
  protected:
   void post() override {
-    // By messages, as the shards may differ in size. Each is a tensor of a list, as c10d takes them.
+    if (group_->row.size() == 1) {
+      for (const ScatterPart& part : parts_) copy_root_shard(part, root_);
+      return;
+    }
+    if (!parts_.empty()) connect_(parts_.front().into.device());
+    // By messages, as the shards may differ in size; in bytes, as backends have messages of few dtypes. Each is a tensor of a list, as c10d
+    // takes them. Single messages would have NCCL connect each pair of ranks for itself.
     std::vector<at::Tensor> argument(1);
+    Works works(*group_->data, /*several=*/true);
     for (const ScatterPart& part : parts_) {
       if (group_->row.rank != root_) {
         if (part.into.numel() == 0) continue;
-        argument[0] = flat_view(part.into, 0, part.into.numel());
-        works_.push_back(group_->data->recv(argument, root_, /*tag=*/0));
+        argument[0] = flat_view(part.into, 0, part.into.numel()).view(at::kByte);
+        works.add(group_->data->recv(argument, root_, /*tag=*/0));
         continue;
       }
       for (int peer = 0; peer < group_->row.size(); ++peer) {
         const at::Tensor& shard = part.shards[static_cast<std::size_t>(peer)];
         if (peer == root_ || shard.numel() == 0) continue;
-        argument[0] = flat_view(shard, 0, shard.numel());
-        works_.push_back(group_->data->send(argument, peer, /*tag=*/0));
+        argument[0] = flat_view(shard, 0, shard.numel()).view(at::kByte);
+        works.add(group_->data->send(argument, peer, /*tag=*/0));
       }
       copy_root_shard(part, root_);
     }
+    works_ = works.end();
   }
   void finish() override { wait_all(works_); }
   void forget() noexcept override { works_.clear(); }
@@ -170,14 +180,15 @@ class NativeScatter final : public GroupPending {
  private:
   const std::vector<ScatterPart> parts_;
   const int root_;
+  const std::function<void(c10::Device)> connect_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 }  // namespace
 
 NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control,
-                                       int ranks_per_host)
-    : GroupCommunicator(std::move(row), std::move(control), std::move(backend)),
+                                       int ranks_per_host, Group::Ends ends)
+    : GroupCommunicator(std::move(row), std::move(control), std::move(backend), /*shared=*/nullptr, ends),
       levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
 
 std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
@@ -208,9 +219,9 @@ MemorySource NativeCommunicator::use_memory(c10::Device device, BufferMemory mem
   return {};
 }
 
-/// NCCL registers memory with the communicator, which the first collective makes.
+/// NCCL's communicator is made by the first collective, in which all ranks must take part: it registers memory, and sends messages to some.
 void NativeCommunicator::connect(c10::Device device) {
-  if (is_connected_) return;
+  if (is_connected_ || group()->data == nullptr) return;
   c10d::BarrierOptions options;
   if (device.has_index()) options.device_ids = {device.index()};  // Else NCCL guesses one.
   group()->data->barrier(options)->wait();
@@ -228,7 +239,7 @@ std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, 
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
                                                                int root) {
-  return std::make_unique<NativeScatter>(group(), call, label, parts, root);
+  return std::make_unique<NativeScatter>(group(), call, label, parts, root, [this](c10::Device device) { connect(device); });
 }
 
 }  // namespace fsdp::comm

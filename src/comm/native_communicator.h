@@ -14,8 +14,9 @@ namespace fsdp::comm {
 class NativeCommunicator final : public GroupCommunicator {
  public:
   /// `backend` moves tensors, `control` (Gloo) the small CPU messages. Both null in a row of one. `ranks_per_host`: as the function of that
-  /// name counts them.
-  NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control, int ranks_per_host = 1);
+  /// name counts them. `ends`: whether the backend is shut down with this.
+  NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control, int ranks_per_host = 1,
+                     Group::Ends ends = Group::Ends::kElsewhere);
 
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return staging_numel(shard_numel, at::kHalf); }
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;

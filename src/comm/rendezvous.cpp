@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
@@ -87,6 +88,10 @@ std::shared_ptr<gloo::transport::Device> make_gloo_device(const World& world) {
 
 }  // namespace
 
+std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout) {
+  return timeout + std::max(timeout / 10, std::chrono::milliseconds(10'000));
+}
+
 Rendezvous::Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout) : world_(world), timeout_(timeout) {
   if (world.size == 1) return;
   store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), world_store(world, timeout));
@@ -130,7 +135,9 @@ bool has_nccl() { return true; }
 c10::intrusive_ptr<c10d::Backend> Rendezvous::nccl_group(const Row& row, const std::string& name, c10::Device device) {
   return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = timeout_;
+    options->timeout = watchdog_timeout(timeout_);
+    options->group_name = name;  // For NCCL's logs and flight records, as the next one.
+    options->global_ranks_in_group.assign(row.global_ranks.begin(), row.global_ranks.end());
     auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, row.rank, row.size(), options);
     backend->setBoundDeviceId(device);
     return backend;

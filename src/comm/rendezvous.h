@@ -39,6 +39,10 @@ class Rendezvous {
   std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
 };
 
+/// Of a group whose collectives nobody waits for, but a watchdog that ends the process (NCCL's), where messages have `timeout`: whoever
+/// waits for a message meets the peer that is missing first, and can say which one it is.
+std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout);
+
 /// True if this build has NCCL.
 bool has_nccl();
 

@@ -24,6 +24,16 @@ constexpr const char* kSharded =
 
 }  // namespace
 
+UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours) {
+  const auto& inner = mesh.dims().back().name;
+  UnitCommunicators communicators;
+  communicators.gather = mesh.communicator(inner);
+  communicators.reduce = separate_reduce_group ? mesh.second_communicator(inner) : communicators.gather;
+  if (mesh.dims().size() == 2 && mesh.dims().front().size > 1) communicators.outer = mesh.communicator(mesh.dims().front().name);
+  if (neighbours != 0) communicators.post_forward = mesh.second_communicator(inner, neighbours);
+  return communicators;
+}
+
 Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::UnitLayout layout_, std::vector<SubBufferFormat> formats_,
            UnitOptions options_, UnitCommunicators communicators_, c10::Storage storage)
     : name(std::move(name_)),
@@ -181,7 +191,8 @@ void Unit::allocate_main(memory::Accounting& accounting) {
   const auto device = full.storage.device();
   const auto allocate = [&](Buffer& buffer, at::Tensor& memory, memory::Kind kind) {
     if (!memory.defined()) {
-      memory = kind == memory::Kind::kHost ? memory::host_zeros(device, buffer.bytes) : memory::zeros(device, buffer.bytes);
+      memory =
+          kind == memory::Kind::kHost ? memory::host_zeros(device, buffer.bytes, options.host_memory) : memory::zeros(device, buffer.bytes);
     }
     memory::attach(*buffer.storage.unsafeGetStorageImpl(), memory.data_ptr(), buffer.bytes);
     accounting.add(kind, buffer.bytes);

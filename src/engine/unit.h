@@ -19,11 +19,13 @@
 #include "engine/buffer.h"
 #include "engine/gather_extension.h"
 #include "engine/schedule.h"
+#include "fsdp/device_mesh.h"
 #include "fsdp/gather_format.h"
 #include "fsdp/mixed_precision.h"
 #include "fsdp/offload.h"
 #include "fsdp/placements.h"
 #include "layout/unit_layout.h"
+#include "memory/device_memory.h"
 #include "memory/slot_pool.h"
 
 namespace fsdp::engine {
@@ -109,6 +111,7 @@ struct UnitOptions {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   Offload offload = Offload::kNone;
+  memory::HostMemory host_memory = memory::HostMemory::kPinned;  ///< Of what is offloaded.
 };
 
 /// What all ranks must have alike of a model, beside its units.
@@ -131,6 +134,10 @@ struct UnitCommunicators {
   int outer_size() const { return outer ? outer->size() : 1; }
   int outer_rank() const { return outer ? outer->rank() : 0; }
 };
+
+/// Of a unit on this mesh, whose last dimension shards: the units of a mesh share them. `neighbours`: how many keep a copy after forward;
+/// 0: none. Collective over the mesh where there are none yet.
+UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours);
 
 /// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, but for gradients on
 /// their way (GradientAccumulator). Plain state: Engine moves the parameters, Reducer the gradients.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/tensor_over.h"
 #include "comm/ranks.h"
 #include "engine/buffer.h"
 #include "fsdp/error.h"
@@ -114,16 +115,7 @@ std::int64_t inner_size(const DeviceMesh& mesh) { return mesh.dims().back().size
 bool has_outer(const DeviceMesh& mesh) { return mesh.dims().size() == 2 && mesh.dims().front().size > 1; }
 
 engine::UnitCommunicators communicators_of(const UnitSpec& spec) {
-  const auto& mesh = spec.mesh;
-  const auto& inner = mesh.dims().back().name;
-  engine::UnitCommunicators communicators;
-  communicators.gather = mesh.communicator(inner);
-  communicators.reduce = spec.separate_reduce_group ? mesh.new_communicator(inner) : communicators.gather;
-  if (has_outer(mesh)) communicators.outer = mesh.communicator(mesh.dims().front().name);
-  if (spec.reshard_after_forward_size != 0) {
-    communicators.post_forward = mesh.new_communicator(inner, spec.reshard_after_forward_size);
-  }
-  return communicators;
+  return engine::communicators_of(spec.mesh, spec.separate_reduce_group, spec.reshard_after_forward_size);
 }
 
 }  // namespace
@@ -178,7 +170,7 @@ void HookedUnit::set_separate_reduce_group(bool separate) {
   const std::string text = std::string("separate_reduce_scatter_group ") + (separate ? "true" : "false");
   comm::Ranks(spec_.mesh).compare(text, {.operation = "comparison of options", .unit = text});
   spec_.separate_reduce_group = separate;
-  unit_->communicators.reduce = separate ? spec_.mesh.new_communicator(spec_.mesh.dims().back().name) : unit_->communicators.gather;
+  unit_->communicators.reduce = communicators_of(spec_).reduce;
 }
 
 void HookedUnit::forget_neighbours() {
@@ -199,8 +191,8 @@ std::vector<std::int64_t> HookedUnit::shard_shape(std::size_t i) const {
 
 void HookedUnit::allocate() {
   const auto device = spec_.mesh.device();
-  unit_->main_memory =
-      unit_->offloaded() ? memory::host_zeros(device, unit_->main_buffer.bytes) : memory::zeros(device, unit_->main_buffer.bytes);
+  unit_->main_memory = unit_->offloaded() ? memory::host_zeros(device, unit_->main_buffer.bytes, spec_.options.host_memory)
+                                          : memory::zeros(device, unit_->main_buffer.bytes);
   if (unit_->replicated_parameters()) unit_->replica_memory = memory::zeros(device, unit_->full.bytes);
   if (unit_->options.outer_sharded_optimizer) unit_->shards_memory = memory::zeros(device, unit_->shards.bytes);
   shards_.clear();
@@ -224,13 +216,11 @@ bool HookedUnit::take_exchanged_memory() {
   return exchanged;
 }
 
-/// A contiguous tensor over a part of `memory`, which lives as long as it. It has a storage of its own that begins where it does: code that
-/// copies or saves a tensor by its storage takes nothing else along.
+/// A contiguous tensor over a part of `memory`, which lives as long as it.
 at::Tensor HookedUnit::part_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
                                const std::vector<std::int64_t>& shape) {
   auto* const bytes = static_cast<char*>(memory.mutable_data_ptr()) + byte_offset;
-  return at::from_blob(
-      bytes, shape, [memory](void*) {}, at::TensorOptions().dtype(dtype).device(memory.device()));
+  return tensor_over(bytes, shape, at::TensorOptions().dtype(dtype).device(memory.device()), [memory](void*) {});
 }
 
 const at::Tensor& HookedUnit::shard(std::size_t i) const {

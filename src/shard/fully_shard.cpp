@@ -46,33 +46,6 @@ std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& p
   return unit;
 }
 
-/// Makes the communicators of each mesh once.
-class CommunicatorsOf {
- public:
-  explicit CommunicatorsOf(const FullyShardOptions& options) : options_(options) {}
-
-  const engine::UnitCommunicators& operator()(const DeviceMesh& mesh) {
-    const auto& inner = mesh.dims().back().name;
-    const auto gather = mesh.communicator(inner);
-    const auto outer = mesh.dims().size() == 2 && mesh.dims().front().size > 1 ? mesh.communicator(mesh.dims().front().name) : nullptr;
-    for (const auto& made : made_) {
-      if (made->gather == gather && made->outer == outer) return *made;
-    }
-    auto& communicators = made_.emplace_back(std::make_unique<engine::UnitCommunicators>());
-    communicators->gather = gather;
-    communicators->outer = outer;
-    communicators->reduce = options_.separate_reduce_group ? mesh.new_communicator(inner) : gather;
-    if (options_.reshard_after_forward_size != 0) {
-      communicators->post_forward = mesh.new_communicator(inner, options_.reshard_after_forward_size);
-    }
-    return *communicators;
-  }
-
- private:
-  const FullyShardOptions& options_;
-  std::vector<std::unique_ptr<engine::UnitCommunicators>> made_;
-};
-
 /// Does all steps, whichever of them fail, for the sake of ranks that take part in them; but a failed collective ends it.
 class Steps {
  public:
@@ -142,11 +115,12 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad});
   const auto model = std::make_shared<paging::PagedModel>();
-  CommunicatorsOf communicators_of(options);
   Steps filling;
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
     auto& plan = draft.plans[k];
-    auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators_of(plan.settings.mesh)));
+    const auto communicators =
+        engine::communicators_of(plan.settings.mesh, options.separate_reduce_group, options.reshard_after_forward_size);
+    auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators));
     unit.model = number_on(plan.settings.mesh);
     if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
     auto* storage = static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl());

@@ -194,6 +194,65 @@ def use_memory_of_group() -> None:
     assert losses == [expected] * 4
 
 
+def count_new_groups(bound: bool) -> None:
+    """A GPU's group takes seconds and hundreds of MB: the units and models of a mesh share one for each purpose."""
+    made: list[int] = []
+    new_group = dist.new_group
+
+    def count(ranks: list[int], **options: Any) -> Any:
+        made.append(len(ranks))
+        return new_group(ranks, **options)
+
+    default = dist.distributed_c10d._get_default_group()
+    with meshes_made_by(_mesh._over_backends), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", count)
+        if bound:
+            # As by init_process_group(device_id=): torch splits the default group, which some of its ranks alone can't.
+            patch.setattr(default, "bound_device_id", torch.device("cpu", 0))
+        for _ in range(2):
+            sharded = model(reshard_after_forward=2)
+            sharded.set_separate_reduce_scatter_group()
+            step(sharded)
+        assert made == [2, 4]
+        assert default.bound_device_id == (torch.device("cpu", 0) if bound else None)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_units_and_models_share_groups(ranks: StartRanks, bound: bool) -> None:
+    ranks(4).run(count_new_groups, bound)
+
+
+def make_with(make: str, use: Any, given: dict[str, Any]) -> None:
+    """Keeps what `use` gives to a function or class of C++."""
+    original = getattr(libfsdp._C, make)
+
+    def keep(*arguments: Any, **options: Any) -> Any:
+        given.update(options)
+        return original(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libfsdp._C, make, keep)
+        use()
+
+
+def see_what_is_given() -> None:
+    given: dict[str, Any] = {}
+    for make, seconds in ((_mesh._over_store, 120), (_mesh._over_backends, 108)):
+        with meshes_made_by(make):
+            make_with("make_mesh", model, given)
+        assert given["timeout"] == seconds
+    for pinned in (True, False):
+        policy = libfsdp.CPUOffloadPolicy(pin_memory=pinned)
+        make_with("Unit", lambda policy=policy: step(model(offload_policy=policy)), given)
+        assert given["pin_memory"] == pinned
+
+
+def test_a_gpu_would_hear_of_it(ranks: StartRanks) -> None:
+    """Messages have less time than the watchdog of NCCL, which ends the process: so an error names the rank that is late. And what shows on
+    a CPU in no other way: whether memory of the host is to be pinned."""
+    ranks(2).run(see_what_is_given)
+
+
 def use_symmetric_memory() -> None:
     """On a CPU torch has none, so that buffers stay where they are: what the engine and torch are told."""
     expected = gradients_of(model())

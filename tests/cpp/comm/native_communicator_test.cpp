@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "comm/pairwise_communicator.h"
@@ -113,6 +114,11 @@ TEST(NativeCommunicator, ASumThatFailsWithoutPeersEndsNothing) {
   });
 }
 
+class Done final : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
 class AllocatingBackend final : public c10d::Backend {
  public:
   AllocatingBackend() : Backend(0, 2) {}
@@ -130,12 +136,6 @@ class AllocatingBackend final : public c10d::Backend {
   at::Tensor allocated;
   int barriers = 0;
   std::vector<std::int64_t> devices;  ///< Of the last barrier.
-
- private:
-  class Done final : public c10d::Work {
-   public:
-    bool wait(std::chrono::milliseconds) override { return true; }
-  };
 };
 
 TEST(NativeCommunicator, GivesTheMemoryOfItsBackend) {
@@ -196,12 +196,28 @@ class CoalescingBackend final : public c10d::Backend {
   void startCoalescing() override {
     EXPECT_FALSE(coalescing_) << "a group was left open";
     coalescing_ = true;
+    log.emplace_back("start");
   }
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
     EXPECT_TRUE(coalescing_);
     coalescing_ = false;
+    log.emplace_back("end");
     return {};
   }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int) override {
+    log.push_back(std::to_string(tensors[0].nbytes()) + " of " + c10::toString(tensors[0].scalar_type()) + " to " + std::to_string(peer));
+    return operation();
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int) override {
+    log.push_back(std::to_string(tensors[0].nbytes()) + " of " + c10::toString(tensors[0].scalar_type()) + " from " + std::to_string(peer));
+    return operation();
+  }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+    log.emplace_back("barrier");
+    return c10::make_intrusive<Done>();
+  }
+  void abort() override { log.emplace_back("abort"); }
+  void shutdown() override { log.emplace_back("shutdown"); }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override { return operation(); }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&) override {
     return operation();
@@ -212,6 +228,7 @@ class CoalescingBackend final : public c10d::Backend {
   }
 
   bool coalescing() const { return coalescing_; }
+  std::vector<std::string> log;
 
  private:
   c10::intrusive_ptr<c10d::Work> operation() {
@@ -242,6 +259,52 @@ TEST(NativeCommunicator, AnOperationThatThrowsEndsItsCoalescedGroup) {
       EXPECT_FALSE(backend->coalescing()) << "operation " << refused;
     }
   }
+}
+
+// NCCL would connect each pair of ranks for single messages, knows neither int16 nor complex numbers, and waits for all ranks at first.
+TEST(NativeCommunicator, ScattersBytesInOneLaunch) {
+  using Log = std::vector<std::string>;
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
+  const auto backend = c10::make_intrusive<CoalescingBackend>(/*refused=*/-1);
+  NativeCommunicator communicator(row, backend, /*control=*/{});
+  const at::Tensor shorts = at::ones({3}, at::kShort);
+  const at::Tensor complex = at::ones({2}, at::kComplexFloat);
+  const std::vector<ScatterPart> sent = {{.shards = {shorts, shorts}, .into = at::empty_like(shorts)},
+                                         {.shards = {complex, complex}, .into = at::empty_like(complex)}};
+  communicator.scatter(sent, /*root=*/0, kScatter);
+  EXPECT_EQ(std::exchange(backend->log, {}), (Log{"barrier", "start", "6 of Byte to 1", "16 of Byte to 1", "end"}));
+  const std::vector<ScatterPart> received = {{.shards = {}, .into = at::empty_like(complex)}};
+  communicator.scatter(received, /*root=*/1, kScatter);
+  EXPECT_EQ(std::exchange(backend->log, {}), (Log{"start", "16 of Byte from 1", "end"}));
+  const auto fresh = c10::make_intrusive<CoalescingBackend>(/*refused=*/-1);
+  NativeCommunicator with_nothing(row, fresh, /*control=*/{});
+  const std::vector<ScatterPart> nothing = {{.shards = {}, .into = at::empty({0}, at::kShort)}};
+  with_nothing.scatter(nothing, /*root=*/1, kScatter);
+  EXPECT_EQ(fresh->log, (Log{"barrier", "start", "end"}));
+}
+
+TEST(NativeCommunicator, ItsOwnBackendIsShutDownOrAborted) {
+  using Log = std::vector<std::string>;
+  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1}, .world_size = 2};
+  for (const auto ends : {Group::Ends::kWithGroup, Group::Ends::kElsewhere}) {
+    const auto used = c10::make_intrusive<CoalescingBackend>(/*refused=*/-1);
+    std::make_unique<NativeCommunicator>(row, used, /*control=*/nullptr, /*ranks_per_host=*/1, ends).reset();
+    EXPECT_EQ(used->log, ends == Group::Ends::kWithGroup ? Log{"shutdown"} : Log{});
+    // What a failed collective has begun must not write into memory that others have by then; shutting down would wait for it.
+    const auto failed = c10::make_intrusive<CoalescingBackend>(/*refused=*/0);
+    auto communicator = std::make_unique<NativeCommunicator>(row, failed, /*control=*/nullptr, /*ranks_per_host=*/1, ends);
+    Gather gather(*communicator, {{.numel = 3, .dtype = at::kFloat}}, 1, false);
+    EXPECT_THROW(communicator->all_gather(gather.parts, kGather), CommError);
+    communicator.reset();
+    EXPECT_EQ(failed->log, Log{"abort"});
+  }
+}
+
+TEST(NativeCommunicator, AWatchdogComesAfterTheTimeOut) {
+  using std::chrono::minutes;
+  using std::chrono::seconds;
+  EXPECT_EQ(watchdog_timeout(minutes(10)), minutes(11));
+  EXPECT_EQ(watchdog_timeout(seconds(1)), seconds(11));
 }
 
 TEST(NativeCommunicator, RanksThatDivergeNameEachOther) {

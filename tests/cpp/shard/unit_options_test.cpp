@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 
+#include "comm/communicator.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/multi_rank.h"
@@ -31,6 +33,25 @@ TEST(UnitOptions, ReductionsMayHaveAGroupOfTheirOwn) {
         EXPECT_EQ(unit->communicators.reduce->rank(), rank);
       }
     }
+  });
+}
+
+TEST(UnitOptions, TheUnitsOfAMeshShareItsCommunicators) {
+  run_ranks(4, [](int) {
+    const auto mesh = line();
+    std::set<fsdp::comm::Communicator*> reduce;
+    std::set<fsdp::comm::Communicator*> post_forward;
+    for (int models = 0; models < 2; ++models) {
+      auto model = make_stack();
+      const auto sharded =
+          fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units(), .reshard_after_forward_size = 2, .separate_reduce_group = true});
+      for (const auto& unit : sharded.engine()->units()) {
+        reduce.insert(unit->communicators.reduce.get());
+        post_forward.insert(unit->communicators.post_forward.get());
+      }
+    }
+    EXPECT_EQ(reduce.size(), 1);
+    EXPECT_EQ(post_forward.size(), 1);
   });
 }
 

@@ -95,12 +95,12 @@ class RecordingCommunicator final : public comm::Communicator {
 /// The 1-D mesh `mesh` with its communicator recorded into `log`.
 inline DeviceMesh recorded(const DeviceMesh& mesh, std::shared_ptr<Log> log) {
   const auto communicator = std::make_shared<RecordingCommunicator>(mesh.communicator(mesh.dims().front().name), std::move(log));
-  return DeviceMesh(std::make_shared<DeviceMesh::State>(DeviceMesh::State{.device = mesh.device(),
-                                                                          .rank = mesh.rank(),
-                                                                          .dims = mesh.dims(),
-                                                                          .coordinates = {mesh.coordinate(mesh.dims().front().name)},
-                                                                          .communicators = {communicator},
-                                                                          .make_communicator = {}}));
+  return DeviceMesh(std::make_shared<DeviceMesh::State>(
+      DeviceMesh::State{.device = mesh.device(),
+                        .rank = mesh.rank(),
+                        .dims = mesh.dims(),
+                        .coordinates = {mesh.coordinate(mesh.dims().front().name)},
+                        .rows = {std::make_shared<MeshRow>(MeshRow{.communicator = communicator, .make = {}})}}));
 }
 
 }  // namespace fsdp::testing

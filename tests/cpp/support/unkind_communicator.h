@@ -282,10 +282,11 @@ inline DeviceMesh unkind(const DeviceMesh& mesh, const UnkindOptions& options) {
   state->dims = mesh.dims();
   for (const MeshDim& dim : mesh.dims()) {
     state->coordinates.push_back(mesh.coordinate(dim.name));
-    state->communicators.push_back(std::make_shared<UnkindCommunicator>(mesh.communicator(dim.name), options));
-    state->make_communicator.emplace_back([mesh, options, name = dim.name](std::int64_t neighbours) {
+    auto make = [mesh, options, name = dim.name](std::int64_t neighbours) {
       return std::make_shared<UnkindCommunicator>(mesh.new_communicator(name, neighbours), options);
-    });
+    };
+    auto communicator = std::make_shared<UnkindCommunicator>(mesh.communicator(dim.name), options);
+    state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = std::move(communicator), .make = std::move(make)}));
   }
   return DeviceMesh(std::move(state));
 }
