@@ -29,9 +29,13 @@ megatron = PYTHONPATH=tests:$(BUILD_DIR)/python python -m peers.megatron --check
 PYTHON_MODULES = libfsdp libfsdp.megatron libfsdp.megatron.v2 libfsdp.megatron.experimental libfsdp.megatron.uneven_dtensor
 configure = cmake -DCMAKE_PREFIX_PATH="$$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" --log-level=WARNING \
   -DCMAKE_COMPILE_WARNING_AS_ERROR=$(WARNINGS_AS_ERRORS) $(if $(UNITY),-DCMAKE_UNITY_BUILD_BATCH_SIZE=$(UNITY))
-# A group in one process each: loading an instrumented torch for every test would take longer than the tests. The largest first.
-run_groups = ls -S $$(find $(1)/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*') | \
-  xargs -n 1 -P $(TEST_JOBS) sh -c 'timeout 3600 "$$0" --gtest_brief=1 </dev/null || { echo "FAILED: $$0"; exit 1; }'
+# The C++ unit tests of GROUP, or all. A group in two processes: loading an instrumented torch for every test would take longer than the
+# tests. The largest first, so that none is left alone in the end.
+groups = $(or $(GROUP:%=test_%),unit_tests)
+run_groups = for test in $$(ls -S $(or $(GROUP:%=$(1)/tests/cpp/test_%),$$(find $(1)/tests/cpp -maxdepth 1 -type f -perm -u+x -name 'test_*'))); do \
+    echo "$$test 0 $$test 1"; \
+  done | xargs -n 2 -P $(TEST_JOBS) sh -c 'GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$1 timeout 3600 "$$0" --gtest_brief=1 \
+    $(if $(FILTER),--gtest_filter="$(FILTER)") </dev/null || { echo "FAILED: $$0"; exit 1; }'
 
 .PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan coverage fuzz tidy torch-compat clean
 
@@ -69,9 +73,9 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 	  ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -R '^$(GROUP)[.]')
 
 # Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
-NIGHTLY ?= options messages soak fuzz torture large tsan tidy mutants peers
+NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers
 nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; $(BUILD_DIR)/tests/cpp/test_comm --gtest_brief=1 --gtest_filter='*ARankThatIsKilled*' && \
-  ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.test_(parity|features|wheel)"
+  ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.(test_parity|test_features|test_megatron_microbatches|test_wheel)"
 nightly_messages = FSDP_SHARED_MEMORY=0 ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error
 nightly_soak = make soak SECONDS=1800
 nightly_fuzz = make fuzz SECONDS=600
@@ -129,16 +133,16 @@ lint: $(STAMP)-build $(STAMP)-bench $(STAMP)-lint  ## Check the Python files and
 	mypy
 	shellcheck scripts/*.sh .ci/run
 
-asan:  ## Unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, in $BUILD_DIR-asan
-tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan
+asan:  ## Unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, in $BUILD_DIR-asan; some: GROUP="engine comm" FILTER='-Launch.*'
+tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan; some: GROUP, FILTER
 asan tsan: | $(STAMP)-build $(STAMP)-clang
 	$(configure) --preset $@ -B $(BUILD_DIR)-$@
-	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
+	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target $(groups)
 	$(call run_groups,$(BUILD_DIR)-$@)
 
 coverage: | $(STAMP)-build $(STAMP)-coverage  ## Lines of the library that the unit tests run: a table, and pages in $BUILD_DIR-coverage/report
 	$(configure) --preset $@ -B $(BUILD_DIR)-$@
-	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target unit_tests
+	cmake --build $(BUILD_DIR)-$@ -j $(JOBS) --target $(groups)
 	find $(BUILD_DIR)-$@ -name '*.gcda' -delete
 	$(call run_groups,$(BUILD_DIR)-$@)
 	mkdir -p $(BUILD_DIR)-$@/report

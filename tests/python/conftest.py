@@ -25,14 +25,18 @@ def kept_ranks(attempts: int) -> Iterator[StartRanks]:
         group.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[StartRanks]:
-    """Ranks for anything."""
+    """Ranks for anything.
+
+    Each file has its own: process groups stay until their process ends, and some hundred of them, each with threads, make ranks slow. What
+    takes long is to import torch, which is done once for all files of a process of pytest's.
+    """
     with kept_ranks(attempts=1) as start_ranks:
         yield start_ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compared_ranks(ranks: StartRanks) -> Iterator[ComparedRanks]:
     """Ranks for runs that are compared: of "libfsdp", and of its peer, "fsdp2".
 

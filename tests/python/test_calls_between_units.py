@@ -16,13 +16,15 @@ import torch.distributed as dist
 from support import hugging_face
 from support.comparison import differences  # noqa: F401  # it makes MKL's products independent of addresses
 from support.models import VOCABULARY
-from support.ranks import ComparedRanks, StartRanks
+from support.ranks import PRELOADED, ComparedRanks, StartRanks
 from support.training import api, full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 
+# What is common to its models takes most of their imports.
+PRELOADED.append("transformers.models.t5.modeling_t5")
 Units = Callable[[Any], list[Any]]
 WIDTH = 8
 

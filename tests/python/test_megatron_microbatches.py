@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -60,13 +61,21 @@ def run_calls(model: MegatronFSDP, optimizer: torch.optim.Optimizer, program: tu
             }[call]()
 
 
-def follow(strategy: str, kind: str, programs: list[tuple[Any, ...]]) -> None:
-    """Each program twice in one run: nothing of the first is left for the second."""
-    for overlap, auto in itertools.product((False, True), repeat=2):
+# Whether reductions overlap with backward, and whether each backward is one of an update's last.
+SWITCHES = list(itertools.product((False, True), repeat=2))
+# On four ranks, each of both with either value; in `make nightly`, each with each.
+SWITCHES_ON_4 = SWITCHES if "FSDP_NIGHTLY" in os.environ else [(False, True), (True, False)]
+
+
+def follow(
+    strategy: str, kind: str, switches: list[tuple[bool, bool]], programs: list[tuple[Any, ...]], times: int
+) -> None:
+    """The programs, so many times each in one run: nothing of one is left for the next."""
+    for overlap, auto in switches:
         reference = plain_model()
         model = shard(plain_model(), strategy, kind, overlap_grad_reduce=overlap, sync_model_each_microbatch=auto)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        for program, _ in itertools.product(programs, range(2)):
+        for program, _ in itertools.product(programs, range(times)):
             gradients = mean_gradients(reference, kept(program))
             run_calls(model, optimizer, program)
             optimizer.step()
@@ -85,16 +94,16 @@ def follow(strategy: str, kind: str, programs: list[tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_two_ranks(ranks: StartRanks, program: str) -> None:
     for strategy in STRATEGIES:
-        ranks(2).run(follow, strategy, "fsdp", [PROGRAMS[program]])
+        ranks(2).run(follow, strategy, "fsdp", SWITCHES, [PROGRAMS[program]], 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_after_the_other_with_replicas(ranks: StartRanks, strategy: str) -> None:
-    ranks(4).run(follow, strategy, "hsdp", list(PROGRAMS.values()))
+    ranks(4).run(follow, strategy, "hsdp", SWITCHES_ON_4, list(PROGRAMS.values()), 1)
 
 
 def test_one_after_the_other_over_two_dimensions(ranks: StartRanks) -> None:
-    ranks(4).run(follow, "optim_grads_params", "hfsdp", list(PROGRAMS.values()))
+    ranks(4).run(follow, "optim_grads_params", "hfsdp", SWITCHES_ON_4, list(PROGRAMS.values()), 1)
 
 
 def gather_before_step(strategy: str, installs: bool) -> None:

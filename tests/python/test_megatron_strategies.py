@@ -63,7 +63,7 @@ def test_every_strategy_trains_as_without_sharding_on_two_ranks(ranks: StartRank
 
 
 def test_every_strategy_trains_as_without_sharding_on_four_ranks(ranks: StartRanks) -> None:
-    ranks(4).run(train_like_others, CASES, 50)
+    ranks(4).run(train_like_others, CASES, 20)
 
 
 def bytes_of(strategy: str) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_the_traceback_of_a_rank_is_the_error_and_new_ranks_start(two: Ranks) ->
 def test_a_rank_that_dies_is_named(two: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0 of 2: no answer after .*rank 1 of 2: died with exit code 3"):
         two.run(die_on_1)
+
+
+def die_after_the_answer() -> None:
+    threading.Timer(0.5, os._exit, [4]).start()
+
+
+def test_a_rank_that_dies_between_calls_is_named_and_new_ranks_start(two: Ranks) -> None:
+    """What the next call to these ranks says, so that only one test of all that share them fails."""
+    two.run(die_after_the_answer)
+    time.sleep(2)
+    with pytest.raises(RankError, match=r"rank 0 of 2: died with exit code 4\nrank 1 of 2: died with exit code 4"):
+        two.run(add_ranks, 0)
+    assert two.run(add_ranks, 0) == [1, 1]
 
 
 def test_a_rank_that_hangs_is_an_error(two: Ranks) -> None:

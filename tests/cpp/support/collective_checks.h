@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -23,28 +24,42 @@ inline at::Tensor numbers(std::int64_t numel, std::int64_t seed, at::ScalarType 
   return values.to(dtype);
 }
 
-/// Element by element with c10's own conversions: what rank_order_sum promises.
+/// A tensor's elements, by c10's own conversions. (A tensor for each element would take most of the tests' time.)
+template <typename T>
+std::vector<T> elements(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.contiguous();
+  std::vector<T> values;
+  values.reserve(static_cast<std::size_t>(dense.numel()));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dense.scalar_type(), "elements", [&] {
+    const auto* data = dense.const_data_ptr<scalar_t>();
+    for (std::int64_t i = 0; i < dense.numel(); ++i) values.push_back(c10::convert<T>(data[i]));
+  });
+  return values;
+}
+
+/// Element by element: what rank_order_sum promises.
 template <typename Acc>
 at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, at::ScalarType out_dtype, double scale,
                      bool accumulate) {
   at::Tensor out = at::empty({sources[0].numel()}, out_dtype);
-  for (std::int64_t i = 0; i < out.numel(); ++i) {
-    std::vector<Acc> sums;
-    for (const auto& source : sources) sums.push_back(source[i].item().to<Acc>());
-    while (sums.size() > 1) {  // Neighbours in pairs, again and again.
-      std::vector<Acc> pairs;
-      for (std::size_t r = 0; r < sums.size(); r += 2) pairs.push_back(r + 1 < sums.size() ? sums[r] + sums[r + 1] : sums[r]);
-      sums = pairs;
+  std::vector<std::vector<Acc>> terms;
+  terms.reserve(sources.size());
+  for (const auto& source : sources) terms.push_back(elements<Acc>(source));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_dtype, "plain_sum", [&] {
+    // Old values are added as double to double, and as float to all others.
+    using Old = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    const std::vector<Old> before = accumulate ? elements<Old>(old) : std::vector<Old>();
+    auto* data = out.mutable_data_ptr<scalar_t>();
+    std::vector<Acc> sums(terms.size());
+    for (std::size_t i = 0; i < terms[0].size(); ++i) {
+      for (std::size_t r = 0; r < terms.size(); ++r) sums[r] = terms[r][i];
+      for (std::size_t count = sums.size(); count > 1; count = (count + 1) / 2) {  // Neighbours in pairs, again and again.
+        for (std::size_t r = 0; r < count; r += 2) sums[r / 2] = r + 1 < count ? sums[r] + sums[r + 1] : sums[r];
+      }
+      const Acc sum = sums[0] * static_cast<Acc>(scale);
+      data[i] = accumulate ? c10::convert<scalar_t>(before[i] + sum) : c10::convert<scalar_t>(sum);
     }
-    const Acc sum = sums[0] * static_cast<Acc>(scale);
-    if (!accumulate) {
-      out[i] = sum;
-    } else if (out_dtype == at::kDouble) {
-      out[i] = old[i].item<double>() + sum;
-    } else {
-      out[i] = old[i].item<float>() + sum;
-    }
-  }
+  });
   return out;
 }
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -87,7 +88,8 @@ class Ranks:
                 self._start()
             call = pickle.dumps((function, arguments))
             for connection in self._calls:
-                connection.send_bytes(call)
+                with suppress(BrokenPipeError):  # Of a rank that has died since its last answer, which _collect() finds.
+                    connection.send_bytes(call)
             answers, failed = self._collect(time.monotonic() + limit)
             if not failed:
                 break
