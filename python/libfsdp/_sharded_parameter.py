@@ -127,11 +127,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the program has set on a parameter in one form, for the other forms to have it, too."""
+    """What the program has set on a parameter in one form, for the other forms to have it, too.
+
+    What a class keeps its values in is no such thing: it is there, too, in what the class makes of the tensor.
+    """
+    of_class = () if type(tensor) in (torch.Tensor, nn.Parameter, DTensor) else vars(tensor.detach())
     return {
         name: value
         for name, value in vars(tensor).items()
-        if name not in _OF_ONE_FORM and not name.startswith("_libfsdp")
+        if name not in _OF_ONE_FORM and name not in of_class and not name.startswith("_libfsdp")
     }
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import libfsdp
 
@@ -93,6 +94,54 @@ def train_patched(implementation: str) -> list[torch.Tensor]:
 
 def test_methods_of_a_plain_tensor_serve(compared_ranks: ComparedRanks) -> None:
     ours, theirs = (compared_ranks[name](2).run(train_patched, name) for name in ("libfsdp", "fsdp2"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def pair_before(self: TwoTensor, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    return (self.a, self.b), None
+
+
+def pair_after(
+    self: TwoTensor, arrived: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+) -> Any:
+    if out is None:
+        return TwoTensor(*arrived), arrived
+    for tensor, mine in zip(arrived, (out.a, out.b), strict=True):
+        assert tensor.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+    return None
+
+
+def train_pairs(implementation: str, reshard: bool) -> list[torch.Tensor]:
+    """Whole parameters are of the class, too, which keeps its values in attributes, as the program keeps its marks."""
+    shard = libfsdp.fully_shard if implementation == "libfsdp" else fsdp2
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
+    for layer in trained:
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+        layer.weight.mark = "mine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TwoTensor, "fsdp_pre_all_gather", pair_before, raising=False)
+        patch.setattr(TwoTensor, "fsdp_post_all_gather", pair_after, raising=False)
+        for module in (trained[0], trained):
+            shard(module, reshard_after_forward=reshard)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        results = []
+        for _ in range(3):
+            loss = trained(torch.randn(3, 4, generator=generator)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach().a)
+    if implementation == "libfsdp":
+        assert [parameter.mark for parameter in trained.parameters()] == ["mine", "mine"]
+    return [*results, *(parameter._local_tensor.detach().a for parameter in trained.parameters())]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_classes_keep_their_values_in_attributes(compared_ranks: ComparedRanks, reshard: bool) -> None:
+    ours, theirs = (compared_ranks[name](2).run(train_pairs, name, reshard) for name in ("libfsdp", "fsdp2"))
     for mine, other in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, other))
 
