@@ -29,6 +29,10 @@ struct MeshOptions {
   /// this option. If a row spans several hosts, each must have the same number of its ranks, one host's after the other's. The environment
   /// variable FSDP_SHARED_MEMORY=0 turns it off, too.
   bool shared_memory = true;
+
+  /// On CUDA meshes, ranks of a machine that has fewer GPUs share them, in turn. NCCL refuses two ranks on one GPU unless
+  /// its version and its settings allow it.
+  bool share_gpus = false;
 };
 
 /// Ranks arranged in an n-dimensional grid (the last dimension varies fastest), each row of which has a communicator.
@@ -82,7 +86,7 @@ class DeviceMesh {
 
 /// Connects the ranks that torchrun, mpirun, srun or launch_local started (docs/launch.md lists the variables that are read) and arranges
 /// them in a mesh. Without any such variable, this process is the only rank. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, on the device
-/// LOCAL_RANK). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a name is
+/// LOCAL_RANK, or the only visible one). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a name is
 /// empty or repeated, or the device type has no backend in this build; CommError if the ranks can't meet.
 DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options = {});
 

@@ -94,21 +94,14 @@ comm::Row neighbours_in(const comm::Row& row, std::int64_t neighbours) {
           .world_size = row.world_size};
 }
 
-c10::Device local_device(const std::string& device_type, const comm::World& world) {
+c10::Device local_device(const std::string& device_type, const comm::World& world, bool share_gpus) {
   if (device_type == "cpu") return c10::Device(c10::kCPU);
   if (device_type != "cuda") throw Error("device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");
   if (!comm::has_nccl()) {
     throw Error("device type \"cuda\" needs NCCL, which this build of libfsdp does not have; configure it with -DFSDP_CUDA=ON");
   }
-  if (!world.local_rank) {
-    throw Error("LOCAL_RANK is not set: rank " + std::to_string(world.rank) + " can't tell which of this machine's GPUs is its own");
-  }
-  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(*world.local_rank));
   const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
-  if (device.index() >= guard.deviceCount()) {
-    throw Error("rank " + std::to_string(world.rank) + " is the machine's local rank " + std::to_string(*world.local_rank) + ", but only " +
-                std::to_string(guard.deviceCount()) + " GPUs are visible; start one rank per GPU");
-  }
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(comm::gpu_of(world, guard.deviceCount(), share_gpus)));
   guard.setDevice(device);
   return device;
 }
@@ -266,7 +259,7 @@ DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim>
   check_names(dims);
   resolve_sizes(dims, world.size);
   auto state = std::make_shared<DeviceMesh::State>();
-  state->device = local_device(device_type, world);
+  state->device = local_device(device_type, world, options.share_gpus);
   state->rank = world.rank;
   state->dims = std::move(dims);
   state->coordinates = coordinates_of(world.rank, state->dims);

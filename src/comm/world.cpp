@@ -159,6 +159,21 @@ bool is_launched(const Getenv& env) {
   return is_srun_task(env) && several(env("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS");
 }
 
+int gpu_of(const World& world, int visible, bool shared) {
+  const std::string rank = "rank " + std::to_string(world.rank);
+  if (visible == 0) throw Error(rank + " sees no GPU; check the driver and CUDA_VISIBLE_DEVICES");
+  if (visible == 1) return 0;
+  if (!world.local_rank) {
+    throw Error("LOCAL_RANK is not set: " + rank + " can't tell which of the " + std::to_string(visible) + " visible GPUs is its own");
+  }
+  if (shared) return *world.local_rank % visible;
+  if (*world.local_rank >= visible) {
+    throw Error(rank + " is the machine's local rank " + std::to_string(*world.local_rank) + ", but only " + std::to_string(visible) +
+                " GPUs are visible; start one rank per GPU, or let ranks share them: MeshOptions::share_gpus");
+  }
+  return *world.local_rank;
+}
+
 std::string first_host(const std::string& nodelist) {
   // The list's grammar: hosts by comma; inside a host, brackets hold numbers and ranges by comma, zero-padded as they are to be
   // written; more than one bracket may follow ("rack[1-2]node[3,4]").

@@ -40,6 +40,10 @@ World read_world(const Getenv& env);
 /// See fsdp::is_launched().
 bool is_launched(const Getenv& env);
 
+/// Which of the visible GPUs is this rank's. A launcher may show each rank one GPU only, its own: number 0 then, whatever the local
+/// rank (SLURM's --gpus-per-task=1). With `shared`, ranks beyond the last GPU begin again at the first. Throws Error if there is none.
+int gpu_of(const World& world, int visible, bool shared);
+
 /// The first host of SLURM's compressed list: "node03" of "node[03-05,9],other1".
 std::string first_host(const std::string& nodelist);
 

@@ -176,6 +176,42 @@ TEST(World, MalformedVariablesAreNamed) {
   EXPECT_TRUE(has(error_of(merged(kTorchrun, {{"RANK", "8"}})), "RANK is '8'; expected a number from 0 to 7"));
 }
 
+World local(std::optional<int> rank) {
+  World world;
+  world.rank = 5;
+  world.local_rank = rank;
+  return world;
+}
+
+std::string gpu_error(std::optional<int> rank, int visible, bool shared = false) {
+  try {
+    gpu_of(local(rank), visible, shared);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(World, ARankTakesTheGpuOfItsLocalRank) {
+  EXPECT_EQ(gpu_of(local(0), 4, false), 0);
+  EXPECT_EQ(gpu_of(local(3), 4, false), 3);
+  EXPECT_TRUE(has(gpu_error(4, 4), "rank 5 is the machine's local rank 4, but only 4 GPUs are visible"));
+  EXPECT_TRUE(has(gpu_error(std::nullopt, 2), "LOCAL_RANK is not set: rank 5 can't tell which of the 2 visible GPUs is its own"));
+  EXPECT_TRUE(has(gpu_error(0, 0), "rank 5 sees no GPU"));
+}
+
+TEST(World, TheOnlyVisibleGpuIsEachRanksOwn) {
+  EXPECT_EQ(gpu_of(local(3), 1, false), 0) << "SLURM's --gpus-per-task=1";
+  EXPECT_EQ(gpu_of(local(std::nullopt), 1, false), 0);
+}
+
+TEST(World, RanksShareGpusInTurnWhenTold) {
+  EXPECT_EQ(gpu_of(local(1), 2, true), 1);
+  EXPECT_EQ(gpu_of(local(2), 2, true), 0);
+  EXPECT_EQ(gpu_of(local(7), 3, true), 1);
+  EXPECT_TRUE(has(gpu_error(std::nullopt, 2, true), "LOCAL_RANK is not set"));
+}
+
 TEST(World, FirstHost) {
   EXPECT_EQ(first_host("node1"), "node1");
   EXPECT_EQ(first_host("node1,node2"), "node1");
