@@ -1,4 +1,4 @@
-"""A pytest run of PyTorch's FSDP2 tests on CPU and Gloo, where no accelerator is.
+"""A pytest run of PyTorch's FSDP2 tests on CPU and Gloo. A machine's GPUs are hidden from it.
 
     python -m peers.on_cpu [pytest's arguments]
 
@@ -27,6 +27,9 @@ from unittest import mock
 
 from peers import private_use
 
+# Before torch looks for them, in this process and in those that it starts.
+os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+
 
 def ranks_wanted() -> int:
     """As many ranks as a test that asks for the number of devices is told."""
@@ -44,7 +47,7 @@ def prepare() -> None:
         return  # The fork server has done so.
     torch._prepared_for_peers = True
     if torch.accelerator.is_available():
-        sys.exit("these tests are to run where no accelerator is")
+        sys.exit(f"these tests run on the CPU; hide this machine's accelerator: {torch.accelerator.current_accelerator()}")
     if module := os.environ.get("PEERS_IMPLEMENTATION"):
         importlib.import_module(module).install()
 

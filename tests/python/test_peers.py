@@ -36,3 +36,22 @@ def test_outcomes_of_both_implementations_are_compared(tmp_path: Path) -> None:
     table = (results / "table.md").read_text()
     assert "test_whose.py::test_meets_libfsdp | failed | passed |" in table
     assert "test_whose.py::test_meets_its_own | passed | failed |" in table
+
+
+ON_A_MACHINE_WITH_A_GPU = """
+import os
+from peers import on_cpu
+import torch
+torch.accelerator.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "0") != ""  # As a driver does.
+on_cpu.prepare()
+"""
+
+
+def test_gpus_are_hidden_from_tests_that_run_on_the_cpu() -> None:
+    ran = subprocess.run(
+        (sys.executable, "-c", ON_A_MACHINE_WITH_A_GPU),
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PEERS_RANKS": "2", "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
