@@ -25,7 +25,7 @@ def make_mesh(
     device: torch.device,
     timeout: float,
     make: Callable[[int, int], Any],
-    backend_of: Callable[[int, int], dist.Backend] | None,
+    backend_of: Callable[[int, int], dist.Backend | None] | None,
 ) -> Mesh: ...
 def make_python_mesh(
     rank: int,

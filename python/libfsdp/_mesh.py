@@ -235,8 +235,10 @@ def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfW
     """The groups' own backends move the tensors, called by the engine; only small messages have connections of its own."""
     device = device_of(mesh)
 
-    def backend_of(dimension: int, neighbours: int) -> dist.Backend:
+    def backend_of(dimension: int, neighbours: int) -> dist.Backend | None:
         row = rows[dimension]
+        if row.group is None:  # This rank alone.
+            return None
         if neighbours == len(row.ranks):
             return row.new_group(neighbours)._get_backend(device)
         group = row.group_of(neighbours or len(row.ranks))
@@ -251,7 +253,7 @@ def _over_store(
     rows: list[_Row],
     shards: bool,
     world: _OfWorld,
-    backend_of: Callable[[int, int], dist.Backend] | None = None,
+    backend_of: Callable[[int, int], dist.Backend | None] | None = None,
 ) -> ShardingMesh:
     """Connections of the engine's own. The ranks of the mesh have made the same meshes in the same order."""
     ranks = sorted(mesh.mesh.flatten().tolist())

@@ -137,6 +137,9 @@ std::shared_ptr<comm::Communicator> make_native_communicator(const comm::Row& ro
 /// The backend of one dimension: see StoreMesh::backend_of.
 using BackendOf = std::function<c10::intrusive_ptr<c10d::Backend>(std::int64_t neighbours)>;
 
+/// For measuring: whether a rank that is alone in its row calls the backend's collectives, as it does with peers.
+bool calls_itself() { return comm::process_environment("FSDP_SINGLE_RANK_COLLECTIVES") == "1"; }
+
 /// `neighbours`: as backend_of takes it.
 std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device,
                                                       const MeshOptions& options, const BackendOf& backend_of, std::int64_t neighbours = 0,
@@ -144,7 +147,7 @@ std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvo
   const std::string name = row.dim + "/" + std::to_string(row.global_ranks.front()) + "/" + suffix;
   auto gloo = rendezvous.gloo_group(row, name + "gloo");
   if (backend_of) {
-    auto backend = row.size() == 1 ? c10::intrusive_ptr<c10d::Backend>() : backend_of(neighbours);
+    auto backend = row.size() == 1 && !calls_itself() ? c10::intrusive_ptr<c10d::Backend>() : backend_of(neighbours);
     return make_native_communicator(row, std::move(backend), std::move(gloo), comm::Group::Ends::kElsewhere);
   }
   if (device.is_cpu()) return make_cpu_communicator(row, std::move(gloo), options);

@@ -49,8 +49,9 @@ class Group {
     kElsewhere,  ///< Its owner, torch.distributed for example.
   };
 
-  /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. Both are null in a
-  /// row of one. `shared` has this rank's neighbours, all of the row or a part; null where there are none.
+  /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. In a row of one,
+  /// `control` is null, and so is `data` where nothing is moved. `shared` has this rank's neighbours, all of the row or a part; null where
+  /// there are none.
   Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
         std::shared_ptr<SharedRow> shared = nullptr, Ends ends = Ends::kElsewhere);
   ~Group();

@@ -28,7 +28,7 @@ class NativeGather final : public GroupPending {
 
  protected:
   void post() override {
-    if (group_->row.size() == 1) {
+    if (group_->data == nullptr) {
       for (const GatherPart& part : parts_) copy_own_shard(part, 0);
       return;
     }
@@ -67,7 +67,7 @@ class NativeReduce final : public GroupPending {
 
  protected:
   void post() override {
-    if (group_->row.size() == 1) return;
+    if (group_->data == nullptr) return;
     const auto first = std::find_if(parts_.begin(), parts_.end(), [&](const ReducePart& part) { return in_two_levels(part); });
     if (first == parts_.end()) {
       works_ = send_unreduced(/*several=*/parts_.size() > 1);
@@ -121,7 +121,7 @@ class NativeReduce final : public GroupPending {
     const std::int64_t numel = part.out.numel();
     const int size = group_->row.size();
     std::vector<at::Tensor> sources;
-    if (size == 1) {
+    if (group_->data == nullptr) {
       sources.push_back(part.unreduced);
     } else if (!needs_sum_here(part)) {
       sources.push_back(flat_view(part.staging, 0, numel));
@@ -192,7 +192,7 @@ NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend
       levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
 
 std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
-  if (size() == 1) return 0;
+  if (group()->data == nullptr) return 0;
   if (backend_sums(wire_dtype)) return shard_numel;
   return (levels_ != nullptr ? levels_->staging_per_element() : size()) * shard_numel;
 }

@@ -25,7 +25,7 @@ struct StoreMesh {
   MeshOptions options = {};
   /// Who moves the tensors along a dimension (NCCL's groups of torch.distributed), by the backend's own collectives; only small messages
   /// then have groups that are made here. `neighbours`: 0 for the row's group; else a new group of so many neighbours in it is asked for.
-  /// Empty: all groups are made here.
+  /// Empty: all groups are made here. A row of one is asked for with FSDP_SINGLE_RANK_COLLECTIVES=1 alone; without, it moves nothing.
   std::function<c10::intrusive_ptr<c10d::Backend>(std::size_t dim, std::int64_t neighbours)> backend_of = {};
 };
 

@@ -114,6 +114,28 @@ def test_backends_move_the_tensors(ranks: StartRanks) -> None:
     ranks(2).run(use_both)
 
 
+def step_of_a_rank_alone(calls_itself: str, dtype: torch.dtype | None) -> tuple[set[str], list[torch.Tensor]]:
+    """What its backend did, as the profiler saw it, and the gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_SINGLE_RANK_COLLECTIVES", calls_itself)
+        with meshes_made_by(_mesh._over_backends):
+            alone = model(mp_policy=libfsdp.MixedPrecisionPolicy(param_dtype=dtype))
+            gradients_of(alone)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+                gradients = gradients_of(alone)
+    return {event.name for event in recorded.events() if event.name.startswith("gloo:")}, gradients
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), [(None, "gloo:all_reduce"), (bf16, "gloo:all_to_all")])
+def test_a_rank_alone_calls_its_backend_if_told_to(ranks: StartRanks, dtype: torch.dtype | None, reduction: str) -> None:
+    """The backend's sums (Gloo has them by an all-reduce), and those of the engine."""
+    (silent, expected), *_ = ranks(1).run(step_of_a_rank_alone, "0", dtype)
+    assert silent == set()
+    (called, gradients), *_ = ranks(1).run(step_of_a_rank_alone, "1", dtype)
+    assert called == {"gloo:all_gather", reduction}
+    assert all(map(torch.equal, gradients, expected))
+
+
 def reduce_between_hosts() -> None:
     """Gradients in bf16, on two hosts with four ranks each."""
     policy = libfsdp.MixedPrecisionPolicy(param_dtype=bf16)
