@@ -72,6 +72,29 @@ def test_muon_on_ranks_that_have_nothing_of_a_matrix(ranks: StartRanks) -> None:
     ranks(4).run(compare_muons, ODD_MATRICES, 1, False, {})
 
 
+def muon_without_empty_gradients() -> None:
+    """Megatron-FSDP's front end gives no gradient where a rank has no elements."""
+    results = []
+    for leaves_out in (False, True):
+        parameters = sharded("libfsdp", ODD_MATRICES)
+        optimizer = libfsdp.optim.Muon(parameters, lr=0.1)
+        for step in range(3):
+            give_gradients(parameters, step, without=(1,) if step == 1 else ())
+            if leaves_out:
+                for parameter in parameters:
+                    if parameter.to_local().numel() == 0:
+                        parameter.grad = None
+            had = [parameter.grad is not None for parameter in parameters]
+            optimizer.step()
+            assert [parameter.grad is not None for parameter in parameters] == had
+        results.append(whole_state(parameters, optimizer))
+    assert_same_state(results[1], results[0])
+
+
+def test_muon_on_ranks_that_have_nothing_of_a_matrix_and_no_gradient(ranks: StartRanks) -> None:
+    ranks(4).run(muon_without_empty_gradients)
+
+
 def traffic_of_muon() -> None:
     parameters = sharded("libfsdp", MATRICES)
     optimizer = libfsdp.optim.Muon(parameters, lr=0.1)

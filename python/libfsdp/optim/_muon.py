@@ -50,26 +50,42 @@ class _Row:
             work[owner] += _work(rows, columns)
             self.matrices[index] = (rows, columns, dim, owner)
 
-    def require_equal_gradients(self, number: int, having: list[int]) -> None:
+    def require_equal_gradients(self, number: int, parameters: list[Tensor]) -> list[int]:
         """Ranks that send and expect other parts would wait for each other, and replicas would become different.
 
         Args:
             number: of the parameter group.
-            having: indices of those of its parameters that have a gradient on this rank.
+            parameters: of that group.
+
+        Returns:
+            Indices of the matrices of which this rank has neither elements nor a gradient, while other ranks have one.
 
         Raises:
             Error: on all ranks of the mesh, if they differ.
         """
         if self.mesh is None:
-            return
+            return []
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
-        mine = {index: (*self.matrices[index][:2], index in having) for index in sorted(self.matrices)}
-        digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "big")
-        bounds = torch.tensor([digest, -digest], device=device_of(self.mesh))  # the greatest, and the smallest
+        shapes = {index: self.matrices[index][:2] for index in sorted(self.matrices)}
+        mine = {index: (*shape, _has_gradient(parameters[index])) for index, shape in shapes.items()}
+        flags = [having for *_, having in mine.values()]
+        # The greatest digests, and the smallest.
+        bounds = torch.tensor(
+            [sign * _digest(of) for of in (mine, shapes) for sign in (1, -1)] + [int(None in flags)],
+            device=device_of(self.mesh),
+        )
         for group in groups:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-        if bounds.sum() == 0:
-            return
+        differ, shapes_differ, asks = bounds[:2].sum() != 0, bounds[2:4].sum() != 0, bounds[4] != 0
+        if not differ and not asks:
+            return []
+        if asks and not shapes_differ:
+            some = torch.tensor([[having is has for having in flags] for has in (True, False)], dtype=torch.int64)
+            some = some.to(device_of(self.mesh))
+            for group in groups:
+                dist.all_reduce(some, dist.ReduceOp.MAX, group=group)
+            if not some.all(0).any():
+                return [index for index, had, having in zip(mine, some[0].tolist(), flags, strict=True) if had and having is None]
         every = [(dist.get_rank(), mine)]
         for group in groups:
             lists: list[Any] = [None] * dist.get_world_size(group)
@@ -78,26 +94,36 @@ class _Row:
         raise _C.Error(_difference(number, dict(every)))
 
 
-def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool]]]) -> str:
+def _has_gradient(parameter: Tensor) -> bool | None:
+    """None: this rank has no elements of it, and no gradient, which says nothing about that of the others."""
+    if parameter.grad is not None:
+        return True
+    return None if _C.local_of(parameter).numel() == 0 else False
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+
+
+def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool | None]]]) -> str:
     """Says what is not the same on all ranks, in the same words on each."""
     rank, first = min(of_ranks.items())
     for other, matrices in sorted(of_ranks.items()):
         for index in sorted(first.keys() | matrices.keys()):
             mine, theirs = first.get(index), matrices.get(index)
-            if mine == theirs:
-                continue
             if mine is None or theirs is None or mine[:2] != theirs[:2]:
                 shapes = ["not there" if one is None else f"of the shape {list(one[:2])}" for one in (mine, theirs)]
                 return (
                     f"Muon: matrix {index} of group {number} is {shapes[0]} on rank {rank}, and {shapes[1]} on rank {other}; give "
                     "Muon the same parameters in the same order on all ranks"
                 )
-            having, without = (
-                [which for which, of_it in sorted(of_ranks.items()) if of_it.get(index, mine)[2] is has]
-                for has in (True, False)
-            )
+    for index, (rows, columns, _) in sorted(first.items()):
+        having, without = (
+            [which for which, matrices in sorted(of_ranks.items()) if matrices[index][2] is has] for has in (True, False)
+        )
+        if having and without:
             return (
-                f"Muon: parameter {index} of group {number}, of the shape {list(mine[:2])}, has a gradient on ranks {having}, and none "
+                f"Muon: parameter {index} of group {number}, of the shape {[rows, columns]}, has a gradient on ranks {having}, and none "
                 f"on ranks {without}. A matrix is updated as a whole: give its gradient (or zeros) to all ranks, or to none"
             )
     raise AssertionError("the ranks do not differ")
@@ -114,7 +140,7 @@ class Muon(BeginsAnew, torch.optim.Muon):
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Of a sharded matrix each rank has some rows (or columns),
     but its update needs all of it. Each matrix has an owner: its momentum's rows go there, in bfloat16, are made orthogonal
     there, alone, and come back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks, after
-    an ``all_reduce`` of two numbers by which they see that they have gradients of the same matrices.
+    an ``all_reduce`` of five numbers by which they see that they have gradients of the same matrices.
 
     The result is that of torch's own on the whole matrix: to the last bit where each rank's part of it fills whole vector
     registers (multiples of 64 bytes); elsewhere last bits of its last few elements may differ.
@@ -131,18 +157,24 @@ class Muon(BeginsAnew, torch.optim.Muon):
 
         Raises:
             ValueError: if a matrix is cut along several dimensions of its mesh.
-            Error: if a matrix has a gradient on some ranks only, or the ranks give other matrices: on all of them, before
+            Error: if a matrix has a gradient on some of the ranks that have elements of it, or the ranks give other matrices: on all of them, before
                 anything has changed.
         """
         loss = loss_of(closure)
         tell_settings(self)
         with torch.no_grad():
+            empty: list[Tensor] = []
             rows = [(n, row) for n, group in enumerate(self.param_groups) for row in self._rows(n, group["params"])]
             for number, row in rows:
                 parameters = self.param_groups[number]["params"]
-                row.require_equal_gradients(number, [i for i in row.matrices if parameters[i].grad is not None])
+                empty += [parameters[i] for i in row.require_equal_gradients(number, parameters)]
+            # A rank without elements of a matrix may own it: it takes part as if its gradient were there.
+            for parameter in empty:
+                parameter.grad = zeros_like(parameter)
             for number, row in rows:
                 self._step_row(number, self.param_groups[number], row)
+            for parameter in empty:
+                parameter.grad = None
         return loss
 
     def _rows(self, number: int, parameters: list[Tensor]) -> list[_Row]:
