@@ -97,7 +97,7 @@ large: build  ## Tests that take minutes and 10 GB of memory
 soak: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## Random training runs against plain replicas, in C++ and in Python, for $SECONDS; SEED=n repeats one of each
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target soak fsdp_python
 	SECONDS=$(SECONDS) SEED=$(SEED) $(BUILD_DIR)/tests/cpp/soak --gtest_brief=1 & cpp=$$!; \
-	  PYTHONPATH=$(BUILD_DIR)/python:tests/python python -m differential --only optimizers,evaluations,memory,sharing,collected,last --without reshard --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS); python=$$?; \
+	  PYTHONPATH=$(BUILD_DIR)/python:tests/python python -m differential --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS); python=$$?; \
 	  wait $$cpp && exit $$python
 
 torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KILLS times, and check what they leave; SEED=n repeats

@@ -85,7 +85,11 @@ class _Row:
             for group in groups:
                 dist.all_reduce(some, dist.ReduceOp.MAX, group=group)
             if not some.all(0).any():
-                return [index for index, had, having in zip(mine, some[0].tolist(), flags, strict=True) if had and having is None]
+                return [
+                    index
+                    for index, had, having in zip(mine, some[0].tolist(), flags, strict=True)
+                    if had and having is None
+                ]
         every = [(dist.get_rank(), mine)]
         for group in groups:
             lists: list[Any] = [None] * dist.get_world_size(group)
@@ -119,7 +123,8 @@ def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool 
                 )
     for index, (rows, columns, _) in sorted(first.items()):
         having, without = (
-            [which for which, matrices in sorted(of_ranks.items()) if matrices[index][2] is has] for has in (True, False)
+            [which for which, matrices in sorted(of_ranks.items()) if matrices[index][2] is has]
+            for has in (True, False)
         )
         if having and without:
             return (
@@ -157,8 +162,8 @@ class Muon(BeginsAnew, torch.optim.Muon):
 
         Raises:
             ValueError: if a matrix is cut along several dimensions of its mesh.
-            Error: if a matrix has a gradient on some of the ranks that have elements of it, or the ranks give other matrices: on all of them, before
-                anything has changed.
+            Error: if a matrix has a gradient on some of the ranks that have elements of it, or the ranks give other matrices:
+                on all of them, before anything has changed.
         """
         loss = loss_of(closure)
         tell_settings(self)

@@ -21,6 +21,7 @@ def check(program: Program, traces: list[Any], *, other_order: bool) -> tuple[in
         for model in range(program.models):
             replicas.append(replica_class(program, model, [setup[model] for setup in setups]))
             replicas[-1].other_order = other_order
+            replicas[-1].student = replicas[0]
             replicas[-1].begin([first[model] for first in firsts])
         for number, op in enumerate(program.operations):
             replica = replicas[op.model]

@@ -16,7 +16,9 @@ LIKELIHOOD = {
     "groups": 0.2,  # fully_shard([a, b]).
     "readers": 0.5,  # Weights of a group that are read between its modules' forwards.
     "tied": 0.15,
+    "late_ties": 0.3,  # Of those: made after sharding.
     "frozen": 0.15,
+    "autocast": 0.05,
     "mixed_dtypes": 0.1,
     "checkpointing": 0.15,
     # Options.
@@ -43,6 +45,7 @@ LIKELIHOOD = {
     "evaluation": 0.35,
     "several_backwards": 0.3,
     "no_sync": 0.4,
+    "retain_graph": 0.1,
     "several_graphs": 0.3,
     "lone_forwards": 0.2,  # In grad mode, without a backward.
     "unshard": 0.2,
@@ -55,6 +58,7 @@ LIKELIHOOD = {
     "shared_memory": 0.1,
     "zero_grad": 0.3,  # That fills with zeros, or comes at other moments.
     "state_dict": 0.15,
+    "assign": 0.2,  # Of loads.
     "checkpoints": 0.05,
     "reads": 0.15,  # Of what the modules show.
     "collected": 0.05,  # A model that nobody has any more, between forward and backward.
@@ -63,6 +67,7 @@ LIKELIHOOD = {
     "failures": 0.15,
     "empty": 0.1,
     "two_models": 0.1,
+    "average": 0.3,  # Of the one model's parameters into the other's.
 }
 
 # Features that need others to show.
@@ -79,6 +84,28 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "last": ("last_backward", "several_backwards"),
     "matrices": ("matrix_optimizers", "strategies"),
     "megatron": ("megatron", "strategies", "several_backwards", "no_sync", "zero_grad"),
+}
+
+
+# With FSDP2 in the library's place the replicas are checked, not FSDP2: these features are left out then.
+WITHOUT_FSDP2 = {
+    **dict.fromkeys(("strategies", "hfsdp", "main_dtypes", "keep", "megatron"), "It has no such option."),
+    **dict.fromkeys(("own_optimizers", "matrix_optimizers"), "libfsdp's."),
+    **dict.fromkeys(
+        ("evaluation", "lone_forwards"),
+        "The root stays whole after a forward without a backward, and older than later steps and writes.",
+    ),
+    **dict.fromkeys(
+        ("unshard", "reshard_after_backward"), "What it keeps by these is older than later steps and writes."
+    ),
+    "shared_memory": "It goes on with the memory that it had before.",
+    "late_ties": "The tied parameter is trained apart.",
+    "freezing": "It goes on with what was trained when parameters were gathered.",
+    "failures": "Its state is then of the pass that has failed.",
+    **dict.fromkeys(
+        ("sideways", "shared", "readers"), "Modules that are called where others have freed them are an error."
+    ),
+    "collected": "Hooks of a collected model do nothing.",
 }
 
 

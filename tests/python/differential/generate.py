@@ -18,8 +18,8 @@ def generate(seed: int, likelihood: dict[str, float]) -> Program:
     world = chance.of((1, 3, 4, 4)) if chance.has("ranks") else 2
     nodes = random_nodes(chance)
     options = random_options(chance, world, nodes)
-    if options.mesh == "hsdp" and world % 2:
-        world = 4 if world == 3 else 2
+    if options.mesh == "hsdp" and world != 4:  # The tests' meshes for Megatron-FSDP have two inner ranks.
+        world = 4 if world == 3 or options.front == "megatron" else 2
     between = (2,) if world == 4 and options == Options() else ()  # reshard_after_forward as a number.
     nodes, units = random_units(chance, nodes, (True, False, *between))
     width = chance.of((8, 12)) if options.shard_dim or options.outer_placements != "no_shard" else chance.of((5, 6, 8))
@@ -34,6 +34,7 @@ def generate(seed: int, likelihood: dict[str, float]) -> Program:
         optimizer=random_optimizer(chance, options, world),
         operations=(),
         models=2 if chance.has("two_models") else 1,
+        autocast=chance.has("autocast"),
     )
     return replace(program, operations=life_of(program, chance))
 
@@ -50,11 +51,13 @@ def random_nodes(chance: Chance) -> tuple[Node, ...]:
             others = [n.name for n in made if n.kind in ("linear", "custom", "plain")]
             if others:
                 kind, weight_of = "tied", chance.of(others)
+        plain = all(n.dtype == "float32" for n in made if n.name == weight_of)
         node = Node(
             f"{kind}{len(made)}",
             kind,
             weight_of=weight_of,
             checkpoint=chance.of(("reentrant", "plain")) if chance.has("checkpointing") else "",
+            late=kind == "tied" and plain and chance.has("late_ties"),
             frozen=kind != "tied" and chance.has("frozen"),
             dtype="bfloat16" if chance.has("mixed_dtypes") and kind not in ("tied", "statistics") else "float32",
         )

@@ -8,6 +8,7 @@ from typing import Any
 from differential.features import Chance
 from differential.model import Built
 from differential.program import Op, Program
+from differential.rules import QUIET, Rules
 
 
 class Life:
@@ -23,16 +24,24 @@ class Life:
         self.parameters = self._parameters()
         self.frozen: set[str] = set()
         self.saved: list[str] = []
-        self.stays_gathered = False  # The user has asked for whole parameters that stay: quiet writes are not noticed.
+        self.rules = Rules(program)
+        self.repeats = any(node.checkpoint for node in program.nodes)
         self.whole = program.options.placements == "no_shard"
 
     def _parameters(self) -> list[str]:
         """Names as the first owner gives them, of parameters that are trained."""
         built = Built(self.program, self.model)
+        built.tie_weights()
         return [name for name, p in built.root.named_parameters() if p.requires_grad]
 
-    def add(self, what: str, **arguments: Any) -> None:
-        self.ops.append(Op(what, arguments, self.model))
+    def add(self, what: str, **arguments: Any) -> bool:
+        """If it may come now."""
+        op = Op(what, arguments, self.model)
+        if not self.rules.may(op):
+            return False
+        self.rules.note(op)
+        self.ops.append(op)
+        return True
 
     def batch(self) -> int:
         """A new batch; some are empty on the last rank."""
@@ -83,8 +92,6 @@ class Life:
             self.aside()
             if chance.chance(0.5):
                 self.add("call", node=node, method="reshard", arguments={})
-            else:
-                self.stays_gathered = True
         if chance.has("reshard_after_backward"):
             keep = chance.chance(0.7)
             self.add(
@@ -93,44 +100,33 @@ class Life:
                 method="set_reshard_after_backward",
                 arguments={"reshard_after_backward": not keep},
             )
-            self.stays_gathered = keep
         self.writes()
-        if chance.has("reads") and not self.stays_gathered:
+        if chance.has("reads"):
             self.add("read")
         if chance.has("state_dict"):
             if not self.saved or chance.chance(0.5):
                 self.saved.append(f"s{len(self.saved)}")
                 self.add("save", slot=self.saved[-1])
             elif not self.frozen:
-                self.add("load", slot=chance.of(self.saved), assign=False, optimizer=chance.chance(0.5))
+                assign = self.has_setters and chance.has("assign")  # (Not Megatron-FSDP's.)
+                self.add("load", slot=chance.of(self.saved), assign=assign, optimizer=chance.chance(0.5))
         if chance.has("checkpoints"):
             self.add("checkpoint")
         if chance.has("rebuilding") and not self.frozen and self.ops and self.ops[-1].what != "step":
             self.add("rebuild")
-            self.stays_gathered = False
 
     def writes(self) -> None:
         chance = self.chance
-        if chance.has("writes"):
-            self.add(
-                "write",
-                how=chance.of(
-                    ("in_place", "copy", "to_local")
-                    if self.stays_gathered
-                    else ("in_place", "copy", "to_local", "shown")
-                ),
-                names=self.some(self.parameters),
-                factor=chance.of((0.5, 1.25)),
-            )
-        if chance.has("quiet_writes") and not self.stays_gathered:
-            self.add(
-                "write",
-                how=chance.of(("data", "together", "numpy", "dlpack", "collective")),
-                names=self.some(self.parameters),
-                factor=chance.of((0.5, 1.25)),
-            )
-        if chance.has("shared_memory") and not self.stays_gathered:
-            self.add("write", how="shared", names=self.some(self.parameters), factor=chance.of((0.5, 1.25)))
+        for feature, ways in (
+            ("writes", ("in_place", "copy", "to_local", "shown")),
+            ("quiet_writes", QUIET),
+            ("shared_memory", ("shared",)),
+        ):
+            if chance.has(feature):
+                names = self.some(self.parameters)
+                self.add("write", how=chance.of(ways), names=names, factor=chance.of((0.5, 1.25)))
+        if self.model > 0 and chance.has("average"):
+            self.add("average", weight=chance.of((0.25, 0.75)))
 
     def passes(self) -> None:
         """One or several forwards and backwards; the last one is synchronized."""
@@ -161,6 +157,10 @@ class Life:
             if not at_once:
                 self.add("forward", graph=name, batch=self.batch())
                 self.aside()
+            # (What torch's checkpointing keeps of a graph's recomputation is its own affair.)
+            if not self.repeats and chance.has("retain_graph"):
+                self.add("backward", graph=name, retain=True)
+                self.aside()
             self.add("backward", graph=name)
             if i + 1 < count:
                 self.aside()
@@ -187,7 +187,9 @@ class Life:
         self.aside()
         if chance.has("zero_grad"):
             self.add(
-                "zero_grad", set_to_none=chance.chance(0.4), of_model=not self.stays_gathered and chance.chance(0.5)
+                "zero_grad",
+                set_to_none=chance.chance(0.4),
+                of_model=not self.rules.stays_gathered and chance.chance(0.5),
             )
         else:
             self.add("zero_grad", set_to_none=True)
@@ -203,6 +205,10 @@ class Life:
             self.frozen = set()
         else:
             names = self.some(self.parameters)[: len(self.parameters) // 2]
+            if (
+                self.program.optimizer.scaler
+            ):  # It has to see a gradient in each step: the root's own parameter has one.
+                names = [name for name in names if name != "gain"]
             if names:
                 self.add("train_parameters", names=names, trained=False)
                 self.frozen = set(names)

@@ -55,7 +55,9 @@ class Life(life.Life):
                 self.add("start_grad_sync")
         if way in ("start", "started early"):
             self.add("start_grad_sync")
-        if way in ("finish", "start", "started early", "dropped") or chance.has("no_sync"):
+        # A GradScaler looks at gradients before the optimizer's step finishes their synchronization.
+        scaled = self.program.optimizer.scaler
+        if way in ("finish", "start", "started early", "dropped") or scaled or chance.has("no_sync"):
             self.add("finish_grad_sync")
             self.finished = True
 
@@ -73,8 +75,10 @@ class Life(life.Life):
         chance = self.chance
         self.passes()
         if self.finished and chance.has("clip"):
-            self.add("clip", limit=chance.of((0.1, 100.0)), library=chance.chance(0.5))
-        else:
+            # A rank that has nothing of a parameter has no gradient of it, as with Megatron-FSDP. torch's clip then makes other
+            # collectives than on other ranks.
+            self.add("clip", limit=chance.of((0.1, 100.0)), library=self.program.world > 1 or chance.chance(0.5))
+        elif not self.program.optimizer.scaler:  # It would not see gradients that a forward has put back.
             self.between()
         self.add("step")
         if chance.has("reads"):
@@ -114,8 +118,8 @@ class Sharded(sharded.Sharded):
         super().make_optimizer()
         fully_shard_optimizer(self.optimizer)
 
-    def backward(self, graph: str, how: str = "") -> None:
-        if automatic(self.program):
+    def backward(self, graph: str, retain: bool = False, how: str = "") -> None:
+        if automatic(self.program) or not hasattr(self, "model"):
             return super().backward(graph)
         if how == "no_sync":
             with self.model.no_sync():
@@ -150,10 +154,11 @@ class Replica(replica.Replica):
     empty_without_gradient = True
 
     @property
-    def exact(self) -> bool:
-        return super().exact and not self.loose and (self.program.options.mesh == "flat" or automatic(self.program))
+    def bounded(self) -> bool:
+        """With replicas, several backwards add up within a row first. A synchronization that was started early adds up what came before."""
+        return super().bounded or self.loose or (self.program.options.mesh != "flat" and not automatic(self.program))
 
-    def backward(self, results: list[Any], graph: str, how: str = "") -> None:
+    def backward(self, results: list[Any], graph: str, retain: bool = False, how: str = "") -> None:
         self.synchronizes = (
             automatic(self.program) or how == "last" or self.program.options.placements in SHARDS_GRADIENTS
         )
@@ -183,8 +188,7 @@ class Replica(replica.Replica):
 
     def zero_grad(self, results: list[Any], set_to_none: bool, of_model: bool = False) -> None:
         super().zero_grad(results, set_to_none, of_model=True)
-        self.unreduced = [{} for _ in range(self.world)]
-        self.magnitudes = {}
+        self.drop_unreduced()
         self.loose = False
         self.shows_gradients = True
 

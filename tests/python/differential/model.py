@@ -38,11 +38,13 @@ class Product(torch.autograd.Function):
     """A custom Function: x @ weight.t(), its backward written by hand."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return gradient @ weight, gradient.t() @ x
@@ -168,6 +170,10 @@ class Tied(Part):
 
     weight: nn.Parameter
 
+    def make(self, width: int) -> None:
+        if self.node.late:
+            self.weight = random(width, width)
+
     def compute(self, x: Tensor) -> Tensor:
         return x + torch.tanh(nn.functional.linear(self.own(x), self.weight)).to(x.dtype) / 2
 
@@ -235,7 +241,7 @@ class Built:
         for node in program.nodes:
             part = KINDS[node.kind](node, program.width)
             self.parts[node.name] = part
-            if isinstance(part, Tied):
+            if isinstance(part, Tied) and not node.late:
                 part.weight = self.parts[node.weight_of].weight
             if isinstance(part, Reader):
                 self._borrow(part, "other", node.weight_of)
@@ -245,6 +251,12 @@ class Built:
                 names = (*node.children, *node.borrowed)
                 part.callees = {name: (lambda name=name: self.parts[name]) for name in names}  # type: ignore[misc]
         self.root = self.parts[program.root]
+
+    def tie_weights(self) -> None:
+        """As users call it after sharding."""
+        for part in self.parts.values():
+            if part.node.late:
+                part.weight = self.parts[part.node.weight_of].weight
 
     def _borrow(self, part: Part, attribute: str, name: str) -> None:
         object.__setattr__(part, attribute, lambda: self.parts[name])
@@ -257,7 +269,9 @@ def batch_of(program: Program, number: int, rank: int, model: int) -> Tensor:
     return torch.randn(rows, program.width, generator=generator)
 
 
-def loss_of(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+def loss_of(program: Program, model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     """A mean that an empty batch has, too."""
-    y = model(batch).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=program.autocast):
+        y = model(batch)
+    y = y.float()
     return (y.square().sum() + y.sum()) / max(y.numel(), 1)

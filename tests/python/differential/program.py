@@ -18,6 +18,7 @@ class Node:
         calls: the modules of both kinds that it calls, in order.
         weight_of: of kind "tied" and "reader": the module whose weight it has, or reads.
         checkpoint: how each call recomputes in backward: "", "reentrant" or "plain".
+        late: of kind "tied": its weight becomes the other module's after sharding, by ``tie_weights()``.
         frozen: its parameters are not trained.
         dtype: of its parameters, in which it computes.
     """
@@ -29,6 +30,7 @@ class Node:
     calls: tuple[str, ...] = ()
     weight_of: str = ""
     checkpoint: str = ""
+    late: bool = False
     frozen: bool = False
     dtype: str = "float32"
 
@@ -96,6 +98,7 @@ class Program:
     optimizer: Optimizer
     operations: tuple[Op, ...]
     models: int = 1
+    autocast: bool = False  # All forwards run within torch.autocast.
 
     @property
     def root(self) -> str:
@@ -122,6 +125,8 @@ def readable(program: Program) -> str:
     lines = [f"{program.world} ranks, batches of {program.rows} x {program.width}, seed {program.seed}"]
     if program.models > 1:
         lines[0] += f", {program.models} models of this kind"
+    if program.autocast:
+        lines[0] += ", forwards in torch.autocast"
     lines += [f"  {brief(node)}" for node in program.nodes]
     front = program.options.front
     for unit in program.units:

@@ -53,6 +53,8 @@ class Replica:
         options = program.options
         self.world = program.world
         built = [Built(program, number) for _ in range(program.world)]
+        for one in built:
+            one.tie_weights()
         self.parts = [one.parts for one in built]
         self.models: list[nn.Module] = [one.root for one in built]
         whole = dict(self.models[0].named_parameters())
@@ -77,9 +79,8 @@ class Replica:
         wire = getattr(torch, options.reduce_dtype or "", None)
         grads = getattr(torch, options.main_grads_dtype or "", None)
         self.gradient = {name: grads or self.main[name] for name in whole}
-        self.wire = {
-            name: wire or grads or (self.main[name] if main and not compute else self.compute[name]) for name in whole
-        }
+        self.wire = {name: wire or grads or self.compute[name] for name in whole}
+        self.rounds = grads is None  # Sums to the dtype that has travelled.
         self.values = [
             {
                 name: optimizers.as_leaf(optimizers.slices(p.to(self.main[name]), cut[name])).requires_grad_(
@@ -91,15 +92,16 @@ class Replica:
         ]
         self.check_cuts()
         self.make_optimizers()
+        self.student: Replica | None = None
         self.graphs: dict[str, Graph] = {}
         self.saved: dict[str, Any] = {}
         self.unreduced: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
         self.synchronizes = True
         self.backwards = 0  # Whose gradients are not reduced.
-        # A parameter that is used twice may get its gradient in two parts, each added to what earlier backwards have left.
+        # Gradients of several uses come one by one where checkpointing repeats them. A unit whose last one comes late is reduced twice.
         calls = [name for node in program.nodes for name in node.calls]
-        self.recomputes = any(node.checkpoint for node in program.nodes)
-        self.repeats = len(set(calls)) < len(calls) or any(node.weight_of for node in program.nodes)
+        used_again = len(set(calls)) < len(calls) or any(node.weight_of for node in program.nodes)
+        self.in_steps = used_again and any(node.checkpoint for node in program.nodes)
         self.takes_over = False  # This operation's parameters are the ranks'.
         self.magnitudes: dict[str, Tensor] = {}
         self.gradient_bounds: dict[str, Tensor] = {}
@@ -131,9 +133,14 @@ class Replica:
     # Comparing.
 
     @property
-    def exact(self) -> bool:
-        """Whether gradients have one order and no rounding beside."""
+    def in_float32(self) -> bool:
+        """All is computed, added up and sent in float32."""
         return all(self.wire[name] == self.compute[name] == self.gradient[name] == torch.float32 for name in self.names)
+
+    @property
+    def bounded(self) -> bool:
+        """Gradients may have been added up in another order than here, so they are compared within rounding."""
+        return self.in_steps or (self.other_order and not (self.in_float32 and self.world <= 2))
 
     def whole(self, name: str) -> Tensor:
         """A parameter of all slices."""
@@ -229,38 +236,44 @@ class Replica:
         made = []
         for rank in range(self.world):
             self.install(rank, leaves[rank])
-            made.append(loss_of(self.models[rank], batch_of(self.program, batch, rank, self.number)))
+            made.append(loss_of(self.program, self.models[rank], batch_of(self.program, batch, rank, self.number)))
         return made
 
     def forward(self, results: list[Any], graph: str, batch: int) -> list[float]:
         leaves = self.leaves()
+        for rank in range(self.world):
+            self.collect_from(rank, leaves[rank])
         self.graphs[graph] = Graph(self.losses(batch, leaves), leaves)
         return [loss.item() for loss in self.graphs[graph].losses]
 
-    def backward(self, results: list[Any], graph: str) -> None:
-        made = self.graphs.pop(graph)
+    def backward(self, results: list[Any], graph: str, retain: bool = False) -> None:
+        made = self.graphs[graph] if retain else self.graphs.pop(graph)
         self.backwards += 1
         for rank, (loss, leaves) in enumerate(zip(made.losses, made.leaves, strict=True)):
             self.install(rank, leaves)
             if loss.requires_grad:
-                (loss * 256.0 if self.program.optimizer.scaler else loss).backward()
-            self.collect(rank, leaves)
+                (loss * 256.0 if self.program.optimizer.scaler else loss).backward(retain_graph=retain)
         if self.synchronizes:
             self.reduce()
 
-    def collect(self, rank: int, leaves: Leaves) -> None:
-        for name, leaf in leaves.items():
-            if leaf.grad is None:
-                continue
-            gradient = (
-                leaf.grad.to(self.wire[name])
-                if self.synchronizes and name not in self.unreduced[rank]
-                else leaf.grad.to(self.gradient[name])
-            )
+    def collect_from(self, rank: int, leaves: Leaves) -> None:
+        """What a backward gives is collected as it comes, as the engine does."""
+
+        def collect(name: str, leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
             mine = self.unreduced[rank]
-            mine[name] = gradient if name not in mine else mine[name].to(self.gradient[name]) + gradient
-            magnitude = leaf.grad.double().abs()
+            if name in mine:
+                mine[name].add_(gradient)
+            else:
+                dtype = self.wire[name] if self.synchronizes and self.backwards == 1 else self.gradient[name]
+                mine[name] = gradient.to(dtype, copy=True)
+            magnitude = gradient.double().abs()
             self.magnitudes[name] = self.magnitudes[name] + magnitude if name in self.magnitudes else magnitude
+
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: collect(name, leaf))
 
     def reduce(self) -> None:
         """Gradients of all ranks, added to those that parameters have."""
@@ -268,32 +281,29 @@ class Replica:
         for name in self.names:
             if not any(name in mine for mine in self.unreduced):
                 continue
-            terms = [
-                mine[name].to(self.wire[name]).float() if name in mine else torch.zeros(self.shapes[name])
-                for mine in self.unreduced
-            ]
-            if self.own[name] == torch.float64:
-                terms = [
-                    mine[name].double() if name in mine else torch.zeros(self.shapes[name]).double()
-                    for mine in self.unreduced
-                ]
+            wire, dtype = self.wire[name], self.gradient[name]
+            zero = torch.zeros(self.shapes[name])
+            terms = [mine[name].to(wire).float() if name in mine else zero for mine in self.unreduced]
             rows = [sum_in_pairs(terms[i : i + row]) * (1.0 / self.world) for i in range(0, self.world, row)]
-            total = sum_in_pairs(rows).to(self.gradient[name])
-            if (
-                not self.exact
-                or (self.repeats and (self.backwards > 1 or self.recomputes))
-                or (self.world > 2 and self.other_order)
-            ):
-                eps = torch.finfo(self.wire[name]).eps
+            if len(rows) > 1:  # What a row has added up travels once more.
+                rows = [one.to(dtype).to(wire).float() for one in rows]
+            total = sum_in_pairs(rows).to(dtype)
+            if self.rounds:
+                total = total.to(wire).to(dtype)
+            if self.bounded:
+                eps = max(torch.finfo(one).eps for one in (wire, dtype, self.compute[name]))
                 self.gradient_bounds[name] = self.magnitudes[name] / self.world * eps * (self.world + 3) + 1e-30
             for values, cut in zip(self.values, self.cuts, strict=True):
                 mine = optimizers.slices(total, cut[name]).clone()
                 before = values[name].grad
                 if before is not None and name in self.gradient_bounds:
                     self.gradient_bounds[name] = (
-                        self.gradient_bounds[name] + total.abs().double() * torch.finfo(self.gradient[name]).eps * 4
+                        self.gradient_bounds[name] + total.abs().double() * torch.finfo(dtype).eps * 4
                     )
                 values[name].grad = mine if before is None else before + mine
+        self.drop_unreduced()
+
+    def drop_unreduced(self) -> None:
         self.unreduced = [{} for _ in range(self.world)]
         self.magnitudes = {}
         self.backwards = 0
@@ -311,24 +321,24 @@ class Replica:
         """The same failure on all ranks. What the pass has collected is dropped."""
         outcomes = []
         leaves = self.leaves()
+        self.backwards += 1
         Fuse.arm(node, in_backward=in_backward)
         try:
             for rank in range(self.world):
                 outcomes.append("failed in forward")
                 try:
                     self.install(rank, leaves[rank])
-                    loss = loss_of(self.models[rank], batch_of(self.program, batch, rank, self.number))
+                    self.collect_from(rank, leaves[rank])
+                    loss = loss_of(self.program, self.models[rank], batch_of(self.program, batch, rank, self.number))
                     outcomes[-1] = "failed in backward"
-                    (loss * 256.0 if self.program.optimizer.scaler else loss).backward()
+                    if loss.requires_grad:
+                        (loss * 256.0 if self.program.optimizer.scaler else loss).backward()
                     outcomes[-1] = "completed"
                 except PlannedFailure:
                     pass
         finally:
             Fuse.arm(None)
-        if "completed" in outcomes:
-            for rank in range(self.world):
-                self.collect(rank, leaves[rank])
-            self.reduce()
+        self.reduce() if "completed" in outcomes else self.drop_unreduced()
         return outcomes
 
     def call(self, results: list[Any], node: str, method: str, arguments: dict[str, Any]) -> None:
@@ -353,7 +363,7 @@ class Replica:
                     optimizers.slices(gradient, cut[name]).copy_(mine)
             whole[name] = gradient
         norm = float(sum(g.square().sum() for g in whole.values())) ** 0.5
-        low = 1e-5 if self.exact or all(g == torch.float32 for g in self.gradient.values()) else 2e-2
+        low = 1e-5 if all(g == torch.float32 for g in self.gradient.values()) else 2e-2
         for result in results:
             if not abs(result - norm) <= low * norm:
                 raise Mismatch(f"norm {result}, not {norm}")
@@ -404,6 +414,13 @@ class Replica:
             for name in names:
                 values[name].mul_(factor)
 
+    @torch.no_grad()
+    def average(self, results: list[Any], weight: float) -> None:
+        assert self.student is not None
+        for mine, theirs in zip(self.values, self.student.values, strict=True):
+            for name in self.names:
+                mine[name].lerp_(theirs[name], weight)
+
     def save(self, results: list[Any], slot: str) -> None:
         """A state dict has what there is now."""
         self.saved[slot] = [
@@ -427,11 +444,22 @@ class Replica:
                 self.values[rank][name].copy_(value)
             for name, buffer in dict(self.models[rank].named_buffers()).items():
                 buffer.copy_(buffers[name])
+            if assign:
+                for p in self.values[rank].values():
+                    p.grad = None
             if optimizer:
                 self.optimizers[rank].load_state_dict(copied(of_optimizer))
 
+    @torch.no_grad()
     def checkpoint(self, results: list[Any]) -> None:
-        """Nothing changes."""
+        """Parameters do not change. All ranks get the buffers of one, since a checkpoint has each plain tensor once."""
+        for name, _ in list(self.models[0].named_buffers()):
+            mine = [dict(model.named_buffers())[name] for model in self.models]
+            found = [unpacked(result[name]) for result in results]
+            if not any(all(torch.equal(one, rank) for one in found) for rank in mine):
+                raise Mismatch(f"buffer {name} after a checkpoint is {found}, and no rank's of {mine}")
+            for buffer in mine:
+                buffer.copy_(found[0])
 
     def rebuild(self, results: list[Any]) -> None:
         """The same values and state; no gradients."""
@@ -463,9 +491,5 @@ class Replica:
                 for _, value in sorted(self.optimizers[rank].state.get(p, {}).items())
                 if isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 0
             ]
-            if (
-                self.exact
-                and not self.program.optimizer.kind.endswith(optimizers.OF_WHOLE_MATRICES)
-                and result != expected
-            ):
+            if not self.program.optimizer.kind.endswith(optimizers.OF_WHOLE_MATRICES) and result != expected:
                 raise Mismatch(f"rank {rank}: sums of the optimizer's state {result}, not {expected}")

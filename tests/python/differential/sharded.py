@@ -77,9 +77,11 @@ class Sharded:
         self.parts = built.parts
         self.model: Any = built.root
         self.shard(built)
+        built.tie_weights()
         self.names = [name for name, _ in self.named()]
         self.refetch()
         self.make_optimizer()
+        self.student: Sharded | None = None
         self.graphs: dict[str, Tensor] = {}
         self.saved: dict[str, Any] = {}
         self.seen: tuple[dict[str, Tensor], dict[str, Tensor | None]] = ({}, {})
@@ -162,17 +164,20 @@ class Sharded:
     # Operations.
 
     def forward(self, graph: str, batch: int) -> float:
-        self.graphs[graph] = loss_of(self.model, self.batch(batch))
+        self.graphs[graph] = loss_of(self.program, self.model, self.batch(batch))
         return self.graphs[graph].item()
 
-    def backward(self, graph: str) -> None:
-        self.scaler.scale(self.graphs.pop(graph)).backward()
+    def backward(self, graph: str, retain: bool = False) -> None:
+        """Where all that the loss depends on is frozen there is none; gradients that are missing then are noticed."""
+        loss = self.graphs[graph] if retain else self.graphs.pop(graph)
+        if loss.requires_grad:
+            self.scaler.scale(loss).backward(retain_graph=retain)
 
     def evaluate(self, mode: str, batch: int, training: bool) -> float:
         context = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
         self.model.train(training)
         with context():
-            loss = loss_of(self.model, self.batch(batch)).item()
+            loss = loss_of(self.program, self.model, self.batch(batch)).item()
         self.model.train()
         return loss
 
@@ -181,9 +186,10 @@ class Sharded:
         outcome = "completed"
         Fuse.arm(node, in_backward=in_backward)
         try:
-            loss = loss_of(self.model, self.batch(batch))
+            loss = loss_of(self.program, self.model, self.batch(batch))
             outcome = "completed forward"
-            self.scaler.scale(loss).backward()
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
             outcome = "completed"
         except PlannedFailure:
             outcome = "failed in backward" if outcome == "completed forward" else "failed in forward"
@@ -234,6 +240,12 @@ class Sharded:
         shown = dict(self.named()) if how == "shown" else self.parameters
         WRITES[how]([shown[name] for name in names], factor)
 
+    def average(self, weight: float) -> None:
+        """As for a teacher: this model's parameters approach those of the first model."""
+        assert self.student is not None
+        mine = [p.data for p in self.parameters.values()]
+        torch._foreach_lerp_(mine, [p.data for p in self.student.parameters.values()], weight)
+
     def save(self, slot: str) -> dict[str, Any]:
         """A state dict of model and optimizer, as copies."""
         state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
@@ -243,18 +255,26 @@ class Sharded:
     def load(self, slot: str, assign: bool, optimizer: bool) -> None:
         state, of_optimizer = self.saved[slot]
         self.model.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
-        if assign:
+        if assign:  # The parameters are others, which the optimizer must get.
+            of_optimizer = of_optimizer if optimizer else copied(self.optimizer.state_dict())
             self.refetch()
-        if optimizer:
+            self.make_optimizer()
+        if optimizer or assign:
             self.optimizer.load_state_dict(copied(of_optimizer))
 
-    def checkpoint(self) -> None:
-        """To disk and back: nothing changes. The optimizer, too, once it has state: torch steps it otherwise."""
+    def checkpoint(self) -> dict[str, Any]:
+        """To disk and back. The optimizer, too, once it has state: torch steps it otherwise.
+
+        Returns:
+            Buffers: a checkpoint has one rank's.
+        """
         holder: list[Any] = [tempfile.mkdtemp(prefix="fsdp-differential-") if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(holder)
         folder = str(Path(holder[0]) / "step")
-        with_optimizer = all(
-            self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]
+        with_optimizer = all(  # (torch leaves out the state of frozen parameters.)
+            p.requires_grad and self.optimizer.state.get(p)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
         )
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if with_optimizer:
@@ -267,6 +287,7 @@ class Sharded:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(holder[0])
+        return self.buffers()
 
     def rebuild(self) -> None:
         """Another model of the same kind takes over values and the optimizer's state."""
@@ -274,6 +295,7 @@ class Sharded:
         built = Built(self.program, self.number)
         self.parts, self.model = built.parts, built.root
         self.shard(built)
+        built.tie_weights()
         self.model.load_state_dict(state)
         self.refetch()
         self.make_optimizer()
@@ -414,6 +436,7 @@ def execute(program: Program, implementation: str) -> Any:
     number = -1
     try:
         lives = lives_of(program, implementation)
+        lives[-1].student = lives[0]
         setup = [life.setup() for life in lives]
         first = [life.record(None) for life in lives]
         records = []
@@ -421,6 +444,7 @@ def execute(program: Program, implementation: str) -> Any:
             life = lives[op.model]
             result = getattr(life, op.what)(**op.arguments)
             records.append([other.record(result if other is life else None) for other in lives])
+        lives[-1].student = None
         del lives, life
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from differential.program import Node, Op, Optimizer, Options, Program, Unit
+from differential.program import Node, Optimizer, Options, Program, Unit
+from differential.rules import legal
 from differential.runner import Failure, Runner
 
 
@@ -40,7 +41,7 @@ def of_models(program: Program) -> Iterator[Program]:
     if program.models > 1:
         for model in range(program.models):
             mine = tuple(replace(op, model=0) for op in program.operations if op.model == model)
-            yield replace(program, models=1, operations=mine)
+            yield from those_legal(replace(program, models=1, operations=mine))
 
 
 def of_operations(program: Program) -> Iterator[Program]:
@@ -50,8 +51,7 @@ def of_operations(program: Program) -> Iterator[Program]:
     while size >= 1:
         for begin in range(0, count, size):
             rest = program.operations[:begin] + program.operations[begin + size :]
-            if legal(rest):
-                yield replace(program, operations=rest)
+            yield from those_legal(replace(program, operations=rest))
         size //= 2
     for begin in range(count):
         op = program.operations[begin]
@@ -59,8 +59,7 @@ def of_operations(program: Program) -> Iterator[Program]:
             graph = op.arguments["graph"]
             later = [i for i in range(begin, count) if program.operations[i].arguments.get("graph") == graph][:2]
             rest = tuple(one for i, one in enumerate(program.operations) if i not in later)
-            if legal(rest):
-                yield replace(program, operations=rest)
+            yield from those_legal(replace(program, operations=rest))
 
 
 def of_options(program: Program) -> Iterator[Program]:
@@ -110,42 +109,10 @@ def of_details(program: Program) -> Iterator[Program]:
             yield with_node(program, replace(node, kind="plain"))
 
 
-def legal(operations: tuple[Op, ...]) -> bool:
-    """Each backward has its forward, each load its save; what is synchronized last is synchronized."""
-    if not operations:
-        return False
-    graphs: set[tuple[int, str]] = set()
-    saved: set[tuple[int, str]] = set()
-    for op in operations:
-        what, arguments, model = op.what, op.arguments, op.model
-        if what == "forward":
-            graphs.add((model, arguments["graph"]))
-        elif what == "backward":
-            if (model, arguments["graph"]) not in graphs:
-                return False
-            graphs.discard((model, arguments["graph"]))
-        elif what == "save":
-            saved.add((model, arguments["slot"]))
-        elif (what == "load" and (model, arguments["slot"]) not in saved) or (
-            what in ("step", "write", "load", "train_parameters", "checkpoint") and any(m == model for m, _ in graphs)
-        ):
-            return False
-    return balanced(operations)
-
-
-def balanced(operations: tuple[Op, ...]) -> bool:
-    """No step while gradients wait for their synchronization."""
-    off: dict[int, bool] = {}
-    waiting: dict[int, bool] = {}
-    for op in operations:
-        what, arguments, model = op.what, op.arguments, op.model
-        if what == "call" and arguments["method"] == "set_requires_gradient_sync":
-            off[model] = not arguments["arguments"]["requires_gradient_sync"]
-        elif what == "backward":
-            waiting[model] = off.get(model, False)
-        elif what in ("step", "zero_grad", "fail", "clip") and waiting.get(model):
-            return False
-    return True
+def those_legal(program: Program) -> Iterator[Program]:
+    """The program, if it is one that a user may write."""
+    if legal(program):
+        yield program
 
 
 def with_node(program: Program, node: Node) -> Program:
@@ -188,5 +155,4 @@ def without(program: Program, gone: Node) -> Iterator[Program]:
         for op in program.operations
         if op.arguments.get("node", program.root) in names
     )
-    if legal(operations):
-        yield replace(program, nodes=tuple(nodes), units=tuple(units), operations=operations)
+    yield from those_legal(replace(program, nodes=tuple(nodes), units=tuple(units), operations=operations))
