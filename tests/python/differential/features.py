@@ -99,6 +99,8 @@ WITHOUT_FSDP2 = {
         ("unshard", "reshard_after_backward"), "What it keeps by these is older than later steps and writes."
     ),
     "shared_memory": "It goes on with the memory that it had before.",
+    "checkpointing": "Backward in a reentrant region may read memory that it has freed.",
+    "mixed_dtypes": "The parameters of a unit have one dtype.",
     "late_ties": "The tied parameter is trained apart.",
     "freezing": "It goes on with what was trained when parameters were gathered.",
     "failures": "Its state is then of the pass that has failed.",

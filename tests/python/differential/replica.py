@@ -196,7 +196,8 @@ class Replica:
                 self.compare(rank, record)
             except Mismatch as mismatch:
                 raise Mismatch(f"rank {rank}: {mismatch}") from None
-        self.gradient_bounds = {}
+        if self.shows_gradients:
+            self.gradient_bounds = {}
         self.takes_over = False
 
     def same(self, what: str, got: Tensor, expected: Tensor, bound: Tensor | None) -> None:
@@ -292,7 +293,8 @@ class Replica:
                 total = total.to(wire).to(dtype)
             if self.bounded:
                 eps = max(torch.finfo(one).eps for one in (wire, dtype, self.compute[name]))
-                self.gradient_bounds[name] = self.magnitudes[name] / self.world * eps * (self.world + 3) + 1e-30
+                bound = self.magnitudes[name] / self.world * eps * (self.world + 3) + 1e-30
+                self.gradient_bounds[name] = self.gradient_bounds.get(name, 0.0) + bound
             for values, cut in zip(self.values, self.cuts, strict=True):
                 mine = optimizers.slices(total, cut[name]).clone()
                 before = values[name].grad
