@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -37,19 +38,25 @@ at::Tensor like(const at::Tensor& value, const at::Tensor& tensor, bool is_writt
   return copy;
 }
 
-std::map<Place, Batch> batches_of(const StepTensors& tensors) {
+/// torch's CPU kernel of SGD gives other numbers to momentum in 16 bits from the second step on: it computes in fp32, and is rounded here.
+enum class In16Bits : std::uint8_t { kAsTheyAre, kWidenedOnCpu };
+
+bool is_widened(const at::Tensor& value, In16Bits in_16_bits) {
+  return in_16_bits == In16Bits::kWidenedOnCpu && value.is_cpu() && at::isReducedFloatingType(value.scalar_type());
+}
+
+std::map<Place, Batch> batches_of(const StepTensors& tensors, In16Bits in_16_bits) {
   std::map<Place, Batch> batches;
   // Counts on the host are few different numbers: the device gets one tensor for each, not one for each entry.
   std::map<std::pair<Place, double>, at::Tensor> counts;
   for (std::size_t i = 0; i < tensors.values.size(); ++i) {
     auto value = tensors.values[i];
     if (value.numel() == 0) continue;
+    const bool is_copy = is_widened(value, in_16_bits) || !value.is_non_overlapping_and_dense();
+    if (is_copy) value = value.contiguous().to(is_widened(value, in_16_bits) ? at::kFloat : value.scalar_type());
     const Place place{value.scalar_type(), value.device().type(), value.device().index()};
     auto& batch = batches[place];
-    if (!value.is_non_overlapping_and_dense()) {
-      value = value.contiguous();
-      batch.to_copy_back.emplace_back(tensors.values[i], value);
-    }
+    if (is_copy) batch.to_copy_back.emplace_back(tensors.values[i], value);
     batch.values.push_back(value);
     batch.gradients.push_back(like(value, tensors.gradients[i], /*is_written=*/tensors.grad_scale.defined(), batch));
     batch.states.resize(tensors.states.size());
@@ -71,8 +78,8 @@ std::map<Place, Batch> batches_of(const StepTensors& tensors) {
 }
 
 template <typename Kernel>
-void run(const StepTensors& tensors, const Kernel& kernel) {
-  for (auto& [place, batch] : batches_of(tensors)) {
+void run(const StepTensors& tensors, const Kernel& kernel, In16Bits in_16_bits = In16Bits::kAsTheyAre) {
+  for (auto& [place, batch] : batches_of(tensors, in_16_bits)) {
     kernel(batch);
     for (const auto& [to, from] : batch.to_copy_back) to.copy_(from);
   }
@@ -96,11 +103,12 @@ void step_adam(const StepTensors& tensors, const AdamStep& step) {
 }
 
 void step_sgd(const StepTensors& tensors, const SGDStep& step) {
-  run(tensors, [&](Batch& batch) {
+  const auto kernel = [&](Batch& batch) {
     at::_fused_sgd_(batch.values, batch.gradients, step.momentum != 0 ? batch.states[0] : std::vector<at::Tensor>{}, step.weight_decay,
                     step.momentum, step.lr, step.dampening, step.nesterov, step.maximize, step.is_first, batch.grad_scale,
                     /*found_inf=*/std::nullopt);
-  });
+  };
+  run(tensors, kernel, step.momentum != 0 ? In16Bits::kWidenedOnCpu : In16Bits::kAsTheyAre);
 }
 
 void count_step(const at::Tensor& steps) {

@@ -357,3 +357,26 @@ def test_what_cannot_be_stepped_is_refused() -> None:
     state.state[three]["exp_avg"] = torch.zeros(2)
     with pytest.raises(libfsdp.Error, match=r"the shape \[3\] has state or a gradient of the shape \[2\]"):
         state.step()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_momentum_in_16_bits_is_computed_in_32(way: str, dtype: torch.dtype, nesterov: bool) -> None:
+    """torch's fused kernel for CPUs is wrong there from the second step on, and no reference."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(rows, 7).to(dtype)) for rows in (1, 8, 33)]
+    optimizer = make(way, ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}), parameters)
+    for step in range(4):
+        expected = []
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+            gradient = p.grad.float() + 0.1 * p.detach().float()
+            momentum = 0.9 * optimizer.state[p]["momentum_buffer"].float() + gradient if step > 0 else gradient
+            direction = gradient + 0.9 * momentum if nesterov else momentum
+            expected.append((p.detach().float() - 0.1 * direction, momentum))
+        optimizer.step()
+        for p, (value, momentum) in zip(parameters, expected, strict=True):
+            for got, wanted in ((p.detach(), value), (optimizer.state[p]["momentum_buffer"], momentum)):
+                assert got.dtype == dtype
+                torch.testing.assert_close(got.float(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)

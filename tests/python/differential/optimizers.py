@@ -11,8 +11,40 @@ from torch import Tensor, nn
 
 from differential.program import Optimizer
 
+
+class SGD(torch.optim.SGD):
+    """With ATen's fused kernel, and 16 bits widened: its own arithmetic for these is wrong on CPUs where there is momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or p.numel() == 0:
+                    continue
+                state, momentum = self.state[p], group["momentum"]
+                is_first = "momentum_buffer" not in state
+                if momentum and is_first:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                rounded = [p, p.grad, *([state["momentum_buffer"]] if momentum else [])]
+                wide = [one.float() for one in rounded]
+                torch._fused_sgd_(
+                    wide[:1],
+                    wide[1:2],
+                    wide[2:],
+                    weight_decay=group["weight_decay"],
+                    momentum=momentum,
+                    lr=group["lr"],
+                    dampening=group["dampening"],
+                    nesterov=group["nesterov"],
+                    maximize=group["maximize"],
+                    is_first_step=is_first,
+                )
+                for one, copy in zip(rounded, wide, strict=True):
+                    one.copy_(copy)
+
+
 # What a replica steps with where the library's own optimizer is asked for: ATen's fused kernels on each rank's slice.
-FUSED = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+FUSED = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": SGD}
 # Those whose update of an element depends on others. A replica takes their results as they are, after a check within bounds.
 OF_WHOLE_MATRICES = ("Muon", "AdamW8bit", "Adafactor")
 
@@ -46,7 +78,7 @@ def make(plan: Optimizer, parameters: dict[str, Any], *, replica: bool) -> torch
     if replica and name in OF_WHOLE_MATRICES:  # Its results are taken over.
         return torch.optim.SGD(groups, lr=0.0)
     if replica:
-        return FUSED[name](groups, **arguments, fused=True)
+        return FUSED[name](groups, **arguments, **({} if name == "SGD" else {"fused": True}))
     libfsdp = importlib.import_module("libfsdp")
     if package == "fuse":
         return libfsdp.fuse(getattr(torch.optim, name)(groups, **arguments))
