@@ -21,7 +21,8 @@ def generate(seed: int, likelihood: dict[str, float]) -> Program:
     if options.mesh == "hsdp" and world != 4:  # The tests' meshes for Megatron-FSDP have two inner ranks.
         world = 4 if world == 3 or options.front == "megatron" else 2
     between = (2,) if world == 4 and options == Options() else ()  # reshard_after_forward as a number.
-    nodes, units = random_units(chance, nodes, (True, False, *between))
+    # Megatron-FSDP has no groups, so its modules read no other unit's weights.
+    nodes, units = random_units(chance, nodes, (True, False, *between), has_readers=options.front == "fsdp2")
     width = chance.of((8, 12)) if options.shard_dim or options.outer_placements != "no_shard" else chance.of((5, 6, 8))
     program = Program(
         seed=seed,
@@ -107,7 +108,7 @@ def random_nodes(chance: Chance) -> tuple[Node, ...]:
 
 
 def random_units(
-    chance: Chance, nodes: tuple[Node, ...], reshards: tuple[bool | int, ...]
+    chance: Chance, nodes: tuple[Node, ...], reshards: tuple[bool | int, ...], *, has_readers: bool
 ) -> tuple[tuple[Node, ...], tuple[Unit, ...]]:
     """Some modules, children before their owners; the root last. Groups may get a member that reads the other's weight."""
     tied = {n.name: n.weight_of for n in nodes if n.kind == "tied"}
@@ -134,7 +135,12 @@ def random_units(
             ]
             if others:
                 group.append(chance.of(others))
-            elif node.kind in ("linear", "custom", "plain") and node.dtype == "float32" and chance.has("readers"):
+            elif (
+                node.kind in ("linear", "custom", "plain")
+                and node.dtype == "float32"
+                and has_readers
+                and chance.has("readers")
+            ):
                 reader = Node(f"reader{len(nodes)}", "reader", weight_of=node.name)
                 nodes = with_child_of_root(chance, nodes, reader, after=node)
                 group.append(reader.name)

@@ -472,9 +472,9 @@ class Replica:
         for rank, result in enumerate(results):
             for name, value in result.items():
                 shown, mine = unpacked(value), self.values[rank][name].detach()
-                self.same(
-                    f"rank {rank}: shown {name}", shown, mine if shown.shape == mine.shape else self.whole(name), None
-                )
+                if (shown.shape, shown.dtype) != (mine.shape, mine.dtype):
+                    mine = self.whole(name).to(self.own[name]).to(self.compute[name])
+                self.same(f"rank {rank}: shown {name}", shown, mine, None)
 
     def forget(self, results: list[Any]) -> None:
         """Users see nothing any more."""
