@@ -38,7 +38,7 @@ at::Tensor like(const at::Tensor& value, const at::Tensor& tensor, bool is_writt
   return copy;
 }
 
-/// torch's CPU kernel of SGD gives other numbers to momentum in 16 bits from the second step on: it computes in fp32, and is rounded here.
+/// torch's CPU kernel of SGD is wrong in 16 bits, for tensors of 16 elements and more: they are widened for it, and its results rounded.
 enum class In16Bits : std::uint8_t { kAsTheyAre, kWidenedOnCpu };
 
 bool is_widened(const at::Tensor& value, In16Bits in_16_bits) {
@@ -108,7 +108,7 @@ void step_sgd(const StepTensors& tensors, const SGDStep& step) {
                     step.momentum, step.lr, step.dampening, step.nesterov, step.maximize, step.is_first, batch.grad_scale,
                     /*found_inf=*/std::nullopt);
   };
-  run(tensors, kernel, step.momentum != 0 ? In16Bits::kWidenedOnCpu : In16Bits::kAsTheyAre);
+  run(tensors, kernel, In16Bits::kWidenedOnCpu);
 }
 
 void count_step(const at::Tensor& steps) {

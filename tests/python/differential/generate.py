@@ -246,7 +246,9 @@ def random_optimizer(chance: Chance, options: Options, world: int) -> Optimizer:
     if chance.has("own_optimizers"):
         name, arguments = chance.of([one for one in LOOP if one[0] in FUSABLE])
         kind = f"{chance.of(('libfsdp', 'fuse'))}.{name}"
-    elif chance.has("matrix_optimizers"):
+    elif (
+        chance.has("matrix_optimizers") and options.outer_placements == "no_shard"
+    ):  # Muon refuses matrices that are cut twice.
         kind, arguments = "libfsdp.Muon", {"lr": 0.02}
         if (options.placements == "no_shard" or world == 1) and chance.chance(
             0.5
@@ -263,5 +265,6 @@ def random_optimizer(chance: Chance, options: Options, world: int) -> Optimizer:
         kind,
         tuple(arguments.items()),
         groups=chance.has("parameter_groups"),
-        scaler=not options.offload and chance.has("scaler"),
+        # Megatron-FSDP's ranks without rows have no gradients, which a scaler must see. On two ranks each has rows of something.
+        scaler=not options.offload and (options.front != "megatron" or world <= 2) and chance.has("scaler"),
     )

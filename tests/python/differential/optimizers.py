@@ -13,7 +13,7 @@ from differential.program import Optimizer
 
 
 class SGD(torch.optim.SGD):
-    """With ATen's fused kernel, and 16 bits widened: its own arithmetic for these is wrong on CPUs where there is momentum."""
+    """With ATen's fused kernel, and 16 bits widened: its own arithmetic for these is wrong on CPUs."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -98,6 +98,7 @@ class Rules:
             self.saved.add(arguments["slot"])
         elif what == "start_param_sync":
             self.shows_whole, self.written = True, False
+            self.fresh = False
         elif what in ("write", "average", "step", "load"):
             if what == "step" and self.program.options.front == "megatron":  # It shows shards.
                 self.shows_whole = False
