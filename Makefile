@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH.
+# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH, GPU_PYTHON, CUDA_VENV.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -37,7 +37,7 @@ run_groups = for test in $$(ls -S $(or $(GROUP:%=$(1)/tests/cpp/test_%),$$(find 
   done | xargs -n 2 -P $(TEST_JOBS) sh -c 'GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$1 timeout 3600 "$$0" --gtest_brief=1 \
     $(if $(FILTER),--gtest_filter="$(FILTER)") </dev/null || { echo "FAILED: $$0"; exit 1; }'
 
-.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan coverage fuzz tidy torch-compat clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan coverage fuzz tidy torch-compat gpu-kit clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,13 +73,14 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 	  ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -R '^$(GROUP)[.]')
 
 # Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
-NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers
+NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers cuda
 nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; $(BUILD_DIR)/tests/cpp/test_comm --gtest_brief=1 --gtest_filter='*ARankThatIsKilled*' && \
   ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.(test_parity|test_features|test_megatron_microbatches|test_wheel)"
 nightly_messages = FSDP_SHARED_MEMORY=0 ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error
 nightly_soak = make soak SECONDS=1800
 nightly_fuzz = make fuzz SECONDS=600
 nightly_torture = make torture KILLS=1000
+nightly_cuda = make gpu-kit && gpu-kit/run.sh --device cpu --patience 10 --python $(CUDA_VENV)/bin/python --work $(BUILD_DIR)-cuda/unpacked --out $(BUILD_DIR)-cuda/results 1 2 3 4 5 6 7
 nightly_peers = $(if $(TESTS),$(peers),echo "no TESTS=, so PyTorch's tests are left out") && $(if $(MEGATRON),$(megatron),echo "no MEGATRON=, so its tests are left out")
 
 nightly: build $(STAMP)-test  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
@@ -170,5 +171,15 @@ torch-compat: | $(STAMP)-build  ## Compile the library with another torch, TORCH
 	  -B $(BUILD_DIR)-torch-$(TORCH) $(foreach part,TESTS EXAMPLES TOOLS BENCH PYTHON,-DFSDP_BUILD_$(part)=OFF)
 	cmake --build $(BUILD_DIR)-torch-$(TORCH) -j $(JOBS) --target fsdp
 
+# With a CUDA build of torch, of the version and for the Python of the machine with the GPU; several GB.
+CUDA_VENV ?= .venv-cuda
+gpu-kit: export VENV := $(CUDA_VENV)
+gpu-kit: export PATH := $(abspath $(CUDA_VENV))/bin:$(PATH)
+gpu-kit:  ## Pack gpu-kit/ for a machine with a GPU and no network (docs/gpu.md): TORCH=2.11.0 GPU_PYTHON=python3.12
+	[ -e $(VENV)/.setup-cuda ] || { TORCH=$(TORCH) GPU_PYTHON=$(GPU_PYTHON) scripts/setup.sh cuda && touch $(VENV)/.setup-cuda; }
+	$(configure) -DFSDP_CUDA=ON -DFSDP_BUILD_BENCH=OFF -DFSDP_BUILD_TOOLS=OFF -DFSDP_SENTENCEPIECE_LIBRARY=NO --preset release -B $(BUILD_DIR)-cuda
+	cmake --build $(BUILD_DIR)-cuda -j $(JOBS) --target fsdp_python train_gpt finetune_llama
+	python tests/gpu/pack.py --build $(BUILD_DIR)-cuda --out gpu-kit
+
 clean:  ## Remove the build directories; the virtual environment stays
-	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-coverage $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel $(BUILD_DIR)-torch-*
+	rm -rf $(BUILD_DIR) $(BUILD_DIR)-asan $(BUILD_DIR)-tsan $(BUILD_DIR)-coverage $(BUILD_DIR)-fuzz $(BUILD_DIR)-mutants $(BUILD_DIR)-wheel $(BUILD_DIR)-cuda $(BUILD_DIR)-torch-* gpu-kit

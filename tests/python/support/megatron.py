@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from libfsdp.megatron import MegatronFSDP, fully_shard_model
+from support import device
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -33,14 +34,14 @@ def plain_model(width: int = 8, hidden: int = 12, blocks: int = 3, dtype: torch.
     """The same values on every rank."""
     torch.manual_seed(0)
     layers = [Block(width, hidden) for _ in range(blocks)]
-    return nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, 3)).to(device.TYPE, dtype)
 
 
 @functools.cache  # DTensor's caches take equal meshes for the same, and the process groups of the older one with it.
 def mesh_of(*dims: int) -> DeviceMesh:
     """A mesh of all ranks: (data, tensor) or (outer, data), the latter with both in one as "both"."""
     mesh = init_device_mesh(
-        "cpu", dims, mesh_dim_names=("dp", "tp") if dims[0] == dist.get_world_size() else ("outer", "dp")
+        device.TYPE, dims, mesh_dim_names=("dp", "tp") if dims[0] == dist.get_world_size() else ("outer", "dp")
     )
     if dims[0] != dist.get_world_size():
         mesh["outer", "dp"]._flatten("both")
@@ -76,7 +77,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def batch(step: int, rank: int, width: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """One rank's part of a step."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(4, width, generator=generator).to(dtype)
+    return torch.randn(4, width, generator=generator).to(device.TYPE, dtype)
 
 
 def mean_gradients(model: nn.Module, steps: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

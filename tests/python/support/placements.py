@@ -17,6 +17,7 @@ from libfsdp.megatron import MixedPrecisionPolicy
 from libfsdp.megatron.experimental import Placements, fully_shard, fully_shard_context
 from libfsdp.megatron.experimental.module import FsdpContext
 from libfsdp.megatron.experimental.placement import Flat
+from support import device
 
 # Of parameter, gradient and optimizer state along one dimension.
 ZERO = {
@@ -57,7 +58,7 @@ class Model(nn.Module):
 def plain(dtype: torch.dtype = torch.float64, width: int = WIDTH, outputs: int = 4) -> Model:
     """The same values on every rank."""
     torch.manual_seed(0)
-    return Model(width, outputs).to(dtype)
+    return Model(width, outputs).to(device.TYPE, dtype)
 
 
 def placements_of(kind: str) -> Placements:
@@ -69,22 +70,22 @@ def placements_of(kind: str) -> Placements:
 def mesh_of(kind: str, inner: int | None = None) -> DeviceMesh:
     world = dist.get_world_size()
     if kind in ZERO:
-        return init_device_mesh("cpu", (world,))
+        return init_device_mesh(device.TYPE, (world,))
     inner = world // 2 if inner is None else inner
-    return init_device_mesh("cpu", (world // inner, inner), mesh_dim_names=("outer", "inner"))
+    return init_device_mesh(device.TYPE, (world // inner, inner), mesh_dim_names=("outer", "inner"))
 
 
 def shard(model: Model, kind: str = "zero3", mesh: DeviceMesh | None = None, **options: Any) -> tuple[Any, FsdpContext]:
     mesh = mesh or mesh_of(kind)
     options.setdefault("mixed_precision_policy", MixedPrecisionPolicy(main_params_dtype=None))
-    with fully_shard_context(torch.device("cpu")) as context:
+    with fully_shard_context(device.of_rank(dist.get_rank())) as context:
         for module in (*model.blocks, model):
             fully_shard(module, mesh, placements_of(kind), **options)
     return model, context
 
 
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step)).to(dtype)
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step)).to(device.TYPE, dtype)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

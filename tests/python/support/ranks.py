@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from end_of_rank import end_rank
+
+from support import device
 
 LIMIT = 120.0  # Seconds for one call, on a busy machine.
 AFTER_FAILURE = 5.0  # Seconds that the other ranks have to say what they have seen of a failure.
@@ -52,9 +53,7 @@ def serve(rank: int, size: int, store: str, calls: Connection, results: Connecti
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # Of all threads: Gloo's are unknown to Python.
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT)
-    )
+    device.join(rank, size, init_method=f"file://{store}", timeout=timedelta(seconds=LIMIT))
     while True:
         try:
             function, arguments = pickle.loads(calls.recv_bytes())
@@ -68,7 +67,7 @@ def serve(rank: int, size: int, store: str, calls: Connection, results: Connecti
 
 
 class Ranks:
-    """The ranks of a process group on Gloo, each a process with one thread for its operators.
+    """The ranks of a process group, each a process with one thread for its operators.
 
     Args:
         attempts: how often run() tries a call at most. It tries again only when a signal has killed a rank.

@@ -15,7 +15,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support import hugging_face, models
+from support import device, hugging_face, models
 from support.models import Batch, Case
 
 Gradients = dict[str, Tensor | None]
@@ -77,12 +77,13 @@ def installed(implementation: str) -> AbstractContextManager[None]:
 def seeded(case: Case) -> nn.Module:
     """The case's model, the same wherever it is built."""
     torch.manual_seed(0)
-    return case.build()
+    return case.build().to(device.TYPE)
 
 
 def batch_of(case: Case, step: int, micro: int, rank: int) -> Batch:
     """A rank's microbatch."""
-    return case.batch(torch.Generator().manual_seed(1 + step * 10_000 + micro * 100 + rank))
+    batch = case.batch(torch.Generator().manual_seed(1 + step * 10_000 + micro * 100 + rank))
+    return tuple(tensor.to(device.TYPE) for tensor in batch)
 
 
 def make_optimizer(options: Options, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -97,8 +98,8 @@ def mesh_of(replicas: int) -> DeviceMesh:
     """All ranks, as one row or as some of them."""
     size = dist.get_world_size()
     if replicas == 1:
-        return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device.TYPE, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.TYPE, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, case: Case, implementation: str, options: Options) -> Any:
@@ -108,7 +109,7 @@ def shard(model: nn.Module, case: Case, implementation: str, options: Options) -
     if options.compute or options.reduce:
         arguments["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=options.reduce)
     if options.offload:
-        arguments["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
+        arguments["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.TYPE != "cpu")
     if options.reshard is not None:
         arguments["reshard_after_forward"] = options.reshard
     for unit in case.units(model):
@@ -117,9 +118,9 @@ def shard(model: nn.Module, case: Case, implementation: str, options: Options) -
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A DTensor, gathered; a copy that stays as it is."""
+    """A DTensor, gathered; a copy on the CPU that stays as it is."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
+    return whole.detach().to("cpu", copy=True)
 
 
 def full_gradients(model: nn.Module) -> Gradients:
@@ -156,7 +157,7 @@ def train_sharded(model: Any, case: Case, options: Options, call: Callable[..., 
         optimizer.step()
         optimizer.zero_grad()
         steps.append(step)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers()}
     return Run(steps, {name: full(p) for name, p in model.named_parameters()}, buffers)
 
 

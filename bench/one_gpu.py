@@ -1,0 +1,266 @@
+"""Steps of a Llama-like model on one GPU: plain, by FSDP2, and by libfsdp with and without collectives (docs/gpu.md).
+
+    one_gpu.py        (the kit's stage 2; GPU_KIT_ROWS and GPU_KIT_OUT name where rows and traces go)
+
+On one rank nothing has to be sent, so what differs from plain training is what sharding costs by itself. Contenders take turns, each with
+the GPU for itself. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "python")]
+
+rows: Any = importlib.import_module("rows")
+device: Any = importlib.import_module("support.device")
+
+ON_GPU = device.TYPE != "cpu"
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # Dense bf16, of the data sheets.
+COLLECTIVES = "FSDP_SINGLE_RANK_COLLECTIVES"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how much of it is measured."""
+
+    name: str
+    config: GPTConfig
+    sequences: int
+    steps: int
+    rounds: int
+    traced: bool = False
+
+
+# The last has so little arithmetic that the host is what takes time.
+CASES = [
+    Case("350M", GPTConfig(32_000, 1024, 24, 16, 2048), sequences=8, steps=8, rounds=3, traced=True),
+    Case("1.3B", GPTConfig(32_000, 2048, 24, 16, 2048), sequences=4, steps=6, rounds=2),
+    Case("48 small units", GPTConfig(128, 64, 48, 2, 64), sequences=1, steps=20, rounds=4),
+]
+REHEARSED = [
+    Case("rehearsal", GPTConfig(64, 32, 3, 2, 16), sequences=2, steps=2, rounds=2, traced=True),
+    Case("48 small units", GPTConfig(64, 16, 48, 2, 4), sequences=1, steps=2, rounds=2),
+]
+CONTENDERS = ("plain, autocast", "FSDP2", "libfsdp", "libfsdp, with collectives")
+
+
+@dataclass
+class Measured:
+    """Of one contender in one case, over all rounds."""
+
+    step_ms: list[float]
+    host_ms: list[float]
+    peak_mib: float = 0.0
+    loss: float = 0.0
+
+
+def flops_per_token(config: GPTConfig) -> float:
+    """Forward and backward: 6 per weight of a matrix product, and causal attention. The embedding is looked up."""
+    block = config.dim * (4 * config.dim + 3 * config.hidden)
+    return 6.0 * (config.layers * block + config.vocab * config.dim) + 6.0 * config.layers * config.dim * config.context
+
+
+def shard(model: GPT, contender: str) -> None:
+    """Each block is a unit; they compute in bf16 and are reduced in fp32."""
+    function: Callable[..., Any] = fully_shard
+    if contender.startswith("libfsdp"):
+        function = importlib.import_module("libfsdp").fully_shard
+    options = {
+        "mesh": init_device_mesh(device.TYPE, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    for block in model.blocks:
+        function(block, **options)
+    function(model, **options)
+
+
+@contextlib.contextmanager
+def collectives_of(contender: str) -> Iterator[None]:
+    """libfsdp's collectives of a rank that is alone do nothing, unless this variable is set when its mesh is made."""
+    os.environ[COLLECTIVES] = "1" if contender.endswith("with collectives") else "0"
+    with tempfile.TemporaryDirectory() as folder:
+        device.join(0, 1, init_method=f"file://{folder}/store")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+class Trainer:
+    """A contender's model and optimizer, filled by the same draws."""
+
+    def __init__(self, case: Case, contender: str) -> None:
+        self.case, self.plain = case, contender == CONTENDERS[0]
+        torch.manual_seed(0)
+        with torch.device(device.TYPE):
+            self.model = GPT(case.config)
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=0.02)
+        if not self.plain:
+            shard(self.model, contender)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        tokens, targets = draw_batch(case.config, case.sequences, BatchPlace(0, 0, 1))
+        self.batch = tokens.to(device.TYPE), targets.to(device.TYPE)
+
+    def forward_and_backward(self) -> Tensor:
+        with torch.autocast(device.TYPE, torch.bfloat16, enabled=self.plain):
+            loss = cross_entropy(self.model(self.batch[0]).float(), self.batch[1])
+        loss.backward()
+        return loss
+
+    def step(self) -> Tensor:
+        loss = self.forward_and_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def step_times(trainer: Trainer, count: int) -> list[float]:
+    """Milliseconds on the GPU from one step's begin to the next one's, as the host runs ahead of it."""
+    if not ON_GPU:
+        begun = time.perf_counter()
+        for _ in range(count):
+            trainer.step()
+        return [(time.perf_counter() - begun) / count * 1e3] * count
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        trainer.step()
+        mark.record()
+    synchronize()
+    return [first.elapsed_time(last) for first, last in itertools.pairwise(marks)]
+
+
+def host_times(trainer: Trainer, count: int) -> list[float]:
+    """Milliseconds of processor time of this process until all of a step was launched: backward has a thread of its own.
+
+    Each step begins with an idle GPU. Else one would wait for room in the queue of launches, which would count as the host's time.
+    """
+    times = []
+    for _ in range(count):
+        synchronize()
+        busy = time.process_time()
+        trainer.step()
+        times.append((time.process_time() - busy) * 1e3)
+    return times
+
+
+def measure(case: Case, contender: str, into: Measured) -> None:
+    """One turn: a model is made, warmed up and measured."""
+    gc.collect()
+    with collectives_of(contender):
+        if ON_GPU:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        trainer = Trainer(case, contender)
+        for _ in range(3):
+            loss = trainer.step()
+        into.loss = float(loss.item())
+        if ON_GPU:  # Of steps, not of making the model.
+            torch.cuda.reset_peak_memory_stats()
+        gc.disable()
+        into.step_ms += step_times(trainer, case.steps)
+        into.host_ms += host_times(trainer, case.steps)
+        gc.enable()
+        if ON_GPU:
+            into.peak_mib = max(into.peak_mib, torch.cuda.max_memory_allocated() / 2**20)
+
+
+def count_launches(case: Case, contender: str) -> dict[str, int]:
+    """What a step asks of the device, as the profiler saw it; and its trace, for whoever wants to look."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+    with collectives_of(contender):
+        trainer = Trainer(case, contender)
+        for _ in range(3):
+            trainer.step()
+        synchronize()
+        with profile(activities=activities) as recorded:
+            trainer.step()
+            synchronize()
+    names = [event.name for event in recorded.events()]
+    out = Path(os.environ.get("GPU_KIT_OUT", "."))
+    if case.traced and (contender == "FSDP2" or contender.startswith("libfsdp")):
+        file = out / f"{contender.replace(', ', ' ').replace(' ', '_')}.json"
+        recorded.export_chrome_trace(str(file))
+        with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as packed:
+            packed.write(file, file.name)
+        file.unlink()
+    return {
+        "launches": sum(name in ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx") for name in names),
+        "copies": sum(name.startswith(("cudaMemcpy", "cudaMemset")) for name in names),
+        "waits": sum(name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize") for name in names),
+        "operators": sum(name.startswith("aten::") for name in names),
+    }
+
+
+def report(case: Case, measured: dict[str, Measured]) -> None:
+    """A row per contender, with ratios to plain training and to FSDP2."""
+    tokens = case.sequences * case.config.context
+    card = torch.cuda.get_device_name() if ON_GPU else ""
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
+    plain = measured.get(CONTENDERS[0])
+    fsdp2 = measured.get("FSDP2")
+    for contender, of_it in measured.items():
+        step, host = statistics.median(of_it.step_ms), statistics.median(of_it.host_ms)
+        with rows.recorded(contender, case=case.name) as row:
+            counted = count_launches(case, contender)
+            row.update(result="measured", step_ms=round(step, 3), host_ms=round(host, 3))
+            if plain is not None and contender != CONTENDERS[0]:
+                units = case.config.layers + 1
+                row["host_us_per_unit"] = round((host - statistics.median(plain.host_ms)) / units * 1e3, 1)
+            else:
+                row["host_us_per_unit"] = ""
+            row["step_to_FSDP2"] = round(step / statistics.median(fsdp2.step_ms), 3) if fsdp2 else ""
+            row["tokens_per_s"] = round(tokens / step * 1e3)
+            row["mfu"] = round(flops_per_token(case.config) * tokens / step * 1e3 / peak, 3) if peak else ""
+            row["peak_mib"] = round(of_it.peak_mib) if ON_GPU else ""
+            row["peak_to_FSDP2"] = round(of_it.peak_mib / fsdp2.peak_mib, 3) if ON_GPU and fsdp2 else ""
+            row["loss"] = round(of_it.loss, 4)
+            row.update(counted)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for case in CASES if ON_GPU else REHEARSED:
+        measured: dict[str, Measured] = {}
+        for number in range(case.rounds):
+            for contender in CONTENDERS[number % 2 :] + CONTENDERS[: number % 2]:
+                try:
+                    measure(case, contender, measured.setdefault(contender, Measured([], [])))
+                except Exception as error:
+                    measured.pop(contender, None)
+                    rows.record(contender, "failed", case=case.name, why=f"{type(error).__name__}: {error}"[:300])
+        report(case, cast(dict[str, Measured], {name: measured[name] for name in CONTENDERS if name in measured}))
+
+
+if __name__ == "__main__":
+    main()

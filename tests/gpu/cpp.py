@@ -1,0 +1,36 @@
+"""How the kit starts the examples in C++, and how small they are in a rehearsal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from support.device import TYPE
+
+EXAMPLES = Path(os.environ["FSDP_EXAMPLES"])
+TEXT = Path(__file__).resolve().parents[2] / "docs"
+SMALL = TYPE == "cpu"
+GPT = ("--dim", 256, "--layers", 4, "--heads", 4, "--context", 128, "--batch", 4, "--threads", 8)
+TINY_GPT = ("--dim", 64, "--layers", 2, "--heads", 2, "--context", 64, "--batch", 4)
+
+
+def run(*command: object) -> str:
+    """What it has printed. Raises with its last line if it fails."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, flush=True)
+    if done.returncode != 0:
+        said = [*done.stdout.strip().splitlines(), *done.stderr.strip().splitlines()] or [""]
+        raise AssertionError(f"{Path(str(command[0])).name} exited with {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+def train_gpt(folder: Path, where: str, *options: object, before: tuple[object, ...] = ()) -> list[float]:
+    """The losses of a run on one rank. `before`: a program that runs it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{where}.jsonl"
+    common = ("--data", TEXT, "--nproc", 1, "--eval-every", 1000, "--eval-sequences", 4, "--sample-tokens", 0, "--log", log)
+    run(*before, EXAMPLES / "train_gpt", "--device", where, "--run", folder / where, *common, *options)
+    read = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
+    return [row["loss"] for row in read if "loss" in row]

@@ -1,0 +1,96 @@
+"""Stage 6 of the kit: what has an interface or memory of its own, each against the gradients of the same model unsharded."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rows
+import torch
+import torch.distributed as dist
+from cpp import SMALL, TINY_GPT, train_gpt
+from support import device
+from support.megatron import STRATEGIES, gathered_gradients, plain_model, whole
+from support.megatron import batch as small_batch
+from support.megatron import shard as shard_as_megatron
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import libfsdp
+
+
+def reference() -> list[Tensor]:
+    """The gradients of one batch."""
+    model = plain_model()
+    model(small_batch(0, 0)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def largest_difference(got: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(got) == len(expected)
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, expected, strict=True))
+
+
+def check(name: str, gradients: Callable[[], list[Tensor]], bound: float = 1e-5) -> None:
+    with rows.recorded(name) as row:
+        row["difference"] = largest_difference(gradients(), reference())
+        assert row["difference"] <= bound, f"gradients differ by {row['difference']:.3g}"
+
+
+def by_megatron(strategy: str) -> list[Tensor]:
+    model = shard_as_megatron(plain_model(), strategy)
+    model(small_batch(0, 0)).square().mean().backward()
+    model.finish_grad_sync()
+    return gathered_gradients(model)
+
+
+def by_fully_shard(*dims: int, prepare: Callable[[Any], object] = lambda model: None) -> list[Tensor]:
+    """The second step's, in which all buffers are used again."""
+    mesh = init_device_mesh(device.TYPE, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+    model: Any = plain_model()
+    for block in model:
+        libfsdp.fully_shard(block, mesh=mesh)
+    libfsdp.fully_shard(model, mesh=mesh)
+    prepare(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(small_batch(0, 0)).square().mean().backward()
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def check_float8() -> None:
+    """Weights travel in eight bits: less exact, so the loss is what is compared."""
+    with rows.recorded("8-bit gathers of train_gpt") as row, tempfile.TemporaryDirectory() as folder:
+        size = (*TINY_GPT, "--steps", 20)
+        exact = train_gpt(Path(folder) / "exact", device.TYPE, *size)
+        rounded = train_gpt(Path(folder) / "rounded", device.TYPE, *size, "--float8-gather")
+        row["difference"] = abs(rounded[-1] - exact[-1]) / exact[-1]
+        assert rounded != exact, "nothing was rounded"
+        assert row["difference"] < 0.1, f"the last loss differs by {row['difference']:.3g}"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        device.join(0, 1, init_method=f"file://{folder}/store")
+        for strategy in STRATEGIES:
+            check(f"Megatron's {strategy}", functools.partial(by_megatron, strategy))
+        check("HSDP of one rank", lambda: by_fully_shard(1, 1))
+        check_float8()
+        check("buffers of the process group", lambda: by_fully_shard(1, prepare=of_group))
+        if SMALL:
+            rows.record("symmetric memory", "skipped", why="it needs NCCL")
+        else:
+            check("symmetric memory", lambda: by_fully_shard(1, prepare=lambda model: model.set_symm_mem_for_comm()))
+        dist.destroy_process_group()
+
+
+def of_group(model: nn.Module) -> None:
+    model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+if __name__ == "__main__":
+    main()

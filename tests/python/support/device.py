@@ -1,0 +1,28 @@
+"""Where tests train: on the CPU, or on what FSDP_TEST_DEVICE names. Ranks share a GPU where there are fewer of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TYPE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
+# NCCL refuses two ranks on one GPU; "gloo" moves CUDA tensors, too.
+BACKEND = os.environ.get("FSDP_TEST_BACKEND", "gloo" if TYPE == "cpu" else "nccl")
+
+
+def of_rank(rank: int) -> torch.device:
+    """A rank's device."""
+    return torch.device("cpu") if TYPE == "cpu" else torch.device(TYPE, rank % torch.get_device_module(TYPE).device_count())
+
+
+def join(rank: int, size: int, **options: Any) -> torch.device:
+    """Makes the default group, with Gloo for the CPU's tensors, and the rank's device the current one."""
+    device = of_rank(rank)
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_device(device)
+    backend = BACKEND if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKEND}"
+    dist.init_process_group(backend, rank=rank, world_size=size, **options)
+    return device
