@@ -40,10 +40,9 @@ def test_outcomes_of_both_implementations_are_compared(tmp_path: Path) -> None:
 
 ON_A_MACHINE_WITH_A_GPU = """
 import os
-from peers import on_cpu
 import torch
 torch.accelerator.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "0") != ""  # As a driver does.
-on_cpu.prepare()
+from peers import on_cpu
 """
 
 
