@@ -265,6 +265,10 @@ def random_optimizer(chance: Chance, options: Options, world: int) -> Optimizer:
         kind,
         tuple(arguments.items()),
         groups=chance.has("parameter_groups"),
-        # Megatron-FSDP's ranks without rows have no gradients, which a scaler must see. On two ranks each has rows of something.
-        scaler=not options.offload and (options.front != "megatron" or world <= 2) and chance.has("scaler"),
+        # Megatron-FSDP's ranks without rows have no gradients, which a scaler must see. On two ranks each has rows of something. Of Muon's
+        # gradients a scaler unscales some, and a norm is of all.
+        scaler=not options.offload
+        and (options.front != "megatron" or world <= 2)
+        and kind != "libfsdp.Muon"
+        and chance.has("scaler"),
     )

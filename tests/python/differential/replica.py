@@ -98,12 +98,13 @@ class Replica:
         self.unreduced: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
         self.synchronizes = True
         self.backwards = 0  # Whose gradients are not reduced.
-        # Gradients of several uses come one by one where checkpointing repeats them. A unit whose last one comes late is reduced twice; and
-        # what backwards without synchronization have left goes with the first.
+        # Gradients of several uses, or of modules that checkpointing repeats, come one by one. A unit whose last one comes late is reduced
+        # twice; and what backwards without synchronization have left goes with the first.
         calls = [name for node in program.nodes for name in node.calls]
         used_again = len(set(calls)) < len(calls) or any(node.weight_of for node in program.nodes)
         delays = any(op.arguments.get("method") == "set_requires_gradient_sync" for op in program.operations)
-        self.in_steps = used_again and (delays or any(node.checkpoint for node in program.nodes))
+        repeats = any(node.checkpoint for node in program.nodes)
+        self.in_steps = used_again + delays + repeats >= 2
         self.takes_over = False  # This operation's parameters are the ranks'.
         self.magnitudes: dict[str, Tensor] = {}
         self.gradient_bounds: dict[str, Tensor] = {}
