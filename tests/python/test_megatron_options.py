@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import Block, batch, mean_gradients, plain_model, ranks_of, shard, whole
+from support.megatron import Block, batch, gathered_gradients, mean_gradients, plain_model, ranks_of, shard, whole
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,6 +51,36 @@ def fine_grained_units() -> None:
     assert sorted(together) == sorted({name.partition(".")[0] for name in every})
     assert units(wrapped(plain_model(), **types)) == ["(root)"]
     assert units(wrapped(plain_model())) == ["(root)"]
+
+
+class Owner(nn.Module):
+    """Has a layer of its own, and one that others have, too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.own(self.shared(x))
+        return out
+
+
+def share_a_unit() -> None:
+    torch.manual_seed(0)
+    shared = nn.LayerNorm(4)
+    model = nn.Sequential(Owner(shared), Owner(shared), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Owner, nn.LayerNorm])
+    assert sorted(units(sharded)) == ["(root)", "0", "0.shared", "1"]
+    x = torch.ones(2, 4)
+    sharded(x).sum().backward()
+    plain(x).sum().backward()
+    assert all(map(torch.equal, gathered_gradients(sharded), [p.grad for p in plain.parameters()]))
+
+
+def test_units_may_have_several_owners(ranks: StartRanks) -> None:
+    ranks(2).run(share_a_unit)
 
 
 class Container(nn.Module):

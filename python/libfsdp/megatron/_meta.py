@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from libfsdp._sharded_parameter import local_of, rows_of
+from libfsdp.megatron._module_order import inner_first
 from libfsdp.megatron._protocol import attributes_of, is_expert
 from libfsdp.megatron._quantized import is_quantized
 
@@ -51,7 +52,7 @@ def initialize(
         for i, parameter in enumerate(state.parameters)
         for place in parameter.places
     }
-    modules = [module for module in _inner_first(root) if is_on_meta(module)]
+    modules = [module for module in inner_first(root) if is_on_meta(module)]
     names = {module: name or type(module).__name__ for name, module in root.named_modules()}
     for module in modules:
         if _resetter(module) is None:
@@ -182,10 +183,6 @@ def _parameters_of(module: nn.Module, places: Places) -> list[ShardedParameter]:
 
 def _whole_dtype(parameter: ShardedParameter) -> torch.dtype:
     return parameter.computes_in or parameter.dtype
-
-
-def _inner_first(root: nn.Module) -> list[nn.Module]:
-    return list(reversed(list(root.modules())))
 
 
 def is_on_meta(module: nn.Module) -> bool:

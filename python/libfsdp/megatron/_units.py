@@ -13,6 +13,7 @@ from libfsdp._placement import ShardPlacementResult
 from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
 from libfsdp._sharded_parameter import identity_of
 from libfsdp._states import states_in
+from libfsdp.megatron._module_order import inner_first
 from libfsdp.megatron._placed import describe
 from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel_dim
 
@@ -85,7 +86,7 @@ def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
     """
     given = {identity_of(parameter): parameter for parameter in root.parameters()}
     units = _units_in(root, options)
-    for module in reversed(list(root.modules())):
+    for module in inner_first(root):
         if module is not root and module in units:
             _shard(module, options, stays_gathered=False)
     _shard(root, options, stays_gathered=root not in units)

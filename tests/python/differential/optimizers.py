@@ -16,7 +16,7 @@ class SGD(torch.optim.SGD):
     """With ATen's fused kernel, and 16 bits widened: its own arithmetic for these is wrong on CPUs."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or p.numel() == 0:
