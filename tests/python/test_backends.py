@@ -127,7 +127,9 @@ def step_of_a_rank_alone(calls_itself: str, dtype: torch.dtype | None) -> tuple[
 
 
 @pytest.mark.parametrize(("dtype", "reduction"), [(None, "gloo:all_reduce"), (bf16, "gloo:all_to_all")])
-def test_a_rank_alone_calls_its_backend_if_told_to(ranks: StartRanks, dtype: torch.dtype | None, reduction: str) -> None:
+def test_a_rank_alone_calls_its_backend_if_told_to(
+    ranks: StartRanks, dtype: torch.dtype | None, reduction: str
+) -> None:
     """The backend's sums (Gloo has them by an all-reduce), and those of the engine."""
     (silent, expected), *_ = ranks(1).run(step_of_a_rank_alone, "0", dtype)
     assert silent == set()

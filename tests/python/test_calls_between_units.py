@@ -284,7 +284,9 @@ def compare_with_plain(name: str) -> list[str]:
     for m in (model, plain):
         (loss_of(name, m, 1, 0) + loss_of(name, m, 2, 0)).backward()
     for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if (p.grad is None) != (q.grad is None) or (q.grad is not None and not torch.allclose(full(p.grad), q.grad, atol=1e-6)):
+        if (p.grad is None) != (q.grad is None) or (
+            q.grad is not None and not torch.allclose(full(p.grad), q.grad, atol=1e-6)
+        ):
             wrong.append(key)
     return wrong
 
@@ -304,7 +306,9 @@ def train_recursive() -> list[float]:
     x = torch.randn(3, WIDTH)
     for m in (model, plain):
         m(x).square().mean().backward()
-    return [(full(p.grad) - q.grad).abs().max().item() for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return [
+        (full(p.grad) - q.grad).abs().max().item() for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
 
 
 def test_a_unit_that_calls_itself(ranks: StartRanks) -> None:

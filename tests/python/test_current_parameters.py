@@ -253,7 +253,9 @@ ANY = ("frozen", "backward")
 def test_each_way_to_write_is_noticed(case: str, ranks: StartRanks) -> None:
     options, dims = CASES[case]
     for failures in ranks(torch.Size(dims).numel()).run(write_with, options, dims):
-        promised = [f for f in failures if case not in BY_NAME or f.split(": ")[0] in NOTICED or f.split(": ")[1][:-2] in ANY]
+        promised = [
+            f for f in failures if case not in BY_NAME or f.split(": ")[0] in NOTICED or f.split(": ")[1][:-2] in ANY
+        ]
         assert promised == []
 
 
@@ -297,7 +299,9 @@ def count_gathers(implementation: str, options: dict[str, Any], dims: tuple[int,
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         program(model, step, x)
     # FSDP2 does not name its root.
-    return sum(event.name == "FSDP::all_gather" or event.name.startswith("FSDP::all_gather (") for event in seen.events())
+    return sum(
+        event.name == "FSDP::all_gather" or event.name.startswith("FSDP::all_gather (") for event in seen.events()
+    )
 
 
 @pytest.mark.parametrize("step", ["step", "accumulation", "accumulation, kept", "unshard"])

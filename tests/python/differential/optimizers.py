@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from differential.program import Optimizer
 
@@ -95,3 +97,12 @@ def slices(whole: Tensor, cut: tuple[tuple[int, int], ...]) -> Tensor:
 def as_leaf(tensor: Tensor) -> nn.Parameter:
     """A parameter of its own, whose memory begins as a shard's does."""
     return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
+
+
+def sums_of_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> list[float]:
+    """Of its tensors, by parameter and name: this rank's parts."""
+    values = [value for p in parameters for _, value in sorted(optimizer.state.get(p, {}).items())]
+    parts = [
+        value._local_tensor if isinstance(value, DTensor) else value for value in values if isinstance(value, Tensor)
+    ]
+    return [part.double().abs().sum().item() for part in parts if part.ndim > 0 and part.numel() > 0]

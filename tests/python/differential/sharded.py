@@ -313,12 +313,7 @@ class Sharded:
 
     def state(self) -> list[float]:
         """Sums of the optimizer's state, of this rank."""
-        return [
-            local(value).double().abs().sum().item()
-            for p in self.parameters.values()
-            for _, value in sorted(self.optimizer.state.get(p, {}).items())
-            if isinstance(value, Tensor) and value.ndim > 0 and local(value).numel() > 0
-        ]
+        return optimizers.sums_of_state(self.optimizer, self.parameters.values())
 
     def buffers(self) -> dict[str, Any]:
         return {name: packed(value) for name, value in self.model.named_buffers()}

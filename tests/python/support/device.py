@@ -15,7 +15,11 @@ BACKEND = os.environ.get("FSDP_TEST_BACKEND", "gloo" if TYPE == "cpu" else "nccl
 
 def of_rank(rank: int) -> torch.device:
     """A rank's device."""
-    return torch.device("cpu") if TYPE == "cpu" else torch.device(TYPE, rank % torch.get_device_module(TYPE).device_count())
+    return (
+        torch.device("cpu")
+        if TYPE == "cpu"
+        else torch.device(TYPE, rank % torch.get_device_module(TYPE).device_count())
+    )
 
 
 def join(rank: int, size: int, **options: Any) -> torch.device:

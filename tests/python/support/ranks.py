@@ -87,7 +87,9 @@ class Ranks:
                 self._start()
             call = pickle.dumps((function, arguments))
             for connection in self._calls:
-                with suppress(BrokenPipeError):  # Of a rank that has died since its last answer, which _collect() finds.
+                with suppress(
+                    BrokenPipeError
+                ):  # Of a rank that has died since its last answer, which _collect() finds.
                     connection.send_bytes(call)
             answers, failed = self._collect(time.monotonic() + limit)
             if not failed:
