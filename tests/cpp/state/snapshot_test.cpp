@@ -110,14 +110,16 @@ TEST(HostBuffer, CopiesAtOnceWhatOperatorsWrite) {
 // Users may write through them at any time.
 // Another thread is at the first device, and would make a context there.
 TEST(HostBuffer, WaitsAtItsDevice) {
-  using fsdp::testing::LoggingDevice;
-  const LoggingDevice device;
-  HostBuffer buffer(LoggingDevice::device());
-  Snapshot empty;
-  buffer.begin(empty);
-  LoggingDevice::take_events();
-  buffer.finish();
-  EXPECT_EQ(LoggingDevice::take_events().front(), "the host waits under a guard");
+  run_ranks(1, [](int) {  // A device starts threads, which a process must not have that forks.
+    using fsdp::testing::LoggingDevice;
+    const LoggingDevice device;
+    HostBuffer buffer(LoggingDevice::device());
+    Snapshot empty;
+    buffer.begin(empty);
+    LoggingDevice::take_events();
+    buffer.finish();
+    EXPECT_EQ(LoggingDevice::take_events().front(), "the host waits under a guard");
+  });
 }
 
 TEST(HostBuffer, CopiesAtOnceWhatUsersHaveShardsOf) {
