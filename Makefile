@@ -132,7 +132,7 @@ check-format: $(STAMP)-format  ## Fail if `make format` would change something
 lint: $(STAMP)-build $(STAMP)-bench $(STAMP)-lint  ## Check the Python files and the shell scripts
 	ruff check
 	mypy
-	shellcheck scripts/*.sh .ci/run
+	shellcheck scripts/*.sh tests/gpu/run.sh .ci/run
 
 asan:  ## Unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, in $BUILD_DIR-asan; some: GROUP="engine comm" FILTER='-Launch.*'
 tsan:  ## Unit tests under ThreadSanitizer, in $BUILD_DIR-tsan; some: GROUP, FILTER

@@ -221,7 +221,7 @@ MemorySource NativeCommunicator::use_memory(c10::Device device, BufferMemory mem
 
 /// NCCL's communicator is made by the first collective, in which all ranks must take part: it registers memory, and sends messages to some.
 void NativeCommunicator::connect(c10::Device device) {
-  if (is_connected_ || group()->data == nullptr) return;
+  if (is_connected_) return;
   c10d::BarrierOptions options;
   if (device.has_index()) options.device_ids = {device.index()};  // Else NCCL guesses one.
   group()->data->barrier(options)->wait();

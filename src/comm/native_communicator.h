@@ -13,8 +13,8 @@ namespace fsdp::comm {
 /// are summed here, in fp32 and rank order. Where hosts have more than two ranks each, they do so in two levels (TwoLevelSum).
 class NativeCommunicator final : public GroupCommunicator {
  public:
-  /// `backend` moves tensors, `control` (Gloo) the small CPU messages. Both null in a row of one. `ranks_per_host`: as the function of that
-  /// name counts them. `ends`: whether the backend is shut down with this.
+  /// `backend` moves tensors, `control` (Gloo) the small CPU messages. In a row of one `control` is null, and so is `backend` where
+  /// nothing is moved. `ranks_per_host`: as the function of that name counts them. `ends`: whether the backend is shut down with this.
   NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control, int ranks_per_host = 1,
                      Group::Ends ends = Group::Ends::kElsewhere);
 

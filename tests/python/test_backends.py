@@ -246,35 +246,35 @@ def test_units_and_models_share_groups(ranks: StartRanks, bound: bool) -> None:
     ranks(4).run(count_new_groups, bound)
 
 
-def make_with(make: str, use: Any, given: dict[str, Any]) -> None:
-    """Keeps what `use` gives to a function or class of C++."""
-    original = getattr(libfsdp._C, make)
+def keywords_to(name: str, use: Any) -> dict[str, Any]:
+    """What `use` gives to a function or class of C++ by keywords."""
+    given: dict[str, Any] = {}
+    original = getattr(libfsdp._C, name)
 
     def keep(*arguments: Any, **options: Any) -> Any:
         given.update(options)
         return original(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libfsdp._C, make, keep)
+        patch.setattr(libfsdp._C, name, keep)
         use()
+    return given
 
 
-def see_what_is_given() -> None:
-    given: dict[str, Any] = {}
+def see_what_the_engine_is_given() -> None:
     for make, seconds in ((_mesh._over_store, 120), (_mesh._over_backends, 108)):
         with meshes_made_by(make):
-            make_with("make_mesh", model, given)
-        assert given["timeout"] == seconds
+            assert keywords_to("make_mesh", model)["timeout"] == seconds
     for pinned in (True, False):
         policy = libfsdp.CPUOffloadPolicy(pin_memory=pinned)
-        make_with("Unit", lambda policy=policy: step(model(offload_policy=policy)), given)
+        given = keywords_to("Unit", lambda policy=policy: step(model(offload_policy=policy)))
         assert given["pin_memory"] == pinned
 
 
-def test_a_gpu_would_hear_of_it(ranks: StartRanks) -> None:
+def test_time_outs_and_pinned_memory_reach_the_engine(ranks: StartRanks) -> None:
     """Messages have less time than the watchdog of NCCL, which ends the process: so an error names the rank that is late. And what shows on
     a CPU in no other way: whether memory of the host is to be pinned."""
-    ranks(2).run(see_what_is_given)
+    ranks(2).run(see_what_the_engine_is_given)
 
 
 def use_symmetric_memory() -> None:

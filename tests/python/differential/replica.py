@@ -491,7 +491,7 @@ class Replica:
     def state(self, results: list[Any]) -> None:
         if self.program.optimizer.kind.endswith(optimizers.OF_WHOLE_MATRICES):
             return
-        # Of gradients within bounds, states are not the same bits.
+        # Of gradients within bounds, each some eps wide, states are not the same bits: momentum adds those of several steps up.
         eps = max(torch.finfo(dtype).eps for dtype in self.gradient.values()) if self.bounded else 0.0
         for rank, result in enumerate(results):
             expected = optimizers.sums_of_state(self.optimizers[rank], self.values[rank].values())

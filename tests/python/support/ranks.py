@@ -87,9 +87,8 @@ class Ranks:
                 self._start()
             call = pickle.dumps((function, arguments))
             for connection in self._calls:
-                with suppress(
-                    BrokenPipeError
-                ):  # Of a rank that has died since its last answer, which _collect() finds.
+                # Of a rank that has died since its last answer: _collect() finds it.
+                with suppress(BrokenPipeError):
                     connection.send_bytes(call)
             answers, failed = self._collect(time.monotonic() + limit)
             if not failed:
