@@ -76,7 +76,8 @@ class _Row:
         )
         for group in groups:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-        differ, shapes_differ, asks = bounds[:2].sum() != 0, bounds[2:4].sum() != 0, bounds[4] != 0
+        *digests, asks = bounds.tolist()  # The host waits once.
+        differ, shapes_differ = sum(digests[:2]) != 0, sum(digests[2:]) != 0
         if not differ and not asks:
             return []
         if asks and not shapes_differ:
