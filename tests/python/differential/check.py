@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from differential.mismatch import Mismatch
 from differential.program import Program
-from differential.replica import Mismatch, Replica
+from differential.replica import Replica
 
 
 def check(program: Program, traces: list[Any], *, other_order: bool) -> tuple[int, str] | None:

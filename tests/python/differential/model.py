@@ -253,9 +253,9 @@ class Built:
         self.root = self.parts[program.root]
 
     def tie_weights(self) -> None:
-        """As users call it after sharding."""
+        """As users call it after sharding, and after a load that assigns: each name then has a parameter of its own."""
         for part in self.parts.values():
-            if part.node.late:
+            if isinstance(part, Tied):
                 part.weight = self.parts[part.node.weight_of].weight
 
     def _borrow(self, part: Part, attribute: str, name: str) -> None:

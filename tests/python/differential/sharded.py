@@ -73,11 +73,7 @@ class Sharded:
     def __init__(self, program: Program, number: int, implementation: str) -> None:
         self.program, self.number, self.implementation = program, number, implementation
         self.fsdp = api(implementation)
-        built = Built(program, number)
-        self.parts = built.parts
-        self.model: Any = built.root
-        self.shard(built)
-        built.tie_weights()
+        self.build()
         self.names = [name for name, _ in self.named()]
         self.refetch()
         self.make_optimizer()
@@ -87,6 +83,14 @@ class Sharded:
         self.seen: tuple[dict[str, Tensor], dict[str, Tensor | None]] = ({}, {})
 
     # Making.
+
+    def build(self) -> None:
+        """A model of its own, sharded."""
+        self.built = Built(self.program, self.number)
+        self.parts = self.built.parts
+        self.model: Any = self.built.root
+        self.shard(self.built)
+        self.built.tie_weights()
 
     def shard(self, built: Built) -> None:
         """fully_shard for each unit."""
@@ -257,6 +261,7 @@ class Sharded:
         self.model.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
         if assign:  # The parameters are others, which the optimizer must get.
             of_optimizer = of_optimizer if optimizer else copied(self.optimizer.state_dict())
+            self.built.tie_weights()
             self.refetch()
             self.make_optimizer()
         if optimizer or assign:
@@ -292,10 +297,7 @@ class Sharded:
     def rebuild(self) -> None:
         """Another model of the same kind takes over values and the optimizer's state."""
         state, of_optimizer = self.model.state_dict(), copied(self.optimizer.state_dict())
-        built = Built(self.program, self.number)
-        self.parts, self.model = built.parts, built.root
-        self.shard(built)
-        built.tie_weights()
+        self.build()
         self.model.load_state_dict(state)
         self.refetch()
         self.make_optimizer()
