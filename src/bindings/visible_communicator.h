@@ -18,6 +18,7 @@ class VisibleCommunicator final : public comm::Communicator {
 
   int rank() const override { return own_->rank(); }
   int size() const override { return own_->size(); }
+  bool is_alone() const override { return own_->is_alone(); }
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return own_->staging_numel(shard_numel); }
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
     return own_->staging_numel(shard_numel, wire_dtype);

@@ -94,6 +94,9 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
+  /// A row of one rank, whose collectives call nobody: they only copy between the caller's buffers.
+  virtual bool is_alone() const { return size() == 1; }
+
   /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs, whatever unreduced's dtype.
   virtual std::int64_t staging_numel(std::int64_t shard_numel) const = 0;
 

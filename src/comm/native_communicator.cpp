@@ -191,6 +191,8 @@ NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend
     : GroupCommunicator(std::move(row), std::move(control), std::move(backend), /*shared=*/nullptr, ends),
       levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
 
+bool NativeCommunicator::is_alone() const { return size() == 1 && group()->data == nullptr; }
+
 std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
   if (group()->data == nullptr) return 0;
   if (backend_sums(wire_dtype)) return shard_numel;

@@ -18,6 +18,7 @@ class NativeCommunicator final : public GroupCommunicator {
   NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control, int ranks_per_host = 1,
                      Group::Ends ends = Group::Ends::kElsewhere);
 
+  bool is_alone() const override;
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return staging_numel(shard_numel, at::kHalf); }
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
   MemorySource use_memory(c10::Device device, BufferMemory memory) override;  ///< Its collectives need nothing beside the caller's buffers.

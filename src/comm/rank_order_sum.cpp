@@ -141,6 +141,7 @@ void check_summable(at::ScalarType dtype) {
 
 void rank_order_sum(std::span<const void* const> sources, at::ScalarType source_dtype, void* out, at::ScalarType out_dtype,
                     std::int64_t numel, double scale, bool accumulate) {
+  if (sources.size() == 1 && sources.front() == out && source_dtype == out_dtype && scale == 1.0 && !accumulate) return;
   with_type(source_dtype, [&](auto source) {
     with_type(out_dtype, [&](auto target) {
       auto* typed_out = static_cast<decltype(target)*>(out);
@@ -180,6 +181,14 @@ void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::
   check_summable(dtype);
   const at::ScalarType precise = sum_dtype(dtype);
   const auto is_out = [&](const at::Tensor& source) { return source.const_data_ptr() == out.const_data_ptr(); };
+  if (sources.size() == 1 && scale == 1.0) {  // A rank that is alone.
+    if (accumulate) {
+      at::Tensor(out).add_(sources.front());
+    } else if (!is_out(sources.front()) || out.scalar_type() != dtype) {
+      out.copy_(sources.front());
+    }
+    return;
+  }
   const bool in_place = !accumulate && out.scalar_type() == precise && std::none_of(sources.begin(), sources.end(), is_out);
   at::Tensor total = in_place ? out : at::empty(out.sizes(), out.options().dtype(precise));
   add_tree(sources, total);

@@ -66,15 +66,27 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
   };
   lay_out(staging, empty(), trainable, [&](std::size_t k) { return staged(k, *unit.communicators.reduce, inner); });
   if (unit.communicators.outer) {
-    lay_out(partial, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, inner)}; });
+    const std::int64_t replicas = unit.communicators.outer->size();
+    const auto share = [&](std::size_t k) { return (numel(k, inner) + replicas - 1) / replicas; };
+    const auto shares = [&](std::size_t k) { return unit.outer_cuts() ? numel(k, inner) : share(k) * replicas; };
+    lay_out(partial, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, shares(k)}; });
     lay_out(partial_wire, empty(), trainable, [&](std::size_t k) {
-      return differs(formats[k]) ? Part{formats[k].wire_gradient, numel(k, inner)} : Part{};
+      return differs(formats[k]) ? Part{formats[k].wire_gradient, shares(k)} : Part{};
     });
     lay_out(outer_staging, empty(), trainable, [&](std::size_t k) {
-      if (unit.outer_cuts()) return staged(k, *unit.communicators.outer, 1);
-      return Part{formats[k].wire_gradient, numel(k, inner) * unit.communicators.outer->size()};
+      const auto wire_dtype = formats[k].wire_gradient;
+      return Part{wire_dtype, unit.communicators.outer->staging_numel(unit.outer_cuts() ? numel(k, 1) : share(k), wire_dtype)};
     });
   }
+}
+
+at::Tensor GradientAccumulator::partial_shards(std::size_t k) const {
+  return comm::flat_view(partial.parts[k], 0, unit.layout.sub_buffers()[k].shard_numel * unit.inner_pieces().count);
+}
+
+at::Tensor GradientAccumulator::own_share(std::size_t k) const {
+  const auto share = partial.parts[k].numel() / unit.communicators.outer->size();
+  return comm::flat_view(partial.parts[k], unit.communicators.outer_rank() * share, share);
 }
 
 }  // namespace fsdp::engine

@@ -63,9 +63,13 @@ struct GradientAccumulator {
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
 
   Buffer staging;
-  Buffer partial;              ///< Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh.
-  bool holds_partial = false;  ///< `partial` holds a sum that is still to be reduced over the outer dimension.
-  Buffer partial_wire;         ///< `partial` in the wire's dtype, where that differs.
+  /// Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh. Replicas that cut nothing add up an equal share
+  /// of them each; the last share may reach beyond the shards.
+  Buffer partial;
+  at::Tensor partial_shards(std::size_t k) const;  ///< Without what lies beyond.
+  at::Tensor own_share(std::size_t k) const;       ///< Of `partial`: what this replica adds up.
+  bool holds_partial = false;                      ///< `partial` holds a sum that is still to be reduced over the outer dimension.
+  Buffer partial_wire;                             ///< `partial` in the wire's dtype, where that differs.
   Buffer outer_staging;
   /// Where reductions put their results: the main gradients, or, if those are offloaded, views of `reduced_buffer`, from which they are
   /// copied.

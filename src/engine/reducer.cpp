@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "comm/parts.h"
-#include "comm/rank_order_sum.h"
 #include "engine/gradient_usage.h"
 #include "engine/tensor_bytes.h"
 #include "fsdp/error.h"
@@ -206,7 +205,7 @@ void Reducer::start(Reduction& reduction) {
         const auto& unreduced = gradients.wire.parts[k];
         reduced.push_back({.unreduced = unreduced,
                            .staging = gradients.staging.parts[k],
-                           .out = unit.communicators.outer ? gradients.partial.parts[k]
+                           .out = unit.communicators.outer ? gradients.partial_shards(k)
                                   : reduction.in_place     ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
                                                            : inner_region(k),
                            .accumulate = unit.communicators.outer ? gradients.holds_partial : accumulate});
@@ -215,28 +214,25 @@ void Reducer::start(Reduction& reduction) {
       break;
     }
     case Hop::kOuterReduce:
-      allocate_reduced(gradients);
+      if (unit.outer_cuts()) allocate_reduced(gradients);
       gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);
       gradients.outer_staging.acquire(pool_, memory::Kind::kCommunication);
       for (std::size_t k = 0; k < sub_buffers; ++k) {
         const auto& partial = gradients.partial.parts[k];
         const auto& wire = gradients.partial_wire.parts[k];
         if (wire.defined()) wire.copy_(partial);
-        if (!unit.outer_cuts()) {
-          gathered.push_back({.full = gradients.outer_staging.parts[k], .shard = wire.defined() ? wire : partial});
-          continue;
-        }
         reduced.push_back({.unreduced = wire.defined() ? wire : partial,
                            .staging = gradients.outer_staging.parts[k],
-                           .out = own_piece(k),
-                           .accumulate = accumulate});
+                           .out = unit.outer_cuts() ? own_piece(k) : gradients.own_share(k),
+                           .accumulate = unit.outer_cuts() && accumulate});
       }
-      reduction.pending = unit.outer_cuts()
-                              ? unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"))
-                              : unit.communicators.outer->all_gather(gathered, unit.label("outer all-gather of partial gradients"));
+      reduction.pending = unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
       break;
     case Hop::kOuterGather:
-      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = inner_region(k), .shard = own_piece(k)});
+      for (std::size_t k = 0; k < sub_buffers; ++k) {
+        gathered.push_back(unit.outer_cuts() ? comm::GatherPart{.full = inner_region(k), .shard = own_piece(k)}
+                                             : comm::GatherPart{.full = gradients.partial.parts[k], .shard = gradients.own_share(k)});
+      }
       reduction.pending = unit.communicators.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
       break;
     case Hop::kInnerGather:
@@ -257,28 +253,26 @@ void Reducer::complete(Reduction& reduction) {
     release_unreduced(gradients);
     if (has_outer) gradients.holds_partial = true;
   } else if (reduction.hop == Hop::kOuterReduce) {
-    if (!gradients.unit.outer_cuts()) sum_replicas(gradients);
-    gradients.partial.release();
+    if (gradients.unit.outer_cuts()) gradients.partial.release();
     gradients.holds_partial = false;
     gradients.partial_wire.release();
     gradients.outer_staging.release();
+  } else if (reduction.hop == Hop::kOuterGather && !gradients.unit.outer_cuts()) {
+    take_sums(gradients);
   }
   const bool is_partial = reduction.hop == Hop::kInnerReduce && has_outer;
   if (!is_partial && !next_hop(reduction)) deliver(gradients);
 }
 
-/// Where the outer ranks cut nothing, each has gathered the others' sums, and adds them up: the same bits on all.
-void Reducer::sum_replicas(GradientAccumulator& gradients) {
+/// The sums of replicas that cut nothing reach the main gradients.
+void Reducer::take_sums(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
-  const auto replicas = unit.communicators.outer->size();
+  allocate_reduced(gradients);
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    const auto& gathered = gradients.outer_staging.parts[k];
-    const auto numel = gathered.numel() / replicas;
-    if (numel == 0) continue;
-    std::vector<at::Tensor> sources;
-    for (int replica = 0; replica < replicas; ++replica) sources.push_back(comm::flat_view(gathered, replica * numel, numel));
-    comm::rank_order_sum(sources, unit.main_region(gradients.reduced[k], unit.inner_pieces()), 1.0, unit.main_gradient_valid);
+    const auto region = unit.main_region(gradients.reduced[k], unit.inner_pieces());
+    unit.main_gradient_valid ? region.add_(gradients.partial_shards(k)) : region.copy_(gradients.partial_shards(k));
   }
+  gradients.partial.release();
 }
 
 /// What a reduction in place has left in the unreduced buffer becomes the main gradients.
@@ -300,14 +294,14 @@ std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
       break;
     case Hop::kOuterReduce:
       if (unit.options.outer_sharded_optimizer) return std::nullopt;
-      if (unit.outer_cuts()) return Hop::kOuterGather;
-      break;
+      return Hop::kOuterGather;
     case Hop::kOuterGather:
       break;
     case Hop::kInnerGather:
       return std::nullopt;
   }
-  return unit.replicated_optimizer() ? std::optional(Hop::kInnerGather) : std::nullopt;
+  const bool gathers = unit.replicated_optimizer() && !unit.communicators.gather->is_alone();
+  return gathers ? std::optional(Hop::kInnerGather) : std::nullopt;
 }
 
 bool Reducer::advance(Reduction& reduction) {
@@ -467,6 +461,7 @@ void Reducer::drop() {
   entered_.clear();
   for (const auto& gradients : gradients_) {
     release_unreduced(*gradients);
+    if (!gradients->holds_partial) gradients->partial.release();
     gradients->partial_wire.release();
     gradients->outer_staging.release();
     gradients->reduced_buffer.release();

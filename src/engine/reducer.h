@@ -19,8 +19,8 @@ namespace fsdp::engine {
 /// into the main gradients. Called by Engine only, under its lock.
 ///
 /// A reduction takes up to four hops, as placements and mesh ask: reduce-scatter over the inner ranks, reduce-scatter over the outer ranks,
-/// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer). Where the outer ranks do not cut shards, they
-/// gather each other's sums and add them up, in one hop.
+/// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer). Where the outer ranks do not cut shards, each
+/// adds up an equal share of them.
 class Reducer {
  public:
   struct Options {
@@ -106,7 +106,7 @@ class Reducer {
   void begin(Reduction reduction);
   void start(Reduction& reduction);
   void complete(Reduction& reduction);
-  void sum_replicas(GradientAccumulator& gradients);
+  void take_sums(GradientAccumulator& gradients);
   void take_result(GradientAccumulator& gradients);
   /// Completes the hop, and starts the next one; true if there is none.
   bool advance(Reduction& reduction);

@@ -22,6 +22,13 @@ constexpr const char* kSharded =
     "this parameter's memory is freed while its unit is sharded: use it in an operator, or call unshard() on its unit's handle first "
     "(torch::save reads memory without an operator)";
 
+bool is_alone(const UnitOptions& options, const std::vector<SubBufferFormat>& formats, const UnitCommunicators& communicators) {
+  const bool computes_with_main =
+      std::all_of(formats.begin(), formats.end(), [](const SubBufferFormat& format) { return format.gathers_main() && !format.extended; });
+  const bool has_all = communicators.gather->is_alone() && !options.outer_sharded_optimizer && communicators.post_forward == nullptr;
+  return has_all && computes_with_main && options.offload != Offload::kAll;
+}
+
 }  // namespace
 
 UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours) {
@@ -41,8 +48,10 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
       layout(std::move(layout_)),
       formats(std::move(formats_)),
       options(options_),
+      alone(is_alone(options_, formats, communicators_)),
       communicators(std::move(communicators_)) {
   const at::NoGradGuard no_grad;
+  if (alone) options.placements = Placements::no_shard();
   const auto device = storage.device();
   const auto all = layout.sub_buffers().size();
   const auto trainable = layout.trainable_sub_buffers();
@@ -203,7 +212,7 @@ void Unit::allocate_main(memory::Accounting& accounting) {
     shards_outdated = true;
   }
   if (replicated_parameters()) {
-    allocate(full, replica_memory, memory::Kind::kGatheredParameters);
+    allocate(full, replica_memory, alone ? memory::Kind::kMainParameters : memory::Kind::kGatheredParameters);
     // What every rank fills for itself is there at once; copies in another dtype are made at the first use.
     state = has_separate_main() ? ParameterState::kSharded : ParameterState::kPresent;
   }

@@ -157,6 +157,9 @@ struct Unit {
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
   UnitOptions options;
+  /// [Alone] One rank has everything, and computes with its main parameters as they are: the whole parameters are the main ones, and the
+  /// placements no_shard, whatever was asked for.
+  const bool alone;
   UnitCommunicators communicators;
   Unit* parent = nullptr;                            ///< The closest enclosing unit; null for the root.
   std::vector<const Unit*> called;                   ///< Units not below this one that were entered while its modules ran.

@@ -122,6 +122,9 @@ engine::UnitCommunicators communicators_of(const UnitSpec& spec) {
 
 HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
   const auto ranks = inner_size(spec_.mesh);
+  if (ranks == 1) {  // All rows lie on this rank, along whatever dimension they are cut.
+    for (auto& parameter : spec_.parameters) parameter.shard_dim = 0;
+  }
   if (spec_.options.outer_sharded_optimizer && !has_outer(spec_.mesh)) spec_.options.outer_sharded_optimizer = false;
   auto layout = layout_of(spec_, ranks, spec_.options.outer_sharded_optimizer ? ranks * spec_.mesh.dims().front().size : ranks);
   std::vector<engine::SubBufferFormat> formats;

@@ -346,7 +346,7 @@ def replicas() -> None:
 
     def accumulate(*, always: bool) -> tuple[list[Tensor], list[int]]:
         model = sharded_net(mesh=mesh)
-        sent = []  # in gathers: replicas gather each other's sums
+        sent = []  # in gathers: of sums, between replicas
         for number, last in ((0, False), (1, True)):
             model.set_requires_all_reduce(last or always)
             output = model(batch(number)).square().sum()

@@ -49,6 +49,7 @@ class Watched:
     block_bytes: int = 0  # Of a block's parameters in the dtype of computation, whole.
     root_bytes: int = 0
     shard_bytes: int = 0  # Of this rank's rows of all parameters.
+    parameters: int = 0
 
     def at(self, moments: list[str], name: str) -> list[int]:
         """A number at some moments."""
@@ -64,6 +65,7 @@ def watch(options: Options, number: int) -> Watched:
     seen.root_bytes = whole_bytes([plain], compute, row) - BLOCKS * seen.block_bytes
     model = shard(plain, CASE, "libfsdp", options)
     seen.shard_bytes = sum(p.to_local().nbytes for p in model.parameters())
+    seen.parameters = len(list(model.parameters()))
     optimizer = make_optimizer(options, model.parameters())
     now: dict[str, Stats] = {}
     for i, block in enumerate(model.blocks):
@@ -217,13 +219,24 @@ def test_offloaded_shards_are_not_on_the_device(watched: Callable[..., list[Watc
 def test_hsdp_gathers_and_reduces_within_a_row_and_adds_up_over_the_other_dimension(
     watched: Callable[..., list[Watched]],
 ) -> None:
-    """On 2 x 2 ranks, each of these sends half a unit to one other rank. Replicas gather each other's sums."""
+    """On 2 x 2 ranks, each sends half a unit within the row, and half of a shard's sums to its replica, twice."""
     for seen in watched(Options(replicas=2), world=4):
         gathered = seen.root_bytes + (2 * BLOCKS - 1) * seen.block_bytes
         whole = seen.root_bytes + BLOCKS * seen.block_bytes
-        assert seen.step["all_gather_bytes"] == gathered // 2 + whole // 2
-        assert seen.step["reduce_scatter_bytes"] == whole // 2
-        assert (seen.step["all_gathers"], seen.step["reduce_scatters"]) == (2 * BLOCKS + UNITS, UNITS)
+        assert seen.step["all_gather_bytes"] == gathered // 2 + whole // 4
+        assert seen.step["reduce_scatter_bytes"] == whole // 2 + whole // 4
+        assert (seen.step["all_gathers"], seen.step["reduce_scatters"]) == (2 * BLOCKS + UNITS, 2 * UNITS)
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_replicas_send_what_an_all_reduce_sends(watched: Callable[..., list[Watched]], replicas: int) -> None:
+    """However many they are: each element goes to who adds it up, and its sum to all others."""
+    for seen in watched(Options(replicas=replicas), world=replicas):
+        whole = seen.root_bytes + BLOCKS * seen.block_bytes
+        for sent in (seen.step["all_gather_bytes"], seen.step["reduce_scatter_bytes"]):
+            least = whole * (replicas - 1) / replicas
+            # The last share may be shorter.
+            assert least <= sent <= least + (replicas - 1) * 4 * seen.parameters
 
 
 def count_collectives(implementation: str, options: Options) -> dict[str, int]:

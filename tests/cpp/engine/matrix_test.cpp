@@ -209,6 +209,7 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
   const bool sharded_gradients = sharded_parameters || strategy.placements == Placements::optim_grads();
   const bool hfsdp = strategy.outer == Placements::optim() && outer > 1;
   const bool separate = precision.compute != at::kFloat || precision.float8_gather || on_host;
+  const bool alone = inner == 1 && !hfsdp && !separate;  // The main parameters are the whole ones.
   const std::int64_t reductions = accumulation.sync ? accumulation.backwards : 1;
   Bytes bytes;
   for (std::size_t u = 0; u < units.size(); ++u) {
@@ -233,7 +234,7 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
     if (on_host) {
       bytes.host += held * 4 * 4;  // Parameters, gradients, and two states per element.
     } else {
-      if (!shared) bytes.main_parameters += held * 4;
+      if (!shared || alone) bytes.main_parameters += held * 4;
       bytes.main_gradients += (sharded_gradients ? held : full) * 4;
       if (row.offload == Offload::kOptimizerState) bytes.host += held * 2 * 4;
     }
@@ -245,6 +246,7 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
     for (std::size_t u = 1; u + 1 < units.size(); ++u) neighbours = std::max(neighbours, units[u] + units[u + 1]);
     bytes.gathered_peak += (units[0] + neighbours) * ranks * itemsize(precision.compute);
   }
+  if (alone) bytes.gathered_peak = 0;
   return bytes;
 }
 

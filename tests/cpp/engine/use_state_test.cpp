@@ -242,7 +242,7 @@ TEST(UseStateOfTwo, UnitsWithoutElements) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, UseState, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
+INSTANTIATE_TEST_SUITE_P(Ranks, UseState, ::testing::Values(2, 4), [](const auto& info) { return std::to_string(info.param); });
 
 /// The events of a forward and a backward in which each unit lists the `depth` units after (before) it.
 Log log_with_lists(int depth) {

@@ -160,7 +160,9 @@ TEST(PagedStorage, AWriteSurvivesAFailedBackward) {
 TEST(PagedStorage, AddressOfAnEvictedParameterIsAnError) {
   testing::over_ranks([] {
     const auto model = make_net();
-    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
+    const auto mesh = line();
+    if (mesh.size() == 1) return;  // [Alone] Nothing is evicted.
+    auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
     const auto message = message_of<c10::Error>([&] { model->second->weight.data_ptr<float>(); });
     EXPECT_TRUE(has(message, "call unshard()")) << message;
     EXPECT_NE(message_of<c10::Error>([&] { model->second->weight.storage().data(); }), "no error");
@@ -286,7 +288,9 @@ TEST(PagedStorage, ViewsOutliveEviction) {
     const auto view = model->first->weight.view({5, 12}).narrow(0, 1, 3);
     const auto rows = model->second->weight.unbind(0);
     model->forward(batch(rank));
-    EXPECT_NE(message_of<c10::Error>([&] { view.data_ptr<float>(); }), "no error");
+    if (line().size() > 1) {
+      EXPECT_NE(message_of<c10::Error>([&] { view.data_ptr<float>(); }), "no error");
+    }
     EXPECT_TRUE(torch::equal(view, plain->first->weight.view({5, 12}).narrow(0, 1, 3)));
     EXPECT_TRUE(torch::equal(rows[7], plain->second->weight[7]));
   });
@@ -297,10 +301,11 @@ TEST(PagedStorage, SavingAnEvictedModelIsAnError) {
   testing::over_ranks([] {
     const auto plain = make_net();
     const auto model = make_net();
-    const auto sharded = fully_shard(*model, {.mesh = line()});
+    const auto mesh = line();
+    const auto sharded = fully_shard(*model, {.mesh = mesh});
     std::ostringstream stream;
     const auto message = message_of<c10::Error>([&] { torch::save(model, stream); });
-    EXPECT_TRUE(has(message, "call unshard()")) << message;
+    EXPECT_EQ(has(message, "call unshard()"), mesh.size() > 1) << message;  // [Alone] Nothing is evicted.
 
     FSDPModule whole = handle(*model);
     whole.unshard();

@@ -69,7 +69,7 @@ TEST(FullyShard, ShardsCoverEveryParameterOnce) {
 }
 
 TEST(FullyShard, Handles) {
-  testing::run_ranks(1, [] {
+  testing::run_ranks(2, [] {
     const auto model = make_net();
     EXPECT_TRUE(has(message_of([&] { handle(*model); }), "call fsdp::fully_shard"));
     EXPECT_TRUE(has(message_of([&] { fully_unshard(*model); }), "call fsdp::fully_shard"));

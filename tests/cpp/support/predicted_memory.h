@@ -235,7 +235,9 @@ class ScheduleModel {
 
   LiveBytes now() const {
     LiveBytes live;
-    if (placements_.parameters == Placement::kReplicated) {
+    if (ranks_ == 1) {
+      // Its main parameters are the whole ones.
+    } else if (placements_.parameters == Placement::kReplicated) {
       for (const auto& [name, bytes] : order_) live.gathered += bytes.full;
     } else {
       for (const auto& [name, bytes] : gathered_) live.gathered += bytes;
@@ -254,7 +256,7 @@ class ScheduleModel {
     step_.peak.staging = std::max(step_.peak.staging, live.staging);
     step_.peak_sum = std::max(step_.peak_sum, live.sum());
     std::size_t slots = unreduced_.size() + staging_.size();
-    if (placements_.parameters == Placement::kSharded) slots += gathered_.size();
+    if (placements_.parameters == Placement::kSharded && ranks_ > 1) slots += gathered_.size();
     step_.peak_slots = std::max(step_.peak_slots, slots);
     for (const auto& [name, bytes] : order_) step_.largest_slot = std::max(step_.largest_slot, bytes.full);
   }
