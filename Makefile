@@ -73,7 +73,7 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 	  ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -R '^$(GROUP)[.]')
 
 # Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
-NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers cuda
+NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers cuda oldest newest
 nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; $(BUILD_DIR)/tests/cpp/test_comm --gtest_brief=1 --gtest_filter='*ARankThatIsKilled*' && \
   ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.(test_parity|test_features|test_megatron_microbatches|test_wheel)"
 nightly_messages = FSDP_SHARED_MEMORY=0 ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error
@@ -81,6 +81,8 @@ nightly_soak = make soak SECONDS=1800
 nightly_fuzz = make fuzz SECONDS=600
 nightly_torture = make torture KILLS=1000
 nightly_cuda = make gpu-kit && gpu-kit/run.sh --device cpu --patience 10 --python $(CUDA_VENV)/bin/python --work $(BUILD_DIR)-cuda/unpacked --out $(BUILD_DIR)-cuda/results 1 2 3 4 5 6 7
+nightly_oldest = make torch-compat TORCH=2.11.0
+nightly_newest = make torch-compat TORCH=$$(python -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p')
 nightly_peers = $(if $(TESTS),$(peers),echo "no TESTS=, so PyTorch's tests are left out") && $(if $(MEGATRON),$(megatron),echo "no MEGATRON=, so its tests are left out")
 
 nightly: build $(STAMP)-test  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
@@ -163,13 +165,9 @@ fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files,
 tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's sources
 	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
 
-torch-compat: | $(STAMP)-build  ## Compile the library with another torch, TORCH=2.15.0, in $BUILD_DIR-torch-2.15.0; nothing of that torch is run
+torch-compat:  ## The unit tests in C++ and the tests in Python with another torch, TORCH=2.15.0, and all that is made for it in $BUILD_DIR-torch-2.15.0
 	@[ -n "$(TORCH)" ] || { echo "make torch-compat: give TORCH=, a version of torch" >&2; exit 2; }
-	python -m pip download -qq --disable-pip-version-check --no-deps --only-binary :all: -d $(BUILD_DIR)-torch-$(TORCH)/wheel torch==$(TORCH)
-	python -m zipfile -e $(BUILD_DIR)-torch-$(TORCH)/wheel/torch-*.whl $(BUILD_DIR)-torch-$(TORCH)/root
-	cmake -DCMAKE_PREFIX_PATH=$(abspath $(BUILD_DIR)-torch-$(TORCH))/root/torch/share/cmake --log-level=WARNING --preset release \
-	  -B $(BUILD_DIR)-torch-$(TORCH) $(foreach part,TESTS EXAMPLES TOOLS BENCH PYTHON,-DFSDP_BUILD_$(part)=OFF)
-	cmake --build $(BUILD_DIR)-torch-$(TORCH) -j $(JOBS) --target fsdp
+	TORCH=$(TORCH) make test VENV=$(BUILD_DIR)-torch-$(TORCH)/venv BUILD_DIR=$(BUILD_DIR)-torch-$(TORCH) ARGS='-L "unit|python" $(ARGS)'
 
 # With a CUDA build of torch, of the version and for the Python of the machine with the GPU; several GB.
 CUDA_VENV ?= .venv-cuda

@@ -113,7 +113,7 @@ need_clang() {
 case $target in
   build)
     need_headers
-    need_python_packages torch==2.13.0 numpy safetensors 'cmake>=3.25' ninja
+    need_python_packages "torch==${TORCH:-2.13.0}" numpy safetensors 'cmake>=3.25' ninja
     want_sentencepiece
     (need_python_headers) || echo "setup: going on without Python's headers; the Python package is not built" >&2
     ;;
