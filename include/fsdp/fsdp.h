@@ -22,6 +22,7 @@
 #include "fsdp/placements.h"             // what is sharded
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/stats.h"                  // memory and wire accounting
+#include "fsdp/stop_requested.h"         // ending well by Ctrl-C and SIGTERM
 #include "fsdp/summon_full_params.h"     // temporary access to the full parameters
 #include "fsdp/tie_parameters.h"         // one parameter under two names
 #include "fsdp/unit_info.h"              // the units of a model, as a table

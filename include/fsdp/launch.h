@@ -4,23 +4,32 @@
 
 namespace fsdp {
 
+/// Options of launch_local().
+struct LaunchOptions {
+  /// Whether each line that a rank writes to stdout or stderr begins with the rank's number, as in "[1] loss 2.5". Their streams are then
+  /// pipes and not the terminal, from which this process passes on whole lines. Another launcher's ranks are not concerned.
+  bool prefix_output = false;
+};
+
 /// Starts `nproc` ranks of `fn` on this machine, waits for them, and returns 0 if all returned 0 without an exception. If a rank fails,
 /// this prints its rank and message (exception text, exit code or signal) to stderr, ends the other ranks, and returns 1 (or the failing
-/// rank's exit code if it is not 0 or 1). Ranks that failed only because of a peer are not printed. A rank also fails if it calls exit()
-/// before `fn` has returned, with whatever code, or if it returns less than 0 or more than 255. Throws Error if a rank can't be started,
-/// after it has ended those that were.
+/// rank's exit code if it is not 0 or 1). A message that several ranks have is printed once. Ranks that failed only because of a peer are
+/// not printed, unless that peer has returned 0: this says so then. A rank also fails if it calls exit() before `fn` has returned, with
+/// whatever code, or if it returns less than 0 or more than 255. Throws Error if a rank can't be started, after it has ended those that
+/// were.
 ///
 /// Each rank is a process with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. OMP_NUM_THREADS is set to cores / nproc (at least 1),
 /// unless it is set already. If this process is itself a rank (of torchrun, mpirun, srun), it calls `fn` and ignores `nproc`.
 ///
-/// SIGTERM to this process is passed on to the ranks, once. A program may handle it in the ranks, save, and return 0. Ranks that do not
-/// handle it end by it, and then this process does so, too.
+/// SIGINT and SIGTERM to this process are passed on to the ranks, each once. A program may handle them in the ranks (stop_requested()
+/// does), save, and return 0. Ranks that do not handle them end by them, and then this process does so, too. A second SIGINT ends it at
+/// once, and the ranks with it.
 ///
 /// While this process has only one thread, ranks are forked. Once torch has started threads, a fork would copy locked locks. In this case,
 /// the program is run again with its own arguments, once per rank, and in those processes this call runs `fn` and exits. Earlier calls of
 /// launch_local return there what they returned here, without running their functions, so that the program reaches this call again. Call it
 /// from one thread at a time.
-int launch_local(int nproc, const std::function<int()>& fn);
+int launch_local(int nproc, const std::function<int()>& fn, LaunchOptions options = {});
 
 /// True if a launcher's variables (RANK and WORLD_SIZE, or those of mpirun or srun) say that this process is one of several ranks.
 bool is_launched();

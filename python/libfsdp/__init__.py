@@ -25,6 +25,7 @@ from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
+from libfsdp._stop import stop_requested  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 
@@ -54,6 +55,7 @@ __all__ = [
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "stop_requested",
     "uninstall",
     "uninstall_megatron",
     "unit_info",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import sys
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -159,6 +160,12 @@ class _OfWorld:
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfWorld] = weakref.WeakKeyDictionary()
 _given: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+@atexit.register
+def _tell_how_this_rank_ends() -> None:
+    """To ranks that wait for it: a script that has come to its end, and not one that an exception has ended."""
+    _C.tell_ending(getattr(sys, "last_value", None) is None)
 
 
 @atexit.register

@@ -8,6 +8,7 @@
 #include "bindings/python_communicator.h"
 #include "bindings/visible_communicator.h"
 #include "comm/device_mesh_state.h"
+#include "comm/endings.h"
 #include "comm/ranks.h"
 #include "comm/store_mesh.h"
 
@@ -146,6 +147,10 @@ void bind_mesh(py::module_& module) {
              "gives the collectives for when they are to be visible. backend_of(dimension, neighbours), if it is not None, gives the "
              "backends that move the tensors: of the row if neighbours is 0, else of a new group.");
   module.def("collectives_are_visible", &collectives_are_visible, "Collectives go through torch.distributed, where others see them.");
+  module.def(
+      "tell_ending", [](bool returned) { comm::tell_ending(returned ? comm::Ending::kReturned : comm::Ending::kFailed); },
+      py::arg("returned"), py::call_guard<py::gil_scoped_release>(),
+      "This rank's script has come to its end, or has failed: for the errors of ranks that wait for it.");
   module.def("set_collectives_replaced", &set_collectives_replaced, "Functions of torch.distributed have been replaced by a program.");
   module.def("make_python_mesh", &make_python_mesh, py::arg("rank"), py::arg("dims"), py::arg("sizes"), py::arg("coordinates"),
              py::arg("device"), py::arg("make"), "A mesh over collectives of Python: make(dimension, neighbours).");

@@ -54,7 +54,7 @@ at::Tensor flat(const at::Tensor& tensor, bool as_bytes) {
 }
 
 CommError named(const comm::Label& label, const std::string& text) {
-  return CommError(std::string(label.operation) + " of unit '" + std::string(label.unit) + "': " + text);
+  return CommError(label.operation + comm::of_unit(label.unit) + ": " + text);
 }
 
 /// Runs a call of Python; an exception names the collective, too.

@@ -38,7 +38,7 @@ std::string describe(const Call& call, const Call& other) {
   std::string text = "#";  // Not + of a temporary: GCC 12 warns of an overflow in it (its bug 105651).
   text.append(std::to_string(call.number)).append(" ").append(call.operation);
   const std::string_view unit = call.unit;
-  if (!unit.empty()) text.append(" of unit '").append(unit).append("'");
+  text.append(of_unit(unit));
   if (std::string_view(call.operation) != other.operation || unit != other.unit || call.number != other.number) return text;
   if (call.model != other.model) return text + " of model " + std::to_string(call.model);
   const std::string fact = describe_difference(call.facts, other.facts);
@@ -51,6 +51,12 @@ std::string describe(const Call& call, const Call& other) {
 }
 
 }  // namespace
+
+std::string of_unit(std::string_view unit) {
+  if (unit == "(root)") return " of the root unit";
+  if (unit.empty() || unit.front() == '(') return "";
+  return std::string(" of unit '").append(unit).append("'");
+}
 
 Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std::uint64_t sizes) {
   static_assert(std::has_unique_object_representations_v<Call>, "compared and sent as bytes");

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "comm/communicator.h"
 
@@ -34,6 +35,9 @@ std::string describe_divergence(const Call& a, int rank_a, const Call& b, int ra
 class RowFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+/// " of unit 'blocks.0'", " of the root unit", or nothing for what is no unit: "" and all others that a parenthesis begins.
+std::string of_unit(std::string_view unit);
 
 /// Mixes a number into a hash; the same on every rank.
 constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {

@@ -114,7 +114,7 @@ auto ask_peers(const comm::Row& row, const char* whether, const Ask& ask) {
   } catch (...) {
     throw CommError("rank " + std::to_string(row.rank) + " of " + std::to_string(row.size()) + " of mesh dimension '" + row.dim +
                     "' could not ask its peers whether they share " + whether + ": " + current_exception_text() +
-                    ". A peer has failed or left: its own message says why.");
+                    ". A peer has failed or ended: its own message says why, if there is one.");
   }
 }
 
@@ -228,13 +228,13 @@ std::shared_ptr<comm::Communicator> DeviceMesh::second_communicator(const std::s
 }
 
 double DeviceMesh::sum(double value) const {
-  const auto all = comm::Ranks(*this).exchange(at::full({1}, value, at::kDouble), {.operation = "sum", .unit = "(mesh)"});
+  const auto all = comm::Ranks(*this).exchange(at::full({1}, value, at::kDouble), {.operation = "DeviceMesh::sum", .unit = {}});
   double sum = 0;
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) sum += all.const_data_ptr<double>()[rank];
   return sum;
 }
 
-bool DeviceMesh::all(bool ok) const { return comm::Ranks(*this).agree(ok, {.operation = "all", .unit = "(mesh)"}); }
+bool DeviceMesh::all(bool ok) const { return comm::Ranks(*this).agree(ok, {.operation = "DeviceMesh::all", .unit = {}}); }
 
 void DeviceMesh::barrier() const {
   // Whoever leaves the barrier of dimension d knows that all ranks that differ from it in dimensions 0 to d only have arrived.

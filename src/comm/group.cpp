@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/exception_text.h"
+#include "comm/endings.h"
 #include "comm/served.h"
 #include "comm/stall_watch.h"
 
@@ -22,7 +23,7 @@ const char* way_out(const std::string& c10d_text) {
     return "A peer did not take part in time: see whether it failed or does something else (FSDP_DEBUG=1 compares every collective), or "
            "raise MeshOptions::timeout.";
   }
-  return "A peer has failed or left: its own message says why.";
+  return "That rank has failed or ended: its own message says why, if there is one. FSDP_DEBUG=1 compares every collective.";
 }
 
 at::Tensor bytes_of(const Call& call) {
@@ -51,11 +52,7 @@ bool is_complete(c10d::Work& work) {
 
 }  // namespace
 
-std::string describe(const Label& label) {
-  std::string text = label.operation;
-  if (!label.unit.empty()) text.append(" of unit '").append(label.unit).append("'");
-  return text;
-}
+std::string describe(const Label& label) { return label.operation + of_unit(label.unit); }
 
 Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data, std::shared_ptr<SharedRow> shared,
              Ends ends)
@@ -241,7 +238,8 @@ CommError Group::failure(const Label& label) {
       text = alarm = *received;
     } else {
       text = current_exception_text();
-      text.append(". ").append(way_out(text));
+      const auto ended = ended_peers();
+      text.append(". ").append(ended.empty() ? way_out(text) : describe_ended(ended));
     }
   }
   CommError error(start + ": " + text);
@@ -251,6 +249,18 @@ CommError Group::failure(const Label& label) {
   close_connections();
   abort_data();
   return error;
+}
+
+// The alarm that follows tells the others, too.
+std::vector<std::int64_t> Group::ended_peers() {
+  std::vector<std::int64_t> gone;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (int peer = 0; peer < static_cast<int>(sentinels_.size()); ++peer) {
+      if (peer != row.rank && is_closed(peer)) gone.push_back(row.global_ranks[static_cast<std::size_t>(peer)]);
+    }
+  }
+  return returned_among(gone);
 }
 
 void Group::raise_alarm(const std::string& text) noexcept {

@@ -115,6 +115,7 @@ class Group {
   bool is_closed(int peer);  // has no connection, or its process has ended
   bool has_alarm(int peer);
   std::optional<std::string> received_alarm();
+  std::vector<std::int64_t> ended_peers();  // which have come to their end, and not failed
   void raise_alarm(const std::string& text) noexcept;
   void close_connections() noexcept;
   void abort_data() noexcept;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -22,14 +23,17 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
 
 #include "base/exception_text.h"
+#include "comm/descriptor.h"
+#include "comm/endings.h"
 #include "comm/launch.h"
+#include "comm/launch_report.h"
 #include "comm/program_copy.h"
+#include "comm/rank_process.h"
 #include "comm/world.h"
 #include "fsdp/error.h"
 
@@ -37,53 +41,7 @@ namespace fsdp {
 namespace comm {
 namespace {
 
-struct RankProcess {
-  int rank = 0;
-  pid_t pid = -1;
-  int report_fd = -1;  ///< -1 once its other end is closed.
-  std::string report;
-  bool running = true;
-  bool stopped_by_us = false;
-  bool collected_elsewhere = false;  ///< Somebody else in this program has asked for `status` first.
-  int status = 0;
-
-  bool began() const { return report.starts_with(kBegan); }
-  /// What follows kBegan; empty if the process ended before it could say more.
-  std::string_view ending() const { return std::string_view(report).substr(began() ? 1 : 0); }
-  bool returned() const { return ending().starts_with(kReturned); }
-  bool noticed_a_peer() const { return ending().starts_with(kPeerFailed); }
-  bool failed() const { return !running && !(returned() && WIFEXITED(status) && WEXITSTATUS(status) == 0); }
-};
-
 [[noreturn]] void throw_errno(const std::string& what) { throw Error("launch_local: " + what + ": " + std::strerror(errno)); }
-
-/// A file descriptor, which is closed in the end unless somebody has taken it.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(Descriptor&& other) noexcept : fd_(other.take()) {}
-  Descriptor& operator=(Descriptor&&) = delete;
-
-  int get() const { return fd_; }
-  int take() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
-/// The pipe through which a rank reports.
-struct ReportPipe {
-  static ReportPipe open() {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) throw_errno("pipe");
-    return {.to_read = Descriptor(ends[0]), .to_write = Descriptor(ends[1])};
-  }
-  Descriptor to_read;
-  Descriptor to_write;
-};
 
 // A listening socket on a free port, handed to rank 0: choosing a port number and binding it later would be a race.
 Descriptor listen_on_loopback(std::uint16_t& port) {
@@ -135,8 +93,10 @@ int exit_code_of(const std::function<int()>& fn) {
 }
 
 // Leaves by _exit: exit handlers and static objects belong to the parent, which runs them itself.
-[[noreturn]] void run_rank(const std::function<int()>& fn, int report_fd) {
+[[noreturn]] void run_rank(const std::function<int()>& fn, int report_fd, const LaunchDetails& details) {
   int code = 1;
+  // A pipe's reader gets lines as they are written, as a terminal's does.
+  if (details.prefix_output) std::setvbuf(stdout, nullptr, _IOLBF, 0);
   write_report(report_fd, kBegan, "");
   try {
     code = exit_code_of(fn);
@@ -164,16 +124,28 @@ std::string own_name() {
 // In a process that another launcher started: its exit code is all that the launcher sees, so the message is printed here.
 int run_here(const std::function<int()>& fn) {
   try {
-    return exit_code_of(fn);
+    const int code = exit_code_of(fn);
+    tell_ending(code == 0 ? Ending::kReturned : Ending::kFailed);
+    return code;
   } catch (...) {
-    std::cerr << own_name() + " failed: " + current_exception_text() + "\n" << std::flush;
+    tell_ending(Ending::kFailed);
+    const auto text = current_exception_text();
+    if (is_first_to_say(text)) std::cerr << own_name() + " failed: " + text + "\n" << std::flush;
     return 1;
   }
 }
 
-RankProcess fork_rank(const std::function<int()>& fn, const Environment& environment, int listen_fd,
+std::vector<PrefixedStream> output_of(std::size_t rank, const LaunchDetails& details) {
+  std::vector<PrefixedStream> output;
+  if (!details.prefix_output) return output;
+  for (const int target : {STDOUT_FILENO, STDERR_FILENO}) output.emplace_back(static_cast<int>(rank), target);
+  return output;
+}
+
+RankProcess fork_rank(const std::function<int()>& fn, const Environment& environment, int listen_fd, const LaunchDetails& details,
                       const std::vector<RankProcess>& earlier) {
-  auto report = ReportPipe::open();
+  auto report = Pipe::open();
+  auto output = output_of(earlier.size(), details);
   const pid_t parent = getpid();
   const pid_t pid = fork();
   if (pid < 0) throw_errno("fork");
@@ -181,24 +153,30 @@ RankProcess fork_rank(const std::function<int()>& fn, const Environment& environ
     die_with_parent(parent);
     close(report.to_read.get());
     for (const RankProcess& other : earlier) close(other.report_fd);
+    for (const auto& stream : output) stream.become_target();
     for (const auto& [name, value] : environment) {
       setenv(name.c_str(), value.c_str(), 1);
       // OpenMP read its variable when this program was loaded.
       if (name == "OMP_NUM_THREADS") at::set_num_threads(std::stoi(value));
     }
     if (environment.front().second != "0") close(listen_fd);  // Else clients of a dead rank 0 would still be let in.
-    run_rank(fn, report.to_write.get());
+    run_rank(fn, report.to_write.get(), details);
   }
-  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}};
+  for (auto& stream : output) stream.close_write_end();
+  return {
+      .rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}, .output = std::move(output)};
 }
 
-RankProcess execute_rank(const Environment& environment, int listen_fd, const std::vector<int>& earlier_results,
-                         const std::vector<RankProcess>& earlier) {
-  auto report = ReportPipe::open();
+RankProcess execute_rank(const Environment& environment, int listen_fd, const LaunchDetails& details,
+                         const std::vector<int>& earlier_results, const std::vector<RankProcess>& earlier) {
+  auto report = Pipe::open();
+  auto output = output_of(earlier.size(), details);
   const ProgramCopy told{.report_fd = report.to_write.get(), .earlier_results = earlier_results};
   const std::span<const int> of_first(&listen_fd, earlier.empty() ? 1 : 0);
-  const pid_t pid = start_copy(environment, told, of_first);
-  return {.rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}};
+  const pid_t pid = start_copy(environment, told, of_first, output);
+  for (auto& stream : output) stream.close_write_end();
+  return {
+      .rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}, .output = std::move(output)};
 }
 
 void read_report(RankProcess& process) {
@@ -219,22 +197,29 @@ void read_rest(RankProcess& process) {
   while (process.report_fd >= 0) read_report(process);
 }
 
-// Sleeps until a rank reports or ends. The end of a rank closes its pipe, unless a process that it started keeps it open: hence a limit.
+// Sleeps until a rank reports, writes or ends. The end of a rank closes its pipe, unless a process that it started keeps it open: hence a
+// limit.
 void wait_for_news(std::vector<RankProcess>& ranks) {
   std::vector<pollfd> fds;
-  std::vector<RankProcess*> owners;
+  std::vector<std::function<void()>> readers;
+  const auto watch = [&](int fd, std::function<void()> read) {
+    fds.push_back({.fd = fd, .events = POLLIN, .revents = 0});
+    readers.push_back(std::move(read));
+  };
   bool ending = false;
   for (RankProcess& process : ranks) {
-    if (process.report_fd < 0) {
+    if (process.report_fd >= 0) {
+      watch(process.report_fd, [&process] { read_report(process); });
+    } else {
       ending = ending || process.running;
-      continue;
     }
-    fds.push_back({.fd = process.report_fd, .events = POLLIN, .revents = 0});
-    owners.push_back(&process);
+    for (auto& stream : process.output) {
+      if (stream.fd() >= 0) watch(stream.fd(), [&stream] { stream.pass_on(); });
+    }
   }
   poll(fds.data(), fds.size(), ending ? 1 : 100);
   for (std::size_t i = 0; i < fds.size(); ++i) {
-    if (fds[i].revents != 0) read_report(*owners[i]);
+    if (fds[i].revents != 0) readers[i]();
   }
 }
 
@@ -246,32 +231,68 @@ void signal_running(std::vector<RankProcess>& ranks, int signal) {
   }
 }
 
-// While it lives, SIGTERM to this process goes to the ranks: they may want to save their work before they end.
-class TerminationForwarder {
+// While it lives, SIGINT and SIGTERM to this process go to the ranks: they may want to save their work before they end. Ctrl-C in a
+// terminal goes to them anyway, and they get it twice. The second one is for a program that hangs: it ends this process, and so the ranks.
+class SignalForwarder {
  public:
-  TerminationForwarder() {
-    arrived = 0;
-    struct sigaction action {};
-    action.sa_handler = [](int) { arrived = 1; };
-    sigaction(SIGTERM, &action, &before_);
-  }
-  ~TerminationForwarder() { sigaction(SIGTERM, &before_, nullptr); }
-  TerminationForwarder(const TerminationForwarder&) = delete;
-  TerminationForwarder& operator=(const TerminationForwarder&) = delete;
-
-  void forward(const std::vector<RankProcess>& ranks) {
-    if (arrived == 0 || std::exchange(forwarded_, true)) return;
-    for (const RankProcess& process : ranks) {
-      if (process.running) kill(process.pid, SIGTERM);
+  SignalForwarder() {
+    for (auto& signal : signals) {
+      signal.arrived = 0;
+      signal.forwarded = false;
+      struct sigaction action {};
+      action.sa_handler = &note;
+      sigaction(signal.number, &action, &signal.before);
     }
   }
-  bool forwarded() const { return forwarded_; }
+  ~SignalForwarder() {
+    for (const auto& signal : signals) sigaction(signal.number, &signal.before, nullptr);
+  }
+  SignalForwarder(const SignalForwarder&) = delete;
+  SignalForwarder& operator=(const SignalForwarder&) = delete;
+
+  void forward(const std::vector<RankProcess>& ranks) {
+    for (auto& signal : signals) {
+      if (signal.arrived == 0 || std::exchange(signal.forwarded, true)) continue;
+      for (const RankProcess& process : ranks) {
+        if (process.running) kill(process.pid, signal.number);
+      }
+    }
+  }
+
+  /// The signal by which all ranks that failed have ended, if it came by this process; else 0.
+  static int ended_by(const std::vector<RankProcess*>& failures) {
+    for (const auto& signal : signals) {
+      const auto ended = [&](const RankProcess* process) {
+        return WIFSIGNALED(process->status) && WTERMSIG(process->status) == signal.number;
+      };
+      if (signal.forwarded && !failures.empty() && std::all_of(failures.begin(), failures.end(), ended)) return signal.number;
+    }
+    return 0;
+  }
 
  private:
-  inline static volatile std::sig_atomic_t arrived = 0;
-  struct sigaction before_ {};
-  bool forwarded_ = false;
+  struct Forwarded {
+    int number;
+    volatile std::sig_atomic_t arrived = 0;
+    bool forwarded = false;
+    struct sigaction before {};
+  };
+
+  static void note(int number) {
+    for (auto& signal : signals) {
+      if (signal.number != number) continue;
+      if (number == SIGINT && signal.arrived != 0) {
+        sigaction(number, &signal.before, nullptr);
+        raise(number);
+      }
+      signal.arrived = 1;
+    }
+  }
+
+  static std::array<Forwarded, 2> signals;
 };
+
+std::array<SignalForwarder::Forwarded, 2> SignalForwarder::signals = {Forwarded{.number = SIGINT}, Forwarded{.number = SIGTERM}};
 
 /// True if the rank has ended: then it no longer runs, and its report is complete.
 bool has_ended(RankProcess& process) {
@@ -279,6 +300,7 @@ bool has_ended(RankProcess& process) {
   if (ended == 0) return false;
   process.running = false;
   read_rest(process);
+  for (auto& stream : process.output) stream.finish();
   // Where the program ignores SIGCHLD, or collects all its children itself, what the rank has reported must do.
   process.collected_elsewhere = ended < 0;
   if (ended < 0) process.status = W_EXITCODE(process.returned() ? std::stoi(std::string(process.ending().substr(1))) : 1, 0);
@@ -286,7 +308,7 @@ bool has_ended(RankProcess& process) {
 }
 
 // Waits for all ranks, and returns those that failed, in the order in which they ended.
-std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, TerminationForwarder& termination, const LaunchOptions& options) {
+std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, SignalForwarder& signals, const LaunchDetails& details) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kNever = Clock::time_point::max();
   constexpr auto kTermToKill = std::chrono::seconds(2);
@@ -296,11 +318,11 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, Termination
   const auto running = [](const RankProcess& process) { return process.running; };
   while (std::any_of(ranks.begin(), ranks.end(), running)) {
     wait_for_news(ranks);
-    termination.forward(ranks);
+    signals.forward(ranks);
     for (RankProcess& process : ranks) {
       if (!process.running || !has_ended(process) || !process.failed()) continue;
       failures.push_back(&process);
-      if (next_signal == kNever) next_signal = Clock::now() + options.grace;
+      if (next_signal == kNever) next_signal = Clock::now() + details.grace;
     }
     if (Clock::now() >= next_signal) {
       signal_running(ranks, signal);
@@ -322,57 +344,22 @@ void abandon(std::vector<RankProcess>& ranks) {
 }
 
 /// All of them, or none and an exception.
-std::vector<RankProcess> start_ranks(int nproc, const std::function<int()>& fn, bool by_fork, const std::vector<int>& earlier_results) {
+std::vector<RankProcess> start_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details, bool by_fork,
+                                     const std::vector<int>& earlier_results) {
   std::uint16_t port = 0;
   const Descriptor listening = listen_on_loopback(port);
   std::vector<RankProcess> ranks;
   try {
     for (int rank = 0; rank < nproc; ++rank) {
       const Environment environment = rank_environment(rank, nproc, port, listening.get());
-      ranks.push_back(by_fork ? fork_rank(fn, environment, listening.get(), ranks)
-                              : execute_rank(environment, listening.get(), earlier_results, ranks));
+      ranks.push_back(by_fork ? fork_rank(fn, environment, listening.get(), details, ranks)
+                              : execute_rank(environment, listening.get(), details, earlier_results, ranks));
     }
   } catch (...) {
     abandon(ranks);
     throw;
   }
   return ranks;
-}
-
-/// `call`: the number of the launch, from 1, if the ranks are copies of the program; else 0.
-std::string describe(const RankProcess& process, std::size_t call) {
-  const std::string rank = "rank " + std::to_string(process.rank);
-  if (!process.returned() && !process.ending().empty()) return rank + " failed: " + std::string(process.ending().substr(1));
-  if (WIFSIGNALED(process.status)) {
-    const int signal = WTERMSIG(process.status);
-    return rank + " was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
-  }
-  const std::string code = std::to_string(WEXITSTATUS(process.status));
-  if (process.returned()) return rank + " failed: exit code " + code;
-  if (process.collected_elsewhere) return rank + " ended before its function returned";
-  std::string text = rank + " left by exit(" + code + ") before its function returned";
-  if (call != 0 && !process.began()) {
-    text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(call);
-  }
-  return text;
-}
-
-int report_failures(const std::vector<RankProcess*>& failures, std::size_t call, const LaunchOptions& options) {
-  const auto own = [](const RankProcess* process) { return !process->stopped_by_us && !process->noticed_a_peer(); };
-  const bool any_own = std::any_of(failures.begin(), failures.end(), own);
-  int result = 0;
-  for (const RankProcess* process : failures) {
-    if (process->stopped_by_us) {
-      std::cerr << "rank " << process->rank << " did not end within " << std::chrono::duration<double>(options.grace).count()
-                << " s after the first failure and was stopped\n";
-    } else if (own(process) || !any_own) {
-      std::cerr << describe(*process, call) << "\n";
-      const int code = WIFEXITED(process->status) ? WEXITSTATUS(process->status) : 1;
-      if (result == 0 || result == 1) result = std::max(code, 1);
-    }
-  }
-  std::cerr.flush();
-  return result;
 }
 
 }  // namespace
@@ -390,38 +377,38 @@ bool is_single_threaded() {
   return std::distance(tasks, Tasks()) <= kOwnThreads;
 }
 
-int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions& options) {
+int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details) {
   static std::optional<ProgramCopy> copy = take_own_copy();
   static std::vector<int> results;  // Of the launches so far; in a copy, of those that it passes by.
   if (!copy && fsdp::is_launched()) return run_here(fn);
   if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
   if (copy) {
     if (results.size() < copy->earlier_results.size()) return results.emplace_back(copy->earlier_results[results.size()]);
-    run_rank(fn, std::exchange(copy, std::nullopt)->report_fd);
+    run_rank(fn, std::exchange(copy, std::nullopt)->report_fd, details);
   }
 
   const bool can_fork = is_single_threaded();
   // A forked copy would print what is still buffered a second time.
   std::cout.flush();
   std::fflush(nullptr);
-  std::vector<RankProcess> ranks = start_ranks(nproc, fn, can_fork, results);
-  bool ended_by_termination = false;
+  std::vector<RankProcess> ranks = start_ranks(nproc, fn, details, can_fork, results);
+  int ended_by = 0;
   int result = 0;
   {
-    TerminationForwarder termination;
-    const auto failures = supervise(ranks, termination, options);
-    const auto terminated = [](const RankProcess* process) { return WIFSIGNALED(process->status) && WTERMSIG(process->status) == SIGTERM; };
-    ended_by_termination = termination.forwarded() && !failures.empty() && std::all_of(failures.begin(), failures.end(), terminated);
-    const std::size_t call = can_fork ? 0 : results.size() + 1;
-    if (!ended_by_termination) result = report_failures(failures, call, options);
+    SignalForwarder signals;
+    const auto failures = supervise(ranks, signals, details);
+    ended_by = signals.ended_by(failures);
+    if (ended_by == 0) result = report_failures(ranks, failures, can_fork ? 0 : results.size() + 1, details.grace);
   }
-  if (ended_by_termination) raise(SIGTERM);  // As whoever sent it expects of a program that does nothing about it.
+  if (ended_by != 0) raise(ended_by);  // As whoever sent it expects of a program that does nothing about it.
   return results.emplace_back(result);
 }
 
 }  // namespace comm
 
-int launch_local(int nproc, const std::function<int()>& fn) { return comm::launch_ranks(nproc, fn, {}); }
+int launch_local(int nproc, const std::function<int()>& fn, LaunchOptions options) {
+  return comm::launch_ranks(nproc, fn, {.prefix_output = options.prefix_output});
+}
 
 bool is_launched() { return comm::is_launched(comm::process_environment); }
 

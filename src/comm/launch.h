@@ -6,13 +6,14 @@
 // What fsdp::launch_local is made of, with the knobs that only tests turn.
 namespace fsdp::comm {
 
-struct LaunchOptions {
+struct LaunchDetails {
   /// After the first failure the other ranks get this long to fail by themselves, so that their own messages come out.
   std::chrono::milliseconds grace = std::chrono::seconds(10);
+  bool prefix_output = false;  ///< See fsdp::LaunchOptions.
 };
 
-/// fsdp::launch_local with options.
-int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchOptions& options);
+/// fsdp::launch_local with details.
+int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details);
 
 /// True if this process has one thread, so that a forked copy of it is whole: locks held by other threads would stay locked in the copy.
 bool is_single_threaded();

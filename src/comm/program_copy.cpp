@@ -68,7 +68,7 @@ std::optional<ProgramCopy> take_own_copy() {
   return copy;
 }
 
-pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<const int> open_fds) {
+pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<const int> open_fds, std::span<const PrefixedStream> output) {
   environment.emplace_back(kReportFd, std::to_string(told.report_fd));
   std::string results;
   for (const int result : told.earlier_results) {
@@ -88,6 +88,7 @@ pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<con
     die_with_parent(parent);
     fcntl(told.report_fd, F_SETFD, 0);
     for (const int fd : open_fds) fcntl(fd, F_SETFD, 0);
+    for (const auto& stream : output) stream.become_target();
     execve("/proc/self/exe", argv.data(), envp.data());
     constexpr char kText[] = "Fcan't run the program again";
     static_assert(kText[0] == kFailed);

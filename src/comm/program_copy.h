@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "comm/rank_output.h"
+
 // Ranks that are this program, run again with its own arguments: where threads run already, a fork would copy locked locks.
 namespace fsdp::comm {
 
@@ -22,9 +24,9 @@ struct ProgramCopy {
 /// What this process was told; nothing if it is no copy. Whatever it starts itself is none: ask once.
 std::optional<ProgramCopy> take_own_copy();
 
-/// Starts a copy with `environment` added to this process's own, which inherits `open_fds` besides its report's. It is told `told`, and
-/// reports itself if the program can't be run. Throws Error if there can be no process.
-pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<const int> open_fds);
+/// Starts a copy with `environment` added to this process's own, which inherits `open_fds` besides its report's, and writes to `output`.
+/// It is told `told`, and reports itself if the program can't be run. Throws Error if there can be no process.
+pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<const int> open_fds, std::span<const PrefixedStream> output);
 
 /// Call it in a child: a rank must not outlive its parent, however that ends (Ctrl-C, SIGTERM, SIGKILL).
 void die_with_parent(pid_t parent);

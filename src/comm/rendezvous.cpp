@@ -14,6 +14,7 @@
 #endif
 
 #include "base/exception_text.h"
+#include "comm/endings.h"
 
 namespace fsdp::comm {
 namespace {
@@ -60,6 +61,7 @@ c10::intrusive_ptr<c10d::Store> world_store(const World& world, std::chrono::mil
   if (!store) {
     ignore_broken_pipes();
     store = connect_store(world, timeout);
+    if (world.agent_store) tell_endings_by(store, world.rank);
   }
   return store;
 }
@@ -103,6 +105,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank,
     : world_(world_of(rank, world_size)), timeout_(timeout) {
   if (world_size == 1) return;
   ignore_broken_pipes();
+  if (is_served_by_agent(process_environment)) tell_endings_by(store, rank);
   store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), std::move(store));
   gloo_device_ = make_gloo_device(world_);
 }

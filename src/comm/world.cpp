@@ -143,12 +143,16 @@ World read_world(const Getenv& env) {
   if (world.size == 1) return world;
   read_meeting_point(env, world);
   if (world.launcher == "torchrun") {
-    const auto agent = env("TORCHELASTIC_USE_AGENT_STORE");
-    world.agent_store = agent == "True" || agent == "1";  // torchrun writes Python's True.
+    world.agent_store = is_served_by_agent(env);
     world.restart_count = static_cast<int>(optional_number(env, "TORCHELASTIC_RESTART_COUNT", 0, 1 << 30).value_or(0));
     world.listen_fd = optional_number(env, kListenFd, 0, 1 << 30);
   }
   return world;
+}
+
+bool is_served_by_agent(const Getenv& env) {
+  const auto agent = env("TORCHELASTIC_USE_AGENT_STORE");
+  return agent == "True" || agent == "1";  // torchrun writes Python's True.
 }
 
 bool is_launched(const Getenv& env) {

@@ -37,6 +37,9 @@ struct World {
 /// Throws Error that names the variable if one is missing or malformed. docs/launch.md lists them.
 World read_world(const Getenv& env);
 
+/// True if torchrun's agent serves the store of its ranks, which then outlives them.
+bool is_served_by_agent(const Getenv& env);
+
 /// See fsdp::is_launched().
 bool is_launched(const Getenv& env);
 

@@ -54,7 +54,8 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
   }
   auto bits = mine.take();
   const Unit& first = gradients.front()->unit;
-  comm::Ranks({first.communicators.outer, first.communicators.reduce}).unite(bits, first.label("gradient usage"));
+  comm::Ranks({first.communicators.outer, first.communicators.reduce})
+      .unite(bits, first.label("exchange of which parameters have gradients"));
 
   std::vector<GradientAccumulator*> unreduced;
   BitReader all(bits);

@@ -388,7 +388,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   state::Phases phases(options.on_phase);
   // Where there is nothing to lose, one reading is enough.
   const bool at_once =
-      ranks.all(options.strict && (!options.check_first || engine->main_may_be_lost()), "checkpoint: has no rank values to lose");
+      ranks.all(options.strict && (!options.check_first || engine->main_may_be_lost()), "checkpoint: agreement on how it is read");
   Loaded loaded;
   try {
     ranks.together("nothing was loaded:", [&] {
@@ -404,7 +404,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
         if (ranks.index() == 0) counts = steps->read(*loading);
       }
     });
-    if (optimizer != nullptr) counts = ranks.broadcast(counts, "checkpoint: how often parameters were updated");
+    if (optimizer != nullptr) counts = ranks.broadcast(counts, "checkpoint: exchange of numbers of updates");
     ranks.together("nothing was loaded:", [&] {
       if (optimizer != nullptr) {
         loading->take_counts(counts);

@@ -12,7 +12,7 @@
 namespace fsdp::state {
 namespace {
 
-comm::Label label_of(const char* operation) { return {.operation = operation, .unit = "(checkpoint)"}; }
+comm::Label label_of(const char* operation) { return {.operation = operation, .unit = {}}; }
 
 std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, Ranks::Groups groups) {
   std::vector<std::shared_ptr<comm::Communicator>> rows;
@@ -79,7 +79,7 @@ void Ranks::together(const std::string& what, const std::function<void()>& work)
 }
 
 void Ranks::agree(const std::exception_ptr& failure, const std::string& what) const {
-  const auto failures = gather_everywhere(text_of(failure), "checkpoint: did all ranks succeed");
+  const auto failures = gather_everywhere(text_of(failure), "checkpoint: agreement on its success");
   std::string text;
   bool is_damage = true;
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {

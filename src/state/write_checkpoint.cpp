@@ -95,7 +95,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     check_retention(options);
     if (leads) step = ckpt::begin_step(target);
   });
-  const fs::path folder = ranks.broadcast(step ? step->path().string() : "", "checkpoint: its folder");
+  const fs::path folder = ranks.broadcast(step ? step->path().string() : "", "checkpoint: exchange of its folder");
 
   std::string part;
   fs::path replaced;
@@ -105,7 +105,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
       part = packed(metadata, file);
       phases.end(Phase::kWrite, file.size);
     });
-    const auto parts = ranks.gather(part, "checkpoint: what ranks wrote");
+    const auto parts = ranks.gather(part, "checkpoint: list of what ranks wrote");
     ranks.together(what, [&] {
       if (!leads) return;
       std::vector<DcpMetadata> metadata;

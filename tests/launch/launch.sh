@@ -46,3 +46,16 @@ if start "$program" 3 >"$output" 2>&1; then
   exit 1
 fi
 grep -q "rank [01] failed: expected 3 ranks, found 2" "$output" || { cat "$output"; echo "no rank has said why it failed"; exit 1; }
+
+# Where torchrun's agent serves the store, a rank says there that it has ended.
+[ "$launcher" = torchrun ] || exit 0
+[ "$(grep -c "failed: expected 3 ranks, found 2" "$output")" -eq 1 ] || { cat "$output"; echo "both ranks have said the same"; exit 1; }
+if start "$program" 2 uneven >"$output" 2>&1; then
+  echo "ranks with different numbers of batches passed"
+  exit 1
+fi
+grep -q "rank 1 failed: .*rank 0 had ended its training: the ranks take different numbers of steps" "$output" || {
+  cat "$output"
+  echo "nobody has said that rank 0 had ended"
+  exit 1
+}

@@ -1,5 +1,6 @@
 // launch_step RANKS: what launch.sh starts under a launcher. Every rank meets the others, sums, shards a model, trains it for a step, and
 // compares it with the same step unsharded. Fails unless there are RANKS ranks.
+// launch_step RANKS uneven: rank 0 has a batch less than the others.
 
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
@@ -47,14 +48,22 @@ int train(std::int64_t ranks) {
   return EXIT_SUCCESS;
 }
 
+int train_unevenly() {
+  const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+  auto model = make_model();
+  fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::each<torch::nn::LinearImpl>()});
+  for (int batch = mesh.rank() == 0 ? 1 : 0; batch < 3; ++batch) loss_of(model, mesh.rank()).backward();
+  return EXIT_SUCCESS;
+}
+
 }  // namespace
 
 // Under a launcher the function runs right here, in as many ranks as that has started; the number is for those that it would start itself.
 int main(int argc, char** argv) {
-  if (argc != 2) return EXIT_FAILURE;
+  if (argc != 2 && argc != 3) return EXIT_FAILURE;
   if (!fsdp::is_launched()) {
     std::cerr << "this process is no launched rank\n";
     return EXIT_FAILURE;
   }
-  return fsdp::launch_local(7, [&] { return train(std::atoi(argv[1])); });
+  return fsdp::launch_local(7, [&] { return argc == 3 ? train_unevenly() : train(std::atoi(argv[1])); });
 }

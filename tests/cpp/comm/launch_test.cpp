@@ -153,8 +153,7 @@ TEST(Launch, BlamesTheRankThatFailedOfItsOwn) {
 TEST(Launch, PrintsPeerFailuresWhereNoRankFailedOfItsOwn) {
   const auto [result, errors] = launch(2, []() -> int { throw CommError("timed out"); });
   EXPECT_EQ(result, 1);
-  EXPECT_TRUE(has(errors, "rank 0 failed: timed out\n")) << errors;
-  EXPECT_TRUE(has(errors, "rank 1 failed: timed out\n")) << errors;
+  EXPECT_EQ(errors, "ranks 0-1 failed: timed out\n");
 }
 
 // What an exit code can't hold is a failure, whatever its low eight bits say.
@@ -225,8 +224,8 @@ TEST(Launch, AForkedChildOfARankCannotUseItsMesh) {
       alarm(20);
       const auto of_mesh = testing::message_of([&] { mesh.sum(1); });
       const auto of_parameter = testing::message_of([&] { model->weight.sum(); });
-      const bool good = has(of_mesh, "sum of unit '(mesh)'") && has(of_mesh, "this process was forked from rank") &&
-                        has(of_parameter, "all-gather of unit '(root)'") && has(of_parameter, "this process was forked from rank");
+      const bool good = has(of_mesh, "DeviceMesh::sum: ") && has(of_mesh, "this process was forked from rank") &&
+                        has(of_parameter, "all-gather of the root unit") && has(of_parameter, "this process was forked from rank");
       if (!good) std::cerr << of_mesh << "\n" << of_parameter << std::endl;
       _exit(good ? 0 : 1);
     }
@@ -262,7 +261,7 @@ TEST(Launch, ARankWhoseEndSomebodyElseHasCollected) {
     EXPECT_EQ(good.result, 0) << good.errors;
     EXPECT_EQ(bad.result, 3);
     EXPECT_EQ(bad.errors, "rank 1 failed: exit code 3\n");
-    EXPECT_TRUE(has(thrown.errors, "rank 0 failed: bad shape\n") && has(thrown.errors, "rank 1 failed: bad shape\n")) << thrown.errors;
+    EXPECT_EQ(thrown.errors, "ranks 0-1 failed: bad shape\n");
     EXPECT_EQ(killed.result, 1);
     // Whoever asks first knows.
     EXPECT_TRUE(killed.errors == "rank 1 ended before its function returned\n" || has(killed.errors, "killed by signal 9"))

@@ -1,0 +1,91 @@
+"""How ranks under torchrun end: by a signal, and before the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import libfsdp
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+SHARDED = """
+import os, signal, sys
+import torch, libfsdp
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.Linear(8, 8)
+libfsdp.fully_shard(model)
+"""
+
+
+def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    file = folder / "program.py"
+    file.write_text(SHARDED + program)
+    return subprocess.run([*TORCHRUN, str(file)], text=True, capture_output=True, timeout=100)
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+step = 0
+while not libfsdp.stop_requested():
+    step += 1
+    model(torch.ones(2, 8)).sum().backward()
+    if step in (3, 4) and rank == 1:
+        os.kill(os.getpid(), signal.SIGINT if step == 4 else signal.SIGTERM)
+    assert step < 9
+sys.stderr.write(f"rank {rank} ends after step {step}\\n")
+dist.destroy_process_group()
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} ends after step 3\n" in done.stderr, done.stderr
+
+
+def test_without_other_ranks() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert not libfsdp.stop_requested()
+        os.kill(os.getpid(), signal.SIGINT)  # no KeyboardInterrupt
+        assert libfsdp.stop_requested()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_rank_that_had_ended_is_named(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+for _ in range(3 + rank):
+    model(torch.ones(2, 8)).sum().backward()
+""",
+    )
+    assert done.returncode != 0
+    assert "rank 0 had ended its training: the ranks take different numbers of steps" in done.stderr, done.stderr
+    assert "FSDP_DEBUG=1" in done.stderr
+
+
+def test_a_rank_that_has_failed_has_not_ended(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+for step in range(3):
+    if step == 2 and rank == 0:
+        raise ValueError("no batch")
+    model(torch.ones(2, 8)).sum().backward()
+""",
+    )
+    assert done.returncode != 0
+    assert "ValueError: no batch" in done.stderr
+    assert "had ended" not in done.stderr, done.stderr
