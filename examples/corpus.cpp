@@ -103,6 +103,7 @@ Corpus::Corpus(const fs::path& path) {
   if (error) fail_to_read(path, error);
   if (!fs::is_directory(status)) {
     const auto text = read_file(path);
+    if (text.empty()) throw std::runtime_error(path.string() + " is empty");
     if (!is_text(text)) throw std::runtime_error(path.string() + " is not a text file");
     append(train_, text);
     split_tail(train_, validation_);
@@ -127,7 +128,7 @@ Corpus::Corpus(const fs::path& path) {
     append(groups.at(group_of(file.lexically_relative(path))) <= limit ? validation_ : train_, text);
     ++files_;
   }
-  if (files_ == 0) throw std::runtime_error(path.string() + " holds no text files");
+  if (files_ == 0) throw std::runtime_error(path.string() + " holds no text");
   if (train_.empty()) train_.swap(validation_);
   if (validation_.empty()) split_tail(train_, validation_);
 }

@@ -15,6 +15,7 @@
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"
+#include "checkpoint/places.h"
 #include "checkpoint/printable.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
@@ -159,7 +160,7 @@ int inspect(const Options& options) {
 
 int verify(const Options& options) {
   const fs::path path = options.path;
-  if (!fs::exists(path)) throw fsdp::Error("there is no checkpoint " + options.path);
+  ckpt::require_checkpoint(path);
   ckpt::Findings findings;
   // Not by what its metadata say: they may be what is wrong.
   const bool is_safetensors =
@@ -210,6 +211,14 @@ int diff(const Options& options) {
   return found.lines.empty() ? 0 : kFound;
 }
 
+/// CLI11 says no more than that it lacks one.
+void require_command(const CLI::App& app, const std::string& word) {
+  if (word.starts_with("-") || app.get_subcommand_no_throw(word) != nullptr) return;
+  std::string known;
+  for (const auto* command : app.get_subcommands([](const CLI::App*) { return true; })) known += " " + command->get_name();
+  throw fsdp::Error((word.empty() ? "no command was given" : "there is no command '" + word + "'") + "; these are there:" + known);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -238,6 +247,7 @@ int main(int argc, char** argv) {
   comparing->add_option("--ignore", options.diff.ignored, "Names that begin with this; may be repeated")->allow_extra_args(false);
 
   try {
+    require_command(app, argc > 1 ? argv[1] : "");
     app.parse(argc, argv);
     if (*inspecting) return inspect(options);
     if (*verifying) return verify(options);

@@ -53,6 +53,10 @@ void check_replaceable(const fs::path& step, FileSystem& files) {
   throw Error(step.string() + " is there and is no checkpoint: it is not overwritten; give another name, or remove it");
 }
 
+void require_path(const fs::path& target) {
+  if (target.empty()) throw Error("the path to save to is empty; give the name of a new folder");
+}
+
 /// Throws Error unless nothing is at `path`, or an empty folder.
 void check_free(const fs::path& path, FileSystem& files) {
   if (!is_there(path, files) || is_empty_folder(path, files)) return;
@@ -206,12 +210,14 @@ ListedFile SummedFile::finish() {
 }
 
 TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
+  require_path(target);
   const fs::path step = without_slash(target);
   check_replaceable(step, files);
   return make_temporary(step, files);
 }
 
 TemporaryStep begin_new(const fs::path& target, FileSystem& files) {
+  require_path(target);
   const fs::path folder = without_slash(target);
   check_free(folder, files);
   return make_temporary(folder, files);

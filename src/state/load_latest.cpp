@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/places.h"
 #include "checkpoint/printable.h"
 #include "checkpoint/steps.h"
 #include "fsdp/error.h"
@@ -32,6 +33,7 @@ FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
   std::string text;
   ranks.together("nothing was loaded:", [&] {
     if (ranks.index() != 0) return;
+    ckpt::require_folder_of_steps(folder);
     for (const auto& step : ckpt::find_steps(folder)) {
       const auto state = std::to_string(static_cast<int>(step.state));
       for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
@@ -108,6 +110,7 @@ std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& 
 }
 
 std::optional<std::string> latest(const std::string& folder) {
+  ckpt::require_folder_of_steps(folder);
   const auto found = ckpt::latest_step(folder);
   return found ? std::optional(found->string()) : std::nullopt;
 }

@@ -9,6 +9,7 @@
 #include <variant>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/places.h"
 #include "checkpoint/steps.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
@@ -79,6 +80,7 @@ std::vector<std::filesystem::path> steps_that_stay(const SaveOptions& options, c
 namespace fsdp {
 
 std::optional<std::string> best(const std::string& folder) {
+  ckpt::require_folder_of_steps(folder);
   const auto found = state::best_first(ckpt::find_steps(folder));
   return found.empty() ? std::nullopt : std::optional(found.front().string());
 }

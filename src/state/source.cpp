@@ -11,6 +11,7 @@
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
+#include "checkpoint/places.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
 #include "fsdp/error.h"
@@ -199,7 +200,7 @@ at::Tensor Source::read_whole(const std::string& name) {
 
 std::unique_ptr<Source> open_source(const std::string& path) {
   const fs::path folder = path;
-  if (!fs::exists(folder)) throw Error("there is no checkpoint " + path);
+  ckpt::require_checkpoint(folder);
   const bool is_safetensors =
       !fs::is_directory(folder) || fs::exists(folder / ckpt::kSafetensorsIndex) || fs::exists(folder / ckpt::kSafetensorsFile);
   if (is_safetensors) return std::make_unique<Safetensors>(path);

@@ -136,8 +136,8 @@ TEST(Corpus, SaysWhyItCannotRead) {
   const auto binary = folder.write("binary", std::string(10, '\0'));
   EXPECT_EQ(error_of(binary), binary.string() + " is not a text file");
   const auto empty = folder.write("empty", "");
-  EXPECT_EQ(error_of(empty), empty.string() + " is not a text file");
-  EXPECT_EQ(error_of(folder.path()), folder.path().string() + " holds no text files");
+  EXPECT_EQ(error_of(empty), empty.string() + " is empty");
+  EXPECT_EQ(error_of(folder.path()), folder.path().string() + " holds no text");
 }
 
 class CorpusBatches : public ::testing::Test {

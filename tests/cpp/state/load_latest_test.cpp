@@ -178,4 +178,43 @@ TEST_F(LoadLatest, TellsWhatHasLeftTheModelTorn) {
   });
 }
 
+// A run that began anew would be the silent one of these mistakes.
+TEST_F(LoadLatest, OfACheckpointIsAnError) {
+  run_ranks(kRanks, [&] {
+    Training run;
+    save(run, 2, [] {});
+    const auto itself = path("step-2") + " is no folder of checkpoints: it is a checkpoint itself";
+    EXPECT_TRUE(has(message_of([&] { fsdp::load_latest(path("step-2"), *run.model, *run.optimizer); }), itself));
+    EXPECT_TRUE(has(message_of([&] { fsdp::latest(path("step-2")); }), itself));
+    EXPECT_TRUE(has(message_of([&] { fsdp::best(path("step-2")); }), itself));
+    const auto of_several = message_of([&] { fsdp::load(folder.path().string(), *run.model, *run.optimizer); });
+    EXPECT_TRUE(has(of_several, " is no checkpoint: it is a folder of checkpoints, and holds step-1, step-2; name one of them"))
+        << of_several;
+    on_rank_0(run.mesh, [&] { fs::create_directory(path("empty")); });
+    EXPECT_TRUE(
+        has(message_of([&] { fsdp::load(path("empty"), *run.model, *run.optimizer); }), "is no checkpoint: it has neither metadata"));
+    EXPECT_FALSE(fsdp::load_latest(path("empty"), *run.model, *run.optimizer));
+  });
+}
+
+TEST_F(LoadLatest, OfAnEmptyPathIsAnError) {
+  run_ranks(kRanks, [&] {
+    Training run;
+    const auto expect = [](const std::string& error, const auto& call) {
+      const auto message = message_of(call);
+      EXPECT_TRUE(has(message, error)) << message;
+    };
+    expect("the path of a folder of checkpoints is empty", [&] { fsdp::load_latest("", *run.model, *run.optimizer); });
+    expect("the path of a folder of checkpoints is empty", [&] { fsdp::latest(""); });
+    expect("the path of a checkpoint is empty", [&] { fsdp::load("", *run.model, *run.optimizer); });
+    expect("the path to save to is empty", [&] { fsdp::save("", *run.model, *run.optimizer); });
+    expect("the path to save to is empty", [&] { fsdp::export_safetensors("", *run.model); });
+    fsdp::AsyncSaver saver(*run.model);
+    expect("the path to save to is empty", [&] {
+      saver.save("");
+      saver.wait();
+    });
+  });
+}
+
 }  // namespace load_latest_test

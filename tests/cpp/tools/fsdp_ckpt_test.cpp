@@ -203,7 +203,8 @@ TEST_F(FsdpCkpt, ListsDifferences) {
 TEST_F(FsdpCkpt, ExplainsItself) {
   expect_part("--help", "inspect");
   expect_part("convert --help", "--max-file-size");
-  expect_error("", "A subcommand is required");
+  expect_error("", "no command was given; these are there: inspect verify convert diff");
+  expect_error("inspekt dcp", "there is no command 'inspekt'; these are there: inspect verify convert diff");
   expect_error("inspect", "path is required");
 }
 
