@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <csignal>
+#include <iostream>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -19,30 +19,23 @@
 #include "train_gpt/model_setup.h"  // what options say about sharding, optimizer and schedule
 #include "train_gpt/options.h"      // Options, their names on the command line, and which are refused
 #include "train_gpt/report.h"       // log, progress on the terminal, plot
+#include "train_gpt/resume.h"       // going on from a checkpoint
 #include "train_gpt/run_folder.h"   // where all of that goes
 
 namespace {
-
-/// Set by Ctrl-C, and by SIGTERM, which Slurm and torchrun send some time before they kill.
-volatile std::sig_atomic_t asked_to_end = 0;
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-/// Goes on from a checkpoint, if the options say so and there is one.
-std::optional<fsdp::Loaded> resume(const Options& options, const RunFolder& run, GPT& model, fsdp::Optimizer& optimizer) {
-  if (options.resume == "no") return std::nullopt;
-  if (options.resume == "auto") return fsdp::load_latest(run.checkpoints(), *model, optimizer);
-  return fsdp::load(options.resume, *model, optimizer);
-}
-
-int train(const Options& options, const Corpus& corpus) {
-  for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, [](int) { asked_to_end = 1; });
+int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& line) {
   at::set_num_threads(options.threads);
-  const auto line = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
-  const auto run = open_run(options, line);
-  if (!run) return kUsageExitCode;
+  std::optional<RunFolder> run;
+  const auto open_run = [&] {
+    validate_ranks(options, line.size());
+    run.emplace(options, line);
+  };
+  if (!all_accept(line, open_run)) return kUsageExitCode;
   const auto mesh = options.outer == 1 ? line : fsdp::init_device_mesh(options.device, {{"dp_outer", options.outer}, {"dp_shard", -1}});
   torch::manual_seed(options.seed);
   GPT model(options.model);
@@ -57,9 +50,6 @@ int train(const Options& options, const Corpus& corpus) {
     step = std::get<std::int64_t>(loaded->extra.at("step"));
     seconds_before = std::get<double>(loaded->extra.at("seconds"));
   }
-  Report report(options, *run, mesh, loaded);
-  report.begin(model, corpus);
-
   const auto begin = std::chrono::steady_clock::now();
   const auto seconds_so_far = [&] { return seconds_before + seconds_since(begin); };
   std::optional<fsdp::AsyncSaver> saver;
@@ -73,11 +63,20 @@ int train(const Options& options, const Corpus& corpus) {
       fsdp::save(run->checkpoint(step), *model, optimizer, extra, how);
     }
   };
-  // Progress in [0, 1]: by steps, or by rank 0's clock, which every rank must agree on.
+  // Progress in [0, 1]: by steps, and where time is limited by rank 0's clock, which every rank must agree on.
   const auto done = [&] {
-    if (options.steps > 0) return static_cast<double>(step) / static_cast<double>(options.steps);
-    return std::min(1.0, mesh.sum(mesh.rank() == 0 ? seconds_so_far() / (60 * options.minutes) : 0.0));
+    const double by_steps = options.steps > 0 ? static_cast<double>(step) / static_cast<double>(options.steps) : 0.0;
+    const double by_time = options.minutes > 0 ? mesh.sum(mesh.rank() == 0 ? seconds_so_far() / (60 * options.minutes) : 0.0) : 0.0;
+    return std::min(1.0, std::max(by_steps, by_time));
   };
+  if (loaded && done() >= 1) {
+    say_nothing_is_left(options, mesh, loaded->path, step);
+    mesh.barrier();
+    return 0;
+  }
+  if (!all_accept(mesh, [&] { run->begin(options, mesh); })) return kUsageExitCode;
+  Report report(options, *run, mesh, loaded);
+  report.begin(model, corpus);
 
   const std::int64_t share = options.batch / mesh.size();
   const std::int64_t at_once = share / options.accumulate;
@@ -115,7 +114,7 @@ int train(const Options& options, const Corpus& corpus) {
     validation.reset();
     if (progress >= 1 || step % options.eval_every == 0) validation = evaluate(model, corpus, options, mesh);
     if (validation && progress < 1) report.validation(step, *validation);
-    const bool ends = progress < 1 && mesh.sum(asked_to_end) > 0;  // One rank may have heard of it before the others.
+    const bool ends = progress < 1 && fsdp::stop_requested(mesh);  // Ctrl-C, or SIGTERM, which Slurm sends some time before it kills
     if (ends || validation || step % options.save_every == 0) save(validation);
     if (ends) {
       if (saver) saver->wait();
@@ -139,11 +138,24 @@ int train(const Options& options, const Corpus& corpus) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  Options options;
-  if (const auto exit_code = parse(argc, argv, options)) return *exit_code;
-  if (!options.generate.empty()) return fsdp::launch_local(1, [&] { return generate_from_run(options); });
-  const auto corpus = read_corpus(options);
-  if (!corpus) return kUsageExitCode;
-  std::signal(SIGINT, [](int) { std::raise(SIGTERM); });  // launch_local passes SIGTERM on to the ranks
-  return fsdp::launch_local(options.nproc, [&] { return train(options, *corpus); });
+  std::optional<Options> options;
+  std::optional<Corpus> corpus;
+  std::string refusal;
+  try {
+    options = parse(argc, argv);
+    if (!options) return 0;
+    if (options->generate.empty()) corpus = read_corpus(*options);
+  } catch (const std::exception& error) {
+    refusal = error.what();
+  }
+  if (!refusal.empty() && !fsdp::is_launched()) {
+    std::cerr << "train_gpt: " << refusal << std::endl;
+    return kUsageExitCode;
+  }
+  return fsdp::launch_local(options && options->generate.empty() ? options->nproc : 1, [&] {
+    // Ranks of another launcher read the command line themselves: what they all refuse is said once.
+    const auto mesh = fsdp::init_device_mesh(options ? options->device : "cpu", {{"dp_shard", -1}});
+    if (!nobody_refuses(mesh, refusal)) return kUsageExitCode;
+    return options->generate.empty() ? train(*options, *corpus, mesh) : generate_from_run(*options, mesh);
+  });
 }

@@ -8,10 +8,11 @@ every machine with torch has. Each run has a folder with its configuration, a lo
 """
 
 import argparse
+import fcntl
 import json
 import math
 import shutil
-import signal
+import sys
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import AdamW
 
-from libfsdp import fully_shard
+from libfsdp import fully_shard, stop_requested
 
 DIM, LAYERS, HEADS, CONTEXT = 256, 6, 4, 256
 SEQUENCES = 4  # per step, over all ranks
@@ -110,9 +111,9 @@ def save(run: Path, step: int, model: nn.Module, optimizer: AdamW) -> None:
             shutil.rmtree(old)
 
 
-def load_newest(run: Path, model: nn.Module, optimizer: AdamW) -> int:
+def load_newest(run: Path | None, model: nn.Module, optimizer: AdamW) -> int:
     """The step of the checkpoint; 0, if there is none."""
-    if not checkpoints(run):
+    if run is None or not checkpoints(run):
         return 0
     parameters, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": parameters, "optim": optimizer_state, "step": 0}
@@ -158,26 +159,42 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def open_run(options: argparse.Namespace) -> Path:
-    """The folder of the run, with its configuration; rank 0 makes it."""
+class Lock:
+    """Keeps other processes from training in a folder. The system lets go of it when rank 0 ends, in whatever way."""
+
+    def __init__(self, run: Path) -> None:
+        refused = [""]
+        if dist.get_rank() == 0:
+            self.file = (run / ".lock").open("a")
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refused = [f"another training goes on in {run}: wait for its end, or end it"]
+        dist.broadcast_object_list(refused)
+        if refused[0]:
+            sys.exit(refused[0] if dist.get_rank() == 0 else 1)
+
+
+def begin_run(options: argparse.Namespace, lock: Lock | None) -> tuple[Path, Lock]:
+    """The folder of the run, with its configuration; rank 0 makes it, unless it is one that goes on."""
     chosen = [options.folder or Path("runs", time.strftime("%Y%m%d-%H%M%S"))]
     dist.broadcast_object_list(chosen)
+    run = chosen[0]
     if dist.get_rank() == 0:
-        print(f"run folder: {chosen[0]}", flush=True)
-        chosen[0].mkdir(parents=True, exist_ok=True)
+        run.mkdir(parents=True, exist_ok=True)
+    lock = lock or Lock(run)
+    if dist.get_rank() == 0:
+        print(f"run folder: {run}", flush=True)
         config = {"steps": options.steps, "data": str(options.data.absolute()), "save_every": options.save_every}
-        (chosen[0] / "config.json").write_text(json.dumps(config))
-    return chosen[0]
+        (run / "config.json").write_text(json.dumps(config))
+    return run, lock
 
 
 def main() -> None:
     options = read_options()
-    asked_to_end = []  # by Ctrl-C, or SIGTERM
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: asked_to_end.append(number))
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    run = open_run(options)
+    lock = Lock(options.resume) if options.resume else None
     train, validation = read_text(options.data)
     torch.manual_seed(1)  # the same first values on all ranks
     model = GPT()
@@ -185,7 +202,14 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    first = load_newest(run, model, optimizer) if options.resume else 0
+    first = load_newest(options.resume, model, optimizer)
+    if first >= options.steps:
+        if rank == 0:
+            print(f"nothing is left to train: {options.resume} has made {first} steps; for more, raise --steps")
+        dist.destroy_process_group()
+        return
+    # Nothing of a run changes before its checkpoint is loaded.
+    run, lock = begin_run(options, lock)
     log = Log(run, first)
 
     share = SEQUENCES // ranks
@@ -205,7 +229,7 @@ def main() -> None:
         if done % 20 == 0 or done in (1, options.steps):
             speed = (done - first) * SEQUENCES * CONTEXT / (time.monotonic() - begin)
             log.write(f"step {done:5}  loss {mean:.4f}  {speed:7.0f} tokens/s", step=done, loss=mean)
-        ends = sum_over_ranks(len(asked_to_end)) > 0  # One rank may have heard of it before the others.
+        ends = stop_requested()  # by Ctrl-C, or SIGTERM
         if ends or done % options.save_every == 0 or done == options.steps:
             save(run, done, model, optimizer)
         if ends and done < options.steps:

@@ -30,16 +30,12 @@ std::string generate(GPT& model, const Options& options, const fsdp::DeviceMesh&
   return text;
 }
 
-int generate_from_run(const Options& options) {
+int generate_from_run(const Options& options, const fsdp::DeviceMesh& mesh) {
   at::set_num_threads(options.threads);
   const auto folder = checkpoints_of(options, options.generate);
   auto checkpoint = options.newest ? std::nullopt : fsdp::best(folder);
   if (!checkpoint) checkpoint = fsdp::latest(folder);
-  if (!checkpoint) {
-    std::cerr << "train_gpt: there is no checkpoint in " << folder << std::endl;
-    return kUsageExitCode;
-  }
-  const auto mesh = fsdp::init_device_mesh(options.device, {{"dp_shard", -1}});
+  if (!nobody_refuses(mesh, checkpoint ? "" : "there is no checkpoint in " + folder)) return kUsageExitCode;
   GPT model(options.model);
   model->to(mesh.device());
   fsdp::fully_shard(*model, {.mesh = mesh, .units = fsdp::each<GPTBlockImpl>()});

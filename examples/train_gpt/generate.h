@@ -12,5 +12,5 @@
 /// is on rank 0, other ranks get "".
 std::string generate(GPT& model, const Options& options, const fsdp::DeviceMesh& mesh);
 
-/// The program under --generate: prints what the best checkpoint of a run writes, or the newest. Returns the exit code.
-int generate_from_run(const Options& options);
+/// The program under --generate: prints what the best checkpoint of a run writes, or the newest. Collective. Returns the exit code.
+int generate_from_run(const Options& options, const fsdp::DeviceMesh& mesh);

@@ -1,6 +1,7 @@
 #include "train_gpt/log.h"
 
 #include <filesystem>
+#include <stdexcept>
 
 namespace {
 
@@ -31,6 +32,7 @@ Log::Log(const std::string& path, std::optional<std::int64_t> keep_until) {
     std::filesystem::rename(path + ".new", path);
   }
   file_.open(path, keep_until ? std::ios::app : std::ios::trunc);
+  if (!file_) throw std::runtime_error("cannot write " + path);
 }
 
 void Log::write(const nlohmann::json& row) { append(file_, row); }

@@ -1,15 +1,16 @@
 #include "train_gpt/options.h"
 
 #include <fsdp/launch.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <filesystem>
-#include <fstream>
-#include <iostream>
 #include <utility>
 #include <vector>
 
 #include "train_gpt/config.h"
+#include "train_gpt/resume.h"
+#include "train_gpt/run_folder.h"
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw UsageError(what);
@@ -35,7 +36,8 @@ void validate(const Options& options) {
   require(model.dim % model.heads == 0 && model.dim / model.heads % 2 == 0,
           "--dim " + std::to_string(model.dim) + " does not divide into --heads " + std::to_string(model.heads) + " of even width");
   require(options.batch > 0, "--batch must be positive");
-  require(options.steps >= 0 && options.minutes > 0, "--steps must be at least 0 (0: by --minutes) and --minutes positive");
+  require(options.steps >= 0 && options.minutes >= 0 && (options.steps > 0 || options.minutes > 0),
+          "--steps and --minutes must be at least 0, and one of them positive");
   require(options.lr > 0 && options.clip > 0, "--lr and --clip must be positive");
   require(options.warmup >= 0 && options.prefetch >= 0 && options.weight_decay >= 0,
           "--warmup, --prefetch and --weight-decay must be at least 0");
@@ -85,8 +87,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_flag("--tied", options.model.tied, "Use the embedding as the output layer")->group("Model");
 
   option("--batch", options.batch, "Sequences per step over all ranks, whose number must divide it")->group("Training");
-  option("--minutes", options.minutes, "How long to train")->group("Training");
-  option("--steps", options.steps, "Train for so many steps instead of --minutes")->group("Training");
+  option("--steps", options.steps, "How many to train for; alone, however long they take")->group("Training");
+  option("--minutes", options.minutes, "Train for no longer than this; alone, for so long, however many steps fit in")->group("Training");
   option("--lr", options.lr, "Peak learning rate")->group("Training");
   option("--warmup", options.warmup, "Steps until the learning rate peaks")->group("Training");
   option("--weight-decay", options.weight_decay, "Of all parameters but norms and embeddings")->group("Training");
@@ -159,7 +161,7 @@ void add_options(CLI::App& app, Options& options) {
   app.footer(
       "Ranks are started here, or by torchrun --no-python, mpirun or srun: then leave out --nproc.\n"
       "Ctrl-C and SIGTERM save a checkpoint and end the run; --resume goes on with it.\n"
-      "Exit codes: 0 trained, 2 wrong option or data, others a failure in training.");
+      "Exit codes: 0 trained, or ended by these signals and saved; 2 wrong option or data; others a failure in training.");
 }
 
 // The folder whose configuration holds where the command line says nothing.
@@ -174,43 +176,49 @@ void make_absolute(std::string& path) {
   if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
 }
 
+bool can_write(const std::filesystem::path& file) {
+  return !std::filesystem::is_directory(file) && access(file.parent_path().c_str(), W_OK) == 0;
+}
+
 }  // namespace
 
-std::optional<int> parse(int argc, char** argv, Options& options) {
+std::optional<Options> parse(int argc, char** argv) {
+  Options options;
   CLI::App app("Trains a byte-level GPT on text, sharded over processes, and lets it write a sample.", "train_gpt");
   add_options(app, options);
   try {
     app.parse(argc, argv);
+    check_places(options);
     if (const auto folder = folder_with_config(options); !folder.empty()) {
-      options = read_config(folder);
+      const auto saved = options = read_config(folder);
       app.parse(argc, argv);  // What is given here overrides what is written there.
-      if (app.count("--minutes") > 0 && app.count("--steps") == 0) options.steps = 0;
+      check_same(options, saved, folder);
     } else if (app.count("--prompt") == 0 && app.count("--data") == 0) {
       options.prompt = "#include <";
     }
+    if (app.count("--minutes") > 0 && app.count("--steps") == 0) options.steps = 0;
+    if (app.count("--steps") > 0 && app.count("--minutes") == 0) options.minutes = 0;
     if (has_config(options.resume)) options.run = std::exchange(options.resume, "auto");
     for (auto* path : {&options.data, &options.log, &options.save}) make_absolute(*path);
     validate(options);
-    // Another launcher's number of ranks is known once they have met.
-    if (!fsdp::is_launched() && options.generate.empty()) validate_ranks(options, options.nproc);
-    const std::ofstream log(options.log, std::ios::app);
-    require(options.log.empty() || log.good(), "cannot write --log " + options.log);
+    check_checkpoint(options);
+    if (options.generate.empty()) {
+      check_folder(options);
+      // Another launcher's number of ranks is known once they have met.
+      if (!fsdp::is_launched()) validate_ranks(options, options.nproc);
+    }
+    require(options.log.empty() || can_write(options.log), "cannot write --log " + options.log);
   } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const std::exception& error) {
-    std::cerr << "train_gpt: " << error.what() << "\n";
-    return kUsageExitCode;
+    app.exit(help);
+    return std::nullopt;
+  } catch (const CLI::Error& error) {
+    throw UsageError(error.what());
   }
-  return std::nullopt;
+  return options;
 }
 
-std::optional<Corpus> read_corpus(const Options& options) {
-  try {
-    std::optional<Corpus> corpus(options.data);
-    validate_data(options, *corpus);
-    return corpus;
-  } catch (const std::exception& error) {
-    std::cerr << "train_gpt: " << error.what() << "\n";
-    return std::nullopt;
-  }
+Corpus read_corpus(const Options& options) {
+  Corpus corpus(options.data);
+  validate_data(options, corpus);
+  return corpus;
 }

@@ -15,8 +15,8 @@ struct Options {
   int nproc = 2;
   GPTConfig model{.vocab = 256, .dim = 256, .layers = 6, .heads = 4, .context = 256};
   std::int64_t batch = 4;
-  std::int64_t steps = 0;
-  double minutes = 5.75;
+  std::int64_t steps = 800;  ///< 0: until `minutes` are over.
+  double minutes = 12;       ///< 0: however long it takes.
   double lr = 2e-3;
   std::int64_t warmup = 30;
   double weight_decay = 0.1;
@@ -64,9 +64,9 @@ struct UsageError : std::runtime_error {
 void require(bool holds, const std::string& what);
 /// Throws UsageError where options contradict the number of ranks.
 void validate_ranks(const Options& options, std::int64_t ranks);
-/// The text to train on; nothing, after one line about the error, if it cannot be read or is too small.
-std::optional<Corpus> read_corpus(const Options& options);
+/// The text to train on. Throws std::runtime_error if it cannot be read, and UsageError if it is too small.
+Corpus read_corpus(const Options& options);
 
 /// Reads the command line; where it names the folder of a run to go on with or to generate from, that run's configuration holds for what
-/// the command line leaves out. Returns the exit code if the program is to end here: it has printed help, or one line about an error.
-std::optional<int> parse(int argc, char** argv, Options& options);
+/// the command line leaves out. Nothing, if it asked for help, which is printed. Throws UsageError.
+std::optional<Options> parse(int argc, char** argv);

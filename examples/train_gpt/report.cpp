@@ -32,7 +32,21 @@ std::optional<std::int64_t> kept_steps(const Options& options, const std::option
   return options.resume == "auto" ? std::optional<std::int64_t>(0) : std::nullopt;
 }
 
+// "800 steps, or 12 minutes if they take longer".
+std::string limits_of(const Options& options) {
+  const auto minutes = format("%g minutes", options.minutes);
+  if (options.steps == 0) return minutes;
+  return std::to_string(options.steps) + " steps" + (options.minutes > 0 ? ", or " + minutes + " if they take longer" : "");
+}
+
 }  // namespace
+
+void say_nothing_is_left(const Options& options, const fsdp::DeviceMesh& mesh, const std::string& checkpoint, std::int64_t step) {
+  if (mesh.rank() != 0) return;
+  std::printf("nothing is left to train: %s has made %ld steps of %s; for more, raise %s\n", checkpoint.c_str(), static_cast<long>(step),
+              limits_of(options).c_str(), step >= options.steps && options.steps > 0 ? "--steps" : "--minutes");
+  std::fflush(stdout);
+}
 
 Report::Report(const Options& options, const RunFolder& run, const fsdp::DeviceMesh& mesh, const std::optional<fsdp::Loaded>& loaded)
     : options_(options), run_(run), ranks_(mesh.size()), loaded_(loaded) {
@@ -53,6 +67,7 @@ void Report::begin(const GPT& model, const Corpus& corpus) {
                         mega(static_cast<std::size_t>(parameters)), options_.strategy.c_str(), static_cast<int>(ranks_),
                         ranks_ == 1 ? "" : "s", mega(corpus.train().size()), mega(corpus.validation().size())) +
                  options_.data);
+  progress_.line("trains for " + limits_of(options_));
   if (!loaded_) return;
   log_->write({{"resumed", step_of(*loaded_)}});
   progress_.line("resumed from " + loaded_->path);

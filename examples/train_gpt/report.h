@@ -22,6 +22,9 @@ struct FinalReport {
   std::int64_t peak_bytes = 0;
 };
 
+/// One line on rank 0: the checkpoint has all steps, or all minutes, that the options ask for.
+void say_nothing_is_left(const Options& options, const fsdp::DeviceMesh& mesh, const std::string& checkpoint, std::int64_t step);
+
 /// What a run tells, in its log and on stdout. Only rank 0 does; on the others nothing happens.
 class Report {
  public:

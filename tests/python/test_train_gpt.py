@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -49,7 +50,7 @@ def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
 
     run = tmp_path / output.splitlines()[0].removeprefix("run folder: ")
     assert run.parent == tmp_path / "runs"
-    assert {path.name for path in run.iterdir()} == {"config.json", "log.jsonl", "step-12"}
+    assert {path.name for path in run.iterdir()} == {".lock", "config.json", "log.jsonl", "step-12"}
     assert [row["loss"] for row in rows(run) if "loss" in row] == pytest.approx(losses, abs=1e-4)
     error = train(tmp_path, "--data", text, "--folder", run, fails=True)
     assert f"--folder {run} holds a run: go on with --resume" in error
@@ -80,7 +81,18 @@ def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path:
     assert found == [(row["step"], row["loss"]) for row in rows(tmp_path / "whole") if "loss" in row]
     assert rows(tmp_path / "stopped")[-1] == rows(tmp_path / "whole")[-1]
     names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert names == {"config.json", "log.jsonl", "step-30", "step-60"}
+    assert names == {".lock", "config.json", "log.jsonl", "step-30", "step-60"}
     # Two are kept, and what is given beside it counts: more steps.
     assert "done: 62 steps" in train(tmp_path, "--resume", "whole", "--steps", 62)
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"config.json", "log.jsonl", "step-60", "step-62"}
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {".lock", "config.json", "log.jsonl", "step-60", "step-62"}
+
+    # Nothing changes where nothing is left, or a load fails, or another process trains there.
+    config = tmp_path / "whole" / "config.json"
+    before = config.read_text()
+    assert "nothing is left to train: whole has made 62 steps" in train(tmp_path, "--resume", "whole", "--steps", 61)
+    with (tmp_path / "whole" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another training goes on in whole" in train(tmp_path, "--resume", "whole", "--steps", 70, fails=True)
+    (tmp_path / "whole" / "step-62" / ".metadata").write_bytes(b"")
+    train(tmp_path, "--resume", "whole", "--steps", 70, fails=True)
+    assert config.read_text() == before

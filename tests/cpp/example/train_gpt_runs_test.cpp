@@ -51,7 +51,7 @@ TEST_F(TrainGptRuns, EachHasAFolderOfItsOwn) {
     ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
     const auto path = outcome.output.substr(0, outcome.output.find('\n')).substr(std::string("run folder: ").size());
     EXPECT_EQ(path.substr(0, 5), "runs/") << outcome.output;
-    EXPECT_EQ(names_in(folder_.path() / path), (std::set<std::string>{"checkpoints", "config.json", "log.jsonl", "losses.svg"}));
+    EXPECT_EQ(names_in(folder_.path() / path), (std::set<std::string>{".lock", "checkpoints", "config.json", "log.jsonl", "losses.svg"}));
     EXPECT_EQ(names_in(folder_.path() / path / "checkpoints"), (std::set<std::string>{"step-6", "step-12"}));
 
     const auto config = Json::parse(read(folder_.path() / path / "config.json"));
@@ -195,7 +195,8 @@ TEST_F(TrainGptRuns, TheSameTextComesOfACheckpointTwice) {
 
   const auto nothing = run("nothing", {"--generate", folder_.path()});
   EXPECT_EQ(nothing.exit_code, 2);
-  EXPECT_NE(nothing.errors.find("is not the folder of a run: it has no config.json"), std::string::npos) << nothing.errors;
+  EXPECT_NE(nothing.errors.find("is not the folder of a run: it holds no checkpoint, and no config.json of a run"), std::string::npos)
+      << nothing.errors;
 }
 
 TEST(Generate, GathersOncePerTextNotPerToken) {
