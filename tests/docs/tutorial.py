@@ -47,13 +47,16 @@ def main(tutorial: Path, folder: Path, prefix: Path, package: Path, generator: s
         assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
         output.append(done.stdout)
 
-    first, second, third = output
-    losses = [float(loss) for loss in re.findall(r"loss (?:of rank 0 )?([\d.]+)$", first + second + third, re.MULTILINE)]
-    assert len(losses) == 6, output
+    # Each block of shell trains 20 steps.
+    losses = [float(loss) for loss in re.findall(r"loss (?:of rank 0 )?([\d.]+)$", "".join(output), re.MULTILINE)]
+    assert len(losses) == 8, output
     assert losses[-1] < losses[0], losses
+    first, second, third, python = output
     assert "resumes after step 20\n" in second, second
+    assert "resumes after step 40\n" in third, third
+    assert "step 80  loss of rank 0" in python, python
     left = {path.name for path in (project / "run").iterdir() if not path.name.startswith(".")}
-    assert left == {"step-30", "step-40", "from-python"}, left
+    assert left == {"step-50", "step-60", "from-python"}, left
 
 
 if __name__ == "__main__":
