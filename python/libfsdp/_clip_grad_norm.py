@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from libfsdp import _C
 from libfsdp._arguments import check_number, check_parameters, refuse
+from libfsdp._collectives import all_gather
 from libfsdp._mesh import device_of
 from libfsdp.optim._preparing import cut_dims, prepare_gradient
 
@@ -104,7 +105,7 @@ def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]],
             group = mesh.get_group(dimension)
             mine = torch.tensor([of_these], dtype=torch.float64, device=device_of(mesh))
             every = mine.new_empty(dist.get_world_size(group))
-            dist.all_gather_into_tensor(every, mine, group=group)
+            all_gather(every, mine, group=group)
             of_these = _C.merge_power_sums(every.tolist(), p)
         sums.append(of_these)
     return _C.norm_of_power_sum(_C.merge_power_sums(sums, p), p)

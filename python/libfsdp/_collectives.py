@@ -12,12 +12,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_ORIGINALS = (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+# From torch 2.13 on, calls of the older names warn (FutureWarning), and FSDP2 uses the newer ones.
+_GATHER, _REDUCE = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+_ORIGINALS = {
+    name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", _GATHER, _REDUCE)
+}
 
 
 def are_replaced() -> bool:
     """A program has put functions of its own in the place of torch.distributed's."""
-    return (dist.all_gather_into_tensor, dist.reduce_scatter_tensor) != _ORIGINALS
+    return any(getattr(dist, name) is not original for name, original in _ORIGINALS.items())
+
+
+def _function(name: str, older: str) -> Callable[..., dist.Work | None]:
+    """Torch's of this name; of the older name, where a program has put its own there to see what is called."""
+    return getattr(dist, name if getattr(dist, older) is _ORIGINALS[older] else older)
+
+
+def all_gather(
+    output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
+    """Every rank's `shard`, in rank order, in `output`."""
+    return _function(_GATHER, "all_gather_into_tensor")(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor, unreduced: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
+    """The sum over the ranks of this rank's part of `unreduced`, in `output`."""
+    return _function(_REDUCE, "reduce_scatter_tensor")(
+        output, unreduced, op=dist.ReduceOp.SUM, group=group, async_op=async_op
+    )
 
 
 def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -73,22 +102,22 @@ class Collectives:
         """Starts it: `output` holds every rank's `shard`, in rank order, when the work is done."""
         if self.custom_all_gather is not None:
             return self.custom_all_gather(output_tensor=output, input_tensor=shard, group=self._group, async_op=True)
-        return dist.all_gather_into_tensor(output, shard, group=self._group, async_op=True)
+        return all_gather(output, shard, group=self._group, async_op=True)
 
     def reduce_scatter(self, output: torch.Tensor, unreduced: torch.Tensor) -> dist.Work | None:
         """Starts it: `output` holds the sum over the ranks of this rank's part of `unreduced`."""
-        op = dist.ReduceOp.SUM
         if self.custom_reduce_scatter is not None:
+            op = dist.ReduceOp.SUM
             return self.custom_reduce_scatter(
                 output_tensor=output, input_tensor=unreduced, group=self._group, op=op, async_op=True
             )
-        return dist.reduce_scatter_tensor(output, unreduced, op=op, group=self._group, async_op=True)
+        return reduce_scatter(output, unreduced, group=self._group, async_op=True)
 
     def exchange(self, every: torch.Tensor, value: torch.Tensor) -> None:
         """Fills `every` [ranks, ...] with each rank's `value`. Both lie on the host; blocks."""
         moved = value.contiguous().to(self._device).view(torch.uint8).flatten()
         gathered = torch.empty(self._size * moved.numel(), dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(gathered, moved, group=self._group)
+        all_gather(gathered, moved, group=self._group)
         every.view(torch.uint8).view(-1).copy_(gathered)
 
     def scatter(self, into: torch.Tensor, shards: list[torch.Tensor], root: int) -> None:

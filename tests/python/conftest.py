@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,9 @@ from support.ranks import ComparedRanks, Ranks, StartRanks
 
 if importlib.util.find_spec("libfsdp") is None:
     pytest.exit("no libfsdp: run ctest -L python, or PYTHONPATH=build/python python -m pytest", returncode=2)
+
+# In ranks, and in all other processes that tests start: users are to see no warning of torch's that libfsdp's calls bring about.
+os.environ["PYTHONWARNINGS"] = "error::FutureWarning"
 
 torch.set_num_threads(1)  # As the ranks: sums of matrix products depend on it.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from support.collectives import all_gather, reduce_scatter
 from support.comparison import assert_follows_replica, assert_same_runs
 from support.hosts import can_pretend_hosts, pretended_host
 from support.ranks import StartRanks
@@ -212,7 +213,7 @@ def use_memory_of_group() -> None:
         early = model()
         early.set_allocate_memory_from_process_group_for_comm(True)  # Before the engine is there.
         with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
-            early.set_custom_all_gather(dist.all_gather_into_tensor)
+            early.set_custom_all_gather(all_gather)
         losses.append(step(early))
         assert WithMemory.calls > calls
     assert losses == [expected] * 4
@@ -301,7 +302,7 @@ def use_symmetric_memory() -> None:
             assert told == ["NCCL", symmetric, "NCCL"]
         for refused in (
             lambda: sharded.set_allocate_memory_from_process_group_for_comm(True),
-            lambda: sharded.set_custom_reduce_scatter(dist.reduce_scatter_tensor),
+            lambda: sharded.set_custom_reduce_scatter(reduce_scatter),
         ):
             with pytest.raises(AssertionError, match=r"when set_symm_mem_for_comm\(\) is in effect"):
                 refused()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives import all_gather
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -214,7 +215,7 @@ def use_memory_of_group() -> None:
     sharded.set_allocate_memory_from_process_group_for_comm(True)  # Gloo has no memory of its own
     assert all(map(torch.equal, train(sharded), expected))
     with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
-        sharded.set_custom_all_gather(dist.all_gather_into_tensor)
+        sharded.set_custom_all_gather(all_gather)
     with pytest.raises(AssertionError, match=r"when set_allocate_memory_from_process_group_for_comm\(\) is in effect"):
         sharded.set_symm_mem_for_comm()
     sharded.set_allocate_memory_from_process_group_for_comm(False)
@@ -225,7 +226,7 @@ def use_memory_of_group() -> None:
     with pytest.raises(ValueError, match="can only be NCCL"):
         sharded.set_symm_mem_for_comm("NVSHMEM")
     custom = model()
-    custom.set_custom_all_gather(dist.all_gather_into_tensor)
+    custom.set_custom_all_gather(all_gather)
     for call in (
         lambda: custom.set_allocate_memory_from_process_group_for_comm(True),
         custom.set_symm_mem_for_comm,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives import all_gather
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -124,7 +125,7 @@ def control() -> None:
 
     def gather(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
         calls.append(input_tensor.numel())
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
     custom[0].set_custom_all_gather(gather)
     assert all(map(torch.equal, step(custom), expected))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives import all_gather
 from support.megatron import batch, whole
 from support.quantized import CurrentQuantizer, DelayedQuantizer, Quantized, QuantizedLinear
 from support.quantized_training import Alone, model_of, quantizers_of, roll, sharded
@@ -117,7 +118,7 @@ def gather_by_program(kind: str) -> None:
 
     def gather(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
         sizes.append(input_tensor.nbytes)
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
     for module in model.module.modules():
         if isinstance(module, libfsdp.FSDPModule):

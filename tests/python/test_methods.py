@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives import reduce_scatter
 from support.ranks import StartRanks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,7 +199,7 @@ def custom_reductions() -> None:
             self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
         ) -> Any:
             calls.append(input_tensor.numel() // output_tensor.numel())
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
     model.blocks[0].set_custom_reduce_scatter(Reduce())
     assert all(map(torch.equal, backward(model), expected))
