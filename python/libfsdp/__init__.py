@@ -16,6 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 from libfsdp import _C, _updates, optim  # noqa: E402, F401
 from libfsdp._beyond import Float8Blocks  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
+from libfsdp._checkpoint._folder import best, latest  # noqa: E402
+from libfsdp._checkpoint._load import Loaded, load, load_latest  # noqa: E402
+from libfsdp._checkpoint._loading import read_rank_extra  # noqa: E402
+from libfsdp._checkpoint._phases import PhaseReport  # noqa: E402
+from libfsdp._checkpoint._save import AsyncSaver, save  # noqa: E402
 from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402
 from libfsdp._finalization import GradientReductionHandle  # noqa: E402
 from libfsdp._fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
@@ -32,28 +37,37 @@ from libfsdp.optim._fused import fuse  # noqa: E402
 __version__: str = _C.version
 
 __all__ = [
+    "AsyncSaver",
     "CPUOffloadPolicy",
     "CommError",
     "Error",
     "FSDPModule",
     "Float8Blocks",
     "GradientReductionHandle",
+    "Loaded",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PhaseReport",
     "ShardPlacementResult",
     "UnitInfo",
     "UnshardHandle",
     "__version__",
+    "best",
     "clip_grad_norm_",
     "fully_shard",
     "fuse",
     "install",
     "install_megatron",
     "installed",
+    "latest",
+    "load",
+    "load_latest",
     "may_miss_backward_hooks",
     "memory_stats",
     "optim",
+    "read_rank_extra",
     "register_fsdp_forward_method",
+    "save",
     "share_comm_ctx",
     "stop_requested",
     "uninstall",
@@ -61,3 +75,7 @@ __all__ = [
     "unit_info",
     "wire_stats",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "megatron"])

@@ -96,13 +96,11 @@ class _Row:
         """Of so many neighbours, this rank among them. Collective over these."""
         first = self.position // neighbours * neighbours
         seconds = None if self.group is None else timeout_of(self.group, device_of(self.mesh))
-        with _not_split():
-            return dist.new_group(
-                self.ranks[first : first + neighbours],
-                backend=None if self.group is None else dist.get_backend_config(self.group),
-                timeout=None if seconds is None else timedelta(seconds=seconds),
-                use_local_synchronization=True,
-            )
+        return new_group(
+            self.ranks[first : first + neighbours],
+            None if self.group is None else dist.get_backend_config(self.group),
+            None if seconds is None else timedelta(seconds=seconds),
+        )
 
     def group_of(self, neighbours: int) -> dist.ProcessGroup | None:
         """Of so many neighbours; of all ranks, the row's own. Collective over them at its first call."""
@@ -126,6 +124,12 @@ def _not_split() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = device
+
+
+def new_group(ranks: list[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group with connections of its own. Collective over these ranks, and no others."""
+    with _not_split():
+        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
 def default_mesh() -> DeviceMesh:

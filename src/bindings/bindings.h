@@ -9,5 +9,6 @@ namespace fsdp::bindings {
 void bind_mesh(pybind11::module_& module);
 void bind_hooks(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
+void bind_checkpoint(pybind11::module_& module);
 
 }  // namespace fsdp::bindings

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   fsdp::bindings::bind_mesh(module);
   fsdp::bindings::bind_hooks(module);
   fsdp::bindings::bind_optim(module);
+  fsdp::bindings::bind_checkpoint(module);
 }

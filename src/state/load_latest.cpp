@@ -14,6 +14,7 @@
 #include "fsdp/fsdp_module.h"
 #include "fsdp/save_load.h"
 #include "state/ranks.h"
+#include "state/take_newest.h"
 #include "state/texts.h"
 
 namespace fsdp {
@@ -62,41 +63,59 @@ void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<s
     const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);
     if (!is_newer) continue;
     skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
-                                                ? ": it was written by Python, or has lost its checksums; load() takes it by its path"
+                                                ? ": it was written by torch.distributed.checkpoint, or has lost its "
+                                                  "checksums; load() takes it by its path"
                                                 : ": it is damaged: " + ckpt::printable(step.fault)));
   }
 }
 
-std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
-  const Ranks ranks(*handle(module).engine(), Ranks::Groups::kOfMesh);
+}  // namespace
+
+namespace state {
+
+Taken take_newest(const std::string& folder, const Ranks& ranks, const std::function<void(const std::string& path)>& load_one) {
   const auto found = find_together(folder, ranks);
-  std::vector<std::string> skipped;
+  Taken taken;
   for (const auto& step : found.complete) {
-    std::optional<Loaded> loaded;
+    const auto path = step.path.string();
     try {
-      const auto path = step.path.string();
-      loaded = optimizer != nullptr ? load(path, module, *optimizer, options) : load(path, module, options);
+      load_one(path);
     } catch (const ckpt::DamageError& error) {
-      skipped.push_back(step.path.string() + ": " + error.what());
+      taken.skipped.push_back(path + ": " + error.what());
       continue;
     } catch (const CommError&) {
       throw;
     } catch (const Error& error) {
-      if (skipped.empty()) throw;
-      throw Error(error.what() + ("\n  before, these were tried:" + lines(skipped)));  // one may have left the model torn
+      if (taken.skipped.empty()) throw;
+      throw Error(error.what() + ("\n  before, these were tried:" + lines(taken.skipped)));  // one may have left the model torn
     }
-    note_others(found, &step, skipped);
-    if (!skipped.empty()) TORCH_WARN("fsdp: load_latest took ", loaded->path, " and not what is newer:", lines(skipped));
-    loaded->skipped = std::move(skipped);
-    return loaded;
+    taken.path = path;
+    note_others(found, &step, taken.skipped);
+    if (!taken.skipped.empty()) taken.warning = "load_latest took " + path + " and not what is newer:" + lines(taken.skipped);
+    return taken;
   }
-  note_others(found, nullptr, skipped);
+  note_others(found, nullptr, taken.skipped);
   const auto is_damaged = [](const ckpt::Step& step) { return step.state == ckpt::Step::State::kDamaged; };
   if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
-    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(skipped));
+    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(taken.skipped));
   }
-  if (!skipped.empty()) TORCH_WARN("fsdp: load_latest found nothing of this library's in ", folder, ":", lines(skipped));
-  return std::nullopt;
+  if (!taken.skipped.empty()) taken.warning = "load_latest found nothing of this library's in " + folder + ":" + lines(taken.skipped);
+  return taken;
+}
+
+}  // namespace state
+
+namespace {
+
+std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
+  Loaded loaded;
+  const auto taken = state::take_newest(folder, Ranks(*handle(module).engine(), Ranks::Groups::kOfMesh), [&](const std::string& path) {
+    loaded = optimizer != nullptr ? load(path, module, *optimizer, options) : load(path, module, options);
+  });
+  if (!taken.warning.empty()) TORCH_WARN("fsdp: ", taken.warning);
+  if (!taken.path) return std::nullopt;
+  loaded.skipped = taken.skipped;
+  return loaded;
 }
 
 }  // namespace

@@ -44,6 +44,8 @@ std::string text_of(const std::exception_ptr& failure) {
 
 Ranks::Ranks(const engine::Engine& engine, Groups groups) : ranks_(rows_of(engine, groups)) {}
 
+Ranks::Ranks(const DeviceMesh& mesh) : ranks_(mesh) {}
+
 bool Ranks::all(bool ok, const char* operation) const { return ranks_.agree(ok, label_of(operation)); }
 
 std::string Ranks::broadcast(const std::string& text, const char* operation) const { return ranks_.broadcast(text, label_of(operation)); }

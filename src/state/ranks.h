@@ -20,6 +20,8 @@ class Ranks {
   };
   /// All that hold parts of the engine's model: of its mesh, and of its tensor-parallel pieces.
   Ranks(const engine::Engine& engine, Groups groups);
+  /// All ranks of a mesh, which speak through its own communicators.
+  explicit Ranks(const DeviceMesh& mesh);
 
   std::int64_t size() const { return ranks_.size(); }
   /// This rank's position: the tensor-parallel one varies slowest, the mesh's last dimension fastest.
@@ -34,6 +36,8 @@ class Ranks {
   /// Every rank's bytes, by index, on rank 0; nothing on the others: they may be large where there are many ranks. Collective. Throws
   /// CommError.
   std::vector<std::string> gather(const std::string& mine, const char* operation) const;
+  /// The same on all ranks.
+  std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
 
   /// Runs `work` on each rank; then agree(). Collective, but for `work`.
   void together(const std::string& what, const std::function<void()>& work) const;
@@ -43,9 +47,6 @@ class Ranks {
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:
-  /// Every rank's bytes on all.
-  std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
-
   comm::Ranks ranks_;
 };
 

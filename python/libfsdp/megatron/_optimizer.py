@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from libfsdp._optimizer_state import make_state
 from libfsdp._sharded_parameter import local_of
 from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
@@ -120,8 +121,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, n
 class StateTemplate:
     """State for parameters that have had no step yet, while a state dict is made: what a checkpoint is loaded into.
 
-    Optimizers make their state in the first step. A step on zeros, of parameters of the same shapes that belong to nobody,
-    makes what they would; the optimizer itself stays as it is.
+    The optimizer itself stays as it is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, tells_places: bool) -> None:
@@ -143,34 +143,7 @@ class StateTemplate:
         ]
         if not any(missing):
             return
-        kept = [dict(group) for group in optimizer.param_groups]
-        strangers = []
-        for group, without in zip(optimizer.param_groups, missing, strict=True):
-            pairs = [(p, _zeros_like(p)) for p in without]
-            strangers.extend(pairs)
-            group["params"] = [stranger for _, stranger in pairs]
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        kept_hooks = [hook.copy() for hook in hooks]
-        for hook in hooks:  # Users' hooks are for steps.
-            hook.clear()
-        try:
-            type(optimizer).step(optimizer)
-        finally:
-            for hook, before in zip(hooks, kept_hooks, strict=True):
-                hook.update(before)
-            for group, before in zip(optimizer.param_groups, kept, strict=True):
-                group.clear()
-                group.update(before)
-        for p, stranger in strangers:
-            state = optimizer.state.pop(stranger, None)
-            if not state:
-                continue
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = torch.zeros_like(state["step"])
-            elif "step" in state:
-                state["step"] = 0
-            optimizer.state[p] = state
-            self._made.append(p)
+        self._made.extend(make_state(optimizer, missing))
 
     def _empty(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         for p in self._made:
@@ -214,11 +187,3 @@ def _may_be_empty(p: nn.Parameter) -> bool:
         return False
     sharded = [(one.dim, p.device_mesh.size(dim)) for dim, one in enumerate(p.placements) if hasattr(one, "dim")]
     return any(p.shape[dim] % math.prod(size for other, size in sharded if other == dim) != 0 for dim, _ in sharded)
-
-
-def _zeros_like(p: nn.Parameter) -> nn.Parameter:
-    stranger = nn.Parameter(torch.zeros_like(p).detach())
-    stranger.grad = torch.zeros_like(stranger)
-    if getattr(p, "_megatron_fsdp_model", None) is not None and hasattr(p, "decoupled_grad"):
-        stranger.decoupled_grad = stranger.grad
-    return stranger

@@ -102,7 +102,7 @@ TEST_F(LoadLatest, TellsOfNewerOnesThatPythonWrote) {
     ASSERT_TRUE(loaded);
     EXPECT_EQ(step_of(*loaded), 2);
     ASSERT_EQ(loaded->skipped.size(), 1);
-    EXPECT_TRUE(has(loaded->skipped[0], path("step-9") + ": it was written by Python")) << loaded->skipped[0];
+    EXPECT_TRUE(has(loaded->skipped[0], path("step-9") + ": it was written by torch.distributed.checkpoint")) << loaded->skipped[0];
     on_rank_0(run.mesh, [&] { fs::remove_all(path("step-2")); });
     fsdp::testing::CollectedWarnings warnings;
     EXPECT_FALSE(fsdp::load_latest(folder.path(), *run.model, *run.optimizer));

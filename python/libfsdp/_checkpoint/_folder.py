@@ -1,0 +1,39 @@
+"""Which checkpoints a folder has."""
+
+from __future__ import annotations
+
+import os
+
+from libfsdp import _C
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """The path of the newest complete checkpoint of this library in a folder.
+
+    That is the one that was saved last, of those whose names end in a number. Not collective.
+
+    Args:
+        folder: need not be there.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        Error: if a disk error prevents the check whether one is complete.
+    """
+    return _C.latest(os.fspath(folder))
+
+
+def best(folder: str | os.PathLike[str]) -> str | None:
+    """Of the same ones, that with the least ``metric``, of equal ones the newest. Not collective.
+
+    Args:
+        folder: need not be there.
+
+    Returns:
+        None if none has one.
+
+    Raises:
+        Error: as ``latest``.
+    """
+    return _C.best(os.fspath(folder))

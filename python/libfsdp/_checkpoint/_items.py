@@ -1,0 +1,204 @@
+"""What this rank holds of a model's and an optimizer's state: by name, and where in the whole it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from libfsdp import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODEL = "model"
+OPTIMIZER = "optim"
+_EXTRA_STATE = "_extra_state"
+# What wrappers put into names, and state dicts of checkpoints have not.
+_OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass
+class Item:
+    """A tensor of the state, as much of it as this rank holds.
+
+    Attributes:
+        path: where it is in nested dictionaries; the key is the path joined by dots.
+        shape: of the whole tensor.
+        offsets: of the box that this rank holds.
+        values: that box: a view into the state.
+        writes: no other rank holds this part, or this rank is the one of them that writes it.
+        everywhere: each rank that has the name has all of it: the first of those that may write it does.
+    """
+
+    path: tuple[str, ...]
+    shape: list[int]
+    offsets: list[int]
+    values: torch.Tensor
+    writes: bool = True
+    everywhere: bool = False
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass
+class ModelState:
+    """A model's.
+
+    Attributes:
+        items: parameters and persistent buffers, each once.
+        aliases: other names of tied parameters and shared buffers, and the name of their item.
+        extra: what modules give as extra state, by key.
+        names: of parameters, by their id.
+    """
+
+    items: list[Item]
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+    names: dict[int, str]
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """The state of a sharded model, as its state dict names it.
+
+    Raises:
+        Error: for what has no place in a checkpoint.
+    """
+    state = model.state_dict()  # Modules show shards then.
+    first_names: dict[int, str] = {}
+    found = ModelState([], {}, {}, {})
+    of_object: dict[str, int] = {}
+    for name, tensor in _tensors_of(model):
+        of_object[clean(name)] = id(tensor)
+        if isinstance(tensor, nn.Parameter):
+            found.names.setdefault(id(tensor), clean(name))
+    for name, value in state.items():
+        name = clean(name)
+        key = f"{MODEL}.{name}"
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            found.extra[key] = value
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise _C.Error(f"'{key}' of the model's state dict is no tensor, but a {type(value).__name__}")
+        first = first_names.setdefault(of_object.get(name, id(value)), key)
+        if first != key:
+            found.aliases[key] = first
+            continue
+        found.items.append(item_of((MODEL, name), value))
+    return found
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def clean(name: str) -> str:
+    """Without what wrappers add."""
+    for part in _OF_WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
+    """A tensor's item.
+
+    Raises:
+        Error: if it is no plain tensor, or it can't be told where this rank's part lies.
+    """
+    key = ".".join(path)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    local = local.detach()
+    if type(local) not in (torch.Tensor, nn.Parameter):
+        raise _C.Error(
+            f"'{key}' is a {type(local).__name__}, whose values have no place in this checkpoint; use torch.distributed.checkpoint"
+        )
+    if local.is_meta:
+        raise _C.Error(f"'{key}' is on the meta device: call model.to_empty(device=...) before")
+    shape = list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Item(path, shape, [0] * len(shape), local, everywhere=True)
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        return Item(path, shape, [0] * len(shape), local, writes=False)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise _C.Error(f"'{key}' has the placements {tensor.placements}: a sum that is pending")
+    # torch.distributed.checkpoint's protocol: uneven parts say themselves where they lie.
+    chunks = tensor.__create_chunk_list__()
+    if local.numel() == 0:
+        return Item(path, shape, [0] * len(shape), local, writes=0 in shape)
+    if len(chunks) != 1 or list(chunks[0].sizes) != list(local.shape):
+        raise _C.Error(f"'{key}': this rank's part is no box of the tensor; use torch.distributed.checkpoint")
+    # Of ranks that hold the same, the first one writes.
+    replicas = [d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    writes = all(mesh.get_local_rank(d) == 0 for d in replicas)
+    return Item(path, shape, list(chunks[0].offsets), local, writes=writes)
+
+
+@dataclass
+class OptimizerState:
+    """An optimizer's.
+
+    Attributes:
+        items: tensors of its state.
+        values: numbers of its state, by path.
+        groups: for each of its groups, the names of the parameters.
+        names: of its parameters, by their id.
+    """
+
+    items: list[Item]
+    values: dict[tuple[str, ...], Any]
+    groups: list[list[str]]
+    names: dict[int, str]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> OptimizerState:
+    """The state of an optimizer, as get_optimizer_state_dict of torch.distributed.checkpoint names it.
+
+    Args:
+        optimizer: of torch's kind.
+        names: of the model's parameters.
+
+    Raises:
+        Error: if it has other parameters, or state of which it can't be told how it is cut.
+    """
+    found = OptimizerState([], {}, [], {})
+    for group in optimizer.param_groups:
+        found.groups.append([])
+        for p in group["params"]:
+            if id(p) not in names:
+                raise _C.Error(
+                    f"the optimizer has a parameter of the shape {list(p.shape)} that is none of the model's: make it of "
+                    "model.parameters() after fully_shard"
+                )
+            found.groups[-1].append(names[id(p)])
+            found.names[id(p)] = names[id(p)]
+            for kind, value in optimizer.state.get(p, {}).items():
+                _add_state(found, (OPTIMIZER, "state", names[id(p)], kind), p, value)
+    return found
+
+
+def _add_state(found: OptimizerState, path: tuple[str, ...], p: nn.Parameter, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, torch.Tensor):
+        found.values[path] = value
+        return
+    item = item_of(path, value)
+    if isinstance(p, DTensor) and item.everywhere:
+        if value.numel() > 1 and any(not isinstance(placement, Replicate) for placement in p.placements):
+            raise _C.Error(
+                f"'{item.key}' is a plain tensor beside a sharded parameter: it does not say which part of the whole it is; use "
+                "torch.distributed.checkpoint"
+            )
+        # A count of updates may stand still where there is nothing to update.
+        item.writes = p._local_tensor.numel() > 0 or 0 in p.shape
+    found.items.append(item)

@@ -1,0 +1,372 @@
+"""Loads: values go from the files straight to where they are, once all ranks have found them whole."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from libfsdp import _C
+from libfsdp._checkpoint._failed_load import FailedLoad, failed_load_of, forget
+from libfsdp._checkpoint._items import Item, OptimizerState, clean, model_state, optimizer_state
+from libfsdp._checkpoint._loading import Loading, Names, Options
+from libfsdp._checkpoint._phases import Phases
+from libfsdp._checkpoint._random import set_generator
+from libfsdp._checkpoint._together import Together, device_of_model
+from libfsdp._optimizer_state import make_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    from libfsdp._checkpoint._phases import PhaseReport
+
+_NOTHING_LOADED = "nothing was loaded:"
+_NO_LONGER_WHOLE = (
+    "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again"
+)
+_HALFWAY = "the load ended halfway, and the model is partly loaded; until another load succeeds, it cannot be used:"
+
+
+@dataclass
+class Loaded:
+    """What a load found beside model and optimizer.
+
+    Attributes:
+        path: the checkpoint's.
+        extra: the saved one.
+        rank_extra: this rank's own, if as many ranks saved theirs; otherwise see ``libfsdp.read_rank_extra``.
+        missing: names that the model has and the checkpoint has not. Empty if strict.
+        unexpected: the reverse, within what was asked for (the model, or also the optimizer).
+        metric: as it was saved.
+        rng: whether the random generators were restored.
+        skipped: newer checkpoints that ``load_latest`` did not take, and why.
+    """
+
+    path: str
+    extra: dict[str, Any]
+    rank_extra: dict[str, Any]
+    missing: list[str]
+    unexpected: list[str]
+    metric: float | None = None
+    rng: bool = False
+    skipped: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+    ignore: Callable[[str], bool] | None = None,
+    model_prefix: str = "model.",
+    optimizer_prefix: str = "optim.",
+    check_first: bool = True,
+    optimizer_settings: bool = True,
+    rng: bool = True,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    on_phase: Callable[[PhaseReport], None] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Reads a checkpoint into a sharded model and its optimizer.
+
+    The checkpoint is one of ``libfsdp.save``, of ``fsdp::save``, of torch.distributed.checkpoint, or, for the model alone, Hugging Face's
+    safetensors. Each rank reads only the byte ranges that it needs, straight into its shards. Values are converted if dtypes differ. All
+    data are compared with their checksums. The number of ranks, the units and placements may be others than when it was saved.
+    Collective.
+
+    Args:
+        path: the checkpoint's folder; or a file of safetensors.
+        model: sharded by ``fully_shard``.
+        optimizer: of its parameters. State that it does not have yet is made.
+        strict: raise Error if a name of the model is missing in the checkpoint, or the reverse. With False, such values of the model
+            stay, and such names of the checkpoint are left out.
+        rename: takes a name of the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"), and gives the checkpoint's.
+        ignore: says of names of the model that their values stay, and of names in the checkpoint that they are left out.
+        model_prefix: replaces "model." at the beginning of names, after ``rename``.
+        optimizer_prefix: replaces "optim." in the same way.
+        check_first: check all data before any are assigned, so that a damaged checkpoint changes nothing. With False (on all ranks, and
+            with ``strict``), data are checked while they are assigned, in half of the time. Where that fails, model and optimizer are
+            partly loaded, and refuse to be used until another load succeeds.
+        optimizer_settings: the groups of the optimizer get the saved settings of their parameters (learning rates, betas), as
+            ``load_state_dict`` gives them: schedulers of torch count on that. With False they keep their own, as in C++.
+        rng: restore each rank's random generators, if as many ranks saved theirs.
+        grad_scaler: gets the saved state.
+        on_phase: called on every rank at the end of each phase, with a report.
+        process_group: the ranks that have the model; None: all.
+
+    Raises:
+        Error: on all ranks, if it failed on any. Model and optimizer are then unchanged, unless the message says that they are partly
+            loaded.
+        CommError: if a rank has failed, or does something else.
+    """
+    options = Options(
+        strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
+    )
+    together = Together(model, process_group, own=False)
+    return _Load(os.fspath(path), model, optimizer, options, together, Phases(on_phase)).run()
+
+
+def load_latest(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+    ignore: Callable[[str], bool] | None = None,
+    model_prefix: str = "model.",
+    optimizer_prefix: str = "optim.",
+    check_first: bool = True,
+    optimizer_settings: bool = True,
+    rng: bool = True,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    on_phase: Callable[[PhaseReport], None] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded | None:
+    """Loads the newest complete checkpoint in a folder, as rank 0 sees it: the one that was saved last.
+
+    If the newest one is damaged, the one before it is taken, and every rank is warned. A warning also names newer checkpoints that
+    torch.distributed.checkpoint wrote, which are not taken. Collective.
+
+    Args:
+        folder: with checkpoints whose names end in a number; it need not be there.
+        model: see libfsdp.load, as the others.
+        optimizer: see there.
+        strict: see there.
+        rename: see there.
+        ignore: see there.
+        model_prefix: see there.
+        optimizer_prefix: see there.
+        check_first: see there.
+        optimizer_settings: see there.
+        rng: see there.
+        grad_scaler: see there.
+        on_phase: see there.
+        process_group: see there.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        Error: also if all are damaged, or if a disk error prevents the check whether one is complete.
+    """
+    options = Options(
+        strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
+    )
+    together = Together(model, process_group, own=False)
+    loaded: list[Loaded] = []
+
+    def load_one(path: str) -> None:
+        loaded.append(_Load(path, model, optimizer, options, together, Phases(on_phase)).run())
+
+    taken, skipped, warning = _C.take_newest(os.fspath(folder), together.ranks, load_one)
+    if warning:
+        warnings.warn(f"libfsdp: {warning}", stacklevel=2)
+    if taken is None:
+        return None
+    loaded[-1].skipped = skipped
+    return loaded[-1]
+
+
+class _Load:
+    """One load on this rank."""
+
+    def __init__(
+        self,
+        path: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+        together: Together,
+        phases: Phases,
+    ) -> None:
+        self._path = path
+        self._model = model
+        self._optimizer = optimizer
+        self._options = options
+        self._together = together
+        self._phases = phases
+        self._at_once = options.strict and not options.check_first
+        self._made: list[nn.Parameter] = []
+        self._failed_before = [
+            failed
+            for thing in (model, optimizer)
+            if thing is not None and (failed := failed_load_of(thing)) is not None
+        ]
+        # What the optimizer gets beside tensors.
+        self._without_state: list[nn.Parameter] = []
+        self._numbers: list[tuple[nn.Parameter, str, Any]] = []
+        self._settings: list[dict[str, Any]] = []
+        self._scaler: dict[str, Any] = {}
+
+    def run(self) -> Loaded:
+        for failed in self._failed_before:
+            failed.allow()  # to be looked at
+        try:
+            loading = self._together.run(_NOTHING_LOADED, self._open)
+            loaded, finish = self._agree(loading)
+        except BaseException:
+            self._forget_made()
+            self._stop(set())
+            raise
+        try:
+            self._together.run(
+                _HALFWAY if self._at_once else _NO_LONGER_WHOLE, lambda: loading.assign(at_once=self._at_once)
+            )
+        except BaseException:
+            self._stop(loading.names.replaced)
+            raise
+        finally:
+            _C.note_update()  # models may keep whole parameters across forwards
+        self._phases.end("assign", loading.reading.bytes)
+        for thing in (self._model, self._optimizer):
+            if thing is not None:
+                forget(thing)
+        finish()
+        return loaded
+
+    def _open(self) -> Loading:
+        """Names and shapes are compared. Nothing is changed but that the optimizer has state."""
+        loading = Loading(self._path, self._options)
+        of_model = model_state(self._model)
+        loading.add_model(of_model)
+        self._scaler = loading.grad_scaler()
+        if self._optimizer is None:
+            return loading
+        if not loading.has_optimizer():
+            if self._options.strict:
+                raise _C.Error(f"{self._path} has no state of an optimizer; load the model alone, or pass strict=False")
+            return loading
+        names = optimizer_state(self._optimizer, of_model.names).names
+        missing = [
+            [
+                p
+                for p in group["params"]
+                if p.requires_grad and not self._optimizer.state.get(p) and loading.is_updated(names[id(p)])
+            ]
+            for group in self._optimizer.param_groups
+        ]
+        if any(missing):
+            self._made = make_state(self._optimizer, missing)
+        self._add_optimizer(loading, optimizer_state(self._optimizer, of_model.names))
+        return loading
+
+    def _add_optimizer(self, loading: Loading, state: OptimizerState) -> None:
+        assert self._optimizer is not None
+        items: dict[str, list[Item]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for item in state.items:
+            items.setdefault(item.path[2], []).append(item)
+        for path, value in state.values.items():
+            values.setdefault(path[2], {})[".".join(path)] = value
+        for g, (group, names) in enumerate(zip(self._optimizer.param_groups, state.groups, strict=True)):
+            for p, name in zip(group["params"], names, strict=True):
+                is_there, numbers = loading.add_state(name, items.get(name, []), values.get(name, {}))
+                # State that was made for nothing goes, too.
+                if not loading.is_updated(name) or (not is_there and any(p is made for made in self._made)):
+                    self._without_state.append(p)
+                prefix = f"optim.state.{name}."
+                self._numbers += [(p, key.removeprefix(prefix), number) for key, number in numbers.items()]
+            wants = self._options.optimizer_settings
+            self._settings.append(loading.settings_of(g, group, names) if wants else {})
+
+    def _agree(self, loading: Loading) -> tuple[Loaded, Callable[[], None]]:
+        """Ranks join what they have found, and check what they will read."""
+        own = loading.names
+        every = self._together.exchange(
+            [sorted(own.used), sorted(own.replaced), sorted(own.missing)], "checkpoint: names"
+        )
+        names = Names(*({name for one in every for name in one[i]} for i in range(3)))
+
+        def check() -> tuple[Loaded, Callable[[], None]]:
+            with_optimizer = self._optimizer is not None
+            missing = sorted(names.missing)
+            unexpected = loading.unexpected(names.used, with_optimizer=with_optimizer)
+            if self._options.strict and (missing or unexpected):
+                raise _C.Error(_does_not_fit(self._path, missing, unexpected))
+            kept = sorted({name for failed in self._failed_before for name in failed.names} - names.replaced)
+            if kept:
+                raise _C.Error(
+                    f"an earlier load failed halfway, and this one would keep values of it; load these, too:{_lines(kept)}"
+                )
+            loaded = Loaded(self._path, loading.below("extra."), {}, missing, unexpected)
+            together = self._together
+            if loading.number("fsdp.ranks") == together.size:
+                loaded.rank_extra = loading.below(f"rank_extra.{together.index}.")
+            loaded.metric = loading.number("fsdp.metric")
+            device = device_of_model(self._model)
+            generators = loading.generators(device, together.size, together.index)
+            loaded.rng = bool(generators)
+
+            def finish() -> None:
+                self._finish_optimizer()
+                self._give_extra_states(loading.extra_states)
+                for name, state in generators.items():
+                    set_generator(name, state, device)
+                if self._scaler and self._options.grad_scaler is not None:
+                    self._options.grad_scaler.load_state_dict(self._scaler)
+
+            self._phases.end("open", 0)
+            if not self._at_once:
+                loading.reading.check()
+            self._phases.end("check", 0 if self._at_once else loading.reading.bytes)
+            return loaded, finish
+
+        return self._together.run(_NOTHING_LOADED, check)
+
+    def _finish_optimizer(self) -> None:
+        if self._optimizer is None:
+            return
+        for p, kind, number in self._numbers:
+            self._optimizer.state[p][kind] = number
+        for p in self._without_state:
+            self._optimizer.state.pop(p, None)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False):
+            for name, value in settings.items():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+    def _give_extra_states(self, states: dict[str, Any]) -> None:
+        for name, module in self._model.named_modules() if states else ():
+            key = "model." + clean(f"{name}._extra_state" if name else "_extra_state")
+            if key in states:
+                module.set_extra_state(states[key])
+
+    def _forget_made(self) -> None:
+        for p in self._made:
+            assert self._optimizer is not None
+            self._optimizer.state.pop(p, None)
+
+    def _stop(self, replaced: set[str]) -> None:
+        """Model and optimizer refuse to be used, if this load or one before it has replaced some of their values."""
+        names = replaced.union(*(failed.names for failed in self._failed_before))
+        of_model = {name for name in names if name.startswith("model.")}
+        if of_model:
+            forget(self._model)
+            FailedLoad(of_model, "model").stop_model(self._model)
+        if names - of_model and self._optimizer is not None:
+            forget(self._optimizer)
+            FailedLoad(names - of_model, "optimizer").stop_optimizer(self._optimizer)
+
+
+def _lines(names: list[str]) -> str:
+    return "".join(f"\n    {name}" for name in names)
+
+
+def _does_not_fit(path: str, missing: list[str], unexpected: list[str]) -> str:
+    text = f"{path} does not fit the model"
+    if missing:
+        text += f"\n  missing in the checkpoint:{_lines(missing)}"
+    if unexpected:
+        text += f"\n  not in the model:{_lines(unexpected)}"
+    return text + "\n  (rename and the prefixes map names, ignore leaves some out, strict=False allows this)"

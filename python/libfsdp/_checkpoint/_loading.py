@@ -1,0 +1,324 @@
+"""What a load takes from a checkpoint: names of the model and of the optimizer, and where their values go."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from libfsdp import _C
+from libfsdp._checkpoint._random import generator_states, takes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from libfsdp._checkpoint._items import Item, ModelState
+
+_MODEL = "model."
+_OPTIMIZER = "optim."
+_EXTRA = "extra."
+_RANK_EXTRA = "rank_extra."
+_OWN = "fsdp."
+
+
+@dataclass(frozen=True)
+class Options:
+    """See libfsdp.load."""
+
+    strict: bool
+    rename: Callable[[str], str] | None
+    ignore: Callable[[str], bool] | None
+    model_prefix: str
+    optimizer_prefix: str
+    check_first: bool
+    optimizer_settings: bool
+    rng: bool
+    grad_scaler: torch.amp.GradScaler | None
+
+
+@dataclass
+class Names:
+    """Of what this rank has found out.
+
+    Attributes:
+        used: in the checkpoint.
+        replaced: in the model and the optimizer.
+        missing: in the checkpoint, though the model or the optimizer has them.
+    """
+
+    used: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+
+
+class Loading:
+    """A checkpoint that is being loaded on this rank."""
+
+    def __init__(self, path: str, options: Options) -> None:
+        self.path = path
+        self.options = options
+        self.reading = _C.CheckpointReading(path)
+        self.all_names = self.reading.names
+        self._has = set(self.all_names)
+        self._with_state = {name.rpartition(".")[0] for name in self.all_names if not name.endswith(".step")}
+        self.names = Names()
+        self.extra_states: dict[str, Any] = {}  # of modules
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._groups: list[dict[str, Any]] | None = None
+
+    def stored(self, key: str) -> str:
+        """The checkpoint's name for one of the model's."""
+        if not key.startswith((_MODEL, _OPTIMIZER)):
+            return key  # The library's own names are no business of whoever renames the model's.
+        name = self.options.rename(key) if self.options.rename is not None else key
+        if name.startswith(_MODEL):
+            return self.options.model_prefix + name.removeprefix(_MODEL)
+        if name.startswith(_OPTIMIZER):
+            return self.options.optimizer_prefix + name.removeprefix(_OPTIMIZER)
+        return name
+
+    def is_ignored(self, name: str) -> bool:
+        return self.options.ignore is not None and self.options.ignore(name)
+
+    def has(self, key: str) -> bool:
+        return self.stored(key) in self._has
+
+    def expect(self, key: str) -> None:
+        """The name is none that nobody asked for."""
+        self.names.used.add(self.stored(key))
+
+    def _begin(self, key: str) -> bool:
+        """The value is there, and will be replaced."""
+        if self.is_ignored(key):
+            return False
+        if not self.has(key):
+            self.names.missing.add(key)
+            return False
+        self.expect(key)
+        self.names.replaced.add(key)
+        return True
+
+    def add(self, item: Item, *, other_key: str | None = None) -> None:
+        """Notes where this rank's values of a tensor go.
+
+        Raises:
+            Error: if the checkpoint has something else by this name.
+        """
+        key = item.key if other_key is None else other_key
+        if not self._begin(key):
+            return
+        self.names.replaced.add(item.key)
+        stored = self.stored(key)
+        shape = self.reading.shape(stored)
+        if shape is None:
+            self.reading.value(stored)  # says why it cannot be read, if that is so
+            raise _C.Error(f"{self.path}: '{stored}' is no tensor")
+        if shape != item.shape:
+            raise _C.Error(f"{self.path}: '{stored}' has shape {shape}, the model's has {item.shape}")
+        if item.values.numel() == 0:
+            return
+        to = item.values
+        if not to.is_contiguous():
+            to = torch.empty(to.shape, dtype=to.dtype, device=to.device)
+            self._copies.append((item.values, to))
+        self.reading.add(stored, item.offsets, to)
+
+    def add_model(self, state: ModelState) -> None:
+        """All of a model's names."""
+        aliases: dict[str, list[str]] = {}
+        for alias, first in state.aliases.items():
+            aliases.setdefault(first, []).append(alias)
+            self.expect(alias)
+        for item in state.items:
+            there = [alias for alias in aliases.get(item.key, []) if self.has(alias)]
+            self.add(item, other_key=there[0] if there and not self.has(item.key) else None)
+        for key in state.extra:
+            if self._begin(key):
+                self.extra_states[key] = self.value(self.stored(key))
+
+    def value(self, stored: str) -> Any:
+        """A tensor, or a plain value, by the checkpoint's name."""
+        return self.reading.value(stored) if self.reading.shape(stored) is None else self.reading.tensor(stored)
+
+    def number(self, key: str) -> float | None:
+        """A scalar's value; None if there is none."""
+        if not self.has(key):
+            return None
+        self.expect(key)
+        value = self.value(self.stored(key))
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (int, float)):
+            return value
+        raise _C.Error(f"{self.path}: '{self.stored(key)}' is no number")
+
+    def is_updated(self, name: str) -> bool:
+        """False: the optimizer that was saved had the parameter, and has not updated it. (Then it has no state.)"""
+        count = f"{_OPTIMIZER}state.{name}.step"
+        if self.stored(count).rpartition(".")[0] in self._with_state or self.is_ignored(count):
+            return True
+        # This library's C++ writes a count of 0. Python writes nothing, but names all parameters that the optimizer had.
+        counted = self.number(count)
+        return counted != 0 if counted is not None else f"{_OWN}lr_factor" in self._has or not self._had(count)
+
+    def add_state(self, name: str, items: list[Item], values: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """An optimizer's state of one parameter.
+
+        Args:
+            name: the parameter's.
+            items: its tensors.
+            values: its numbers, by key.
+
+        Returns:
+            Whether the optimizer has it after the load, if it had none before; and new values of its numbers.
+        """
+        keys = [item.key for item in items] + list(values)
+        if not self.is_updated(name):
+            self.names.replaced.update(keys)
+            return False, {}
+        count = f"{_OPTIMIZER}state.{name}.step"
+        if not self.is_ignored(count):
+            self.expect(count)  # C++ counts the updates of all optimizers
+        for item in items:
+            self.add(item)
+        return any(self.has(key) for key in keys), {key: self.number(key) for key in values if self._begin(key)}
+
+    def has_optimizer(self) -> bool:
+        return any(name.startswith(self.options.optimizer_prefix) for name in self.all_names)
+
+    def _saved_groups(self) -> list[dict[str, Any]]:
+        """Names of values by setting, for each group of the optimizer that was saved; "params" as they are."""
+        if self._groups is None:
+            self._groups = []
+            prefix = f"{self.options.optimizer_prefix}param_groups."
+            by_number: dict[int, dict[str, Any]] = {}
+            for name in self.all_names:
+                number, _, setting = name.removeprefix(prefix).partition(".")
+                if name.startswith(prefix) and number.isdecimal() and setting:
+                    by_number.setdefault(int(number), {})[setting] = name
+            for _, group in sorted(by_number.items()):
+                listed = self.value(group["params"]) if "params" in group else []
+                group["params"] = listed if isinstance(listed, list) else []
+                self._groups.append(group)
+        return self._groups
+
+    def _name_in_groups(self, count: str) -> str | None:
+        prefix, stored = f"{self.options.optimizer_prefix}state.", self.stored(count)
+        if not stored.startswith(prefix) or not stored.endswith(".step"):
+            return None
+        return stored[len(prefix) : -len(".step")]
+
+    def _had(self, count: str) -> bool:
+        """The optimizer that was saved had the parameter."""
+        name = self._name_in_groups(count)
+        return any(name == str(one) for group in self._saved_groups() for one in group["params"])
+
+    def settings_of(self, g: int, group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        """Saved settings of a group, those that it has.
+
+        Args:
+            g: its number, for errors.
+            group: with its settings.
+            names: of its parameters.
+
+        Raises:
+            Error: if its parameters were saved with different ones.
+        """
+        wanted = {self._name_in_groups(f"{_OPTIMIZER}state.{name}.step") for name in names}
+        found: dict[str, Any] = {}
+        for saved in self._saved_groups():
+            if not wanted.intersection(map(str, saved["params"])):
+                continue
+            for setting in group.keys() & saved.keys() - {"params"}:
+                value = self.value(saved[setting])
+                if isinstance(value, torch.Tensor):
+                    value = value.item()
+                if setting in found and found[setting] != value:
+                    raise _C.Error(
+                        f"{self.path}: parameters of group {g} of the optimizer were saved with the {setting}s {found[setting]} and "
+                        f"{value}; divide them into groups as they were, or pass optimizer_settings=False"
+                    )
+                found[setting] = value
+        return found
+
+    def unexpected(self, used: set[str], *, with_optimizer: bool) -> list[str]:
+        """What is there of the model, and of the optimizer's state, and no rank has asked for."""
+        states = f"{self.options.optimizer_prefix}state."
+        return [
+            name
+            for name in self.all_names
+            if name not in used
+            and not self.is_ignored(name)
+            and (with_optimizer if name.startswith(states) else self._is_of_model(name))
+        ]
+
+    def _is_of_model(self, name: str) -> bool:
+        """Where the model's names have no prefix, all tensors are the model's that nobody else has a prefix for."""
+        if self.options.model_prefix:
+            return name.startswith(self.options.model_prefix)
+        others = (self.options.optimizer_prefix, _EXTRA, _RANK_EXTRA, _OWN)
+        return not name.startswith(others) and self.reading.shape(name) is not None
+
+    def below(self, prefix: str) -> dict[str, Any]:
+        """All values whose names begin so, by the rest of their names."""
+        return {
+            name.removeprefix(prefix): self.value(name)
+            for name in self.all_names
+            if name.startswith(prefix) and not self.is_ignored(name)
+        }
+
+    def generators(self, device: torch.device, ranks: int, rank: int) -> dict[str, torch.Tensor]:
+        """What this rank's generators get, if as many ranks saved theirs."""
+        found = {}
+        for name in generator_states(device) if self.options.rng else ():
+            saved = sum(f"{_OWN}{name}.{other}" in self._has for other in range(ranks + 1))
+            if saved != ranks:
+                continue
+            key = f"{_OWN}{name}.{rank}"
+            state = self.value(key)
+            if not isinstance(state, torch.Tensor) or not takes(name, state, device):
+                raise _C.Error(f"{self.path}: '{key}' is no state of this generator")
+            found[name] = state
+        return found
+
+    def grad_scaler(self) -> dict[str, Any]:
+        """What the program's GradScaler gets. One that is missing is noted."""
+        scaler = self.options.grad_scaler
+        if scaler is None or not scaler.is_enabled():
+            return {}
+        if not self.has("scaler.scale"):
+            self.names.missing.add("scaler.scale")
+            return {}
+        state = {name: self.number(f"scaler.{name}") for name in scaler.state_dict()}
+        lost = [name for name, value in state.items() if value is None]
+        if lost:
+            raise _C.Error(f"{self.path} has no 'scaler.{lost[0]}'")
+        return state
+
+    @torch.no_grad()
+    def assign(self, *, at_once: bool) -> None:
+        """Brings all that was added to its place."""
+        self.reading.assign(at_once)
+        for to, values in self._copies:
+            for d in range(to.ndim):  # an expanded tensor has each value once
+                if to.stride(d) == 0:
+                    to, values = to.narrow(d, 0, 1), values.narrow(d, 0, 1)
+            to.copy_(values)
+
+
+def read_rank_extra(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Every rank's ``rank_extra`` in a checkpoint, by rank.
+
+    A run on another number of ranks needs it to divide these values anew. Not collective.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        Error: if it can't be read.
+    """
+    loading = Loading(os.fspath(path), Options(True, None, None, _MODEL, _OPTIMIZER, True, False, False, None))
+    ranks = loading.number(f"{_OWN}ranks")
+    return [loading.below(f"{_RANK_EXTRA}{rank}.") for rank in range(int(ranks or 0))]

@@ -1,0 +1,31 @@
+"""Random generators that a checkpoint keeps, by the names that C++ gives them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Torch's default generator of the CPU, and that of the model's device if it is another."""
+    states = {"rng": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[f"{device.type}_rng"] = torch.get_device_module(device.type).get_rng_state(device)
+    return states
+
+
+def takes(name: str, state: torch.Tensor, device: torch.device) -> bool:
+    """The state is one of this generator."""
+    trial = torch.Generator() if name == "rng" else torch.Generator(device)
+    try:
+        trial.set_state(state)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
+    """Continues where the saved one stood."""
+    if name == "rng":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)

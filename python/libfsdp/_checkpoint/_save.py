@@ -1,0 +1,280 @@
+"""Saves: what this rank holds gets its names, and the C++ library writes and commits it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from libfsdp import _C
+from libfsdp._checkpoint._failed_load import failed_load_of
+from libfsdp._checkpoint._items import OPTIMIZER, ModelState, OptimizerState, model_state, optimizer_state
+from libfsdp._checkpoint._phases import Phases
+from libfsdp._checkpoint._random import generator_states
+from libfsdp._checkpoint._together import Together, device_of_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch.distributed as dist
+    from torch import nn
+
+    from libfsdp._checkpoint._phases import PhaseReport
+
+_NOTHING_SAVED = "nothing was saved:"
+_NICE_WHILE_WRITING = 10  # As in C++: a tenth of a core that training wants, too; all of one that it does not want.
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    keep_last: int = 0,
+    keep_every: int = 0,
+    keep_best: int = 0,
+    metric: float | None = None,
+    rng: bool = True,
+    rank_extra: Mapping[str, Any] | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    on_phase: Callable[[PhaseReport], None] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a checkpoint into the new folder ``path``, on a file system that all ranks share.
+
+    It appears complete or not at all: files are written to a hidden folder beside it and synced, and one rename commits them. An
+    older checkpoint of that name is replaced in the same way. Its format is that of torch.distributed.checkpoint, with checksums.
+    Collective.
+
+    Args:
+        path: the checkpoint's own folder, such as "run/step-1000".
+        model: sharded by ``fully_shard``.
+        optimizer: of its parameters; its state is saved, too.
+        extra: values of the program, such as the step. Rank 0's are saved, and every rank gets them: None, bool, int, float, str,
+            bytes, tensors, and lists, tuples and dictionaries of these without tensors.
+        keep_last: how many checkpoints of a series ("step-" of "step-1000") are kept, this one included; 0: all. Older complete ones
+            are removed after this one is complete.
+        keep_every: with ``keep_last``: those whose number is a multiple of this are kept as well.
+        keep_best: with ``keep_last``: this many of those with the least ``metric`` are kept as well.
+        metric: a loss, or the negative of an accuracy. Rank 0's is saved.
+        rng: save each rank's random generators: torch's default one of the CPU, and that of the model's device.
+        rank_extra: this rank's own values, such as the position of its data loader. Names may differ among ranks.
+        grad_scaler: whose state is saved.
+        on_phase: called on every rank at the end of each phase, with a report.
+        process_group: the ranks that have the model; None: all. With pipeline parallelism, all stages save together.
+
+    Raises:
+        Error: on all ranks, if it failed on any. Earlier checkpoints are then unchanged.
+        CommError: if a rank has failed, or does something else.
+    """
+    together = Together(model, process_group, own=False)
+    phases = Phases(on_phase)
+    parts = _collect(together, model, optimizer, extra, rank_extra, metric, grad_scaler, rng, None)
+    phases.end("collect", parts.bytes)
+    _C.write_checkpoint(
+        os.fspath(path),
+        parts,
+        together.ranks,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        on_phase=phases.tell,
+    )
+
+
+class AsyncSaver:
+    """Saves in the background.
+
+    ``save`` copies this rank's part to host memory, which is kept for the next save, and returns; a thread writes it. The checkpoint has
+    the values from when ``save`` was called. The thread writes with a lower priority, so that training gets the cores. Only one save
+    runs at a time, and the next one waits for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Makes a process group of its own. Collective.
+
+        Args:
+            model: sharded by ``fully_shard``.
+            optimizer: of its parameters.
+            process_group: the ranks that have the model; None: all.
+        """
+        self._model = model
+        self._optimizer = optimizer
+        self._together = Together(model, process_group, own=True)
+        self._buffer = _C.HostBuffer(device_of_model(model))
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        metric: float | None = None,
+        rng: bool = True,
+        rank_extra: Mapping[str, Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        on_phase: Callable[[PhaseReport], None] | None = None,
+    ) -> None:
+        """As libfsdp.save. Waits for the save before.
+
+        Args:
+            path: see libfsdp.save, as the others. A relative one is resolved now.
+            extra: see there.
+            keep_last: see there.
+            keep_every: see there.
+            keep_best: see there.
+            metric: see there.
+            rng: see there.
+            rank_extra: see there.
+            grad_scaler: see there.
+            on_phase: after "collect", it is called on the saver's thread.
+
+        Raises:
+            Error: also that of the save before; then no new save begins.
+        """
+        self.wait()
+        phases = Phases(on_phase)
+        parts = _collect(
+            self._together,
+            self._model,
+            self._optimizer,
+            extra,
+            rank_extra,
+            metric,
+            grad_scaler,
+            rng,
+            self._buffer,
+        )
+        phases.end("collect", parts.bytes)
+        target = os.path.abspath(path)
+
+        def write() -> None:
+            # On Linux, threads have priorities of their own.
+            with contextlib.suppress(OSError, AttributeError):
+                me = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICE_WHILE_WRITING)
+            try:
+                _C.write_checkpoint(
+                    target,
+                    parts,
+                    self._together.ranks,
+                    keep_last=keep_last,
+                    keep_every=keep_every,
+                    keep_best=keep_best,
+                    on_phase=phases.tell,
+                )
+            except Exception as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=write, name="libfsdp.AsyncSaver")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the last save is complete.
+
+        Raises:
+            Error: the save's, on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+@torch.no_grad()
+def _collect(
+    together: Together,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    rank_extra: Mapping[str, Any] | None,
+    metric: float | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    rng: bool,
+    buffer: _C.HostBuffer | None,
+) -> _C.CheckpointParts:
+    """This rank's part. With a buffer, it lies there."""
+
+    def named() -> tuple[ModelState, OptimizerState]:
+        for thing in (model, optimizer):
+            if thing is not None and failed_load_of(thing) is not None:
+                raise _C.Error("a load failed halfway, and model or optimizer are partly loaded: load again before")
+        of_model = model_state(model)
+        return of_model, (
+            OptimizerState([], {}, [], {}) if optimizer is None else optimizer_state(optimizer, of_model.names)
+        )
+
+    of_model, of_optimizer = together.run(_NOTHING_SAVED, named)
+    items = of_model.items + of_optimizer.items
+    values: dict[tuple[str, ...], Any] = {("model", key.removeprefix("model.")): v for key, v in of_model.extra.items()}
+    values |= of_optimizer.values
+    # Of what several ranks have whole, the first one writes; ranks of a pipeline have other names, and other groups.
+    mine = [item.key for item in items if item.everywhere and item.writes] + [".".join(path) for path in values]
+    every = together.exchange([mine, of_optimizer.groups], "checkpoint: names")
+    first_of: dict[str, int] = {}
+    for rank, (keys, _) in enumerate(every):
+        for key in keys:
+            first_of.setdefault(key, rank)
+
+    def collect() -> _C.CheckpointParts:
+        parts = _C.CheckpointParts()
+        for item in items:
+            if item.writes and (not item.everywhere or first_of[item.key] == together.index):
+                parts.add_tensor(item.path, item.shape, item.offsets, item.values)
+        for path, value in values.items():
+            if first_of[".".join(path)] == together.index:
+                _add(parts, path, value)
+        if rng:
+            for name, state in generator_states(device_of_model(model)).items():
+                _add(parts, ("fsdp", f"{name}.{together.index}"), state)
+        for name, value in (rank_extra or {}).items():
+            _add(parts, ("rank_extra", str(together.index), name), value)
+        if together.index == 0:
+            if optimizer is not None:
+                _add_groups(parts, optimizer, [groups for _, groups in every])
+            parts.add_value(("fsdp", "ranks"), together.size)
+            if metric is not None:
+                parts.add_value(("fsdp", "metric"), float(metric))
+            for name, value in (grad_scaler.state_dict() if grad_scaler is not None else {}).items():
+                parts.add_value(("scaler", name), value)
+            for name, value in (extra or {}).items():
+                _add(parts, ("extra", name), value)
+        if buffer is not None:
+            buffer.take(parts)
+        return parts
+
+    return together.run(_NOTHING_SAVED, collect)
+
+
+def _add(parts: _C.CheckpointParts, path: tuple[str | int, ...], value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        parts.add_tensor(path, list(value.shape), [0] * value.ndim, value)
+    else:
+        parts.add_value(path, value)
+
+
+def _add_groups(
+    parts: _C.CheckpointParts, optimizer: torch.optim.Optimizer, groups_of_ranks: list[list[list[str]]]
+) -> None:
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                _add(parts, (OPTIMIZER, "param_groups", g, name), value)
+        names = [name for groups in groups_of_ranks if g < len(groups) for name in groups[g]]
+        parts.add_value((OPTIMIZER, "param_groups", g, "params"), list(dict.fromkeys(names)))
