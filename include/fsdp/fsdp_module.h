@@ -91,7 +91,7 @@ class FSDPModule {
   /// Cleans up after an exception in forward or backward: drops unreduced gradients and pending gathers, and shards every unit again.
   /// Reductions that an earlier backward has left under way (set_is_last_backward) end first. After a backward that failed, reduced
   /// gradients are dropped, too, with a warning if earlier backwards had given some. The next forward after a failed backward does this by
-  /// itself. Collective if collectives were pending.
+  /// itself. Call it on all ranks: where reductions are under way, it waits for the other ranks.
   void reset();
   /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
   /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.) Throws Error inside of a
@@ -101,7 +101,8 @@ class FSDPModule {
   /// This rank's shards of the main parameters, of all units, in main_params_dtype. After writing through them, call
   /// `main_parameters_changed()`.
   std::vector<Shard> parameter_shards() const;
-  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. It keeps its memory beyond zero_grad().
+  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. Who holds a `value` can read it after
+  /// zero_grad(), too; without zero_grad(), the next backward adds to it.
   std::vector<Shard> gradient_shards() const;
   /// fsdp::clip_grad_norm of the whole model (fsdp/gradient_norm.h, which has the options). Collective.
   double clip_grad_norm(double max_norm);

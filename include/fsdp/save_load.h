@@ -98,8 +98,8 @@ struct LoadOptions {
   std::string model_prefix = "model.";
   /// Replaces the beginning "optim." in the same way. For torchtitan's checkpoints it is "optimizer.".
   std::string optimizer_prefix = "optim.";
-  /// Accepts names of the model (as `rename` gets them) whose values do not change, and names in the checkpoint that are left out. This
-  /// holds with `strict`, too.
+  /// Returns true for names that the load leaves out, also with `strict`: names of the model or the optimizer (as `rename` gets them),
+  /// whose values then stay as they are, and names in the checkpoint, which are then neither read nor unexpected.
   std::function<bool(const std::string& name)> ignore = {};
   /// True checks all data before any are assigned, so that model and optimizer keep their values where a checkpoint is damaged. False, on
   /// all ranks and with `strict`, checks each block while it is assigned. That takes half of the time; where it fails, the model is partly
@@ -134,7 +134,8 @@ struct Loaded {
 /// Data are read twice: all of them are checked before any are assigned. One reading is enough with LoadOptions::check_first = false, and
 /// for a model that still has its initial values, as no optimizer, user or load has written its parameters since fully_shard. (Writes to
 /// replicated parameters are not seen, so models with these are read twice.) Where such a load fails, model and optimizer may be partly
-/// loaded. Buffers, and values from before fully_shard, are not spared: FSDPModule::main_parameters_changed() says that they are needed.
+/// loaded. That may also cost the values of buffers, and those that parameters had before fully_shard. If these are needed although a load
+/// fails, call FSDPModule::main_parameters_changed() before it: then all data are checked first.
 ///
 /// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});

@@ -26,8 +26,8 @@ struct UnitDtypes {
 struct UnitInfo {
   std::string name;                     ///< The module's; "(root)" for the root; those of a group joined by "+".
   std::vector<std::string> parameters;  ///< Names, in the order of named_parameters().
-  std::int64_t whole_bytes = 0;         ///< Of the gathered parameters, with their padding.
-  std::int64_t shard_bytes = 0;         ///< Of this rank's main parameters, which the optimizer updates, with their padding.
+  std::int64_t whole_bytes = 0;         ///< Bytes of the gathered parameters, in UnitDtypes::param, with their padding.
+  std::int64_t shard_bytes = 0;         ///< Bytes of this rank's main parameters, in UnitDtypes::main_param, with padding.
   std::vector<UnitDtypes> dtypes;       ///< Of its parameters, each combination once.
   bool reshard_after_forward = true;    ///< FullyShardOptions::reshard_after_forward, or what was set since.
   /// The dimensions of its mesh. They have no names if the unit has a mesh of its own that is not a part of the model's.
