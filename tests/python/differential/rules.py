@@ -34,6 +34,7 @@ class Rules:
             or options.keep_gathered_bytes > 0
             or any(unit.reshard_after_forward is False for unit in self.program.units)
         )
+        self.has_neighbours = any(type(unit.reshard_after_forward) is int for unit in self.program.units)
         self.keeps_after_backward = False
         self.pinned: set[str] = set()
         self.fresh = True  # No forward since shards were last known to have changed.
@@ -62,7 +63,8 @@ class Rules:
         if what == "average":
             return self._may_write("together")
         if what == "read":
-            return not self.stays_gathered and not (self.shows_whole and self.written)
+            # After a forward, modules show what neighbours keep: smaller parts, of other ranks.
+            return not self.stays_gathered and not (self.shows_whole and (self.written or self.has_neighbours))
         if what == "write":
             return self._may_write(arguments["how"])
         # A GradScaler must have seen gradients when it steps.
