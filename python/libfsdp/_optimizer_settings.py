@@ -35,7 +35,7 @@ def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | N
     if scale is not None:
         text += f", grad_scale {scale}"
     firsts = [group["params"][0] for group in groups if group["params"]]
-    states = [owners.get(getattr(parameter, "_libfsdp_identity", 0)) for parameter in firsts]
+    states = [owners.get(getattr(parameter, "_libfsdp_identity", -1)) for parameter in firsts]
     models = {state.model for state in states if state is not None and state.model is not None}
     for model in models:
         model.engine.tell_update(number, text)

@@ -363,6 +363,21 @@ def test_settings_that_change_alike(two: Ranks) -> None:
     assert two.run(scheduled) == [3, 3]
 
 
+def optimizer_of_one_rank() -> None:
+    """Of a plain model: it says nothing about the sharded ones, not even about the first that this process has made."""
+    model = fully_shard(layers())
+    model(torch.ones(2, 16)).sum().backward()
+    if dist.get_rank() == 1:
+        plain = nn.Linear(2, 2)
+        plain(torch.ones(1, 2)).sum().backward()
+        libfsdp.optim.SGD(plain.parameters(), lr=0.1).step()
+    model(torch.ones(2, 16)).sum().backward()
+
+
+def test_one_rank_has_an_optimizer_of_its_own(fresh: Callable[[int], Ranks]) -> None:
+    fresh(2).run(optimizer_of_one_rank)
+
+
 def seeded_by_rank(options: dict[str, Any], written: str) -> tuple[str, str]:
     """The warnings of two forwards and a backward, and the error, if there is one; both ranks end with values of one kind."""
     torch.manual_seed(dist.get_rank())
