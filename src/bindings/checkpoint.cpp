@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,7 +19,9 @@
 #include "bindings/errors.h"
 #include "bindings/python_value.h"
 #include "checkpoint/boxes.h"
+#include "checkpoint/checked_files.h"
 #include "checkpoint/commit.h"
+#include "checkpoint/dcp_metadata.h"
 #include "fsdp/save_load.h"
 #include "state/phases.h"
 #include "state/ranks.h"
@@ -97,6 +100,20 @@ class Reading {
  public:
   explicit Reading(const std::string& path) : source_(state::open_source(path)), transfer_(*source_) {}
 
+  /// Where a value is in nested dictionaries and lists; empty if the checkpoint does not say.
+  ckpt::DcpPath path_of(const std::string& name) {
+    if (!paths_) {
+      paths_.emplace();
+      if (source_->format() == state::Source::Format::kDcp) {
+        const std::string file(ckpt::kMetadataFile);
+        const auto text = ckpt::CheckedFiles(source_->path()).read_whole(file, ckpt::kMostMetadata);
+        for (auto& [key, path] : ckpt::read_dcp_metadata(text, file).paths) paths_->emplace(key, std::move(path));
+      }
+    }
+    const auto found = paths_->find(name);
+    return found == paths_->end() ? ckpt::DcpPath() : found->second;
+  }
+
   state::Source& source() { return *source_; }
   state::Transfer& transfer() { return transfer_; }
   /// `to`: contiguous, the box of the tensor at `offsets`.
@@ -108,6 +125,7 @@ class Reading {
  private:
   std::unique_ptr<state::Source> source_;
   state::Transfer transfer_;
+  std::optional<std::map<std::string, ckpt::DcpPath>> paths_;  // once they were asked for
 };
 
 py::tuple take_newest(const std::string& folder, const Ranks& ranks, const py::function& load_one) {
@@ -175,6 +193,8 @@ void bind_checkpoint(py::module_& module) {
       .def(
           "tensor", [](Reading& reading, const std::string& name) { return reading.source().read_whole(name).clone(); }, py::arg("name"),
           kNoGil, "All of a tensor.")
+      .def("path", &Reading::path_of, py::arg("name"), kNoGil,
+           "Where a value is in nested dictionaries and lists; empty if the checkpoint does not say.")
       .def("add", &Reading::add, py::arg("name"), py::arg("offsets"), py::arg("to"), kNoGil, "Notes where a box of a tensor goes.")
       .def_property_readonly(
           "bytes", [](Reading& reading) { return reading.transfer().bytes(); }, "Of what was added.")

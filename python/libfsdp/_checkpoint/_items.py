@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -11,9 +12,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from libfsdp import _C
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MODEL = "model"
 OPTIMIZER = "optim"
@@ -143,15 +141,25 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
     return Item(path, shape, list(chunks[0].offsets), local, writes=writes)
 
 
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """The optimizers of a save or a load."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
 @dataclass
 class OptimizerState:
-    """An optimizer's.
+    """That of a model's optimizers.
 
     Attributes:
-        items: tensors of its state.
-        values: numbers of its state, by path.
-        groups: for each of its groups, the names of the parameters.
-        names: of its parameters, by their id.
+        items: tensors of their state.
+        values: numbers of their state, by path.
+        groups: for each of their groups, the names of the parameters.
+        names: of their parameters, by their id.
     """
 
     items: list[Item]
@@ -160,18 +168,18 @@ class OptimizerState:
     names: dict[int, str]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> OptimizerState:
-    """The state of an optimizer, as get_optimizer_state_dict of torch.distributed.checkpoint names it.
+def optimizer_state(optimizers: list[torch.optim.Optimizer], names: dict[int, str]) -> OptimizerState:
+    """The state of optimizers, as get_optimizer_state_dict of torch.distributed.checkpoint names it.
 
     Args:
-        optimizer: of torch's kind.
+        optimizers: of torch's kind.
         names: of the model's parameters.
 
     Raises:
-        Error: if it has other parameters, or state of which it can't be told how it is cut.
+        Error: if they have other parameters, or state of which it can't be told how it is cut.
     """
     found = OptimizerState([], {}, [], {})
-    for group in optimizer.param_groups:
+    for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
         found.groups.append([])
         for p in group["params"]:
             if id(p) not in names:

@@ -12,7 +12,7 @@ from torch import nn
 
 from libfsdp import _C
 from libfsdp._checkpoint._failed_load import FailedLoad, failed_load_of, forget
-from libfsdp._checkpoint._items import Item, OptimizerState, clean, model_state, optimizer_state
+from libfsdp._checkpoint._items import Item, OptimizerState, as_list, clean, model_state, optimizer_state
 from libfsdp._checkpoint._loading import Loading, Names, Options
 from libfsdp._checkpoint._phases import Phases
 from libfsdp._checkpoint._random import set_generator
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from libfsdp._checkpoint._items import Optimizers
     from libfsdp._checkpoint._phases import PhaseReport
 
 _NOTHING_LOADED = "nothing was loaded:"
@@ -61,7 +62,7 @@ class Loaded:
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
@@ -85,7 +86,7 @@ def load(
     Args:
         path: the checkpoint's folder; or a file of safetensors.
         model: sharded by ``fully_shard``.
-        optimizer: of its parameters. State that it does not have yet is made.
+        optimizer: of its parameters, or a list of several. State that they do not have yet is made.
         strict: raise Error if a name of the model is missing in the checkpoint, or the reverse. With False, such values of the model
             stay, and such names of the checkpoint are left out.
         rename: takes a name of the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"), and gives the checkpoint's.
@@ -111,13 +112,13 @@ def load(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
     together = Together(model, process_group, own=False)
-    return _Load(os.fspath(path), model, optimizer, options, together, Phases(on_phase)).run()
+    return _Load(os.fspath(path), model, as_list(optimizer), options, together, Phases(on_phase)).run()
 
 
 def load_latest(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
@@ -165,7 +166,7 @@ def load_latest(
     loaded: list[Loaded] = []
 
     def load_one(path: str) -> None:
-        loaded.append(_Load(path, model, optimizer, options, together, Phases(on_phase)).run())
+        loaded.append(_Load(path, model, as_list(optimizer), options, together, Phases(on_phase)).run())
 
     taken, skipped, warning = _C.take_newest(os.fspath(folder), together.ranks, load_one)
     if warning:
@@ -183,27 +184,25 @@ class _Load:
         self,
         path: str,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: list[torch.optim.Optimizer],
         options: Options,
         together: Together,
         phases: Phases,
     ) -> None:
         self._path = path
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._options = options
         self._together = together
         self._phases = phases
         self._at_once = options.strict and not options.check_first
-        self._made: list[nn.Parameter] = []
+        self._made: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         self._failed_before = [
-            failed
-            for thing in (model, optimizer)
-            if thing is not None and (failed := failed_load_of(thing)) is not None
+            failed for thing in (model, *optimizers) if (failed := failed_load_of(thing)) is not None
         ]
         # What the optimizer gets beside tensors.
-        self._without_state: list[nn.Parameter] = []
-        self._numbers: list[tuple[nn.Parameter, str, Any]] = []
+        self._without_state: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
+        self._numbers: list[tuple[dict[str, Any], str, Any]] = []
         self._settings: list[dict[str, Any]] = []
         self._scaler: dict[str, Any] = {}
 
@@ -227,9 +226,8 @@ class _Load:
         finally:
             _C.note_update()  # models may keep whole parameters across forwards
         self._phases.end("assign", loading.reading.bytes)
-        for thing in (self._model, self._optimizer):
-            if thing is not None:
-                forget(thing)
+        for thing in (self._model, *self._optimizers):
+            forget(thing)
         finish()
         return loaded
 
@@ -239,42 +237,48 @@ class _Load:
         of_model = model_state(self._model)
         loading.add_model(of_model)
         self._scaler = loading.grad_scaler()
-        if self._optimizer is None:
+        if not self._optimizers:
             return loading
         if not loading.has_optimizer():
             if self._options.strict:
                 raise _C.Error(f"{self._path} has no state of an optimizer; load the model alone, or pass strict=False")
             return loading
-        names = optimizer_state(self._optimizer, of_model.names).names
-        missing = [
-            [
-                p
-                for p in group["params"]
-                if p.requires_grad and not self._optimizer.state.get(p) and loading.is_updated(names[id(p)])
+        names = optimizer_state(self._optimizers, of_model.names).names
+        for optimizer in self._optimizers:
+            missing = [
+                [
+                    p
+                    for p in group["params"]
+                    if p.requires_grad and not optimizer.state.get(p) and loading.is_updated(names[id(p)])
+                ]
+                for group in optimizer.param_groups
             ]
-            for group in self._optimizer.param_groups
-        ]
-        if any(missing):
-            self._made = make_state(self._optimizer, missing)
-        self._add_optimizer(loading, optimizer_state(self._optimizer, of_model.names))
+            if any(missing):
+                self._made += [(optimizer, p) for p in make_state(optimizer, missing)]
+        self._add_optimizers(loading, optimizer_state(self._optimizers, of_model.names))
         return loading
 
-    def _add_optimizer(self, loading: Loading, state: OptimizerState) -> None:
-        assert self._optimizer is not None
+    def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        return [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _add_optimizers(self, loading: Loading, state: OptimizerState) -> None:
         items: dict[str, list[Item]] = {}
         values: dict[str, dict[str, Any]] = {}
         for item in state.items:
             items.setdefault(item.path[2], []).append(item)
         for path, value in state.values.items():
             values.setdefault(path[2], {})[".".join(path)] = value
-        for g, (group, names) in enumerate(zip(self._optimizer.param_groups, state.groups, strict=True)):
+        made = {id(p) for _, p in self._made}
+        for g, ((optimizer, group), names) in enumerate(zip(self._groups(), state.groups, strict=True)):
             for p, name in zip(group["params"], names, strict=True):
                 is_there, numbers = loading.add_state(name, items.get(name, []), values.get(name, {}))
                 # State that was made for nothing goes, too.
-                if not loading.is_updated(name) or (not is_there and any(p is made for made in self._made)):
-                    self._without_state.append(p)
+                if not loading.is_updated(name) or (not is_there and id(p) in made):
+                    self._without_state.append((optimizer, p))
                 prefix = f"optim.state.{name}."
-                self._numbers += [(p, key.removeprefix(prefix), number) for key, number in numbers.items()]
+                self._numbers += [
+                    (optimizer.state[p], key.removeprefix(prefix), number) for key, number in numbers.items()
+                ]
             wants = self._options.optimizer_settings
             self._settings.append(loading.settings_of(g, group, names) if wants else {})
 
@@ -287,7 +291,7 @@ class _Load:
         names = Names(*({name for one in every for name in one[i]} for i in range(3)))
 
         def check() -> tuple[Loaded, Callable[[], None]]:
-            with_optimizer = self._optimizer is not None
+            with_optimizer = bool(self._optimizers)
             missing = sorted(names.missing)
             unexpected = loading.unexpected(names.used, with_optimizer=with_optimizer)
             if self._options.strict and (missing or unexpected):
@@ -307,7 +311,7 @@ class _Load:
             loaded.rng = bool(generators)
 
             def finish() -> None:
-                self._finish_optimizer()
+                self._finish_optimizers()
                 self._give_extra_states(loading.extra_states)
                 for name, state in generators.items():
                     set_generator(name, state, device)
@@ -322,14 +326,12 @@ class _Load:
 
         return self._together.run(_NOTHING_LOADED, check)
 
-    def _finish_optimizer(self) -> None:
-        if self._optimizer is None:
-            return
-        for p, kind, number in self._numbers:
-            self._optimizer.state[p][kind] = number
-        for p in self._without_state:
-            self._optimizer.state.pop(p, None)
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False):
+    def _finish_optimizers(self) -> None:
+        for state, kind, number in self._numbers:
+            state[kind] = number
+        for optimizer, p in self._without_state:
+            optimizer.state.pop(p, None)
+        for (_, group), settings in zip(self._groups(), self._settings, strict=False):
             for name, value in settings.items():
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(value)
@@ -343,9 +345,8 @@ class _Load:
                 module.set_extra_state(states[key])
 
     def _forget_made(self) -> None:
-        for p in self._made:
-            assert self._optimizer is not None
-            self._optimizer.state.pop(p, None)
+        for optimizer, p in self._made:
+            optimizer.state.pop(p, None)
 
     def _stop(self, replaced: set[str]) -> None:
         """Model and optimizer refuse to be used, if this load or one before it has replaced some of their values."""
@@ -354,9 +355,9 @@ class _Load:
         if of_model:
             forget(self._model)
             FailedLoad(of_model, "model").stop_model(self._model)
-        if names - of_model and self._optimizer is not None:
-            forget(self._optimizer)
-            FailedLoad(names - of_model, "optimizer").stop_optimizer(self._optimizer)
+        for optimizer in self._optimizers if names - of_model else ():
+            forget(optimizer)
+            FailedLoad(names - of_model, "optimizer").stop_optimizer(optimizer)
 
 
 def _lines(names: list[str]) -> str:

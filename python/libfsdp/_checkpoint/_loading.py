@@ -262,12 +262,32 @@ class Loading:
         return not name.startswith(others) and self.reading.shape(name) is not None
 
     def below(self, prefix: str) -> dict[str, Any]:
-        """All values whose names begin so, by the rest of their names."""
-        return {
-            name.removeprefix(prefix): self.value(name)
-            for name in self.all_names
-            if name.startswith(prefix) and not self.is_ignored(name)
-        }
+        """All values whose names begin so, by the rest of their names: dictionaries and lists that were taken apart are put together."""
+        found: dict[str | int, Any] = {}
+        lists: list[tuple[dict[str | int, Any], str | int]] = []
+        for name in self.all_names:
+            if not name.startswith(prefix) or self.is_ignored(name):
+                continue
+            place = found
+            *above, last = self._path_below(name, prefix)
+            for k, part in enumerate(above):
+                if part not in place:
+                    place[part] = {}
+                    if isinstance([*above, last][k + 1], int):
+                        lists.append((place, part))
+                place = place[part]
+            place[last] = self.value(name)
+        for place, part in reversed(lists):  # inner ones first
+            place[part] = [item for _, item in sorted(place[part].items())]
+        return {str(name): value for name, value in found.items()}
+
+    def _path_below(self, name: str, prefix: str) -> list[str | int]:
+        """Without a path, the rest of the name is one name."""
+        path = self.reading.path(name)
+        for k in range(1, len(path)):
+            if ".".join(map(str, path[:k])) + "." == prefix:
+                return path[k:]
+        return [name.removeprefix(prefix)]
 
     def generators(self, device: torch.device, ranks: int, rank: int) -> dict[str, torch.Tensor]:
         """What this rank's generators get, if as many ranks saved theirs."""

@@ -11,7 +11,7 @@ import torch
 
 from libfsdp import _C
 from libfsdp._checkpoint._failed_load import failed_load_of
-from libfsdp._checkpoint._items import OPTIMIZER, ModelState, OptimizerState, model_state, optimizer_state
+from libfsdp._checkpoint._items import OPTIMIZER, ModelState, OptimizerState, as_list, model_state, optimizer_state
 from libfsdp._checkpoint._phases import Phases
 from libfsdp._checkpoint._random import generator_states
 from libfsdp._checkpoint._together import Together, device_of_model
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from libfsdp._checkpoint._items import Optimizers
     from libfsdp._checkpoint._phases import PhaseReport
 
 _NOTHING_SAVED = "nothing was saved:"
@@ -31,7 +32,7 @@ _NICE_WHILE_WRITING = 10  # As in C++: a tenth of a core that training wants, to
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
     keep_last: int = 0,
@@ -53,9 +54,9 @@ def save(
     Args:
         path: the checkpoint's own folder, such as "run/step-1000".
         model: sharded by ``fully_shard``.
-        optimizer: of its parameters; its state is saved, too.
+        optimizer: of its parameters, or a list of several; their state is saved, too.
         extra: values of the program, such as the step. Rank 0's are saved, and every rank gets them: None, bool, int, float, str,
-            bytes, tensors, and lists, tuples and dictionaries of these without tensors.
+            bytes, tensors, and lists, tuples and dictionaries of these (tensors not in tuples, and below text keys only).
         keep_last: how many checkpoints of a series ("step-" of "step-1000") are kept, this one included; 0: all. Older complete ones
             are removed after this one is complete.
         keep_every: with ``keep_last``: those whose number is a multiple of this are kept as well.
@@ -73,7 +74,7 @@ def save(
     """
     together = Together(model, process_group, own=False)
     phases = Phases(on_phase)
-    parts = _collect(together, model, optimizer, extra, rank_extra, metric, grad_scaler, rng, None)
+    parts = _collect(together, model, as_list(optimizer), extra, rank_extra, metric, grad_scaler, rng, None)
     phases.end("collect", parts.bytes)
     _C.write_checkpoint(
         os.fspath(path),
@@ -97,7 +98,7 @@ class AsyncSaver:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -105,11 +106,11 @@ class AsyncSaver:
 
         Args:
             model: sharded by ``fully_shard``.
-            optimizer: of its parameters.
+            optimizer: of its parameters, or a list of several.
             process_group: the ranks that have the model; None: all.
         """
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = as_list(optimizer)
         self._together = Together(model, process_group, own=True)
         self._buffer = _C.HostBuffer(device_of_model(model))
         self._thread: threading.Thread | None = None
@@ -151,7 +152,7 @@ class AsyncSaver:
         parts = _collect(
             self._together,
             self._model,
-            self._optimizer,
+            self._optimizers,
             extra,
             rank_extra,
             metric,
@@ -201,7 +202,7 @@ class AsyncSaver:
 def _collect(
     together: Together,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: list[torch.optim.Optimizer],
     extra: Mapping[str, Any] | None,
     rank_extra: Mapping[str, Any] | None,
     metric: float | None,
@@ -212,13 +213,10 @@ def _collect(
     """This rank's part. With a buffer, it lies there."""
 
     def named() -> tuple[ModelState, OptimizerState]:
-        for thing in (model, optimizer):
-            if thing is not None and failed_load_of(thing) is not None:
-                raise _C.Error("a load failed halfway, and model or optimizer are partly loaded: load again before")
+        if any(failed_load_of(thing) is not None for thing in (model, *optimizers)):
+            raise _C.Error("a load failed halfway, and model or optimizer are partly loaded: load again before")
         of_model = model_state(model)
-        return of_model, (
-            OptimizerState([], {}, [], {}) if optimizer is None else optimizer_state(optimizer, of_model.names)
-        )
+        return of_model, optimizer_state(optimizers, of_model.names)
 
     of_model, of_optimizer = together.run(_NOTHING_SAVED, named)
     items = of_model.items + of_optimizer.items
@@ -246,8 +244,7 @@ def _collect(
         for name, value in (rank_extra or {}).items():
             _add(parts, ("rank_extra", str(together.index), name), value)
         if together.index == 0:
-            if optimizer is not None:
-                _add_groups(parts, optimizer, [groups for _, groups in every])
+            _add_groups(parts, optimizers, [groups for _, groups in every])
             parts.add_value(("fsdp", "ranks"), together.size)
             if metric is not None:
                 parts.add_value(("fsdp", "metric"), float(metric))
@@ -263,16 +260,28 @@ def _collect(
 
 
 def _add(parts: _C.CheckpointParts, path: tuple[str | int, ...], value: Any) -> None:
+    """A value of the program. As torch.distributed.checkpoint does it, what holds tensors is taken apart."""
     if isinstance(value, torch.Tensor):
         parts.add_tensor(path, list(value.shape), [0] * value.ndim, value)
+    elif isinstance(value, dict) and _holds_tensors(value) and all(isinstance(key, str) for key in value):
+        for key, item in value.items():
+            _add(parts, (*path, key), item)
+    elif isinstance(value, list) and _holds_tensors(value):
+        for i, item in enumerate(value):
+            _add(parts, (*path, i), item)
     else:
         parts.add_value(path, value)
 
 
+def _holds_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(isinstance(item, torch.Tensor) or _holds_tensors(item) for item in items)
+
+
 def _add_groups(
-    parts: _C.CheckpointParts, optimizer: torch.optim.Optimizer, groups_of_ranks: list[list[list[str]]]
+    parts: _C.CheckpointParts, optimizers: list[torch.optim.Optimizer], groups_of_ranks: list[list[list[str]]]
 ) -> None:
-    for g, group in enumerate(optimizer.param_groups):
+    for g, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
         for name, value in group.items():
             if name != "params":
                 _add(parts, (OPTIMIZER, "param_groups", g, name), value)
