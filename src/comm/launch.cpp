@@ -95,8 +95,10 @@ int exit_code_of(const std::function<int()>& fn) {
 // Leaves by _exit: exit handlers and static objects belong to the parent, which runs them itself.
 [[noreturn]] void run_rank(const std::function<int()>& fn, int report_fd, const LaunchDetails& details) {
   int code = 1;
-  // A pipe's reader gets lines as they are written, as a terminal's does.
-  if (details.prefix_output) std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  // A pipe's reader gets lines as they are written, as a terminal's does. With a buffer of its own: in one that is in use already, as a
+  // fork copies it, glibc goes on collecting.
+  static std::array<char, BUFSIZ> lines;
+  if (details.prefix_output) std::setvbuf(stdout, lines.data(), _IOLBF, lines.size());
   write_report(report_fd, kBegan, "");
   try {
     code = exit_code_of(fn);
