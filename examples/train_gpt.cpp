@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <iostream>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -18,6 +17,7 @@
 #include "train_gpt/generate.h"     // text from the model
 #include "train_gpt/model_setup.h"  // what options say about sharding, optimizer and schedule
 #include "train_gpt/options.h"      // Options, their names on the command line, and which are refused
+#include "train_gpt/program.h"      // what comes before the ranks train
 #include "train_gpt/report.h"       // log, progress on the terminal, plot
 #include "train_gpt/resume.h"       // going on from a checkpoint
 #include "train_gpt/run_folder.h"   // where all of that goes
@@ -137,25 +137,4 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  std::optional<Options> options;
-  std::optional<Corpus> corpus;
-  std::string refusal;
-  try {
-    options = parse(argc, argv);
-    if (!options) return 0;
-    if (options->generate.empty()) corpus = read_corpus(*options);
-  } catch (const std::exception& error) {
-    refusal = error.what();
-  }
-  if (!refusal.empty() && !fsdp::is_launched()) {
-    std::cerr << "train_gpt: " << refusal << std::endl;
-    return kUsageExitCode;
-  }
-  return fsdp::launch_local(options && options->generate.empty() ? options->nproc : 1, [&] {
-    // Ranks of another launcher read the command line themselves: what they all refuse is said once.
-    const auto mesh = fsdp::init_device_mesh(options ? options->device : "cpu", {{"dp_shard", -1}});
-    if (!nobody_refuses(mesh, refusal)) return kUsageExitCode;
-    return options->generate.empty() ? train(*options, *corpus, mesh) : generate_from_run(*options, mesh);
-  });
-}
+int main(int argc, char** argv) { return run_program(argc, argv, train); }
