@@ -1,11 +1,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <filesystem>
 #include <future>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "example/train_gpt_program.h"
@@ -54,14 +54,12 @@ class TrainGptResume : public TrainGpt {
 TEST_F(TrainGptResume, WhatIsRefusedChangesNothing) {
   train("run");
   const auto folder = run_folder("run");
-  for (const auto& [option, value, saved] : std::vector<std::array<std::string, 3>>{{"--dim", "32", "--dim 16"},
-                                                                                    {"--heads", "1", "--heads 2"},
-                                                                                    {"--context", "16", "--context 32"},
-                                                                                    {"--optimizer", "muon", "adamw"}}) {
-    const auto error = option + " " + value + " does not fit " + folder + ", whose checkpoints were saved with ";
-    expect_refusal({"--resume", folder, option, value}, error);
-    expect_refusal({"--resume", "auto", "--run", folder, option, value}, saved + ": leave it out, or begin a new run");
+  for (const auto& [option, value] :
+       std::vector<std::pair<std::string, std::string>>{{"--dim", "32"}, {"--heads", "1"}, {"--context", "16"}, {"--optimizer", "muon"}}) {
+    expect_refusal({"--resume", folder, option, value},
+                   option + " " + value + " does not fit " + folder + ", whose checkpoints were saved with " + option + " ");
   }
+  expect_refusal({"--resume", "auto", "--run", folder, "--dim", "32"}, "saved with --dim 16: leave it out, or begin a new run");
   expect_refusal({"--generate", folder, "--layers", "3"}, "--layers 3 does not fit " + folder);
   expect_refusal({"--resume", folder, "--nproc", "3"}, "--batch 4 does not divide over 3 ranks");
   // What the ranks of another launcher find out.
