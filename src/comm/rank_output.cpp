@@ -35,7 +35,8 @@ Pipe Pipe::open() {
   return {.to_read = Descriptor(ends[0]), .to_write = Descriptor(ends[1])};
 }
 
-PrefixedStream::PrefixedStream(int rank, int target) : prefix_("[" + std::to_string(rank) + "] "), target_(target), pipe_(Pipe::open()) {}
+PrefixedStream::PrefixedStream(int rank, int target)
+    : prefix_(std::string("[") + std::to_string(rank) + "] "), target_(target), pipe_(Pipe::open()) {}
 
 void PrefixedStream::become_target() const { dup2(pipe_.to_write.get(), target_); }
 
