@@ -39,7 +39,7 @@ using Sizes = std::vector<std::int64_t>;
 using state::Ranks;
 using state::Snapshot;
 
-const auto kNoGil = py::call_guard<py::gil_scoped_release>();
+const auto kWithoutGil = py::call_guard<py::gil_scoped_release>();
 
 std::string key_of(const ckpt::DcpPath& path) {
   std::string key;
@@ -164,21 +164,21 @@ void bind_checkpoint(py::module_& module) {
             return list;
           },
           py::arg("text"), py::arg("operation"), "Every rank's bytes, on all.")
-      .def("agree", &agree, py::arg("failure"), py::arg("is_damage"), py::arg("what"), kNoGil,
+      .def("agree", &agree, py::arg("failure"), py::arg("is_damage"), py::arg("what"), kWithoutGil,
            "Raises Error on all ranks if one has failed: DamageError, if damage is all that was found.");
   py::class_<Snapshot>(module, "CheckpointParts", "What one rank writes of a checkpoint.")
       .def(py::init<>())
-      .def("add_tensor", &add_tensor, py::arg("path"), py::arg("shape"), py::arg("offsets"), py::arg("values"), kNoGil,
+      .def("add_tensor", &add_tensor, py::arg("path"), py::arg("shape"), py::arg("offsets"), py::arg("values"), kWithoutGil,
            "This rank's part of a tensor: the box at these offsets. It is not copied.")
       .def("add_value", &add_value, py::arg("path"), py::arg("value"), "A plain value.")
       .def_property_readonly("bytes", &state::bytes_of, "Of tensors.");
   py::class_<state::HostBuffer>(module, "HostBuffer", "Host memory that takes parts, used again from save to save.")
       .def(py::init<c10::Device>(), py::arg("device"))
-      .def("take", &state::HostBuffer::begin, py::arg("parts"), kNoGil, "Copies all of them; they lie here then.");
+      .def("take", &state::HostBuffer::begin, py::arg("parts"), kWithoutGil, "Copies all of them; they lie here then.");
   module.def("write_checkpoint", &write, py::arg("path"), py::arg("parts"), py::arg("ranks"), py::kw_only(), py::arg("keep_last"),
              py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), "As fsdp::save. Collective.");
   py::class_<Reading>(module, "CheckpointReading", "A checkpoint that is read, DCP's or safetensors.")
-      .def(py::init<const std::string&>(), py::arg("path"), kNoGil)
+      .def(py::init<const std::string&>(), py::arg("path"), kWithoutGil)
       .def_property_readonly("names", [](Reading& reading) { return reading.source().names(); })
       .def(
           "shape",
@@ -192,23 +192,23 @@ void bind_checkpoint(py::module_& module) {
           "A plain value.")
       .def(
           "tensor", [](Reading& reading, const std::string& name) { return reading.source().read_whole(name).clone(); }, py::arg("name"),
-          kNoGil, "All of a tensor.")
-      .def("path", &Reading::path_of, py::arg("name"), kNoGil,
+          kWithoutGil, "All of a tensor.")
+      .def("path", &Reading::path_of, py::arg("name"), kWithoutGil,
            "Where a value is in nested dictionaries and lists; empty if the checkpoint does not say.")
-      .def("add", &Reading::add, py::arg("name"), py::arg("offsets"), py::arg("to"), kNoGil, "Notes where a box of a tensor goes.")
+      .def("add", &Reading::add, py::arg("name"), py::arg("offsets"), py::arg("to"), kWithoutGil, "Notes where a box of a tensor goes.")
       .def_property_readonly(
           "bytes", [](Reading& reading) { return reading.transfer().bytes(); }, "Of what was added.")
       .def(
-          "check", [](Reading& reading) { reading.transfer().check(); }, kNoGil,
+          "check", [](Reading& reading) { reading.transfer().check(); }, kWithoutGil,
           "Reads what was added, and compares it with its checksums.")
       .def(
           "assign", [](Reading& reading, bool at_once) { at_once ? reading.transfer().read_at_once() : reading.transfer().read(); },
-          py::arg("at_once"), kNoGil, "Brings it to its place, after check(); at once: instead of it.");
+          py::arg("at_once"), kWithoutGil, "Brings it to its place, after check(); at once: instead of it.");
   module.def(
       "take_newest", &take_newest, py::arg("folder"), py::arg("ranks"), py::arg("load_one"),
       "Loads the newest checkpoint that is whole. Returns its path or None, newer ones that were skipped, and a warning. Collective.");
-  module.def("latest", &latest, py::arg("folder"), kNoGil, "As fsdp::latest.");
-  module.def("best", &best, py::arg("folder"), kNoGil, "As fsdp::best.");
+  module.def("latest", &latest, py::arg("folder"), kWithoutGil, "As fsdp::latest.");
+  module.def("best", &best, py::arg("folder"), kWithoutGil, "As fsdp::best.");
 }
 
 }  // namespace fsdp::bindings

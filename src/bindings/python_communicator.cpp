@@ -4,6 +4,7 @@
 #include <functional>
 #include <utility>
 
+#include "comm/call.h"
 #include "comm/parts.h"
 #include "fsdp/error.h"
 
