@@ -88,7 +88,7 @@ void write(const std::string& path, const Snapshot& snapshot, const Ranks& ranks
   state::write_checkpoint(path, snapshot, options, ranks, phases);
 }
 
-void agree(const Ranks& ranks, const std::optional<std::string>& failure, bool is_damage, const std::string& what) {
+void agree_on_failure(const Ranks& ranks, const std::optional<std::string>& failure, bool is_damage, const std::string& what) {
   std::exception_ptr thrown;
   if (failure && is_damage) thrown = std::make_exception_ptr(ckpt::DamageError(*failure));
   if (failure && !is_damage) thrown = std::make_exception_ptr(Error(*failure));
@@ -164,7 +164,7 @@ void bind_checkpoint(py::module_& module) {
             return list;
           },
           py::arg("text"), py::arg("operation"), "Every rank's bytes, on all.")
-      .def("agree", &agree, py::arg("failure"), py::arg("is_damage"), py::arg("what"), kWithoutGil,
+      .def("agree", &agree_on_failure, py::arg("failure"), py::arg("is_damage"), py::arg("what"), kWithoutGil,
            "Raises Error on all ranks if one has failed: DamageError, if damage is all that was found.");
   py::class_<Snapshot>(module, "CheckpointParts", "What one rank writes of a checkpoint.")
       .def(py::init<>())
