@@ -75,6 +75,7 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
     return 0;
   }
   if (!all_accept(mesh, [&] { run->begin(options, mesh); })) return kUsageExitCode;
+  fsdp::stop_requested(mesh);  // From here on a signal ends the run after a step, with a checkpoint.
   Report report(options, *run, mesh, loaded);
   report.begin(model, corpus);
 

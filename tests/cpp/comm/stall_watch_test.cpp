@@ -44,7 +44,7 @@ TEST_P(StallWatchOfSize, EndsWaitsForMessagesThatWereHalfThere) {
           const std::string message = message_of<CommError>([&] {
             for (;;) communicator->all_gather({&part, 1}, testing::kGather)->wait();
           });
-          if (!has(message, "all-gather of unit 'layers.0' on rank") || !has(message, "A peer has failed or left"))
+          if (!has(message, "all-gather of unit 'layers.0' on rank") || !has(message, "has failed or ended"))
             throw Error("message: " + message);
           return 0;
         },
