@@ -172,7 +172,10 @@ class Lock:
                 refused = [f"another training goes on in {run}: wait for its end, or end it"]
         dist.broadcast_object_list(refused)
         if refused[0]:
-            sys.exit(refused[0] if dist.get_rank() == 0 else 1)
+            if dist.get_rank() == 0:
+                print(refused[0], file=sys.stderr, flush=True)
+            dist.barrier()  # torchrun, which sees a rank end, stops the others
+            sys.exit(1)
 
 
 def begin_run(options: argparse.Namespace, lock: Lock | None) -> tuple[Path, Lock]:
