@@ -19,6 +19,7 @@
 #include "checkpoint/printable.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/safetensors_parts.h"
 #include "fsdp/error.h"
 #include "state/convert.h"
 #include "state/diff.h"
@@ -76,8 +77,6 @@ void print_table(std::vector<std::vector<std::string>> rows) {
   }
 }
 
-bool is_dcp(const std::string& path) { return fsdp::state::open_source(path)->format() == Source::Format::kDcp; }
-
 void print_files(const fs::path& folder, const std::vector<std::string>& names) {
   std::vector<std::vector<std::string>> rows;
   for (const auto& name : names) {
@@ -89,16 +88,17 @@ void print_files(const fs::path& folder, const std::vector<std::string>& names) 
   print_table(rows);
 }
 
-void print_tensors(const std::vector<std::vector<std::string>>& rows, std::int64_t bytes) {
+void print_tensors(std::vector<std::vector<std::string>> rows, std::int64_t bytes) {
   std::cout << counted(static_cast<std::int64_t>(rows.size()), "tensor") << ", " << bytes_text(bytes) << "\n";
-  print_table(rows);
+  print_table(std::move(rows));
 }
 
-std::vector<std::string> tensor_row(const std::string& name, ckpt::Dtype dtype, const ckpt::Shape& shape, std::size_t parts,
+std::vector<std::string> tensor_row(const std::string& name, const std::string& dtype, const ckpt::Shape& shape, std::size_t parts,
                                     std::int64_t bytes) {
-  return {name, std::string(ckpt::names_of(dtype).name), shape_text(shape), counted(static_cast<std::int64_t>(parts), "part"),
-          bytes_text(bytes)};
+  return {name, dtype, shape_text(shape), counted(static_cast<std::int64_t>(parts), "part"), bytes_text(bytes)};
 }
+
+std::string dtype_text(ckpt::Dtype dtype) { return std::string(ckpt::names_of(dtype).name); }
 
 void inspect_dcp(const fs::path& folder) {
   const auto metadata =
@@ -117,7 +117,7 @@ void inspect_dcp(const fs::path& folder) {
     if (const auto* tensor = std::get_if<ckpt::DcpTensor>(&item.content)) {
       const auto bytes = ckpt::numel(tensor->shape) * ckpt::itemsize(tensor->dtype);
       total += bytes;
-      tensors.push_back(tensor_row(item.name, tensor->dtype, tensor->shape, tensor->chunks.size(), bytes));
+      tensors.push_back(tensor_row(item.name, dtype_text(tensor->dtype), tensor->shape, tensor->chunks.size(), bytes));
       continue;
     }
     if (const auto* unreadable = std::get_if<ckpt::DcpUnreadable>(&item.content)) {
@@ -132,7 +132,7 @@ void inspect_dcp(const fs::path& folder) {
       values.push_back({item.name, std::string("cannot be read: ") + error.what()});
     }
   }
-  print_tensors(tensors, total);
+  print_tensors(std::move(tensors), total);
   std::cout << counted(static_cast<std::int64_t>(values.size()), "value") << "\n";
   print_table(values);
 }
@@ -141,20 +141,23 @@ void inspect_safetensors(const fs::path& path) {
   std::vector<std::vector<std::string>> tensors;
   std::vector<std::string> names;
   std::int64_t total = 0;
-  for (const auto& file : ckpt::read_safetensors(path)) {
-    names.push_back(file.name);
-    for (const auto& tensor : file.tensors) {
-      total += tensor.length;
-      tensors.push_back(tensor_row(tensor.name, tensor.dtype, tensor.shape, 1, tensor.length));
-    }
+  const auto model = ckpt::read_safetensors(path);
+  for (const auto& file : model) names.push_back(file.name);
+  for (const auto& [name, tensor, unreadable] : ckpt::join_parts(model)) {
+    std::int64_t bytes = 0;
+    for (const auto& part : tensor.chunks) bytes += part.record.length;
+    total += bytes;
+    tensors.push_back(tensor_row(name, unreadable.empty() ? dtype_text(tensor.dtype) : "cannot be read: " + unreadable, tensor.shape,
+                                 tensor.chunks.size(), bytes));
   }
   std::cout << ckpt::printable(path.string()) << ": safetensors\n";
   print_files(fs::is_directory(path) ? path : path.parent_path(), names);
-  print_tensors(tensors, total);
+  print_tensors(std::move(tensors), total);
 }
 
 int inspect(const Options& options) {
-  is_dcp(options.path) ? inspect_dcp(options.path) : inspect_safetensors(options.path);
+  ckpt::require_checkpoint(options.path);
+  ckpt::is_safetensors(options.path) ? inspect_safetensors(options.path) : inspect_dcp(options.path);
   return 0;
 }
 
@@ -163,11 +166,14 @@ int verify(const Options& options) {
   ckpt::require_checkpoint(path);
   ckpt::Findings findings;
   // Not by what its metadata say: they may be what is wrong.
-  const bool is_safetensors =
-      !fs::is_directory(path) || fs::exists(path / ckpt::kSafetensorsIndex) || fs::exists(path / ckpt::kSafetensorsFile);
+  const bool is_safetensors = ckpt::is_safetensors(path);
   if (is_safetensors) {
     try {
-      for (const auto& file : ckpt::read_safetensors(path)) findings.tensors += static_cast<std::int64_t>(file.tensors.size());
+      for (const auto& [name, tensor, unreadable] : ckpt::join_parts(ckpt::read_safetensors(path))) {
+        ++findings.tensors;
+        if (!unreadable.empty()) findings.only_for_python.push_back("'" + name + "': " + unreadable);
+        if (const auto fault = ckpt::fault_in_boxes(tensor); !fault.empty()) findings.faults.push_back("'" + name + "': " + fault);
+      }
     } catch (const fsdp::Error& error) {
       findings.faults.emplace_back(error.what());
     }
@@ -181,7 +187,9 @@ int verify(const Options& options) {
                       ? counted(findings.files, "checksum")
                       : (is_safetensors ? "no checksums: places and sizes were checked, not contents" : "by the records' own checksums"))
               << "\n";
-    for (const auto& item : findings.only_for_python) std::cout << "  only Python can read " << ckpt::printable_line(item) << "\n";
+    for (const auto& item : findings.only_for_python) {
+      std::cout << (is_safetensors ? "  cannot be read: " : "  only Python can read ") << ckpt::printable_line(item) << "\n";
+    }
     return 0;
   }
   std::cout << ckpt::printable(options.path) << ": " << counted(static_cast<std::int64_t>(findings.faults.size()), "fault") << "\n";
@@ -199,7 +207,8 @@ int convert(Options options) {
               << " below '" << options.convert.prefix << "'";
   }
   std::cout << "\n";
-  return 0;
+  for (const auto& item : done.unreadable) std::cout << "  cannot be read, and is left out: " << ckpt::printable_line(item) << "\n";
+  return done.unreadable.empty() ? 0 : kFound;
 }
 
 int diff(const Options& options) {
@@ -237,7 +246,8 @@ int main(int argc, char** argv) {
   converting->add_option("to", options.other, "A new folder, for the other format")->required();
   converting->add_option("--prefix", options.convert.prefix, "What the model's names begin with in the former, and not in the latter")
       ->capture_default_str();
-  converting->add_option("--dtype", options.dtype, "Of floating-point tensors")->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+  converting->add_option("--dtype", options.dtype, "Of floating-point tensors; float4_e2m1fn_x2 stays")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
   converting->add_option("--max-file-size", options.convert.most_bytes_per_file, "As in 500MB; a tensor is not divided (default: 5GB)")
       ->transform(CLI::AsSizeValue(false));
 

@@ -27,7 +27,8 @@ constexpr std::array kDtypes = {
     DtypeNames{Dtype::complex128, 16, "complex128", "ComplexDoubleStorage", ""},
     DtypeNames{Dtype::float8_e4m3fnuz, 1, "float8_e4m3fnuz", "", "F8_E4M3FNUZ"},
     DtypeNames{Dtype::float8_e5m2fnuz, 1, "float8_e5m2fnuz", "", "F8_E5M2FNUZ"},
-    DtypeNames{Dtype::float8_e8m0fnu, 1, "float8_e8m0fnu", "", ""},
+    DtypeNames{Dtype::float8_e8m0fnu, 1, "float8_e8m0fnu", "", "F8_E8M0"},
+    DtypeNames{Dtype::float4_e2m1fn_x2, 1, "float4_e2m1fn_x2", "", "F4"},
 };
 
 std::optional<Dtype> find(std::string_view DtypeNames::*member, std::string_view name) {

@@ -28,6 +28,7 @@ enum class Dtype : std::uint8_t {
   float8_e4m3fnuz,
   float8_e5m2fnuz,
   float8_e8m0fnu,
+  float4_e2m1fn_x2,  ///< Two numbers in a byte, which is an element of it.
 };
 
 /// What the formats call a dtype.

@@ -31,10 +31,7 @@ std::string names_of_newest(const std::vector<Step>& steps) {
 void require_checkpoint(const fs::path& path) {
   if (path.empty()) throw Error("the path of a checkpoint is empty");
   if (!fs::exists(path)) throw Error("there is no checkpoint " + path.string());
-  if (!fs::is_directory(path)) return;  // a file of safetensors
-  for (const auto& name : {kMetadataFile, kSidecar, kSafetensorsIndex, kSafetensorsFile}) {
-    if (is_there(path / name)) return;
-  }
+  if (is_there(path / kMetadataFile) || is_there(path / kSidecar) || is_safetensors(path)) return;
   const auto steps = find_steps(path);
   if (!steps.empty()) {
     throw Error(path.string() + " is no checkpoint: it is a folder of checkpoints, and holds " + names_of_newest(steps) +

@@ -1,11 +1,14 @@
 #include "checkpoint/printable.h"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace fsdp::ckpt {
 namespace {
 
 std::string escaped(std::string_view text, std::string_view kept) {
+  const auto may_need = [](unsigned char byte) { return byte < 0x20 || byte == 0x7f || byte == 0xc2; };
+  if (std::none_of(text.begin(), text.end(), may_need)) return std::string(text);  // as nearly all
   std::string result;
   result.reserve(text.size());
   const auto escape = [&](unsigned char byte) {

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <unordered_set>
 #include <utility>
 
+#include "checkpoint/json_events.h"
+#include "checkpoint/safetensors_parts.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -18,108 +19,207 @@ using Json = nlohmann::json;
 
 constexpr std::int64_t kLengthBytes = 8;
 constexpr std::int64_t kMostHeader = 100'000'000;
-constexpr const char* kMetadata = "__metadata__";
+constexpr std::string_view kMetadata = "__metadata__";
 // {"name": {"shape": [1]}}
-constexpr int kDeepest = 3;
+constexpr std::size_t kDeepest = 3;
 
 [[noreturn]] void fail(const std::string& file, const std::string& why) { throw Error(file + ": " + why); }
 
 /// A value for a message.
-std::string shown(const Json& value) {
-  constexpr std::size_t kMost = 60;
-  const std::string text = value.dump();
-  return text.size() <= kMost ? text : text.substr(0, kMost) + "...";
-}
-
-/// Parses JSON whose keys differ and which is no deeper than `deepest`.
-Json parse(std::string_view text, const std::string& file, int deepest) {
-  std::vector<std::unordered_set<std::string>> keys;
-  const auto check = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
-      if (depth >= deepest) fail(file, "the JSON is nested deeper than this format is");
-      keys.resize(static_cast<std::size_t>(depth) + 1);
-      keys.back().clear();
-    } else if (event == Json::parse_event_t::key) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      if (!keys[static_cast<std::size_t>(depth) - 1].insert(key).second) fail(file, "the key '" + key + "' is there twice");
-    }
-    return true;
-  };
-  try {
-    return Json::parse(text.begin(), text.end(), check);
-  } catch (const Json::exception& error) {
-    fail(file, "not valid JSON: " + std::string(error.what()).substr(0, 200));
-  }
-}
-
-const Json& member(const Json& object, const char* key, const std::string& file, const std::string& where) {
-  const auto found = object.is_object() ? object.find(key) : object.end();
-  if (!object.is_object() || found == object.end()) fail(file, where + " has no '" + key + "'");
-  return *found;
-}
-
-std::int64_t natural(const Json& value, const std::string& file, const std::string& what) {
-  if (!value.is_number_unsigned() || value.get<std::uint64_t>() > INT64_MAX) fail(file, what + " is no natural number: " + shown(value));
-  return value.get<std::int64_t>();
-}
+std::string text_of(const Json& value) { return shown(value.dump()); }
 
 /// numel * itemsize.
 std::int64_t bytes_of(const SafetensorsTensor& tensor) {
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(numel(tensor.shape), itemsize(tensor.dtype), &bytes)) {
-    throw Error("tensor '" + tensor.name + "' has more than 2^63 - 1 bytes");
+    throw Error("tensor '" + shown(tensor.name) + "' has more than 2^63 - 1 bytes");
   }
   return bytes;
 }
 
-/// `data` is where the data begin in the file, `size` how many bytes they have.
-SafetensorsTensor read_tensor(const std::string& name, const Json& value, std::int64_t data, std::int64_t size, const std::string& file) {
-  const std::string where = "tensor '" + name + "'";
-  SafetensorsTensor tensor{.name = name, .dtype = {}, .shape = {}};
-  const Json& dtype = member(value, "dtype", file, where);
-  const std::optional<Dtype> known = dtype.is_string() ? dtype_of_safetensors(dtype.get_ref<const std::string&>()) : std::nullopt;
-  if (!known) fail(file, where + " has the dtype " + shown(dtype) + ", which is not supported");
-  tensor.dtype = *known;
-  const Json& shape = member(value, "shape", file, where);
-  if (!shape.is_array()) fail(file, where + " has no list as its shape");
-  for (const Json& one : shape) tensor.shape.push_back(natural(one, file, where + ": a size"));
-  const Json& range = member(value, "data_offsets", file, where);
-  if (!range.is_array() || range.size() != 2) fail(file, where + " needs two data_offsets");
-  const std::int64_t begin = natural(range[0], file, where + ": an offset");
-  const std::int64_t end = natural(range[1], file, where + ": an offset");
-  if (begin > end || end > size) {
-    fail(file, where + " has bytes [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " + std::to_string(size));
-  }
-  tensor.offset = data + begin;
-  tensor.length = end - begin;
-  try {
-    if (bytes_of(tensor) != tensor.length) {
-      throw Error(where + " has " + std::to_string(tensor.length) + " bytes, but its dtype and shape ask for " +
-                  std::to_string(bytes_of(tensor)));
+/// torch counts the bytes of this dtype, safetensors its elements, of which a byte has two, in the last dimension.
+bool is_packed(Dtype dtype) { return dtype == Dtype::float4_e2m1fn_x2; }
+
+class HeaderEvents final : public JsonEvents {
+ public:
+  /// `data` is where the data begin in the file, `size` how many bytes they have.
+  HeaderEvents(const std::string& file, std::int64_t data, std::int64_t size) : JsonEvents(file, kDeepest), data_(data), size_(size) {}
+
+  SafetensorsHeader header;
+
+ private:
+  /// What a header says of a tensor.
+  struct Described {
+    std::optional<std::string> dtype;
+    std::optional<Shape> shape;
+    std::optional<std::vector<std::int64_t>> offsets;
+  };
+
+  bool in_metadata() const { return key_in(1) == kMetadata; }
+  std::string where() const { return "tensor '" + shown(key_in(1)) + "'"; }
+
+  void on_begin(bool is_object) override {
+    if (depth() == 2) {
+      if (!is_object) not_an_object();
+      described_ = {};
     }
-  } catch (const Error& error) {
-    fail(file, error.what());
+    if (depth() != 3) return;
+    if (in_metadata()) no_string();
+    const auto& field = key_in(2);
+    if (field == "dtype") no_dtype(is_object ? "an object" : "a list");
+    if (field == "shape") is_object ? no_shape() : void(described_.shape.emplace());
+    if (field == "data_offsets") is_object ? no_offsets() : void(described_.offsets.emplace());
   }
-  return tensor;
-}
+
+  void on_value(Json value) override {
+    if (depth() == 1) {
+      if (!in_metadata() || !value.is_null()) not_an_object();
+    } else if (in_metadata()) {
+      if (!value.is_string()) no_string();
+      header.metadata[key_in(2)] = std::move(value.get_ref<std::string&>());
+    } else if (depth() == 2) {
+      const auto& field = key_in(2);
+      if (field == "shape") no_shape();
+      if (field == "data_offsets") no_offsets();
+      if (field != "dtype") return;
+      if (!value.is_string()) no_dtype(text_of(value));
+      described_.dtype = std::move(value.get_ref<std::string&>());
+    } else if (key_in(2) == "shape") {
+      described_.shape->push_back(natural(value, "a size"));
+    } else if (key_in(2) == "data_offsets") {
+      if (described_.offsets->size() == 2) no_offsets();
+      described_.offsets->push_back(natural(value, "an offset"));
+    }
+  }
+
+  void on_end() override {
+    if (depth() == 2 && !in_metadata()) header.tensors.push_back(tensor());
+  }
+
+  /// What has ended.
+  SafetensorsTensor tensor() {
+    if (!described_.dtype) not_an_object();
+    if (!described_.shape) fail(where() + " has no 'shape'");
+    if (!described_.offsets) fail(where() + " has no 'data_offsets'");
+    if (described_.offsets->size() != 2) no_offsets();
+    const auto begin = described_.offsets->front();
+    const auto end = described_.offsets->back();
+    if (begin > end || end > size_) {
+      fail(where() + " has bytes [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " + std::to_string(size_));
+    }
+    SafetensorsTensor tensor{
+        .name = key_in(1), .dtype = {}, .shape = *std::move(described_.shape), .offset = data_ + begin, .length = end - begin};
+    if (const auto dtype = dtype_of_safetensors(*described_.dtype)) {
+      take_dtype(tensor, *dtype);
+    } else {
+      tensor.unreadable = "its dtype " + shown(*described_.dtype) + " is not supported";
+    }
+    return tensor;
+  }
+
+  void take_dtype(SafetensorsTensor& tensor, Dtype dtype) const {
+    tensor.dtype = dtype;
+    std::int64_t bytes = 0;
+    try {
+      if (is_packed(dtype)) {
+        const auto elements = numel(tensor.shape);
+        if (tensor.shape.empty() || tensor.shape.back() % 2 != 0) {
+          tensor.unreadable = "its last dimension does not divide by two, as many as a byte has of " + *described_.dtype;
+          bytes = elements % 2 == 0 ? elements / 2 : -1;
+        } else {
+          tensor.shape.back() /= 2;
+        }
+      }
+      if (tensor.unreadable.empty()) bytes = bytes_of(tensor);
+    } catch (const Error& error) {
+      fail(error.what());
+    }
+    if (bytes < 0) fail(where() + " has no whole number of bytes");
+    if (bytes != tensor.length) {
+      fail(where() + " has " + std::to_string(tensor.length) + " bytes, but its dtype and shape ask for " + std::to_string(bytes));
+    }
+  }
+
+  std::int64_t natural(const Json& value, const std::string& what) const {
+    if (!value.is_number_unsigned() || value.get<std::uint64_t>() > INT64_MAX) {
+      fail(where() + ": " + what + " is no natural number: " + text_of(value));
+    }
+    return value.get<std::int64_t>();
+  }
+
+  [[noreturn]] void not_an_object() const { fail(in_metadata() ? "__metadata__ is no object" : where() + " has no 'dtype'"); }
+  [[noreturn]] void no_string() const { fail("__metadata__ '" + shown(key_in(2)) + "' is no string"); }
+  [[noreturn]] void no_dtype(const std::string& found) const { fail(where() + " has no name as its dtype, but " + found); }
+  [[noreturn]] void no_shape() const { fail(where() + " has no list as its shape"); }
+  [[noreturn]] void no_offsets() const { fail(where() + " needs two data_offsets"); }
+
+  std::int64_t data_;
+  std::int64_t size_;
+  Described described_;  // what has begun
+};
 
 bool is_plain_name(const std::string& name) {
   return !name.empty() && name != "." && name != ".." && name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos;
 }
 
+class IndexEvents final : public JsonEvents {
+ public:
+  explicit IndexEvents(const std::string& file) : JsonEvents(file, kDeepest) {}
+
+  bool has_weights = false;
+  std::map<std::string, std::set<std::string>> names;  // by file
+
+ private:
+  bool in_weights() const { return depth() > 0 && key_in(1) == "weight_map"; }
+
+  void on_begin(bool is_object) override {
+    if (!in_weights()) return;
+    if (depth() == 3) no_file(is_object ? "an object" : "a list");
+    if (!is_object) no_weights();
+    has_weights = true;
+  }
+  void on_value(Json value) override {
+    if (!in_weights()) return;
+    if (depth() == 1) no_weights();
+    if (!value.is_string() || !is_plain_name(value.get_ref<const std::string&>())) no_file(text_of(value));
+    names[std::move(value.get_ref<std::string&>())].insert(key_in(2));
+  }
+  void on_end() override {}
+
+  [[noreturn]] void no_weights() const { fail("weight_map is no object"); }
+  [[noreturn]] void no_file(const std::string& found) const {
+    fail("'" + shown(key_in(2)) + "' is in " + found + ", which is no file of this folder");
+  }
+};
+
+/// What DCP's ranks wrote, each a file, in the order of their names.
+std::vector<std::string> files_of_ranks(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(kSafetensorsShard) && name.ends_with(".safetensors")) names.push_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
 SafetensorsFile read_file_of(const std::filesystem::path& path, FileSystem& files) {
   const File file = File::open(path, files);
-  return {path.filename().string(), read_safetensors_header(file.reader(), file.size(), path.string()).tensors};
+  SafetensorsHeader header = read_safetensors_header(file.reader(), file.size(), path.string());
+  place_parts(header, path.string());
+  return {path.filename().string(), std::move(header.tensors)};
 }
 
 std::string header_text(const std::vector<SafetensorsTensor>& tensors, const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
-  if (!metadata.empty()) header[kMetadata] = metadata;
+  if (!metadata.empty()) header[std::string(kMetadata)] = metadata;
   // Offsets count from the end of the header, whose length they are part of.
   std::int64_t offset = 0;
   for (const SafetensorsTensor& tensor : tensors) {
+    Shape shape = tensor.shape;
+    if (is_packed(tensor.dtype)) shape.back() *= 2;
     header[tensor.name] = {
-        {"dtype", names_of(tensor.dtype).safetensors}, {"shape", tensor.shape}, {"data_offsets", {offset, offset + tensor.length}}};
+        {"dtype", names_of(tensor.dtype).safetensors}, {"shape", shape}, {"data_offsets", {offset, offset + tensor.length}}};
     offset += tensor.length;
   }
   std::string text;
@@ -173,29 +273,17 @@ SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size,
   std::string text(length, '\0');
   read(kLengthBytes, text);
   if (!text.starts_with('{')) fail(file, "not a safetensors file: its header does not begin with '{'");
-  const Json json = parse(text, file, kDeepest);
-  if (!json.is_object()) fail(file, "the header is no object");
-
-  SafetensorsHeader header;
   const std::int64_t data = kLengthBytes + static_cast<std::int64_t>(length);
-  for (const auto& [name, value] : json.items()) {
-    if (name != kMetadata) {
-      header.tensors.push_back(read_tensor(name, value, data, size - data, file));
-      continue;
-    }
-    if (!value.is_object()) fail(file, "__metadata__ is no object");
-    for (const auto& [key, text_value] : value.items()) {
-      if (!text_value.is_string()) fail(file, "__metadata__ '" + key + "' is no string");
-      header.metadata[key] = text_value.get<std::string>();
-    }
-  }
+  HeaderEvents events(file, data, size - data);
+  events.parse(text);
+  SafetensorsHeader header = std::move(events.header);
   std::stable_sort(header.tensors.begin(), header.tensors.end(), [](const SafetensorsTensor& a, const SafetensorsTensor& b) {
     return std::pair(a.offset, a.length) < std::pair(b.offset, b.length);
   });
   std::int64_t end = data;
   for (const SafetensorsTensor& tensor : header.tensors) {
     if (tensor.offset != end) {
-      fail(file, "the data of tensor '" + tensor.name + "' begin at byte " + std::to_string(tensor.offset) + ", but should at " +
+      fail(file, "the data of tensor '" + shown(tensor.name) + "' begin at byte " + std::to_string(tensor.offset) + ", but should at " +
                      std::to_string(end) + ", where those before end");
     }
     end += tensor.length;
@@ -205,24 +293,27 @@ SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size,
 }
 
 std::map<std::string, std::set<std::string>> read_safetensors_index(std::string_view text, const std::string& file) {
-  const Json index = parse(text, file, kDeepest);
-  const Json& weights = member(index, "weight_map", file, "the index");
-  if (!weights.is_object()) fail(file, "weight_map is no object");
-  std::map<std::string, std::set<std::string>> names;
-  for (const auto& [name, value] : weights.items()) {
-    if (!value.is_string() || !is_plain_name(value.get_ref<const std::string&>())) {
-      fail(file, "'" + name + "' is in " + shown(value) + ", which is no file of this folder");
-    }
-    names[value.get<std::string>()].insert(name);
-  }
-  return names;
+  IndexEvents events(file);
+  events.parse(text);
+  if (!events.has_weights) fail(file, "the index has no 'weight_map'");
+  return std::move(events.names);
+}
+
+bool is_safetensors(const std::filesystem::path& path) {
+  return !std::filesystem::is_directory(path) || std::filesystem::exists(path / kSafetensorsFile) ||
+         std::filesystem::exists(path / kSafetensorsIndex) || !files_of_ranks(path).empty();
 }
 
 std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files) {
   if (!std::filesystem::is_directory(path)) return {read_file_of(path, files)};
   const std::filesystem::path index = path / kSafetensorsIndex;
-  if (!std::filesystem::exists(index)) return {read_file_of(path / kSafetensorsFile, files)};
+  // As transformers: an index beside model.safetensors is left over from a model that was there before.
+  if (std::filesystem::exists(path / kSafetensorsFile)) return {read_file_of(path / kSafetensorsFile, files)};
   std::vector<SafetensorsFile> model;
+  if (!std::filesystem::exists(index)) {
+    for (const std::string& name : files_of_ranks(path)) model.push_back(read_file_of(path / name, files));
+    return model;
+  }
   std::string missing;
   for (auto& [name, expected] : read_safetensors_index(read_whole(index, kMostHeader, files), index.string())) {
     if (!std::filesystem::exists(path / name)) {
@@ -248,6 +339,10 @@ SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, 
     }
     if (names_of(tensor.dtype).safetensors.empty()) {
       throw Error("tensor '" + tensor.name + "' is of " + std::string(names_of(tensor.dtype).name) + ", which safetensors do not know");
+    }
+    if (is_packed(tensor.dtype) && (tensor.shape.empty() || tensor.shape.back() > INT64_MAX / 2)) {
+      throw Error("tensor '" + tensor.name + "' of " + std::string(names_of(tensor.dtype).name) +
+                  " has no last dimension to be written in");
     }
     SafetensorsTensor sized = tensor;
     sized.length = bytes_of(tensor);

@@ -28,6 +28,10 @@ struct SafetensorsTensor {
   Shape shape;
   std::int64_t offset = 0;  ///< Of the first byte in the file.
   std::int64_t length = 0;  ///< In bytes.
+  /// Of what was read: why its data cannot be, so that it has no dtype here, and the shape of the file. Empty where they can.
+  std::string unreadable = {};
+  /// Where it begins in the tensor that it is a part of (safetensors_parts.h); empty for a whole one.
+  Shape begin = {};
 
   bool operator==(const SafetensorsTensor&) const = default;
 };
@@ -38,8 +42,9 @@ struct SafetensorsHeader {
 };
 
 /// Reads the header of a file of `size` bytes. Checked: that header and data fill the file exactly, that each tensor's data have the size
-/// that dtype and shape ask for and do not overlap, and that all names differ. Errors begin with `file`. Memory: some tens of times the
-/// header's size, which is at most 100 MB and the file's.
+/// that dtype and shape ask for and do not overlap, and that all names differ. A tensor of a dtype that this library does not know is
+/// unreadable, and nothing else is. Errors begin with `file`. Time grows with the header's size, which is at most 100 MB and the file's,
+/// and so does memory: some times that size, whatever the header says.
 SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size, const std::string& file);
 
 /// A file of a model, with what is in it.
@@ -53,8 +58,12 @@ struct SafetensorsFile {
 /// The names that the text of an index gives to files, by file. Errors begin with `file`.
 std::map<std::string, std::set<std::string>> read_safetensors_index(std::string_view text, const std::string& file);
 
-/// Reads the headers of a model: `path` is a file, or a folder with an index or a `model.safetensors`. Names of files are relative to the
-/// folder. What files hold beyond what the index names is left out; what it names must be in the files that are there.
+/// Whether read_safetensors() is what reads `path`: a file, or a folder with a `model.safetensors`, an index, or DCP's files of ranks.
+bool is_safetensors(const std::filesystem::path& path);
+
+/// Reads the headers of a model: `path` is a file, or a folder with a `model.safetensors` or, if it has none, an index, or else the files
+/// that DCP's ranks wrote. Names of files are relative to the folder. What files hold beyond what the index names is left out; what it
+/// names must be in the files that are there.
 std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// A file to be written.

@@ -108,6 +108,10 @@ Converted convert(const std::string& from, const std::string& to, const ConvertO
   std::vector<Planned> tensors;
   for (const auto& name : source->names()) {
     const auto found = source->find(name);
+    if (const auto why = source->unreadable(name); !why.empty() && name.starts_with(source_prefix)) {
+      result.unreadable.push_back("'" + name + "': " + why);
+      continue;
+    }
     if (!name.starts_with(source_prefix) || !found) {
       ++result.left_out;
       continue;
@@ -115,7 +119,7 @@ Converted convert(const std::string& from, const std::string& to, const ConvertO
     Planned tensor{.name = name.substr(source_prefix.size()), .source_name = name, .dtype = found->dtype, .shape = found->shape};
     if (!from_dcp) tensor.name.insert(0, options.prefix);
     if (tensor.name.empty()) throw Error(from + ": '" + name + "' without the prefix '" + options.prefix + "' has no name left");
-    if (options.dtype && at::isFloatingType(scalar_type_of(found->dtype, name))) tensor.dtype = dtype_of(*options.dtype, name);
+    if (options.dtype && is_convertible(scalar_type_of(found->dtype, name))) tensor.dtype = dtype_of(*options.dtype, name);
     ++result.tensors;
     result.bytes += tensor.bytes();
     tensors.push_back(std::move(tensor));

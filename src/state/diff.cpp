@@ -23,6 +23,14 @@ std::string text_of(const Source::Tensor& tensor) {
   return text + "]";
 }
 
+/// As they are, or one number each of those that lie two in a byte.
+at::Tensor unpacked(const at::Tensor& values) {
+  if (values.scalar_type() != at::kFloat4_e2m1fn_x2) return values;
+  const auto numbers = torch::tensor({0., .5, 1., 1.5, 2., 3., 4., 6., -0., -.5, -1., -1.5, -2., -3., -4., -6.});
+  const auto bytes = values.view(at::kByte);
+  return at::stack({numbers.index({(bytes % 16).to(at::kLong)}), numbers.index({bytes.div(16, "floor").to(at::kLong)})}, -1).flatten();
+}
+
 /// Values as numbers that can be subtracted.
 at::Tensor as_numbers(const at::Tensor& values) { return values.to(values.is_complex() ? at::kComplexDouble : at::kDouble); }
 
@@ -34,14 +42,16 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
 std::string difference_of_values(Source& a, Source& b, const std::string& name, const ckpt::Shape& shape) {
   const auto whole = ckpt::whole(shape);
   const auto numel = ckpt::numel(shape);
+  std::int64_t compared = 0;
   std::int64_t differ = 0;
   std::int64_t not_finite = 0;
   double largest = 0;
   bool same_type = true;
   for (std::int64_t begin = 0; begin < numel; begin += kComparedAtOnce) {
     const auto count = std::min(kComparedAtOnce, numel - begin);
-    const auto of_a = a.read(name, whole, begin, count);
-    const auto of_b = b.read(name, whole, begin, count);
+    const auto of_a = unpacked(a.read(name, whole, begin, count));
+    const auto of_b = unpacked(b.read(name, whole, begin, count));
+    compared += of_a.numel();
     same_type = of_a.scalar_type() == of_b.scalar_type();
     if (same_bytes(of_a, of_b)) continue;
     // By bits where the dtypes are equal: zeros of two signs differ, and a NaN is itself.
@@ -57,11 +67,14 @@ std::string difference_of_values(Source& a, Source& b, const std::string& name, 
   if (differ == 0) return "";
   char text[128];
   std::snprintf(text, sizeof(text), "%lld of %lld elements differ, by %.6g at most", static_cast<long long>(differ),
-                static_cast<long long>(numel), largest);
+                static_cast<long long>(compared), largest);
   return text + (not_finite == 0 ? std::string() : ", but for " + std::to_string(not_finite) + " that are not finite");
 }
 
 std::string difference_of(Source& a, Source& b, const std::string& name) {
+  for (const auto* source : {&a, &b}) {
+    if (const auto why = source->unreadable(name); !why.empty()) return "cannot be read in " + source->path() + ": " + why;
+  }
   const auto of_a = a.find(name);
   const auto of_b = b.find(name);
   if (of_a.has_value() != of_b.has_value()) return "a tensor in " + (of_a ? a : b).path() + ", another value in " + (of_a ? b : a).path();
@@ -70,7 +83,8 @@ std::string difference_of(Source& a, Source& b, const std::string& name) {
     const auto value_b = b.read_object(name);
     return value_a == value_b ? "" : ckpt::repr(value_a) + " | " + ckpt::repr(value_b);
   }
-  if (of_a->shape != of_b->shape) return text_of(*of_a) + " | " + text_of(*of_b);
+  const bool is_packed = of_a->dtype == ckpt::Dtype::float4_e2m1fn_x2 || of_b->dtype == ckpt::Dtype::float4_e2m1fn_x2;
+  if (of_a->shape != of_b->shape || (is_packed && of_a->dtype != of_b->dtype)) return text_of(*of_a) + " | " + text_of(*of_b);
   const auto values = difference_of_values(a, b, name, of_a->shape);
   if (of_a->dtype == of_b->dtype) return values;
   return text_of(*of_a) + " | " + text_of(*of_b) + ", " + (values.empty() ? "equal values" : values);

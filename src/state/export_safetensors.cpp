@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 /// In which dtype a tensor is written.
 at::ScalarType written_type(const at::Tensor& values, const ExportOptions& options) {
-  return options.dtype && values.is_floating_point() ? *options.dtype : values.scalar_type();
+  return options.dtype && state::is_convertible(values.scalar_type()) ? *options.dtype : values.scalar_type();
 }
 
 ckpt::SafetensorsPlan plan_of(const std::vector<state::StateItem>& items, const ExportOptions& options) {

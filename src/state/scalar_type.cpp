@@ -10,7 +10,7 @@ namespace {
 
 using ckpt::Dtype;
 
-constexpr std::array<std::pair<at::ScalarType, Dtype>, 20> kTypes = {{{at::kFloat, Dtype::float32},
+constexpr std::array<std::pair<at::ScalarType, Dtype>, 21> kTypes = {{{at::kFloat, Dtype::float32},
                                                                       {at::kDouble, Dtype::float64},
                                                                       {at::kHalf, Dtype::float16},
                                                                       {at::kBFloat16, Dtype::bfloat16},
@@ -29,7 +29,8 @@ constexpr std::array<std::pair<at::ScalarType, Dtype>, 20> kTypes = {{{at::kFloa
                                                                       {at::kComplexDouble, Dtype::complex128},
                                                                       {at::kFloat8_e4m3fnuz, Dtype::float8_e4m3fnuz},
                                                                       {at::kFloat8_e5m2fnuz, Dtype::float8_e5m2fnuz},
-                                                                      {at::kFloat8_e8m0fnu, Dtype::float8_e8m0fnu}}};
+                                                                      {at::kFloat8_e8m0fnu, Dtype::float8_e8m0fnu},
+                                                                      {at::kFloat4_e2m1fn_x2, Dtype::float4_e2m1fn_x2}}};
 
 }  // namespace
 
@@ -46,5 +47,7 @@ at::ScalarType scalar_type_of(Dtype dtype, const std::string& what) {
   }
   throw Error("'" + what + "' has dtype " + std::string(ckpt::names_of(dtype).name) + " in the checkpoint, which is not supported");
 }
+
+bool is_convertible(at::ScalarType type) { return at::isFloatingType(type) && type != at::kFloat4_e2m1fn_x2; }
 
 }  // namespace fsdp::state

@@ -14,6 +14,7 @@
 #include "checkpoint/places.h"
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/safetensors_parts.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "state/scalar_type.h"
@@ -91,6 +92,12 @@ class Dcp final : public Source {
     return tensor == nullptr ? std::nullopt : std::optional(Tensor{tensor->dtype, tensor->shape});
   }
 
+  std::string unreadable(const std::string& name) const override {
+    const auto found = by_name_.find(name);
+    const auto* why = found == by_name_.end() ? nullptr : std::get_if<ckpt::DcpUnreadable>(&found->second->content);
+    return why == nullptr ? "" : why->why;
+  }
+
   std::vector<StoredBox> boxes(const std::string& name) const override {
     std::vector<StoredBox> parts;
     for (const auto& chunk : std::get<DcpTensor>(by_name_.at(name)->content).chunks) parts.push_back({chunk.box, chunk.record});
@@ -105,11 +112,8 @@ class Dcp final : public Source {
   ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
   ckpt::PythonValue read_object(const std::string& name) override {
-    const auto& content = by_name_.at(name)->content;
-    if (const auto* unreadable = std::get_if<ckpt::DcpUnreadable>(&content)) {
-      throw Error(path_ + ": '" + name + "' cannot be read: " + unreadable->why);
-    }
-    const auto* object = std::get_if<ckpt::DcpObject>(&content);
+    if (const auto why = unreadable(name); !why.empty()) throw Error(path_ + ": '" + name + "' cannot be read: " + why);
+    const auto* object = std::get_if<ckpt::DcpObject>(&by_name_.at(name)->content);
     if (object == nullptr) throw Error(path_ + ": '" + name + "' is a tensor, not a plain value");
     return ckpt::read_object(files_[object->record.file].reader(), object->record, name);
   }
@@ -127,13 +131,14 @@ class Safetensors final : public Source {
   explicit Safetensors(const std::string& path)
       : path_(path),
         files_(fs::is_directory(path) ? fs::path(path) : fs::path(path).parent_path()),
-        headers_(ckpt::read_safetensors(path)) {
+        model_(ckpt::read_safetensors(path)),
+        tensors_(ckpt::join_parts(model_)) {
     const auto prefix = std::string(kModel) + ".";
-    for (const auto& file : headers_) {
-      for (const auto& tensor : file.tensors) {
-        names_.push_back(prefix + tensor.name);
-        by_name_.emplace(names_.back(), std::pair(&file.name, &tensor));
-      }
+    for (const auto& tensor : tensors_) {
+      names_.push_back(prefix + tensor.name);
+      by_name_.emplace(names_.back(), &tensor);
+    }
+    for (const auto& file : model_) {
       for (const auto& name : file.not_there) {
         names_.push_back(prefix + name);
         not_there_.emplace(names_.back(), &file.name);
@@ -151,19 +156,24 @@ class Safetensors final : public Source {
     if (const auto missed = not_there_.find(name); missed != not_there_.end()) {
       throw Error(path_ + ": '" + name + "' is in " + *missed->second + ", which is not there; download it, too");
     }
-    if (found == by_name_.end()) return std::nullopt;
-    return Tensor{found->second.second->dtype, found->second.second->shape};
+    if (found == by_name_.end() || !found->second->unreadable.empty()) return std::nullopt;
+    return Tensor{found->second->tensor.dtype, found->second->tensor.shape};
+  }
+
+  std::string unreadable(const std::string& name) const override {
+    const auto found = by_name_.find(name);
+    return found == by_name_.end() ? "" : found->second->unreadable;
   }
 
   std::vector<StoredBox> boxes(const std::string& name) const override {
-    const auto& [file, tensor] = by_name_.at(name);
-    return {{ckpt::whole(tensor->shape), {*file, tensor->offset, tensor->length}}};
+    std::vector<StoredBox> parts;
+    for (const auto& chunk : by_name_.at(name)->tensor.chunks) parts.push_back({chunk.box, chunk.record});
+    return parts;
   }
 
   ckpt::TensorData locate(const std::string& name, const StoredBox& part) override {
-    const auto* tensor = by_name_.at(name).second;
-    return {.dtype = tensor->dtype,
-            .sizes = tensor->shape,
+    return {.dtype = by_name_.at(name)->tensor.dtype,
+            .sizes = part.box.sizes,
             .offset = part.place.offset,
             .length = part.place.length,
             .stored = {part.place.offset, part.place.length, std::nullopt}};
@@ -171,15 +181,17 @@ class Safetensors final : public Source {
   ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
   ckpt::PythonValue read_object(const std::string& name) override {
+    if (const auto why = unreadable(name); !why.empty()) throw Error(path_ + ": '" + name + "' cannot be read: " + why);
     throw Error(path_ + ": safetensors files hold tensors only, not '" + name + "'");
   }
 
  private:
   std::string path_;
   ckpt::CheckedFiles files_;
-  std::vector<ckpt::SafetensorsFile> headers_;
+  std::vector<ckpt::SafetensorsFile> model_;
+  std::vector<ckpt::JoinedTensor> tensors_;
   std::vector<std::string> names_;
-  std::map<std::string, std::pair<const std::string*, const ckpt::SafetensorsTensor*>> by_name_;
+  std::map<std::string, const ckpt::JoinedTensor*> by_name_;
   std::map<std::string, const std::string*> not_there_;  // and the file where it should be
 };
 
@@ -201,9 +213,7 @@ at::Tensor Source::read_whole(const std::string& name) {
 std::unique_ptr<Source> open_source(const std::string& path) {
   const fs::path folder = path;
   ckpt::require_checkpoint(folder);
-  const bool is_safetensors =
-      !fs::is_directory(folder) || fs::exists(folder / ckpt::kSafetensorsIndex) || fs::exists(folder / ckpt::kSafetensorsFile);
-  if (is_safetensors) return std::make_unique<Safetensors>(path);
+  if (ckpt::is_safetensors(folder)) return std::make_unique<Safetensors>(path);
   return std::make_unique<Dcp>(path);
 }
 

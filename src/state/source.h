@@ -42,6 +42,8 @@ class Source {
   virtual bool has(const std::string& name) const = 0;
   /// Nothing if there is no tensor of this name.
   virtual std::optional<Tensor> find(const std::string& name) const = 0;
+  /// Why a tensor that is there cannot be read: of a dtype that this library does not know, say. Empty for all else.
+  virtual std::string unreadable(const std::string& name) const = 0;
   /// What a tensor is stored as.
   virtual std::vector<StoredBox> boxes(const std::string& name) const = 0;
   /// Where in its file a part's data are. Throws Error.

@@ -84,6 +84,7 @@ Contents expected_of_one_rank() {
       {"pi", "3.25"},
   };
   for (const DtypeNames& names : dtypes()) {
+    if (names.dtype == Dtype::float4_e2m1fn_x2) continue;  // known for longer than these are
     std::string data;
     for (std::int64_t k = 0; k < 6 * names.itemsize; ++k) data += static_cast<char>(k % (names.dtype == Dtype::boolean ? 2 : 251));
     expected["dtypes." + std::string(names.name)] = tensor_text(names.dtype, {2, 3}, data);

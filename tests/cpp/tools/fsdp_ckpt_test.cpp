@@ -30,6 +30,11 @@ std::string read(const fs::path& path) {
   return text.str();
 }
 
+std::string file_of(const std::string& head, const std::string& data) {
+  const auto length = static_cast<std::uint64_t>(head.size());
+  return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + head + data;
+}
+
 /// One folder with Python's checkpoints for all tests; each writes what it writes under names of its own.
 class FsdpCkpt : public ::testing::Test {
  protected:
@@ -127,8 +132,7 @@ TEST_F(FsdpCkpt, Verifies) {
 TEST_F(FsdpCkpt, NamesAreNoCommandsForATerminal) {
   const std::string head =
       R"({"red\u001b[31m":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"two\nlines":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})";
-  const auto length = static_cast<std::uint64_t>(head.size());
-  folder->write("names.safetensors", std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + head + "xy");
+  folder->write("names.safetensors", file_of(head, "xy"));
   ASSERT_EQ(run("convert names.safetensors names").exit_code, 0);
   for (const std::string arguments : {"inspect names.safetensors", "inspect names", "diff names dcp", "diff names python.safetensors"}) {
     expect_part(arguments, "red\\x1b[31m", arguments.starts_with("diff") ? 1 : 0);
@@ -140,6 +144,37 @@ TEST_F(FsdpCkpt, NamesAreNoCommandsForATerminal) {
     const Outcome outcome = run(arguments);
     EXPECT_EQ((outcome.output + outcome.errors).find('\x1b'), std::string::npos) << arguments;
   }
+}
+
+// A dtype that torch lacks, and one whose elements are two numbers each.
+TEST_F(FsdpCkpt, OnlyTheTensorThatCannotBeReadIsLeftOut) {
+  const std::string head =
+      R"({"four":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]},"one":{"dtype":"U8","shape":[1],"data_offsets":[5,6]},)"
+      R"("six":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[2,5]},"scale":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[6,7]}})";
+  folder->write("six.safetensors", file_of(head, "\x21\x43...1\x7f"));
+  folder->write("seven.safetensors", file_of(head, "\x21\x73...1\x80"));
+  const std::string why = "its dtype F6_E2M3 is not supported";
+  expect_part("inspect six.safetensors", "4 tensors, 7 bytes\n  four   float4_e2m1fn_x2 ");
+  expect_part("inspect six.safetensors", "  six    cannot be read: " + why + "  [4]     1 part  3 bytes\n");
+  expect_part("verify six.safetensors", "whole: 4 tensors");
+  expect_part("verify six.safetensors", "  cannot be read: 'six': " + why + "\n");
+  expect_output("diff six.safetensors seven.safetensors",
+                "model.four: 1 of 4 elements differ, by 4 at most\n"
+                "model.scale: 1 of 1 elements differ, by 1 at most\n"
+                "model.six: cannot be read in six.safetensors: " +
+                    why + "\n3 differences, 1 equal\n",
+                1);
+  for (const std::string options : {"", "_half --dtype fp16"}) {
+    expect_output("convert six.safetensors readable" + options,
+                  "readable" + options.substr(0, options.find(' ')) + ": 3 tensors, " + (options.empty() ? "4" : "5") +
+                      " bytes\n  cannot be read, and is left out: 'model.six': " + why + "\n",
+                  1);
+  }
+  expect_output("diff six.safetensors readable --ignore model.six", "0 differences, 3 equal, 1 ignored\n");
+  expect_part("inspect readable_half", "  model.four   float4_e2m1fn_x2  [2, 1]");
+  expect_part("inspect readable_half", "  model.scale  float16 ");
+  ASSERT_EQ(run("convert readable back_again").exit_code, 0);
+  expect_output("diff readable back_again", "0 differences, 3 equal\n");
 }
 
 TEST_F(FsdpCkpt, ConvertReplacesNothing) {
@@ -182,6 +217,18 @@ TEST_F(FsdpCkpt, ConvertsBothWays) {
     EXPECT_NE(entry.path().filename().string().rfind(".tmp", 0), 0U) << entry.path();
     EXPECT_NE(entry.path().filename(), "none");
   }
+}
+
+// Two ranks of Python wrote a file of safetensors each.
+TEST_F(FsdpCkpt, ReadsWhatRanksWroteAsSafetensors) {
+  expect_part("inspect shards", "shards: safetensors\n2 files\n  shard-00001-model-00001-of-00001.safetensors");
+  expect_part("inspect shards", "columns  int64    [2, 4]  2 parts  64 bytes");
+  expect_part("verify shards", "shards: whole: 3 tensors, 0 values, no checksums");
+  ASSERT_EQ(run("convert two_ranks as_one --prefix ''").exit_code, 0);
+  expect_output("diff shards as_one", "0 differences, 3 equal\n");
+  fs::remove(folder->path() / "shards/shard-00001-model-00001-of-00001.safetensors");
+  expect_part("verify shards", "'rows': its parts have 6 of 15 elements", 1);
+  expect_error("diff shards as_one", "leave out elements that are needed");
 }
 
 TEST_F(FsdpCkpt, ListsDifferences) {
