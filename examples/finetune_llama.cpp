@@ -82,10 +82,6 @@ int main(int argc, char** argv) {
   if (const auto exit_code = llama::parse(argc, argv, options)) return *exit_code;
   try {
     const auto config = llama::read_config(options.model);
-    if (config.sliding_window && options.context > *config.sliding_window) {
-      throw std::runtime_error("--context " + std::to_string(options.context) + " is more than the model's sliding_window of " +
-                               std::to_string(*config.sliding_window) + ": attention is over all that came before");
-    }
     if (std::filesystem::exists(options.out)) throw std::runtime_error("--out " + options.out + " is there already");
     // Another launcher's number of ranks is known once they have met.
     if (!fsdp::is_launched()) check_ranks(options, options.nproc);

@@ -44,7 +44,7 @@ std::vector<std::int32_t> generate(const Options& options, const llama::Config& 
   auto model = llama::load_whole(options.model, config, mesh);
   const auto size = static_cast<std::int64_t>(prompt.size());
   const GenerationOptions how{.layers = config.num_hidden_layers,
-                              .context = std::min(config.max_position_embeddings, size + options.tokens),
+                              .context = std::min(config.longest, size + options.tokens),
                               .tokens = options.tokens,
                               .temperature = options.temperature,
                               .seed = options.seed,

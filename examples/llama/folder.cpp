@@ -3,6 +3,7 @@
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <string>
 
 namespace llama {
@@ -18,10 +19,51 @@ bool is_description(const fs::path& file) {
   return ending == ".json" || ending == ".txt" || ending == ".model" || ending == ".jinja";
 }
 
+at::ScalarType type_of(const std::string& dtype) {
+  if (dtype == "bfloat16") return at::kBFloat16;
+  return dtype == "float16" ? at::kHalf : at::kFloat;
+}
+
+/// Embedding and head, with the names that they have in the model.
+class EndsImpl : public torch::nn::Module {
+ public:
+  explicit EndsImpl(const Config& config) {
+    auto body = register_module("model", torch::nn::ModuleDict());
+    body->update({{"embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size).ptr()}});
+    register_module("lm_head", torch::nn::Linear(torch::nn::LinearOptions(config.hidden_size, config.vocab_size).bias(false)));
+  }
+};
+TORCH_MODULE(Ends);
+
+/// What a folder has of embedding and head.
+struct HeadInFiles {
+  bool is_its_own = false;    ///< Both, and they differ. transformers does not tie them then, whatever config.json says.
+  bool is_embedding = false;  ///< The head alone: it is the embedding, too.
+};
+
+/// Of a model whose config.json ties them. Collective.
+HeadInFiles head_in_files(const fs::path& folder, const Config& config, const fsdp::DeviceMesh& mesh) {
+  auto ends = fsdp::deferred_init([&] { return Ends(config); }, {.draw = false});
+  fsdp::FullyShardOptions sharding{.mesh = mesh, .initial_values = fsdp::InitialValues::kZero};
+  // Cut alike.
+  sharding.units = [](const std::string& name, const torch::nn::Module&) { return name == "model.embed_tokens" || name == "lm_head"; };
+  fsdp::fully_shard(*ends, sharding);
+  const auto missing = fsdp::load(folder.string(), *ends, {.strict = false}).missing;
+  const auto has = [&](const char* name) { return std::find(missing.begin(), missing.end(), name) == missing.end(); };
+  if (!has("model.lm_head.weight")) return {};
+  if (!has("model.model.embed_tokens.weight")) return {.is_embedding = true};
+  const auto shards = fsdp::handle(*ends).parameter_shards();  // none where this rank has no elements
+  const bool differ = shards.size() == 2 && !shards[0].value.equal(shards[1].value);
+  return {.is_its_own = mesh.sum(differ ? 1.0 : 0.0) > 0};
+}
+
 }  // namespace
 
 Model load_sharded(const fs::path& folder, const Config& config, const fsdp::DeviceMesh& mesh, const LoadOptions& options) {
-  auto model = fsdp::deferred_init([&] { return Model(config, options.recompute); }, {.draw = false});
+  const auto head = config.tie_word_embeddings ? head_in_files(folder, config, mesh) : HeadInFiles();
+  auto built = config;
+  built.tie_word_embeddings = config.tie_word_embeddings && !head.is_its_own;
+  auto model = fsdp::deferred_init([&] { return Model(built, options.recompute); }, {.draw = false});
 
   fsdp::FullyShardOptions sharding{.mesh = mesh, .initial_values = fsdp::InitialValues::kZero};
   sharding.units = [](const std::string& name, const torch::nn::Module& module) {
@@ -32,10 +74,13 @@ Model load_sharded(const fs::path& folder, const Config& config, const fsdp::Dev
   fsdp::fully_shard(*model, sharding);
 
   // What some files hold beside the parameters: a tied head once more, and tables of old versions.
-  const auto is_surplus = [&config](const std::string& name) {
-    return (config.tie_word_embeddings && name == "model.lm_head.weight") || name.ends_with(".rotary_emb.inv_freq");
+  const auto is_surplus = [&](const std::string& name) {
+    return (built.tie_word_embeddings && name == "model.lm_head.weight") || name.ends_with(".rotary_emb.inv_freq");
   };
-  fsdp::load(folder.string(), *model, {.ignore = is_surplus});
+  const auto rename = [&](const std::string& name) {
+    return head.is_embedding && name == "model.model.embed_tokens.weight" ? "model.lm_head.weight" : name;
+  };
+  fsdp::load(folder.string(), *model, {.rename = rename, .ignore = is_surplus});
   return model;
 }
 
@@ -46,7 +91,7 @@ Model load_whole(const fs::path& folder, const Config& config, const fsdp::Devic
 }
 
 void write_folder(const fs::path& to, Model& model, const fs::path& from, const Config& config, const fsdp::DeviceMesh& mesh) {
-  fsdp::export_safetensors(to.string(), *model, {.dtype = config.is_bf16 ? at::kBFloat16 : at::kFloat});
+  fsdp::export_safetensors(to.string(), *model, {.dtype = type_of(config.dtype)});
   if (mesh.rank() == 0) {
     for (const auto& entry : fs::directory_iterator(from)) {
       if (entry.is_regular_file() && is_description(entry.path())) fs::copy_file(entry.path(), to / entry.path().filename());

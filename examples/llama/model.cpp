@@ -4,7 +4,6 @@
 #include <fsdp/tie_parameters.h>
 #include <torch/torch.h>
 
-#include <numbers>
 #include <tuple>
 
 namespace llama {
@@ -20,29 +19,15 @@ torch::nn::Embedding embedding(const Config& config) {
   return torch::nn::Embedding(options);
 }
 
-/// By how much each pair of a head's elements turns per position, [head_dim / 2] in fp32 (Su et al., 2021).
-at::Tensor frequencies(const Config& config, at::Device device) {
-  const auto exponents = at::arange(0, config.head_dim, 2, at::device(device).dtype(at::kFloat)) / config.head_dim;
-  const auto plain = 1.0 / at::pow(config.rope_theta, exponents);
-  if (!config.llama3_rope) return plain;
-  // Slow turns are slowed down by `factor`, fast ones stay, and those between are mixtures, by the turns within the original length.
-  const auto& rope = *config.llama3_rope;
-  const auto turns = plain * (rope.original_max_position_embeddings / (2 * std::numbers::pi));
-  const auto mix = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1);
-  return plain * mix + plain / rope.factor * (1 - mix);
-}
-
-/// Of the positions of x, [batch, time, hidden_size], the first of which is `first`.
-Rotary rotary_of(const Config& config, const at::Tensor& x, std::int64_t first) {
-  const auto positions = at::arange(first, first + x.size(1), at::device(x.device()).dtype(at::kFloat));
-  const auto angles = at::outer(positions, frequencies(config, x.device())).repeat({1, 2});
-  return {angles.cos().to(x.scalar_type()), angles.sin().to(x.scalar_type())};
-}
-
-/// Turns the pairs (i, i + head_dim / 2) of x, [batch, heads, time, head_dim].
-at::Tensor rotate(const at::Tensor& x, const Rotary& rotary) {
-  const auto halves = x.chunk(2, -1);
-  return x * rotary.cos + at::cat({-halves[1], halves[0]}, -1) * rotary.sin;
+/// Of the layers that slide, if some do; x is [batch, time, hidden_size].
+Sight sliding_sight(const Config& config, const at::Tensor& x) {
+  if (config.sliding_window == 0) return {};
+  Sight sight{.window = config.sliding_window, .mask = {}};
+  const auto time = x.size(1);
+  if (time > config.sliding_window) {
+    sight.mask = at::ones({time, time}, at::device(x.device()).dtype(at::kBool)).tril().triu(1 - config.sliding_window);
+  }
+  return sight;
 }
 
 }  // namespace
@@ -62,7 +47,7 @@ AttentionImpl::AttentionImpl(const Config& config)
   k_norm_ = register_module("k_norm", RMSNorm(head_dim_, config.rms_norm_eps));
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache) {
+at::Tensor AttentionImpl::forward(const at::Tensor& x, const Rotary& rotary, const Sight& sight, LayerCache* cache) {
   const auto heads = [this](const at::Tensor& y) { return y.unflatten(-1, {-1, head_dim_}).transpose(1, 2); };
   auto queries = heads(q_proj_(x));
   auto keys = heads(k_proj_(x));
@@ -74,9 +59,15 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x, const Rotary& rotary, Lay
   queries = rotate(queries, rotary);
   keys = rotate(keys, rotary);
   if (cache != nullptr) std::tie(keys, values) = cache->append(keys, values);
-  // One query attends to all that came before.
-  const auto y = at::scaled_dot_product_attention(queries, keys, values, /*attn_mask=*/{}, /*dropout_p=*/0,
-                                                  /*is_causal=*/keys.size(2) == queries.size(2), /*scale=*/std::nullopt,
+  const auto length = keys.size(2);
+  const bool is_beginning = queries.size(2) == length;
+  if (!is_beginning && sight.window && length > *sight.window) {  // one query, which sees the last ones
+    keys = keys.narrow(2, length - *sight.window, *sight.window);
+    values = values.narrow(2, length - *sight.window, *sight.window);
+  }
+  const bool is_masked = sight.mask.defined();
+  const auto y = at::scaled_dot_product_attention(queries, keys, values, is_masked ? std::optional(sight.mask) : std::nullopt,
+                                                  /*dropout_p=*/0, /*is_causal=*/is_beginning && !is_masked, /*scale=*/std::nullopt,
                                                   /*enable_gqa=*/true);
   return o_proj_(y.transpose(1, 2).flatten(-2));
 }
@@ -94,8 +85,8 @@ LayerImpl::LayerImpl(const Config& config)
       input_layernorm_(register_module("input_layernorm", RMSNorm(config.hidden_size, config.rms_norm_eps))),
       post_attention_layernorm_(register_module("post_attention_layernorm", RMSNorm(config.hidden_size, config.rms_norm_eps))) {}
 
-at::Tensor LayerImpl::forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache) {
-  const auto y = x + self_attn_(input_layernorm_(x), rotary, cache);
+at::Tensor LayerImpl::forward(const at::Tensor& x, const Rotary& rotary, const Sight& sight, LayerCache* cache) {
+  const auto y = x + self_attn_(input_layernorm_(x), rotary, sight, cache);
   return y + mlp_(post_attention_layernorm_(y));
 }
 
@@ -108,18 +99,20 @@ BodyImpl::BodyImpl(const Config& config, bool recompute)
   for (std::int64_t i = 0; i < config.num_hidden_layers; ++i) layers_->push_back(Layer(config));
 }
 
-at::Tensor BodyImpl::forward(const at::Tensor& tokens, KeyValueCache* cache) {
+at::Tensor BodyImpl::forward(const at::Tensor& tokens, KeyValueCache* cache, std::int64_t length) {
   const auto before = cache != nullptr ? cache->length() : 0;
   const auto time = tokens.size(1);
-  TORCH_CHECK(!config_.sliding_window || before + time <= *config_.sliding_window, "llama: ", before + time,
-              " tokens are more than the sliding window of ", config_.sliding_window.value_or(0));
   TORCH_CHECK(before == 0 || time == 1, "llama: ", time, " tokens follow those in the cache; one at a time can");
   auto x = embed_tokens(tokens);
-  const auto rotary = rotary_of(config_, x, before);
+  const auto rotary = rotary_of(config_.rope, config_.head_dim, x, before, length);
+  const auto sliding = sliding_sight(config_, x);
   for (std::size_t i = 0; i < layers_->size(); ++i) {
     auto* layer = (*layers_)[i]->as<LayerImpl>();
     auto* layer_cache = cache != nullptr ? &cache->layer(i) : nullptr;
-    const auto run = [layer, layer_cache, rotary](const at::Tensor& input) { return layer->forward(input, rotary, layer_cache); };
+    const auto sight = config_.slides[i] ? sliding : Sight();
+    const auto run = [layer, layer_cache, rotary, sight](const at::Tensor& input) {
+      return layer->forward(input, rotary, sight, layer_cache);
+    };
     x = recompute_ ? fsdp::activation_checkpoint(run, x) : run(x);
   }
   return norm_(x);
@@ -131,15 +124,16 @@ ModelImpl::ModelImpl(const Config& config, bool recompute)
   if (config.tie_word_embeddings) fsdp::tie_parameters(*lm_head_, lm_head_->weight, model_->embed_tokens->weight);
 }
 
-at::Tensor ModelImpl::forward(const at::Tensor& tokens) { return lm_head_(model_(tokens, nullptr)); }
+at::Tensor ModelImpl::forward(const at::Tensor& tokens) { return lm_head_(model_(tokens, nullptr, tokens.size(1))); }
 
 at::Tensor ModelImpl::next_logits(const at::Tensor& tokens, KeyValueCache& cache) {
-  return lm_head_(model_(tokens, &cache).narrow(1, tokens.size(1) - 1, 1));
+  const auto time = tokens.size(1);
+  return lm_head_(model_(tokens, &cache, cache.length() + time).narrow(1, time - 1, 1));
 }
 
 at::Tensor ModelImpl::loss(const at::Tensor& tokens) {
   const auto time = tokens.size(1) - 1;
-  const auto logits = forward(tokens.narrow(1, 0, time)).to(at::kFloat);
+  const auto logits = lm_head_(model_(tokens.narrow(1, 0, time), nullptr, time + 1)).to(at::kFloat);
   return at::cross_entropy_loss(logits.flatten(0, 1), tokens.narrow(1, 1, time).flatten());
 }
 

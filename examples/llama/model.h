@@ -7,19 +7,21 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "key_value_cache.h"
 #include "llama/config.h"
+#include "llama/rotary.h"
 
 // Llama, Qwen2, Qwen3 and Mistral in plain LibTorch: what transformers calls LlamaForCausalLM, with the same names of parameters. It knows
 // nothing about sharding, and computes in the dtype of its parameters.
 
 namespace llama {
 
-/// Cosines and sines, each [time, head_dim], in the dtype in which they are used.
-struct Rotary {
-  at::Tensor cos;
-  at::Tensor sin;
+/// Which tokens one sees: all that came before, or the last `window` of them, itself among them.
+struct Sight {
+  std::optional<std::int64_t> window;
+  at::Tensor mask;  ///< Of the tokens of a beginning, [time, time], where some have more than the window before them.
 };
 
 /// Root-mean-square norm with a learned scale (Zhang and Sennrich, 2019).
@@ -40,7 +42,7 @@ class AttentionImpl : public torch::nn::Module {
  public:
   explicit AttentionImpl(const Config& config);
   /// x is [batch, time, hidden_size]; its tokens follow those in the cache, if there is one.
-  at::Tensor forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache);
+  at::Tensor forward(const at::Tensor& x, const Rotary& rotary, const Sight& sight, LayerCache* cache);
 
  private:
   std::int64_t head_dim_;
@@ -64,7 +66,7 @@ TORCH_MODULE(MLP);
 class LayerImpl : public torch::nn::Module {
  public:
   explicit LayerImpl(const Config& config);
-  at::Tensor forward(const at::Tensor& x, const Rotary& rotary, LayerCache* cache);
+  at::Tensor forward(const at::Tensor& x, const Rotary& rotary, const Sight& sight, LayerCache* cache);
 
  private:
   Attention self_attn_;
@@ -77,7 +79,8 @@ TORCH_MODULE(Layer);
 class BodyImpl : public torch::nn::Module {
  public:
   BodyImpl(const Config& config, bool recompute);
-  at::Tensor forward(const at::Tensor& tokens, KeyValueCache* cache);
+  /// `length` is the whole sequence's, by which some rotary embeddings are stretched.
+  at::Tensor forward(const at::Tensor& tokens, KeyValueCache* cache, std::int64_t length);
 
   torch::nn::Embedding embed_tokens;
 

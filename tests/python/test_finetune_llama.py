@@ -47,6 +47,12 @@ def probe(model: Path, out: Path) -> dict[str, Tensor]:
     }
 
 
+def rewrite(model: Path, **entries: Any) -> None:
+    """Entries of config.json."""
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     """The norm of the difference, relative to the norm of b; 0 where both are 0."""
     a, b = a.detach().flatten(), b.detach().flatten()
@@ -125,6 +131,71 @@ def test_trains_as_transformers_and_torch_do(tmp_path: Path) -> None:
         assert relative(mine, other) < 1e-5, name
 
 
+def test_a_head_beside_tie_word_embeddings(tmp_path: Path) -> None:
+    """transformers ties where the files have one of the two, and where they have both only if these are equal."""
+    safetensors = importlib.import_module("safetensors.torch")
+    make("Llama", tmp_path / "model")
+    rewrite(tmp_path / "model", tie_word_embeddings=True)
+    expected = load(tmp_path / "model")
+    assert expected.lm_head.weight is not expected.model.embed_tokens.weight
+    found = probe(tmp_path / "model", tmp_path / "both")
+    assert "lm_head.weight" in found
+    assert (found["logits"] - expected(input_ids=tokens()).logits.detach().flatten()).abs().max() < 1e-5
+    train(tmp_path / "model", tmp_path, "--steps", 1)
+    after = load(tmp_path / "out")
+    assert after.lm_head.weight is not after.model.embed_tokens.weight
+    assert not torch.equal(after.lm_head.weight, expected.lm_head.weight)
+
+    path = tmp_path / "model" / "model.safetensors"
+    weights = safetensors.load_file(path)
+    del weights["model.embed_tokens.weight"]
+    safetensors.save_file(weights, path, metadata={"format": "pt"})
+    expected = load(tmp_path / "model")
+    assert expected.lm_head.weight is expected.model.embed_tokens.weight
+    found = probe(tmp_path / "model", tmp_path / "head")
+    assert (found["logits"] - expected(input_ids=tokens()).logits.detach().flatten()).abs().max() < 1e-5
+
+
+def test_an_index_that_was_left_is_not_the_model(tmp_path: Path) -> None:
+    """The files of an earlier model in several files stayed; transformers reads model.safetensors."""
+    make("Llama", tmp_path / "model", most="8KB")
+    changed: Any = make("Llama", tmp_path / "changed")
+    with torch.no_grad():
+        changed.lm_head.weight.mul_(2.0)
+    changed.save_pretrained(tmp_path / "changed")
+    (tmp_path / "changed" / "model.safetensors").rename(tmp_path / "model" / "model.safetensors")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    expected = load(tmp_path / "model")(input_ids=tokens()).logits.detach().flatten()
+    assert (probe(tmp_path / "model", tmp_path / "probe")["logits"] - expected).abs().max() < 1e-5
+    assert torch.equal(expected, changed(input_ids=tokens()).logits.detach().flatten())
+
+
+def test_reads_the_files_of_dcps_ranks(tmp_path: Path) -> None:
+    """As torch.distributed.checkpoint's HuggingFaceStorageWriter leaves them with save_distributed=True."""
+    safetensors = importlib.import_module("safetensors.torch")
+    model: Any = make("Llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    for rank in range(2):
+        parts, places = {}, {}
+        for name, tensor in model.state_dict().items():
+            parts[name] = tensor.chunk(2)[rank].contiguous()
+            places[name] = {"saved_offsets": [rank * len(tensor.chunk(2)[0])] + [0] * (tensor.dim() - 1)}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+        safetensors.save_file(
+            parts, tmp_path / "model" / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors", metadata
+        )
+    expected = model(input_ids=tokens()).logits.detach().flatten()
+    assert (probe(tmp_path / "model", tmp_path / "probe")["logits"] - expected).abs().max() < 1e-5
+
+
+def test_float16_stays(tmp_path: Path) -> None:
+    make("Llama", tmp_path / "model", dtype=torch.float16)
+    train(tmp_path / "model", tmp_path, "--steps", 1)
+    assert load(tmp_path / "out").dtype == torch.float16
+    weights = importlib.import_module("safetensors.torch").load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+
+
 def test_bf16(tmp_path: Path) -> None:
     """Computed in bf16; the files are in the dtype that config.json names."""
     make("Llama", tmp_path / "model", dtype=torch.bfloat16)
@@ -198,23 +269,32 @@ def test_bytes_are_tokens(tmp_path: Path) -> None:
     [
         ("Llama", {"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama, qwen2, qwen3 and mistral"),
         ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
-        ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'; supported are default and llama3"),
-        ("Llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type is 'linear'"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_type is 'longrope'; supported are default, linear",
+        ),
+        ("Llama", {"rope_scaling": {"type": "linear"}}, "the parameters of rotary embeddings have no factor"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "yarn", "partial_rotary_factor": 0.5}},
+            "rope_type 'yarn' rotates all of a head",
+        ),
+        ("Qwen3", {"rope_parameters": {"full_attention": {}}}, "given for each kind of layer"),
         ("Llama", {"attention_dropout": 0.1}, "attention_dropout is not 0"),
         ("Llama", {"quantization_config": {}}, "quantized weights are not supported"),
         ("Llama", {"num_key_value_heads": 3}, "num_key_value_heads does not divide num_attention_heads"),
         ("Llama", {"hidden_size": None}, "hidden_size is missing, or not positive"),
         ("Llama", {"hidden_size": "wide"}, "type must be number"),
-        ("Mistral", {"sliding_window": 8}, "--context 12 is more than the model's sliding_window of 8"),
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window of 8"),
-        ("Qwen3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window of 8"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window is not positive"),
+        ("Qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "not as many entries"),
+        ("Llama", {"dtype": "float64"}, "dtype is 'float64'; supported are float32, bfloat16 and float16"),
         ("Llama", {"vocab_size": 20}, "text.bin: token 20 is 20, and the model has 20 of them"),
     ],
 )
 def test_what_is_not_supported_is_one_error(family: str, entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     make(family, tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    rewrite(tmp_path / "model", **entries)
     error = train(tmp_path / "model", tmp_path, "--steps", 1, fails=True)
     assert message in error
     assert error.startswith("finetune_llama: ")
@@ -224,14 +304,18 @@ def test_what_is_not_supported_is_one_error(family: str, entries: dict[str, Any]
 
 def test_files_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     make("Llama", tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
+    rewrite(tmp_path / "model", num_hidden_layers=3)
     error = train(tmp_path / "model", tmp_path, "--steps", 1, fails=True)
     assert "model.layers.2.self_attn.q_proj.weight" in error, error
     error = train(tmp_path / "model", tmp_path, "--nproc", 3, fails=True)
     assert error == "finetune_llama: --batch 4 does not divide over 3 ranks\n"
     missing = run(PROGRAM, "--model", tmp_path / "model", "--data", tmp_path, "--out", tmp_path / "out", fails=True)
     assert missing.stderr == f"finetune_llama: cannot read --data {tmp_path}\n"
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    error = train(tmp_path / "model", tmp_path, "--steps", 1, fails=True)
+    assert error.startswith(f"finetune_llama: {tmp_path / 'model'} has its weights in pytorch_model.bin, which only")
+    assert error.count("\n") == 1
+    (tmp_path / "model" / "pytorch_model.bin").rename(tmp_path / "model" / "model.safetensors")
     (tmp_path / "out").mkdir()
     error = train(tmp_path / "model", tmp_path, "--steps", 1, fails=True)
     assert error == f"finetune_llama: --out {tmp_path / 'out'} is there already\n"

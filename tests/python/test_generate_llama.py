@@ -54,24 +54,68 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
 
 
-@pytest.mark.parametrize("case", ["llama", "llama 3.1", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("case", ["llama", "llama 3.1", "qwen2", "qwen3 sliding in part", "mistral", "mistral sliding"])
 def test_the_likeliest_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     family, config = CASES[case]
     model: Any = make(family, tmp_path / "model", **config, eos_token_id=None).eval()
-    expected = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=11)[0].tolist()
-    assert len(expected) == 16
+    expected = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20)[0].tolist()
+    assert len(expected) == 25, "more than the window of those that slide"
     assert len(set(expected[5:])) > 1
-    assert generate(tmp_path / "model", "--tokens", 11, "--temperature", 0) == expected
+    assert generate(tmp_path / "model", "--tokens", 20, "--temperature", 0) == expected
+
+
+def test_what_is_left_out_is_what_transformers_takes(tmp_path: Path) -> None:
+    """A Mistral whose config.json says nothing of a window has one of 4,096 tokens; null is none."""
+    transformers = importlib.import_module("transformers")
+    make("Mistral", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=8192, eos_token_id=None)
+    prompt = torch.randint(VOCABULARY, (1, 5000), generator=torch.Generator().manual_seed(1))
+    path = tmp_path / "model" / "config.json"
+    config = {**json.loads(path.read_text()), "quantization_config": None}
+    del config["sliding_window"]
+    written = []
+    for entries in (config, {**config, "sliding_window": None}):
+        path.write_text(json.dumps(entries))
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        expected = model.generate(prompt, do_sample=False, max_new_tokens=12)[0].tolist()
+        words = ",".join(map(str, prompt[0].tolist()))
+        options = ("--prompt-tokens", words, "--tokens", 12, "--temperature", 0)
+        found = run(PROGRAM, "--model", tmp_path / "model", *options).stdout
+        assert [int(token) for token in found.split(",")] == expected
+        written.append(expected)
+    assert written[0] != written[1]
 
 
 def test_ends_at_the_token_that_ends_a_text(tmp_path: Path) -> None:
+    """That of generation_config.json, where it is there, even if it names none; else that of config.json."""
+    transformers = importlib.import_module("transformers")
     make("Llama", tmp_path / "model", eos_token_id=None)
     whole = generate(tmp_path / "model", "--tokens", 8, "--temperature", 0)
     path = tmp_path / "model" / "config.json"
+    generation = tmp_path / "model" / "generation_config.json"
     config = json.loads(path.read_text())
-    for ends in (whole[8], [VOCABULARY - 1, whole[8]]):
-        path.write_text(json.dumps({**config, "eos_token_id": ends}))
-        assert generate(tmp_path / "model", "--tokens", 8, "--temperature", 0) == whole[: whole.index(whole[8], 5)]
+    written = list(dict.fromkeys(whole[5:]))
+    first, second = written[1], written[-1]
+    assert first != second
+    lengths = []
+    cases: tuple[tuple[Any, Any], ...] = (
+        (first, None),
+        ([VOCABULARY - 1, first], None),
+        (first, {"eos_token_id": [second]}),
+        (first, {}),
+    )
+    for of_model, of_generation in cases:
+        path.write_text(json.dumps({**config, "eos_token_id": of_model}))
+        generation.unlink(missing_ok=True)
+        if of_generation is not None:
+            generation.write_text(json.dumps(of_generation))
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        theirs = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=8)[0].tolist()
+        ours = generate(tmp_path / "model", "--tokens", 8, "--temperature", 0)
+        # transformers prints the token that ends a text.
+        assert theirs[: len(ours)] == ours
+        assert theirs[len(ours) :] in ([], [first], [second])
+        lengths.append(len(ours))
+    assert lengths == [whole.index(first, 5), whole.index(first, 5), whole.index(second, 5), 13]
 
 
 def test_a_full_context_goes_on_from_its_second_half(tmp_path: Path) -> None:

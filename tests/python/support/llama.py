@@ -34,6 +34,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -45,6 +46,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 12}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"head_dim": 12, "num_key_value_heads": 1, "sliding_window": 16}),
+    "mistral sliding": (
+        "Mistral",
+        {
+            "sliding_window": 5,
+            "max_position_embeddings": 8,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+        },
+    ),
+    "qwen2 sliding nowhere": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0},
+        },
+    ),
+    "qwen3 sliding in part": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False},
+        },
+    ),
+    "llama yarn": ("Llama", {"rope_parameters": {**YARN, "beta_fast": 4.0}, "head_dim": 16}),
+    "llama proportional": (
+        "Llama",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "proportional",
+                "rope_theta": 100.0,
+                "factor": 2.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
 }
 
 
