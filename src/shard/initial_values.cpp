@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/any_strides.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
 #include "comm/ranks.h"
@@ -139,12 +140,12 @@ void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm
   for (const auto& buffer : buffers) {
     auto& [parts, into] = messages.emplace_back();
     const auto options = buffer.options().device(unit.full.storage.device());
-    into = row.rank() == 0 ? buffer.to(options.device()).reshape({-1}).contiguous() : at::empty({buffer.numel()}, options);
+    into = row.rank() == 0 ? row_major(buffer.to(options.device())).view({-1}) : at::empty({buffer.numel()}, options);
     if (row.rank() == 0) parts.assign(static_cast<std::size_t>(row.size()), into);
   }
   row.scatter(messages, 0, unit.label("scatter of buffers"))->wait();
   if (row.rank() == 0) return;
-  for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(messages[i].into.view(buffers[i].sizes()));
+  for (std::size_t i = 0; i < buffers.size(); ++i) assign_values(buffers[i], messages[i].into);
 }
 
 }  // namespace

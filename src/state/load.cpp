@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/after_error.h"
+#include "base/any_strides.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
@@ -382,7 +383,8 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   std::optional<Loading> loading;
   std::optional<UpdateCounts> steps;
   std::string counts;  // of updates
-  std::optional<double> lr_factor;
+  std::optional<state::SettingsBefore> settings;
+  std::vector<StateItem> copies;  // whose values go on to where they belong
   std::optional<GradScalerState> grad_scaler;
   std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
   state::Phases phases(options.on_phase);
@@ -395,7 +397,10 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
       engine->prepare_load();
       loading.emplace(path, options, ranks);
-      for (const auto& item : state::model_items(module, state::kModel)) loading->add(item);
+      for (const auto& item : state::model_items(module, state::kModel)) {
+        loading->add(item);
+        if (item.source.defined()) copies.push_back(item);
+      }
       if (optimizer != nullptr) {
         if (options.strict && !loading->has_optimizer()) {
           throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
@@ -434,6 +439,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   ranks.together(at_once ? kHalfway : kNoLongerWhole, [&] {
     try {
       at_once ? loading->assign_at_once() : loading->assign();
+      for (const auto& copy : copies) assign_values(copy.source, copy.values);
     } catch (...) {
       after_error([&] { engine->main_parameters_changed(); });
       throw;

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <variant>
 
+#include "base/any_strides.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"

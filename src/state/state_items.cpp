@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/any_strides.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "optim/shard_optimizer.h"
@@ -77,17 +78,16 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
   const bool speaks = Ranks(*engine, Ranks::Groups::kOfMesh).index() == 0;
   for (const auto& buffer : module.named_buffers()) {
     if (!buffer.value().defined()) continue;
-    if (!buffer.value().is_contiguous()) {
-      throw Error("buffer '" + buffer.key() + "' is not contiguous; register_buffer a contiguous() copy to save and load it");
-    }
-    const auto values = buffer.value().detach().view({-1});
+    const auto dense = row_major(buffer.value());
+    const auto values = dense.view({-1});
     items.push_back({.path = path_below(prefix, {buffer.key()}),
                      .shape = buffer.value().sizes().vec(),
                      .box = ckpt::whole(buffer.value().sizes().vec()),
                      .values = values,
                      .offset = 0,
                      .own_begin = 0,
-                     .own_numel = speaks ? values.numel() : 0});
+                     .own_numel = speaks ? values.numel() : 0,
+                     .source = dense.is_alias_of(buffer.value()) ? at::Tensor() : buffer.value()});
   }
   return items;
 }

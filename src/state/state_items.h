@@ -27,6 +27,8 @@ struct StateItem {
   /// Who writes it calls Engine::flush_writes or prepare_load before, so that another thread may read it (Engine::set_reader). Not so what
   /// operators write to as a model's parameter or buffer, and main parameters that users have views of.
   bool guarded = false;
+  /// If defined, `values` is a row-major copy of this tensor. Who has written `values` calls assign_values(source, values).
+  at::Tensor source = {};
 
   std::string key() const;
 };
