@@ -44,7 +44,7 @@ int train(const Options& options, const llama::Config& config, llama::Tokens tok
   std::int64_t step = 0;
   if (!options.checkpoints.empty()) {
     if (const auto loaded = fsdp::load_latest(options.checkpoints, *model, optimizer)) {
-      step = std::get<std::int64_t>(loaded->extra.at("step"));
+      step = loaded->get<std::int64_t>("step");
       if (speaks) std::printf("resumed from %s\n", loaded->path.c_str());
     }
   }

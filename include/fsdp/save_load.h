@@ -3,12 +3,15 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -22,18 +25,45 @@ namespace fsdp {
 
 struct ExtraBytes;
 struct ExtraList;
+struct ExtraDict;
+/// Python's None.
+using ExtraNone = std::monostate;
 /// A value of ExtraState.
-using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Tensor, ExtraBytes, ExtraList>;
+using ExtraValue = std::variant<bool, std::int64_t, double, std::string, at::Tensor, ExtraBytes, ExtraList, ExtraDict, ExtraNone>;
 /// Python's bytes.
 struct ExtraBytes {
   std::string data;  ///< Any bytes.
 };
-/// Python's list. Python's tuples are read as lists, too. Its items can't be tensors.
+/// Python's list. Python's tuples are read as lists, too.
 struct ExtraList {
   std::vector<ExtraValue> items;  ///< In their order.
 };
+/// Python's dict. Keys that are whole numbers are read as strings, too, as DCP has them.
+struct ExtraDict {
+  std::map<std::string, ExtraValue> items;  ///< By key.
+};
 /// Values of the program by name, such as the step or the position in the data. Rank 0's are saved, and every rank gets them.
 using ExtraState = std::map<std::string, ExtraValue>;
+
+namespace detail {
+const ExtraValue& extra_named(const ExtraState& extra, const std::string& name);
+[[noreturn]] void refuse_extra(const std::string& name, std::size_t found, std::size_t wanted);
+}  // namespace detail
+
+/// The value of this name: `get_extra<std::int64_t>(loaded->rank_extra, "position")`. "scheduler.last_epoch" is a value of the dictionary
+/// "scheduler", unless it is a name itself. A whole number is also a double. Throws Error, with the names that are there, if there is none,
+/// and if the value is of another type.
+template <typename T>
+T get_extra(const ExtraState& extra, const std::string& name) {
+  static_assert(std::is_constructible_v<ExtraValue, std::in_place_type_t<T>>,
+                "T is one of ExtraValue's types; whole numbers are std::int64_t, others double");
+  const auto& value = detail::extra_named(extra, name);
+  if (const auto* typed = std::get_if<T>(&value)) return *typed;
+  if constexpr (std::is_same_v<T, double>) {
+    if (const auto* whole = std::get_if<std::int64_t>(&value)) return static_cast<double>(*whole);
+  }
+  detail::refuse_extra(name, value.index(), ExtraValue(std::in_place_type<T>).index());
+}
 
 /// The phases of a save or a load, in their order.
 enum class Phase : std::uint8_t {
@@ -115,6 +145,12 @@ struct LoadOptions {
 
 /// The result of load(): what it found beside model and optimizer.
 struct Loaded {
+  /// get_extra() of `extra`: `loaded->get<std::int64_t>("step")`.
+  template <typename T>
+  T get(const std::string& name) const {
+    return get_extra<T>(extra, name);
+  }
+
   std::string path;                     ///< The checkpoint's.
   ExtraState extra;                     ///< The saved one.
   ExtraState rank_extra;                ///< This rank's own, if as many ranks saved theirs. Otherwise see read_rank_extra().

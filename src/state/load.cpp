@@ -17,6 +17,8 @@
 #include "fsdp/error.h"
 #include "fsdp/save_load.h"
 #include "optim/shard_optimizer.h"
+#include "state/extra.h"
+#include "state/optimizer_settings.h"
 #include "state/phases.h"
 #include "state/snapshot.h"
 #include "state/source.h"
@@ -45,51 +47,6 @@ std::string text_of(const std::vector<std::int64_t>& shape) {
 }
 
 std::string rank_prefix(std::int64_t rank) { return std::string(kRankExtraPrefix) + std::to_string(rank) + "."; }
-
-/// Nothing for what has no place in an ExtraState.
-std::optional<ExtraValue> extra_value(const ckpt::PythonValue& value) {
-  return std::visit(
-      [](const auto& typed) -> std::optional<ExtraValue> {
-        using T = std::decay_t<decltype(typed)>;
-        if constexpr (std::is_same_v<T, std::monostate> || std::is_same_v<T, ckpt::PythonValue::Dict>) {
-          return std::nullopt;
-        } else if constexpr (std::is_same_v<T, ckpt::PythonValue::Bytes>) {
-          return ExtraBytes{typed.data};
-        } else if constexpr (std::is_same_v<T, ckpt::PythonValue::List> || std::is_same_v<T, ckpt::PythonValue::Tuple>) {
-          ExtraList list;
-          for (const auto& item : typed.items) {
-            auto converted = extra_value(item);
-            if (!converted) return std::nullopt;
-            list.items.push_back(*std::move(converted));
-          }
-          return list;
-        } else {
-          return typed;
-        }
-      },
-      value.value);
-}
-
-/// All values whose names begin with `prefix`, by the rest of their names.
-ExtraState extra_below(state::Source& source, const std::string& prefix,
-                       const std::function<bool(const std::string& name)>& is_ignored = {}) {
-  ExtraState extra;
-  for (const auto& name : source.names()) {
-    if (!name.starts_with(prefix) || (is_ignored && is_ignored(name))) continue;
-    auto& value = extra[name.substr(prefix.size())];
-    if (source.find(name)) {
-      value = source.read_whole(name).clone();
-      continue;
-    }
-    auto converted = extra_value(source.read_object(name));
-    if (!converted) {
-      throw Error(source.path() + ": '" + name +
-                  "' is not a bool, int, float, str, bytes, tensor or list of these; LoadOptions::ignore leaves it out");
-    }
-    value = *std::move(converted);
-  }
-  return extra;
-}
 
 /// What a load takes from a checkpoint.
 class Loading {
@@ -228,13 +185,14 @@ class Loading {
     return names;
   }
 
-  ExtraState extra() { return extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
+  ExtraState extra() { return state::extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
 
   /// This rank's, if as many ranks saved theirs.
   ExtraState rank_extra() {
     const auto saved = source_->has(state::kRanks) ? number(state::kRanks) : std::nullopt;
-    return saved && *saved == static_cast<double>(ranks_.size()) ? extra_below(*source_, rank_prefix(ranks_.index()), options_.ignore)
-                                                                 : ExtraState();
+    return saved && *saved == static_cast<double>(ranks_.size())
+               ? state::extra_below(*source_, rank_prefix(ranks_.index()), options_.ignore)
+               : ExtraState();
   }
 
   /// This rank's generators, with what they get, if as many ranks saved theirs.
@@ -475,7 +433,7 @@ std::vector<ExtraState> read_rank_extra(const std::string& path) {
   const auto saved = source->read_object(state::kRanks);
   const auto* ranks = std::get_if<std::int64_t>(&saved.value);
   if (ranks == nullptr || *ranks < 0) throw Error(path + ": '" + state::kRanks + "' is no number of ranks");
-  for (std::int64_t rank = 0; rank < *ranks; ++rank) all.push_back(extra_below(*source, rank_prefix(rank)));
+  for (std::int64_t rank = 0; rank < *ranks; ++rank) all.push_back(state::extra_below(*source, rank_prefix(rank)));
   return all;
 }
 

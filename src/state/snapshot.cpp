@@ -15,6 +15,7 @@
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "optim/shard_optimizer.h"
+#include "state/extra.h"
 #include "state/scalar_type.h"
 #include "state/state_items.h"
 
@@ -46,11 +47,7 @@ void add(Snapshot& snapshot, const StateItem& item) {
 }
 
 void add(Snapshot& snapshot, DcpPath path, PythonValue value) {
-  std::string key;
-  for (const auto& part : path) {
-    const auto* name = std::get_if<std::string>(&part);
-    key += (key.empty() ? "" : ".") + (name != nullptr ? *name : std::to_string(std::get<std::int64_t>(part)));
-  }
+  auto key = key_of(path);
   snapshot.objects.push_back({std::move(key), std::move(path), std::move(value)});
 }
 
@@ -84,30 +81,10 @@ void add_groups(Snapshot& snapshot, Optimizer& optimizer) {
   }
 }
 
-/// Not of tensors.
-PythonValue python_value(const ExtraValue& extra, const std::string& name) {
-  return std::visit(
-      [&name](const auto& typed) -> PythonValue {
-        using T = std::decay_t<decltype(typed)>;
-        if constexpr (std::is_same_v<T, at::Tensor>) {
-          throw Error("extra state '" + name + "' is a list with a tensor; give tensors names of their own");
-        } else if constexpr (std::is_same_v<T, ExtraBytes>) {
-          return {PythonValue::Bytes{typed.data}};
-        } else if constexpr (std::is_same_v<T, ExtraList>) {
-          PythonValue::List list;
-          for (const auto& item : typed.items) list.items.push_back(python_value(item, name));
-          return {std::move(list)};
-        } else {
-          return {typed};
-        }
-      },
-      extra);
-}
-
 /// A tensor of which this rank writes all.
-void add_whole(Snapshot& snapshot, std::vector<std::string> path, const at::Tensor& tensor, bool guarded) {
-  const auto values = tensor.detach().contiguous().view({-1});
-  add(snapshot, {.path = std::move(path),
+void add_whole(Snapshot& snapshot, const DcpPath& path, const at::Tensor& tensor, bool guarded) {
+  const auto values = row_major(tensor).view({-1});
+  add(snapshot, {.path = {key_of(path)},
                  .shape = tensor.sizes().vec(),
                  .box = ckpt::whole(tensor.sizes().vec()),
                  .values = values,
@@ -115,22 +92,25 @@ void add_whole(Snapshot& snapshot, std::vector<std::string> path, const at::Tens
                  .own_begin = 0,
                  .own_numel = values.numel(),
                  .guarded = guarded});
+  snapshot.tensors.back().path = path;
 }
 
-void add_extra(Snapshot& snapshot, const std::vector<std::string>& below, const ExtraState& extra) {
-  for (const auto& [name, value] : extra) {
-    auto path = below;
-    path.push_back(name);
-    if (const auto* tensor = std::get_if<at::Tensor>(&value)) {
-      if (!tensor->defined()) throw Error("extra state '" + name + "' is an undefined tensor");
-      add_whole(snapshot, path, *tensor, /*guarded=*/false);
-    } else {
-      add(snapshot, DcpPath(path.begin(), path.end()), python_value(value, name));
-    }
-  }
+void add_extra(Snapshot& snapshot, const DcpPath& below, const ExtraState& extra) {
+  for_each_item(
+      below, extra, [&](const DcpPath& path, const at::Tensor& tensor) { add_whole(snapshot, path, tensor, /*guarded=*/false); },
+      [&](const DcpPath& path, PythonValue value) { add(snapshot, path, std::move(value)); });
 }
 
 }  // namespace
+
+std::string key_of(const DcpPath& path) {
+  std::string key;
+  for (const auto& part : path) {
+    const auto* name = std::get_if<std::string>(&part);
+    key += (key.empty() ? "" : ".") + (name != nullptr ? *name : std::to_string(std::get<std::int64_t>(part)));
+  }
+  return key;
+}
 
 std::string SavedGenerator::key(std::int64_t rank) const { return std::string(kOwn) + "." + name + "." + std::to_string(rank); }
 
@@ -255,10 +235,10 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
   }
   if (options.rng) {
     for (auto& generator : generators_of(engine->device())) {
-      add_whole(snapshot, {kOwn, generator.name + "." + std::to_string(ranks.index())}, generator.state(), /*guarded=*/true);
+      add_whole(snapshot, DcpPath{kOwn, generator.name + "." + std::to_string(ranks.index())}, generator.state(), /*guarded=*/true);
     }
   }
-  add_extra(snapshot, {kRankExtra, std::to_string(ranks.index())}, options.rank_extra);
+  add_extra(snapshot, DcpPath{kRankExtra, std::to_string(ranks.index())}, options.rank_extra);
   if (ranks.index() == 0) {
     if (optimizer != nullptr) {
       add_groups(snapshot, *optimizer);
@@ -269,7 +249,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
     if (options.grad_scaler != nullptr) {
       for (auto& [name, value] : values_of(options.grad_scaler->state_dict())) add(snapshot, DcpPath{kScaler, name}, std::move(value));
     }
-    add_extra(snapshot, {kExtra}, extra);
+    add_extra(snapshot, DcpPath{kExtra}, extra);
   }
   return snapshot;
 }

@@ -55,6 +55,9 @@ inline constexpr const char* kLrFactor = "fsdp.lr_factor";
 inline constexpr const char* kMetric = "fsdp.metric";
 inline constexpr const char* kRanks = "fsdp.ranks";  ///< How many saved.
 
+/// An item's name: its path, joined by dots.
+std::string key_of(const ckpt::DcpPath& path);
+
 /// A random generator of this process that a checkpoint keeps.
 struct SavedGenerator {
   std::string name;  ///< "rng" for the CPU's, "cuda_rng" for a GPU's.

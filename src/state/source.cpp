@@ -78,6 +78,7 @@ class Dcp final : public Source {
       by_name_.emplace(item.name, &item);
       names_.push_back(item.name);
     }
+    for (const auto& [name, where] : metadata_.paths) paths_.emplace(name, &where);
   }
 
   Format format() const override { return Format::kDcp; }
@@ -111,6 +112,11 @@ class Dcp final : public Source {
 
   ckpt::CheckedFile& file(const std::string& name) override { return files_[name]; }
 
+  ckpt::DcpPath path_of(const std::string& name) const override {
+    const auto found = paths_.find(name);
+    return found == paths_.end() ? ckpt::DcpPath{name} : *found->second;
+  }
+
   ckpt::PythonValue read_object(const std::string& name) override {
     if (const auto why = unreadable(name); !why.empty()) throw Error(path_ + ": '" + name + "' cannot be read: " + why);
     const auto* object = std::get_if<ckpt::DcpObject>(&by_name_.at(name)->content);
@@ -123,6 +129,7 @@ class Dcp final : public Source {
   ckpt::CheckedFiles files_;
   ckpt::DcpMetadata metadata_;
   std::map<std::string, const ckpt::DcpItem*> by_name_;
+  std::map<std::string, const ckpt::DcpPath*> paths_;
   std::vector<std::string> names_;
 };
 

@@ -55,6 +55,8 @@ class Source {
   at::Tensor read_whole(const std::string& name);
   /// A plain value. Throws Error.
   virtual ckpt::PythonValue read_object(const std::string& name) = 0;
+  /// Where a value is in nested dictionaries and lists, if that is known; else the name.
+  virtual ckpt::DcpPath path_of(const std::string& name) const { return {name}; }
 
  private:
   friend class Transfer;

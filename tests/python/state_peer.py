@@ -4,6 +4,10 @@
     state_peer.py fsdp2 IN OUT     run by torchrun: loads into a model of FSDP2, saves to OUT/0, trains, saves to OUT/3
     state_peer.py programs IN OUT  run by torchrun: loads, and saves to OUT/titan and OUT/trainer, as other programs do
     state_peer.py types IN         values have the types that torch.optim.Muon, AdamW and GradScaler give them
+    state_peer.py settings L OUT   run by torchrun: saves an optimizer with groups and a schedule; L is "listed" or "flattened"
+    state_peer.py check_settings IN   the same settings, without the schedule
+    state_peer.py extra OUT        saves None, dictionaries and lists of all kinds
+    state_peer.py check_extra IN   the same values
 
 Exits with 0 if all went well.
 """
@@ -140,6 +144,96 @@ def programs(source: str, target: str) -> None:
     dist.destroy_process_group()
 
 
+def settings(layout: str, target: str) -> None:
+    """An optimizer whose groups and schedule have settings of their own."""
+    model, _ = sharded()
+    rest = [*model.entry.parameters(), *model.head.parameters()]
+    groups = [{"params": model.blocks.parameters(), "lr": 0.25}, {"params": rest, "betas": (0.6, 0.7)}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.7, 0.8), eps=1e-4, weight_decay=0.25)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step == 0 else 0.125)
+    model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=layout == "flattened")
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=target)
+    dist.destroy_process_group()
+
+
+def values_of(source: str) -> dict[str, Any]:
+    """All that is no tensor, by its flat name."""
+    items = FileSystemReader(source).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {name: None for name, item in items.items() if isinstance(item, BytesStorageMetadata)}
+    dcp.load(state, checkpoint_id=source, no_dist=True)
+    return state
+
+
+def check_settings(source: str) -> None:
+    """Of C++, which has loaded what settings() has saved, and set the schedule's factor to 1."""
+    state = values_of(source)
+    found = {}
+    for index in range(2):
+        group = {
+            name: state[f"optim.param_groups.{index}.{name}"]
+            for name in ("lr", "betas", "eps", "weight_decay", "params")
+        }
+        found["blocks" if group.pop("params")[0].startswith("blocks.") else "rest"] = group
+    assert found == {
+        "blocks": {"lr": 0.25, "betas": (0.7, 0.8), "eps": 1e-4, "weight_decay": 0.25},
+        "rest": {"lr": 0.5, "betas": (0.6, 0.7), "eps": 1e-4, "weight_decay": 0.25},
+    }, found
+
+
+def extra_values() -> dict[str, Any]:
+    """Values as training scripts keep them."""
+    return {
+        "step": 7,
+        "best": None,
+        "scheduler": {"last_epoch": 3, "base_lrs": [0.5, 0.25], "warm": {"on": True, "order": torch.arange(4)}},
+        "seen": [1, None, {"file": "a.txt", "line": 12}],
+        "tensors": [torch.ones(2), [torch.zeros(1), "x"]],
+        "nothing": [],
+    }
+
+
+def extra(target: str) -> None:
+    """What extra_values() gives, in a checkpoint."""
+    state = {"model": {"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, "extra": extra_values()}
+    dcp.save(state, checkpoint_id=target, no_dist=True)
+
+
+def check_extra(source: str) -> None:
+    """A checkpoint of C++ gives these values to a program that asks for them as DCP's users do."""
+
+    def blank(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: blank(item) for key, item in value.items()}
+        if isinstance(value, list) and any(isinstance(item, (torch.Tensor, dict, list)) for item in value):
+            return [blank(item) for item in value]
+        return torch.full_like(value, 9) if isinstance(value, torch.Tensor) else "blank"
+
+    expected = extra_values()
+    state = {"extra": blank(expected)}
+    dcp.load(state, checkpoint_id=source, no_dist=True)
+
+    def check(found: Any, wanted: Any) -> None:
+        if isinstance(wanted, dict):
+            assert set(found) == set(wanted), (found, wanted)
+            for key in wanted:
+                check(found[key], wanted[key])
+        elif isinstance(wanted, list):
+            assert len(found) == len(wanted), (found, wanted)
+            for one, other in zip(found, wanted, strict=True):
+                check(one, other)
+        elif isinstance(wanted, torch.Tensor):
+            assert torch.equal(found, wanted), (found, wanted)
+        else:
+            assert type(found) is type(wanted), (found, wanted)
+            assert found == wanted, (found, wanted)
+
+    check(state["extra"], expected)
+
+
 def fsdp2(source: str, target: str) -> None:
     """Trains the model on with FSDP2."""
     model, optimizer = sharded()
@@ -162,6 +256,15 @@ def fsdp2(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    commands: dict[str, Callable[..., None]] = {"plain": plain, "fsdp2": fsdp2, "programs": programs, "types": types}
+    commands: dict[str, Callable[..., None]] = {
+        "plain": plain,
+        "fsdp2": fsdp2,
+        "programs": programs,
+        "types": types,
+        "settings": settings,
+        "check_settings": check_settings,
+        "extra": extra,
+        "check_extra": check_extra,
+    }
     commands[sys.argv[1]](*sys.argv[2:])
     end_rank()

@@ -135,8 +135,9 @@ TEST_F(RunState, WhatIsMissingOrHasNoMeaningIsAnError) {
     run.mesh.barrier();
     const auto part = message_of([&] { fsdp::load(path("part"), *run.model, {.grad_scaler = &scaler}); });
     EXPECT_TRUE(has(part, "has no 'scaler.growth_factor'")) << part;
-    const auto list = message_of([&] { fsdp::save(path("list"), *run.model, {{"x", ExtraList{{at::zeros({1})}}}}); });
-    EXPECT_TRUE(has(list, "extra state 'x' is a list with a tensor; give tensors names of their own")) << list;
+    const ExtraState undefined = {{"x", ExtraList{{std::int64_t{1}, at::Tensor()}}}};
+    const auto list = message_of([&] { fsdp::save(path("list"), *run.model, undefined); });
+    EXPECT_TRUE(has(list, "extra state 'extra.x.1' is an undefined tensor")) << list;
   });
 }
 

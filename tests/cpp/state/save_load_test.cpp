@@ -294,7 +294,7 @@ TEST_F(SaveLoad, AFailedSaveLeavesWhatWasThere) {
     EXPECT_TRUE(has(message_of([&] { fsdp::save(path("2"), *run.model, {}, {.keep_last = -1}); }), "keep_last"));
     // What one rank alone refuses, all hear.
     const auto refused = message_of([&] { fsdp::save(path("2"), *run.model, {{"x", rank == 0 ? at::Tensor() : at::zeros({1})}}); });
-    EXPECT_TRUE(has(refused, "rank 0: extra state 'x' is an undefined tensor")) << refused;
+    EXPECT_TRUE(has(refused, "rank 0: extra state 'extra.x' is an undefined tensor")) << refused;
     EXPECT_FALSE(fs::exists(path("2")));
     EXPECT_EQ(fsdp::latest(folder.path().string()), path("1"));
     EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator()), 2);  // Nothing temporary is left.
