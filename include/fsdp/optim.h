@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -21,6 +22,9 @@ struct ParamGroup {
   std::function<bool(const std::string& name)> matches;  ///< Names are fully qualified.
   std::optional<double> lr = {};                         ///< By default the optimizer's.
   std::optional<double> weight_decay = {};               ///< By default the optimizer's.
+  /// By default the optimizer's. AdamW has them, also within Muon and AdamW8bit; with others, or for Muon's matrices, they are an Error.
+  std::optional<std::tuple<double, double>> betas = {};
+  std::optional<double> eps = {};  ///< By default the optimizer's. An Error for SGD, which has none.
 };
 
 /// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update. AdamW and SGD are
@@ -37,10 +41,21 @@ class Optimizer {
   void step();
   /// Drops the gradients.
   void zero_grad();
-  /// Multiplies every group's base learning rate (as given at construction) by a factor, such as a schedule's, from the next step on.
+  /// Multiplies every group's base learning rate (as given at construction, or to set_lr) by a factor, such as a schedule's, from the next
+  /// step on.
   void set_lr_factor(double factor);
-  /// The current learning rate of the parameters that no ParamGroup matches.
+  /// The same of one group alone, until the next set_lr_factor(factor). Groups are numbered from 0 as they were given; those of a
+  /// WrappedOptimizer are torch's param_groups(). Throws Error if there is no such group.
+  void set_lr_factor(std::size_t group, double factor);
+  /// Sets the base learning rate of the parameters that no ParamGroup matches (of a WrappedOptimizer's first group; of Muon's matrices)
+  /// from the next step on. Throws Error if negative.
+  void set_lr(double lr);
+  /// The same of one group.
+  void set_lr(std::size_t group, double lr);
+  /// The current learning rate, with its factor, of the parameters that set_lr(lr) is for.
   double lr() const;
+  /// The same of one group.
+  double lr(std::size_t group) const;
 
   const std::shared_ptr<engine::Engine>& engine() const;  ///< Of its module. For the library's own use.
 
@@ -84,8 +99,12 @@ class SGD : public Optimizer {
   SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> groups = {});
 };
 
-/// Makes a torch optimizer over the given parameters.
+/// Makes a torch optimizer over this rank's shards of the parameters that are trained, in the order of named_parameters(); frozen and
+/// ignored parameters have none.
 using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
+/// The same; names[i] is the fully qualified name of parameters[i].
+using NamedTorchOptimizerFactory =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters, std::vector<std::string> names)>;
 
 /// Runs any torch::optim optimizer on the shards: `fsdp::wrap(*model, [](auto shards) { return
 /// std::make_unique<torch::optim::Adagrad>(shards, 0.01); })`. The optimizer sees one 1-D tensor per parameter (possibly empty), so results
@@ -95,8 +114,9 @@ class WrappedOptimizer : public Optimizer {
  public:
   /// See wrap().
   WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory);
-  /// Use it to read the optimizer, and to set options (except learning rates, see set_lr_factor). Only step() may write its parameters and
-  /// state.
+  /// See wrap().
+  WrappedOptimizer(torch::nn::Module& module, const NamedTorchOptimizerFactory& factory);
+  /// Use it to read the optimizer, and to set options (except learning rates, see set_lr). Only step() may write its parameters and state.
   torch::optim::Optimizer& torch_optimizer();
 
  private:
@@ -105,5 +125,7 @@ class WrappedOptimizer : public Optimizer {
 
 /// A WrappedOptimizer of what `factory` makes for this rank's shards. Throws Error if the module is not sharded.
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
+/// The same with a factory that takes names, for groups of parameters: `[](auto shards, auto names) { ... }`.
+WrappedOptimizer wrap(torch::nn::Module& module, const NamedTorchOptimizerFactory& factory);
 
 }  // namespace fsdp

@@ -135,6 +135,10 @@ struct LoadOptions {
   /// all ranks and with `strict`, checks each block while it is assigned. That takes half of the time; where it fails, the model is partly
   /// loaded, and refuses to be used until another load succeeds. A model that has only its initial values is always loaded in this way.
   bool check_first = true;
+  /// True gives the optimizer the saved settings of its parameters: learning rates, weight decay, betas, eps, momentum and the like, as
+  /// torch's load_state_dict does. It is an Error if parameters of one of its groups were saved with different ones, or if they contain
+  /// one that an optimizer has from its construction on. By default the optimizer keeps its own.
+  bool optimizer_settings = false;
   /// Whether to restore each rank's generators, which needs as many ranks as saved them.
   bool rng = true;
   /// A scaler that gets the saved state. With `strict`, it is an Error if there is none.
@@ -173,7 +177,8 @@ struct Loaded {
 /// loaded. That may also cost the values of buffers, and those that parameters had before fully_shard. If these are needed although a load
 /// fails, call FSDPModule::main_parameters_changed() before it: then all data are checked first.
 ///
-/// The optimizer keeps its own settings (learning rates, betas); its learning-rate factor is restored.
+/// The optimizer keeps its own settings (learning rates, betas) unless LoadOptions::optimizer_settings says otherwise; its learning-rate
+/// factors are restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
 /// The same with the optimizer's state.
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});

@@ -15,9 +15,7 @@ using optim::ParameterPiece;
 using optim::require;
 
 void validate(const MuonOptions& options) {
-  require(options.momentum >= 0 && options.momentum < 1, "Muon: momentum must lie in [0, 1)");
   require(options.ns_steps >= 1 && options.ns_steps < 100, "Muon: ns_steps must lie in [1, 100)");
-  require(options.eps > 0, "Muon: eps must be positive");
   require(!options.ns_dtype || c10::isFloatingType(*options.ns_dtype), "Muon: ns_dtype must be a real floating-point dtype");
 }
 
@@ -46,7 +44,10 @@ void refuse_cut_matrices(const MuonOptions& options, const engine::Engine& engin
   }
 }
 
-void update(const MuonOptions& options, const optim::Group& group, double lr, ParameterPiece& piece) {
+void update(MuonOptions options, const optim::Group& group, double lr, ParameterPiece& piece) {
+  options.momentum = group.momentum;
+  options.nesterov = group.nesterov;
+  options.eps = group.eps;
   const std::vector<std::int64_t> matrix = {piece.shape().front(), piece.value.numel() / piece.shape().front()};
   auto value = piece.value.view(matrix);
   const auto gradient = piece.gradient.view(matrix);
@@ -62,14 +63,26 @@ Muon::Muon(torch::nn::Module& module, MuonOptions options, std::vector<ParamGrou
   const auto& engine = state_->engine;
   refuse_cut_matrices(options, *engine);
   const auto is_matrix = [options](const engine::Unit& unit, std::size_t i) { return is_muons(options, unit, i); };
+  const auto describe = [options](const optim::Group& group) {
+    return optim::Settings{{"momentum", group.momentum},
+                           {"nesterov", group.nesterov},
+                           {"ns_coefficients", std::vector<double>(options.ns_coefficients.begin(), options.ns_coefficients.end())},
+                           {"eps", group.eps},
+                           {"ns_steps", std::int64_t{options.ns_steps}},
+                           {"adjust_lr_fn", std::string(options.adjust_lr == AdjustLR::kOriginal ? "original" : "match_rms_adamw")}};
+  };
+  const auto validate_group = [](const optim::Group& group) {
+    require(group.momentum >= 0 && group.momentum < 1, "Muon: momentum must lie in [0, 1)");
+    require(group.eps > 0, "Muon: eps must be positive");
+  };
+  const optim::Group defaults{.lr = {options.lr},
+                              .weight_decay = options.weight_decay,
+                              .eps = options.eps,
+                              .momentum = options.momentum,
+                              .nesterov = options.nesterov};
+  state_->parts_differ = true;
   state_->parts.push_back(std::make_unique<optim::Parameterwise>(
-      engine, optim::Groups({options.lr, options.weight_decay}, groups), is_matrix, std::vector<optim::StateKind>{{"momentum_buffer"}},
-      optim::Settings{{"momentum", options.momentum},
-                      {"nesterov", options.nesterov},
-                      {"ns_coefficients", std::vector<double>(options.ns_coefficients.begin(), options.ns_coefficients.end())},
-                      {"eps", options.eps},
-                      {"ns_steps", std::int64_t{options.ns_steps}},
-                      {"adjust_lr_fn", std::string(options.adjust_lr == AdjustLR::kOriginal ? "original" : "match_rms_adamw")}},
+      engine, optim::Groups(defaults, groups, {describe, validate_group}), is_matrix, std::vector<optim::StateKind>{{"momentum_buffer"}},
       [](const ParameterPiece& piece, optim::StateMemory& memory) {
         return std::vector<at::Tensor>{memory.zeros(*piece.unit, piece.value.numel(), piece.value.scalar_type())};
       },

@@ -28,9 +28,7 @@ optim::StepTensors tensors_of(const std::vector<Segment*>& segments) {
 }
 
 std::unique_ptr<optim::Part> sgd(std::shared_ptr<engine::Engine> engine, const SGDOptions& options, const std::vector<ParamGroup>& groups) {
-  require(options.momentum >= 0, "SGD: momentum must be at least 0");
-  require(!options.nesterov || (options.momentum > 0 && options.dampening == 0), "SGD: nesterov needs momentum and no dampening");
-  const auto update = [options](const optim::Group& group, double lr, std::vector<Segment*>& segments) {
+  const auto update = [](const optim::Group& group, double lr, std::vector<Segment*>& segments) {
     // The first update of a segment sets its momentum to the gradient instead of damping it in, as torch does.
     std::map<bool, std::vector<Segment*>> parts;
     for (auto* segment : segments) parts[segment->step.item<float>() == 1].push_back(segment);
@@ -38,56 +36,75 @@ std::unique_ptr<optim::Part> sgd(std::shared_ptr<engine::Engine> engine, const S
       auto tensors = tensors_of(part);
       tensors.steps.clear();
       optim::step_sgd(tensors, {.lr = lr,
-                                .momentum = options.momentum,
-                                .dampening = options.dampening,
+                                .momentum = group.momentum,
+                                .dampening = group.dampening,
                                 .weight_decay = group.weight_decay,
-                                .nesterov = options.nesterov,
+                                .nesterov = group.nesterov,
                                 .is_first = is_first});
     }
   };
+  const auto describe = [](const optim::Group& group) {
+    return optim::Settings{{"momentum", group.momentum},
+                           {"dampening", group.dampening},
+                           {"nesterov", group.nesterov},
+                           {"maximize", false},
+                           {"foreach", {}},
+                           {"differentiable", false},
+                           {"fused", {}}};
+  };
+  const auto validate = [](const optim::Group& group) {
+    require(group.momentum >= 0, "SGD: momentum must be at least 0");
+    require(!group.nesterov || (group.momentum > 0 && group.dampening == 0), "SGD: nesterov needs momentum and no dampening");
+  };
+  const optim::Group defaults{.lr = {options.lr},
+                              .weight_decay = options.weight_decay,
+                              .momentum = options.momentum,
+                              .dampening = options.dampening,
+                              .nesterov = options.nesterov};
   return std::make_unique<Elementwise>(
-      std::move(engine), optim::Groups({options.lr, options.weight_decay}, groups),
-      options.momentum != 0 ? std::vector<optim::StateKind>{{"momentum_buffer"}} : std::vector<optim::StateKind>{},
-      optim::Settings{{"momentum", options.momentum},
-                      {"dampening", options.dampening},
-                      {"nesterov", options.nesterov},
-                      {"maximize", false},
-                      {"foreach", {}},
-                      {"differentiable", false},
-                      {"fused", {}}},
-      update);
+      std::move(engine), optim::Groups(defaults, groups, {describe, validate}),
+      options.momentum != 0 ? std::vector<optim::StateKind>{{"momentum_buffer"}} : std::vector<optim::StateKind>{}, update);
 }
 
 }  // namespace
 
-optim::Settings optim::adam_settings(const std::tuple<double, double>& betas, double eps) {
-  return {{"betas", std::pair(std::get<0>(betas), std::get<1>(betas))},
-          {"eps", eps},
-          {"amsgrad", false},
-          {"maximize", false},
-          {"foreach", {}},
-          {"capturable", false},
-          {"differentiable", false},
-          {"fused", {}},
-          {"decoupled_weight_decay", true}};
+optim::GroupRules optim::adam_rules(const Settings& more) {
+  const auto describe = [more](const Group& group) {
+    Settings settings{{"betas", std::pair(std::get<0>(group.betas), std::get<1>(group.betas))},
+                      {"eps", group.eps},
+                      {"amsgrad", false},
+                      {"maximize", false},
+                      {"foreach", {}},
+                      {"capturable", false},
+                      {"differentiable", false},
+                      {"fused", {}},
+                      {"decoupled_weight_decay", true}};
+    settings.insert(settings.end(), more.begin(), more.end());
+    return settings;
+  };
+  const auto validate = [](const Group& group) {
+    const auto [beta1, beta2] = group.betas;
+    require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW: betas must lie in [0, 1)");
+    require(group.eps >= 0, "AdamW: eps must be at least 0");
+  };
+  return {describe, validate};
+}
+
+optim::Group optim::adam_defaults(const AdamWOptions& options) {
+  return {.lr = {options.lr}, .weight_decay = options.weight_decay, .betas = options.betas, .eps = options.eps};
 }
 
 std::unique_ptr<optim::Part> optim::adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options,
                                           const std::vector<ParamGroup>& groups, const Selection& selection, const Settings& more) {
-  const auto [beta1, beta2] = options.betas;
-  require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW: betas must lie in [0, 1)");
-  require(options.eps >= 0, "AdamW: eps must be at least 0");
-  const auto update = [options](const Group& group, double lr, std::vector<Segment*>& segments) {
+  const auto update = [](const Group& group, double lr, std::vector<Segment*>& segments) {
     step_adam(tensors_of(segments), {.lr = lr,
-                                     .beta1 = std::get<0>(options.betas),
-                                     .beta2 = std::get<1>(options.betas),
+                                     .beta1 = std::get<0>(group.betas),
+                                     .beta2 = std::get<1>(group.betas),
                                      .weight_decay = group.weight_decay,
-                                     .eps = options.eps});
+                                     .eps = group.eps});
   };
-  auto settings = adam_settings(options.betas, options.eps);
-  settings.insert(settings.end(), more.begin(), more.end());
-  return std::make_unique<Elementwise>(std::move(engine), Groups({options.lr, options.weight_decay}, groups),
-                                       std::vector<StateKind>{{"exp_avg"}, {"exp_avg_sq"}}, std::move(settings), update, selection);
+  return std::make_unique<Elementwise>(std::move(engine), Groups(adam_defaults(options), groups, adam_rules(more)),
+                                       std::vector<StateKind>{{"exp_avg"}, {"exp_avg_sq"}}, update, selection);
 }
 
 AdamW::AdamW(torch::nn::Module& module, AdamWOptions options, std::vector<ParamGroup> groups) : Optimizer(std::make_unique<State>(module)) {

@@ -34,15 +34,13 @@ bool is_cut_between_blocks(const engine::Unit& unit, std::size_t parameter, std:
 }
 
 Parameterwise::Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,
-                             Settings settings, MakeState make_state, UpdatePiece update)
-    : engine_(std::move(engine)),
-      groups_(std::move(groups)),
+                             MakeState make_state, UpdatePiece update)
+    : Algorithm(std::move(engine), std::move(groups), std::move(kinds)),
       selection_(std::move(selection)),
-      kinds_(std::move(kinds)),
-      settings_(std::move(settings)),
       make_state_(std::move(make_state)),
       update_(std::move(update)),
       memory_(engine_) {
+  groups_.take_in(*engine_, this->selection());
   for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto slice = unit->main_slice(i);
@@ -81,19 +79,14 @@ std::vector<StateTensor> Parameterwise::state() {
   for (auto& piece : pieces_) {
     if (piece.steps == 0) continue;
     if (piece.state.empty()) piece.state = make_state_(piece, memory_);
-    for (std::size_t s = 0; s < kinds_.size(); ++s) {
-      tensors.push_back({.unit = piece.unit, .parameter = piece.parameter, .kind = kinds_[s], .values = piece.state[s]});
+    for (std::size_t s = 0; s < kinds().size(); ++s) {
+      tensors.push_back({.unit = piece.unit, .parameter = piece.parameter, .kind = kinds()[s], .values = piece.state[s]});
     }
   }
   return tensors;
 }
 
-std::vector<GroupDescription> Parameterwise::groups(double lr_factor) const {
-  return groups_.describe(
-      *engine_, [this](const engine::Unit& unit, std::size_t parameter) { return updates(unit, parameter); }, settings_, lr_factor);
-}
-
-void Parameterwise::step(double lr_factor) {
+void Parameterwise::step() {
   for (auto& piece : pieces_) {
     if (!piece.unit->main_gradient_valid || !piece.unit->parameters[piece.parameter].has_gradient) continue;
     if (!piece.gradient.defined()) {
@@ -108,7 +101,7 @@ void Parameterwise::step(double lr_factor) {
     }
     ++piece.steps;
     const auto& group = groups_[piece.group];
-    memory_.with_state(*piece.unit, piece.state, [&] { update_(group, group.lr * lr_factor, piece); });
+    memory_.with_state(*piece.unit, piece.state, [&] { update_(group, group.lr.now(), piece); });
   }
 }
 

@@ -24,31 +24,24 @@ struct ParameterPiece {
 };
 
 /// An algorithm that looks beyond single elements: at matrices, or at blocks. Each parameter is updated for itself.
-class Parameterwise final : public Part {
+class Parameterwise final : public Algorithm {
  public:
   using MakeState = std::function<std::vector<at::Tensor>(const ParameterPiece& piece, StateMemory& memory)>;
   using UpdatePiece = std::function<void(const Group& group, double lr, ParameterPiece& piece)>;
 
   /// `kinds`: of the tensors that make_state gives.
-  Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds, Settings settings,
+  Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,
                 MakeState make_state, UpdatePiece update);
-  void step(double lr_factor) override;
-  double base_lr() const override { return groups_[0].lr; }
-  const std::vector<StateKind>& kinds() const override { return kinds_; }
+  void step() override;
   bool updates(const engine::Unit& unit, std::size_t parameter) const override;
   std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
   void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;
   std::vector<StateTensor> state() override;
-  std::vector<GroupDescription> groups(double lr_factor) const override;
 
  private:
   const ParameterPiece* find(const engine::Unit& unit, std::size_t parameter) const;
 
-  std::shared_ptr<engine::Engine> engine_;
-  Groups groups_;
   Selection selection_;
-  std::vector<StateKind> kinds_;
-  Settings settings_;
   MakeState make_state_;
   UpdatePiece update_;
   StateMemory memory_;

@@ -4,10 +4,8 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <charconv>
-#include <span>
+#include <limits>
 #include <utility>
 
 #include "base/after_error.h"
@@ -49,7 +47,11 @@ void Optimizer::step() {
 
 void Optimizer::zero_grad() { state_->engine->zero_grad(); }
 void Optimizer::set_lr_factor(double factor) { state_->set_lr_factor(factor); }
-double Optimizer::lr() const { return state_->lr(); }
+void Optimizer::set_lr_factor(std::size_t group, double factor) { state_->set_lr_factor(group, factor); }
+void Optimizer::set_lr(double lr) { state_->set_lr(std::nullopt, lr); }
+void Optimizer::set_lr(std::size_t group, double lr) { state_->set_lr(group, lr); }
+double Optimizer::lr() const { return state_->lr(std::nullopt); }
+double Optimizer::lr(std::size_t group) const { return state_->lr(group); }
 const std::shared_ptr<engine::Engine>& Optimizer::engine() const { return state_->engine; }
 
 namespace {
@@ -59,48 +61,68 @@ std::uint64_t next_number() {
   return ++last;
 }
 
-/// In as few digits as say which number it is.
-std::string shortest(double value) {
-  std::array<char, 32> digits{};
-  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
-  return {digits.data(), end};
-}
-
-std::string joined(std::span<const double> values) {
-  std::string text;
-  for (const double value : values) text.append(" ").append(shortest(value));
-  return text;
-}
-
-/// ", eps 1e-08"; nothing where torch.optim has None or False.
-std::string describe(const std::string& name, const optim::Setting& setting) {
-  struct Text {
-    std::string operator()(std::monostate) const { return ""; }
-    std::string operator()(bool on) const { return on ? " true" : ""; }
-    std::string operator()(std::int64_t value) const { return std::string(" ").append(std::to_string(value)); }
-    std::string operator()(double value) const { return joined({&value, 1}); }
-    std::string operator()(const std::string& value) const { return std::string(" ").append(value); }
-    std::string operator()(const std::pair<double, double>& value) const { return joined(std::array{value.first, value.second}); }
-    std::string operator()(const std::vector<double>& values) const { return joined(values); }
-  };
-  const auto text = std::visit(Text{}, setting);
-  return text.empty() ? "" : std::string(", ").append(name).append(text);
-}
-
 }  // namespace
 
 Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engine()), number(next_number()) {}
 
+std::size_t Optimizer::State::index_of(std::optional<std::size_t> group) const {
+  if (!group) return 0;
+  const auto count = parts.front()->group_count() - (has_defaults ? 1 : 0);
+  if (*group >= count) {
+    throw Error("there is no group " + std::to_string(*group) + " of parameters; the optimizer was given " + std::to_string(count) +
+                ", which are numbered from 0");
+  }
+  return *group + (has_defaults ? 1 : 0);
+}
+
+double Optimizer::State::lr(std::optional<std::size_t> group) const {
+  const auto index = index_of(group);
+  const auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& part) { return group && part->has_parameters(index); });
+  return (found == parts.end() ? parts.front() : *found)->lr(index).now();
+}
+
+void Optimizer::State::set_lr(std::optional<std::size_t> group, double lr) {
+  const auto index = index_of(group);
+  for (const auto& part : parts) {
+    part->set_lr(index, {.base = lr, .factor = part->lr(index).factor});
+    if (!group && parts_differ) break;
+  }
+  settings_changed();
+}
+
+void Optimizer::State::set_lr_factor(double factor) {
+  for (const auto& part : parts) {
+    for (std::size_t g = 0; g < part->group_count(); ++g) part->set_lr(g, {.base = part->lr(g).base, .factor = factor});
+  }
+}
+
+void Optimizer::State::set_lr_factor(std::size_t group, double factor) {
+  const auto index = index_of(group);
+  for (const auto& part : parts) part->set_lr(index, {.base = part->lr(index).base, .factor = factor});
+}
+
 void Optimizer::State::tell_settings() {
-  const double now = lr();
-  if (told_lr == now) return;
-  if (!told_lr) {
-    for (const auto& group : optim::describe_groups(parts, 1.0)) {
-      for (const auto& [name, setting] : group.settings) settings += describe(name == "lr" ? "base lr" : name, setting);
+  // Every step may have other factors: only what changes seldom is kept as text.
+  if (!told) {
+    std::string settings;
+    for (const auto& group : optim::describe_groups(parts)) {
+      for (const auto& [name, setting] : group.settings) {
+        settings += name == "lr" ? optim::shown("base lr", group.lr.base) : optim::shown(name, setting);
+      }
+    }
+    told.emplace(std::numeric_limits<double>::quiet_NaN(), std::move(settings));
+  }
+  const auto first = parts.front()->lr(0);
+  std::string own;  // what groups with factors of their own say
+  for (const auto& part : parts) {
+    for (std::size_t g = 1; g < part->group_count(); ++g) {
+      const auto lr = part->lr(g);
+      if (lr.factor != first.factor) own += ", lr of group " + std::to_string(g - (has_defaults ? 1 : 0)) + " " + optim::shortest(lr.now());
     }
   }
-  told_lr = now;
-  engine->tell_update(number, std::string("lr ").append(shortest(now)).append(settings));
+  if (own.empty() && told->first == first.now()) return;
+  told->first = own.empty() ? first.now() : std::numeric_limits<double>::quiet_NaN();
+  engine->tell_update(number, std::string("lr ").append(optim::shortest(first.now())).append(own).append(told->second));
 }
 
 void Optimizer::State::refuse_torn() const {
@@ -110,63 +132,27 @@ void Optimizer::State::refuse_torn() const {
 
 void Optimizer::State::step() {
   tell_settings();
-  for (const auto& part : parts) part->step(lr_factor);
+  for (const auto& part : parts) part->step();
 }
 
 namespace optim {
-namespace {
-
-/// NaN is refused, too.
-void require_not_negative(double value, const char* what) {
-  if (!(value >= 0)) throw Error(std::string(what) + " " + std::to_string(value) + "; give 0 or more");
+Selection Algorithm::selection() const {
+  return [this](const engine::Unit& unit, std::size_t parameter) { return updates(unit, parameter); };
 }
 
-}  // namespace
+std::vector<GroupDescription> Algorithm::groups() const { return groups_.describe(*engine_, selection()); }
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Error(what);
-}
-
-Groups::Groups(Group defaults, const std::vector<ParamGroup>& groups) : settings_{defaults} {
-  for (const auto& group : groups) {
-    if (!group.matches) throw Error("a ParamGroup without `matches`; give a predicate on the parameter's name");
-    matches_.push_back(group.matches);
-    settings_.push_back({.lr = group.lr.value_or(defaults.lr), .weight_decay = group.weight_decay.value_or(defaults.weight_decay)});
-  }
-  for (const auto& group : settings_) {
-    require_not_negative(group.lr, "learning rate");
-    require_not_negative(group.weight_decay, "weight decay");
-  }
-}
-
-std::vector<GroupDescription> Groups::describe(const engine::Engine& engine, const Selection& updates, const Settings& settings,
-                                               double lr_factor) const {
-  std::vector<GroupDescription> groups;
-  for (const auto& group : settings_) {
-    auto& description = groups.emplace_back();
-    description.settings = {{"lr", group.lr * lr_factor}, {"weight_decay", group.weight_decay}};
-    description.settings.insert(description.settings.end(), settings.begin(), settings.end());
-  }
-  std::vector<std::pair<std::size_t, std::string>> ordered;
-  for (const auto& unit : engine.units()) {
-    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      if (updates(*unit, i)) ordered.emplace_back(unit->parameters[i].position, unit->parameters[i].name);
-    }
-  }
-  std::sort(ordered.begin(), ordered.end());
-  for (auto& [position, name] : ordered) groups[index_of(name)].parameters.push_back(name);
-  return groups;
-}
-
-std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts, double lr_factor) {
+std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts) {
   std::vector<GroupDescription> all;
   std::vector<std::size_t> group_of;  // in `all`: each place in `all` has the number that the group has in its part
   for (const auto& part : parts) {
-    const auto groups = part->groups(lr_factor);
+    const auto groups = part->groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       if (groups[g].parameters.empty()) continue;
       std::size_t same = 0;
-      while (same < all.size() && (group_of[same] != g || all[same].settings != groups[g].settings)) ++same;
+      while (same < all.size() && (group_of[same] != g || all[same].lr != groups[g].lr || all[same].settings != groups[g].settings)) {
+        ++same;
+      }
       if (same == all.size()) {
         all.push_back(groups[g]);
         group_of.push_back(g);
@@ -176,13 +162,6 @@ std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<
     }
   }
   return all;
-}
-
-std::size_t Groups::index_of(const std::string& parameter) const {
-  for (std::size_t g = 0; g < matches_.size(); ++g) {
-    if (matches_[g](parameter)) return g + 1;
-  }
-  return 0;
 }
 
 StateMemory::~StateMemory() {
@@ -217,20 +196,16 @@ void StateMemory::with_state(const engine::Unit& unit, std::vector<at::Tensor>& 
   for (std::size_t i = 0; i < state.size(); ++i) on_device[i].copy_(state[i], /*non_blocking=*/true);
 }
 
-Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Settings settings,
-                         Update update, const Selection& selection)
-    : engine_(std::move(engine)),
-      groups_(std::move(groups)),
-      kinds_(std::move(kinds)),
-      settings_(std::move(settings)),
-      update_(std::move(update)),
-      memory_(engine_) {
+Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Update update,
+                         const Selection& selection)
+    : Algorithm(std::move(engine), std::move(groups), std::move(kinds)), update_(std::move(update)), memory_(engine_) {
   for (const auto& unit : engine_->units()) {
     auto& state = units_.emplace_back();
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       state.parameters.push_back({.group = groups_.index_of(unit->parameters[i].name), .selected = !selection || selection(*unit, i)});
     }
   }
+  groups_.take_in(*engine_, this->selection());
 }
 
 std::vector<Elementwise::Piece> Elementwise::pieces_of(const engine::Unit& unit) {
@@ -256,7 +231,7 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
     if (!in_use[k]) continue;
     const auto add = [&](std::int64_t begin, std::int64_t end) {
       auto& stretch = state.stretches.emplace_back(Stretch{.sub_buffer = k, .begin = begin, .end = end, .state = {}});
-      for (std::size_t s = 0; s < kinds_.size(); ++s) {
+      for (std::size_t s = 0; s < kinds().size(); ++s) {
         stretch.state.push_back(memory_.zeros(unit, end - begin, unit.main[k].scalar_type()));
       }
     };
@@ -345,10 +320,10 @@ std::vector<StateTensor> Elementwise::state() {
         stretch = state.stretches.begin();
       }
       while (stretch->sub_buffer != slice.sub_buffer || stretch->end < slice.offset + slice.numel) ++stretch;
-      for (std::size_t s = 0; s < kinds_.size(); ++s) {
+      for (std::size_t s = 0; s < kinds().size(); ++s) {
         tensors.push_back({.unit = &unit,
                            .parameter = parameter,
-                           .kind = kinds_[s],
+                           .kind = kinds()[s],
                            .values = stretch->state[s].narrow(0, slice.offset - stretch->begin, slice.numel)});
       }
     }
@@ -356,12 +331,7 @@ std::vector<StateTensor> Elementwise::state() {
   return tensors;
 }
 
-std::vector<GroupDescription> Elementwise::groups(double lr_factor) const {
-  return groups_.describe(
-      *engine_, [this](const engine::Unit& unit, std::size_t parameter) { return updates(unit, parameter); }, settings_, lr_factor);
-}
-
-void Elementwise::step(double lr_factor) {
+void Elementwise::step() {
   std::vector<std::vector<Segment*>> by_group(groups_.size());
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const auto& unit = *engine_->units()[u];
@@ -387,10 +357,10 @@ void Elementwise::step(double lr_factor) {
     });
     for (auto segment = copied; segment != segments.end(); ++segment) {
       std::vector<Segment*> one{*segment};
-      memory_.with_state(*one[0]->unit, one[0]->state, [&] { update_(groups_[g], groups_[g].lr * lr_factor, one); });
+      memory_.with_state(*one[0]->unit, one[0]->state, [&] { update_(groups_[g], groups_[g].lr.now(), one); });
     }
     segments.erase(copied, segments.end());
-    if (!segments.empty()) update_(groups_[g], groups_[g].lr * lr_factor, segments);
+    if (!segments.empty()) update_(groups_[g], groups_[g].lr.now(), segments);
   }
 }
 

@@ -7,51 +7,15 @@
 #include <set>
 #include <string>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "engine/engine.h"
 #include "fsdp/optim.h"
+#include "optim/groups.h"
 
 namespace fsdp {
 
 namespace optim {
-
-struct Group {
-  double lr = 0;
-  double weight_decay = 0;
-};
-
-/// A hyperparameter's value, of the type that torch.optim gives it; nothing is Python's None, pairs and lists are tuples.
-using Setting = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::pair<double, double>, std::vector<double>>;
-using Settings = std::vector<std::pair<std::string, Setting>>;
-
-/// A group as torch.optim describes it.
-struct GroupDescription {
-  Settings settings;
-  std::vector<std::string> parameters;
-};
-
-/// Which parameters an algorithm updates, by unit and index.
-using Selection = std::function<bool(const engine::Unit& unit, std::size_t parameter)>;
-
-/// An algorithm's own settings, and those of the user's groups where they differ.
-class Groups {
- public:
-  /// Throws Error if a group has no predicate, or a learning rate or weight decay is negative or NaN.
-  Groups(Group defaults, const std::vector<ParamGroup>& groups);
-  std::size_t index_of(const std::string& parameter) const;
-  const Group& operator[](std::size_t index) const { return settings_[index]; }
-  std::size_t size() const { return settings_.size(); }
-  /// As torch.optim describes them: `settings` that all share, learning rate and weight decay of each, and the parameters that `updates`
-  /// says.
-  std::vector<GroupDescription> describe(const engine::Engine& engine, const Selection& updates, const Settings& settings,
-                                         double lr_factor) const;
-
- private:
-  std::vector<Group> settings_;  // the defaults first
-  std::vector<std::function<bool(const std::string& name)>> matches_;
-};
 
 /// One kind of state that an algorithm keeps for each element of a parameter, or for every block of elements.
 struct StateKind {
@@ -71,9 +35,16 @@ struct StateTensor {
 class Part {
  public:
   virtual ~Part() = default;
-  virtual void step(double lr_factor) = 0;
-  /// Of the parameters that no ParamGroup matches.
-  virtual double base_lr() const = 0;
+  virtual void step() = 0;
+
+  // Its groups of parameters; that of parameters which no ParamGroup matches is the first.
+
+  virtual std::size_t group_count() const = 0;
+  /// Whether it updates parameters of the group.
+  virtual bool has_parameters(std::size_t group) const = 0;
+  virtual LearningRate lr(std::size_t group) const = 0;
+  /// Throws Error if it is out of range.
+  virtual void set_lr(std::size_t group, const LearningRate& lr) = 0;
 
   // For checkpoints.
 
@@ -84,7 +55,33 @@ class Part {
   virtual void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) = 0;
   /// Of this rank's parts of parameters that have been updated. Makes what is missing (after set_steps), zero.
   virtual std::vector<StateTensor> state() = 0;
-  virtual std::vector<GroupDescription> groups(double lr_factor) const = 0;
+  virtual std::vector<GroupDescription> groups() const = 0;
+  /// Sets what of a group's `settings` can be set later, but for the learning rate. Throws Error where others differ.
+  virtual void restore(std::size_t group, const Settings& settings) = 0;
+};
+
+/// One of this library's own algorithms: what they have in common.
+class Algorithm : public Part {
+ public:
+  std::size_t group_count() const final { return groups_.size(); }
+  bool has_parameters(std::size_t group) const final { return groups_.has_parameters(group); }
+  LearningRate lr(std::size_t group) const final { return groups_[group].lr; }
+  void set_lr(std::size_t group, const LearningRate& lr) final { groups_.set_lr(group, lr); }
+  const std::vector<StateKind>& kinds() const final { return kinds_; }
+  std::vector<GroupDescription> groups() const final;
+  void restore(std::size_t group, const Settings& settings) final { groups_.restore(group, settings); }
+
+ protected:
+  Algorithm(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds)
+      : engine_(std::move(engine)), groups_(std::move(groups)), kinds_(std::move(kinds)) {}
+  /// Which parameters it updates, as updates() says.
+  Selection selection() const;
+
+  std::shared_ptr<engine::Engine> engine_;
+  Groups groups_;
+
+ private:
+  std::vector<StateKind> kinds_;
 };
 
 /// Optimizer state, entered in the engine's accounting for as long as it lives.
@@ -124,19 +121,16 @@ at::Tensor exchange(const engine::Engine& engine, const at::Tensor& values, cons
 
 /// An elementwise algorithm. Turns units into segments: parameters that were never without a gradient, and fill whole vector registers
 /// [Same tails], share few long segments; the division changes only when the set of parameters with gradients changes.
-class Elementwise final : public Part {
+class Elementwise final : public Algorithm {
  public:
   /// On the selected parameters, by default all.
-  Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Settings settings, Update update,
+  Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Update update,
               const Selection& selection = {});
-  void step(double lr_factor) override;
-  double base_lr() const override { return groups_[0].lr; }
-  const std::vector<StateKind>& kinds() const override { return kinds_; }
+  void step() override;
   bool updates(const engine::Unit& unit, std::size_t parameter) const override;
   std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
   void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;
   std::vector<StateTensor> state() override;
-  std::vector<GroupDescription> groups(double lr_factor) const override;
 
  private:
   struct ParameterState {
@@ -168,10 +162,6 @@ class Elementwise final : public Part {
   void allocate(const engine::Unit& unit, UnitState& state);
   void divide(const engine::Unit& unit, UnitState& state);
 
-  std::shared_ptr<engine::Engine> engine_;
-  Groups groups_;
-  std::vector<StateKind> kinds_;
-  Settings settings_;
   Update update_;
   StateMemory memory_;
   std::vector<UnitState> units_;
@@ -182,15 +172,13 @@ class Elementwise final : public Part {
 std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
                             const Selection& selection = {}, const Settings& more = {});
 
-/// What torch.optim.AdamW says of itself, beside learning rate and weight decay.
-Settings adam_settings(const std::tuple<double, double>& betas, double eps);
+/// Those of torch.optim.AdamW, whose groups have `more` settings, too.
+GroupRules adam_rules(const Settings& more);
+Group adam_defaults(const AdamWOptions& options);
 
 /// The groups of an optimizer that has these parts, without empty ones. Where two parts say the same of one group, each updates some
 /// parameters of it (AdamW8bit: the large ones, and the rest).
-std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts, double lr_factor);
-
-/// Throws Error(what) unless it holds.
-void require(bool holds, const std::string& what);
+std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts);
 
 }  // namespace optim
 
@@ -200,21 +188,32 @@ struct Optimizer::State {
   virtual ~State() = default;
 
   virtual void step();
-  /// For the ranks to compare, if the learning rate has changed.
+  /// For the ranks to compare, if a learning rate or another setting has changed.
   void tell_settings();
-  virtual double lr() const { return parts.front()->base_lr() * lr_factor; }
-  virtual void set_lr_factor(double factor) { lr_factor = factor; }
+  /// Nothing: of the parameters that no group matches. Throws Error if there is no such group.
+  double lr(std::optional<std::size_t> group) const;
+  void set_lr(std::optional<std::size_t> group, double lr);
+  void set_lr_factor(double factor);
+  void set_lr_factor(std::size_t group, double factor);
+  /// To be called when settings have changed in another way: they are told again.
+  void settings_changed() { told.reset(); }
   /// Throws Error if a load has left it half one checkpoint's.
   void refuse_torn() const;
 
   std::shared_ptr<engine::Engine> engine;
   std::vector<std::unique_ptr<optim::Part>> parts;
-  double lr_factor = 1;
+  /// The user's group 0 is a part's second one: the first is that of the parameters which no group matches.
+  bool has_defaults = true;
+  /// Each part has a learning rate of its own for the parameters that no group matches: lr() is the first part's.
+  bool parts_differ = false;
   const std::uint64_t number;  ///< Of the optimizers of this process.
-  std::optional<double> told_lr;
-  std::string settings;  ///< All others, as they are told.
+  /// The current learning rate with the text that ends what was told of the settings.
+  std::optional<std::pair<double, std::string>> told;
   /// The names of state that failed loads may have replaced.
   std::set<std::string> torn;
+
+ private:
+  std::size_t index_of(std::optional<std::size_t> group) const;
 };
 
 }  // namespace fsdp

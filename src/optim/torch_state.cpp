@@ -55,6 +55,13 @@ TorchState adam(bool is_decoupled) {
                     {"fused", {}},
                     {"decoupled_weight_decay", is_decoupled}};
   };
+  known.place = [](OptimizerOptions& any, const std::string& name) -> SettingPlace {
+    auto& options = static_cast<Options&>(any);
+    if (name == "weight_decay") return &options.weight_decay();
+    if (name == "betas") return &options.betas();
+    if (name == "eps") return &options.eps();
+    return {};
+  };
   return known;
 }
 
@@ -76,6 +83,14 @@ TorchState sgd() {
                     {"foreach", {}},
                     {"differentiable", false},
                     {"fused", {}}};
+  };
+  known.place = [](OptimizerOptions& any, const std::string& name) -> SettingPlace {
+    auto& options = static_cast<Options&>(any);
+    if (name == "weight_decay") return &options.weight_decay();
+    if (name == "momentum") return &options.momentum();
+    if (name == "dampening") return &options.dampening();
+    if (name == "nesterov") return &options.nesterov();
+    return {};
   };
   return known;
 }
@@ -106,6 +121,14 @@ TorchState rmsprop() {
                     {"maximize", false},
                     {"differentiable", false}};
   };
+  known.place = [](OptimizerOptions& any, const std::string& name) -> SettingPlace {
+    auto& options = static_cast<Options&>(any);
+    if (name == "weight_decay") return &options.weight_decay();
+    if (name == "momentum") return &options.momentum();
+    if (name == "alpha") return &options.alpha();
+    if (name == "eps") return &options.eps();
+    return {};
+  };
   return known;
 }
 
@@ -133,6 +156,13 @@ TorchState adagrad() {
                     {"maximize", false},
                     {"differentiable", false},
                     {"fused", {}}};
+  };
+  known.place = [](OptimizerOptions& any, const std::string& name) -> SettingPlace {
+    auto& options = static_cast<Options&>(any);
+    if (name == "weight_decay") return &options.weight_decay();
+    if (name == "lr_decay") return &options.lr_decay();
+    if (name == "eps") return &options.eps();
+    return {};
   };
   return known;
 }

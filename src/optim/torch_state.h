@@ -31,6 +31,8 @@ struct TorchState {
   std::function<void(torch::optim::OptimizerParamState& state, std::int64_t steps)> set_steps;
   /// But for the learning rate.
   std::function<Settings(const torch::optim::OptimizerOptions& options)> settings;
+  /// Of those, what can be set later: it decides neither which state there is, nor how a first one is made.
+  std::function<SettingPlace(torch::optim::OptimizerOptions& options, const std::string& name)> place;
 };
 
 /// Of Adam, AdamW, SGD, RMSprop or Adagrad. Throws Error for another one.

@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "fsdp/error.h"
 #include "fsdp/optim.h"
 #include "optim/shard_optimizer.h"
 #include "optim/torch_state.h"
@@ -39,14 +40,28 @@ class WrappedPart final : public optim::Part {
       const auto group = group_of.find(shard.value.unsafeGetTensorImpl());
       if (group != group_of.end()) entries_[{shard.unit, shard.parameter}] = {shard.value, group->second, nullptr};
     }
+    for (std::size_t g = 0; g < group_count(); ++g) rates_.push_back({.base = options(g).get_lr()});
   }
 
-  void step(double) override {
+  void step() override {
     // After this, no load is undone.
     for (auto& [key, entry] : entries_) entry.set_aside.reset();
     optimizer_.step();
   }
-  double base_lr() const override { return optimizer_.param_groups().front().options().get_lr(); }
+
+  std::size_t group_count() const override { return optimizer_.param_groups().size(); }
+  bool has_parameters(std::size_t) const override { return true; }
+  /// The options hold what it is now: a rate that the program has set there is a base.
+  optim::LearningRate lr(std::size_t group) const override {
+    const auto now = options(group).get_lr();
+    return group < rates_.size() && rates_[group].now() == now ? rates_[group] : optim::LearningRate{.base = now};
+  }
+  void set_lr(std::size_t group, const optim::LearningRate& lr) override {
+    if (!(lr.base >= 0)) throw Error("learning rate " + std::to_string(lr.base) + "; give 0 or more");
+    rates_.resize(std::max(rates_.size(), group + 1));
+    rates_[group] = lr;
+    options(group).set_lr(lr.now());
+  }
 
   const std::vector<optim::StateKind>& kinds() const override {
     kinds_.clear();
@@ -105,12 +120,12 @@ class WrappedPart final : public optim::Part {
     return tensors;
   }
 
-  std::vector<optim::GroupDescription> groups(double) const override {
-    std::vector<optim::GroupDescription> groups(optimizer_.param_groups().size());
+  std::vector<optim::GroupDescription> groups() const override {
+    std::vector<optim::GroupDescription> groups(group_count());
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      const auto& options = optimizer_.param_groups()[g].options();
-      groups[g].settings = known().settings(options);
-      groups[g].settings.insert(groups[g].settings.begin(), {"lr", options.get_lr()});
+      groups[g].lr = lr(g);
+      groups[g].settings = known().settings(options(g));
+      groups[g].settings.insert(groups[g].settings.begin(), {"lr", groups[g].lr.now()});
     }
     std::vector<std::pair<std::size_t, std::pair<std::size_t, std::string>>> ordered;  // position, group, name
     for (const auto& [key, entry] : entries_) {
@@ -122,6 +137,11 @@ class WrappedPart final : public optim::Part {
     return groups;
   }
 
+  void restore(std::size_t group, const optim::Settings& settings) override {
+    optim::restore(known().settings(options(group)), settings,
+                   [&](const std::string& name) { return known().place(options(group), name); });
+  }
+
  private:
   struct Entry {
     at::Tensor value;
@@ -130,7 +150,8 @@ class WrappedPart final : public optim::Part {
   };
 
   const optim::TorchState& known() const { return optim::torch_state_of(optimizer_); }
-  const torch::optim::OptimizerOptions& options_of(const Entry& entry) const { return optimizer_.param_groups()[entry.group].options(); }
+  torch::optim::OptimizerOptions& options(std::size_t group) const { return optimizer_.param_groups()[group].options(); }
+  const torch::optim::OptimizerOptions& options_of(const Entry& entry) const { return options(entry.group); }
 
   /// Null if there is none.
   OptimizerParamState* state_of(const Entry& entry) const {
@@ -139,6 +160,7 @@ class WrappedPart final : public optim::Part {
   }
 
   torch::optim::Optimizer& optimizer_;
+  std::vector<optim::LearningRate> rates_;  // of its groups, as they were last set here
   std::map<std::pair<const engine::Unit*, std::size_t>, Entry> entries_;
   mutable std::vector<optim::StateKind> kinds_;  // what kinds() gave last: options may change
 };
@@ -146,7 +168,7 @@ class WrappedPart final : public optim::Part {
 }  // namespace
 
 struct WrappedOptimizer::Wrapped : Optimizer::State {
-  Wrapped(torch::nn::Module& module, const TorchOptimizerFactory& factory) : State(module) {
+  Wrapped(torch::nn::Module& module, const NamedTorchOptimizerFactory& factory) : State(module) {
     for (const auto& unit : engine->units()) {
       require(unit->options.offload != Offload::kOptimizerState,
               "wrap: a torch::optim optimizer keeps its state where the parameters are; use Offload::kAll or kNone, or an optimizer of "
@@ -158,11 +180,17 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
         shards.push_back({unit.get(), i, std::move(value)});
       }
     }
+    const auto info = [](const WrappedShard& shard) -> const auto& { return shard.unit->parameters[shard.parameter]; };
+    std::sort(shards.begin(), shards.end(), [&](const auto& a, const auto& b) { return info(a).position < info(b).position; });
     std::vector<at::Tensor> parameters;
-    for (const auto& shard : shards) parameters.push_back(shard.value);
-    optimizer = factory(std::move(parameters));
+    std::vector<std::string> names;
+    for (const auto& shard : shards) {
+      parameters.push_back(shard.value);
+      names.push_back(info(shard).name);
+    }
+    optimizer = factory(std::move(parameters), std::move(names));
     require(optimizer != nullptr, "wrap: the factory returned no optimizer");
-    for (auto& group : optimizer->param_groups()) base_lrs.push_back(group.options().get_lr());
+    has_defaults = false;
     parts.push_back(std::make_unique<WrappedPart>(shards, *optimizer));
   }
 
@@ -180,23 +208,22 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
     State::step();
   }
 
-  // The wrapped optimizer's options hold the factor.
-  double lr() const override { return parts.front()->base_lr(); }
-  void set_lr_factor(double factor) override {
-    State::set_lr_factor(factor);
-    for (std::size_t g = 0; g < base_lrs.size(); ++g) optimizer->param_groups()[g].options().set_lr(base_lrs[g] * factor);
-  }
-
   std::vector<WrappedShard> shards;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
-  std::vector<double> base_lrs;
 };
 
-WrappedOptimizer::WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory)
+WrappedOptimizer::WrappedOptimizer(torch::nn::Module& module, const NamedTorchOptimizerFactory& factory)
     : Optimizer(std::make_unique<Wrapped>(module, factory)) {}
+
+WrappedOptimizer::WrappedOptimizer(torch::nn::Module& module, const TorchOptimizerFactory& factory)
+    : WrappedOptimizer(module, NamedTorchOptimizerFactory([&](std::vector<at::Tensor> parameters, std::vector<std::string>) {
+                         return factory(std::move(parameters));
+                       })) {}
 
 torch::optim::Optimizer& WrappedOptimizer::torch_optimizer() { return *static_cast<Wrapped&>(*state_).optimizer; }
 
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory) { return WrappedOptimizer(module, factory); }
+
+WrappedOptimizer wrap(torch::nn::Module& module, const NamedTorchOptimizerFactory& factory) { return WrappedOptimizer(module, factory); }
 
 }  // namespace fsdp

@@ -146,7 +146,7 @@ class Loading {
     const bool counts = kinds.size() > 1 || (kinds.size() == 1 && kinds.front().name != "momentum_buffer");
     if (has_state && !counts) return replaced_by(1);
     // This library writes a count of 0. Python writes nothing, but names all parameters that the optimizer had.
-    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(prefix))) return replaced_by(0);
+    if (kinds.empty() || (!has_state && !source_->has(state::kLrFactor) && had_optimizer(parameter))) return replaced_by(0);
     missing_.push_back(prefix + "step");
     return std::nullopt;
   }
@@ -231,6 +231,28 @@ class Loading {
   std::vector<std::string> take_missing() { return std::move(missing_); }
   std::vector<std::string> take_unexpected() { return std::move(unexpected_); }
 
+  /// How the saved optimizer calls a parameter; empty if that can't be told.
+  std::string saved_name(const std::string& parameter) const {
+    const auto states = options_.optimizer_prefix + "state.";
+    const std::string_view count = ".step";
+    const auto stored = stored_key(std::string(kOptimizerPrefix) + "state." + parameter + std::string(count));
+    if (!stored.starts_with(states) || !stored.ends_with(count)) return "";
+    return stored.substr(states.size(), stored.size() - states.size() - count.size());
+  }
+  state::SavedGroups& groups() {
+    if (!groups_) groups_.emplace(*source_, options_.optimizer_prefix + "param_groups.");
+    return *groups_;
+  }
+  /// The optimizer gets what was saved of its groups: all their settings, or the learning rates' factors.
+  void restore_groups(Optimizer& optimizer) {
+    const auto name = [this](const std::string& parameter) { return saved_name(parameter); };
+    if (options_.optimizer_settings) {
+      state::restore_settings(optimizer, groups(), name);
+    } else if (has(state::kLrFactor)) {
+      state::restore_lr_factors(optimizer, *number(state::kLrFactor), groups(), name);
+    }
+  }
+
   bool has_optimizer() const {
     const auto& names = source_->names();
     return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(options_.optimizer_prefix); });
@@ -246,32 +268,10 @@ class Loading {
     return source_->find(name).has_value();
   }
 
-  /// Whether the optimizer that was saved had the parameter whose state has this prefix. Groups are a list, each with its parameters'
-  /// names, or flattened, with names of their own for each parameter's settings.
-  bool had_optimizer(const std::string& prefix) {
-    const auto groups = options_.optimizer_prefix + "param_groups.";
-    const auto states = options_.optimizer_prefix + "state.";
-    const std::string_view count = ".step";
-    const auto stored = stored_key(prefix.substr(0, prefix.size() - 1) + std::string(count));
-    if (!stored.starts_with(states) || !stored.ends_with(count)) return false;
-    const auto parameter = stored.substr(states.size(), stored.size() - states.size() - count.size());
-    if (!in_groups_) {
-      in_groups_.emplace();
-      for (const auto& name : source_->names()) {
-        if (!name.starts_with(groups)) continue;
-        const auto last = name.rfind('.');
-        in_groups_->insert(name.substr(groups.size(), std::max(last, groups.size()) - groups.size()));
-        if (!name.ends_with(".params") || source_->find(name)) continue;
-        const auto listed = source_->read_object(name);
-        const auto* list = std::get_if<ckpt::PythonValue::List>(&listed.value);
-        if (list == nullptr) continue;
-        for (const auto& item : list->items) {
-          if (const auto* text = std::get_if<std::string>(&item.value)) in_groups_->insert(*text);
-          if (const auto* number = std::get_if<std::int64_t>(&item.value)) in_groups_->insert(std::to_string(*number));
-        }
-      }
-    }
-    return in_groups_->contains(parameter);
+  /// Whether the optimizer that was saved had the parameter.
+  bool had_optimizer(const std::string& parameter) {
+    const auto name = saved_name(parameter);
+    return !name.empty() && groups().has(name);
   }
 
   std::unique_ptr<state::Source> source_;
@@ -283,8 +283,8 @@ class Loading {
   std::set<std::string> replaced_;  // in the model and the optimizer
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
-  std::map<std::string, std::int64_t> counts_;      // of a parameter's updates
-  std::optional<std::set<std::string>> in_groups_;  // the parameters of the optimizer that was saved
+  std::map<std::string, std::int64_t> counts_;  // of a parameter's updates
+  std::optional<state::SavedGroups> groups_;    // of the optimizer that was saved
 };
 
 /// How errors begin that leave a model torn.
@@ -364,6 +364,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
           throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
         }
         steps.emplace(*optimizer);
+        settings.emplace(*optimizer);
         if (ranks.index() == 0) counts = steps->read(*loading);
       }
     });
@@ -374,7 +375,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
         steps->set(*loading);
         for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
         for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);
-        if (loading->has(state::kLrFactor)) lr_factor = loading->number(state::kLrFactor);
+        loading->restore_groups(*optimizer);
       }
       grad_scaler = loading->grad_scaler();
       loading->check_names(optimizer != nullptr);
@@ -390,6 +391,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     });
   } catch (...) {
     if (steps) steps->undo();
+    if (settings) settings->undo();
     throw;
   }
   engine->set_torn(loading->replaced(kModelPrefix));
@@ -407,7 +409,6 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   });
   engine->set_torn({});
   if (optimizer != nullptr) optimizer->state().torn.clear();
-  if (lr_factor) optimizer->set_lr_factor(*lr_factor);
   for (auto& [generator, values] : generators) generator.set_state(values);
   if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);
   loaded.path = path;

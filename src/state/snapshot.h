@@ -51,7 +51,9 @@ inline constexpr const char* kExtra = "extra";
 inline constexpr const char* kRankExtra = "rank_extra";  ///< Below it, each rank's number.
 inline constexpr const char* kScaler = "scaler";
 inline constexpr const char* kOwn = "fsdp";  ///< What this library adds of its own: kLrFactor and those below it, and SavedGenerator::key.
-inline constexpr const char* kLrFactor = "fsdp.lr_factor";
+inline constexpr const char* kLrFactor = "fsdp.lr_factor";              ///< Of the parameters that no group matches.
+inline constexpr const char* kBaseLr = "fsdp.base_lr.";                 ///< Below it, the numbers of "optim.param_groups".
+inline constexpr const char* kGroupLrFactor = "fsdp.group_lr_factor.";  ///< The same.
 inline constexpr const char* kMetric = "fsdp.metric";
 inline constexpr const char* kRanks = "fsdp.ranks";  ///< How many saved.
 

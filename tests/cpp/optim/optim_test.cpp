@@ -25,6 +25,7 @@ using testing::batch;
 using testing::each_linear;
 using testing::expect_rule;
 using testing::expect_same;
+using testing::fused_adamw;
 using testing::has;
 using testing::line;
 using testing::Loss;
@@ -35,22 +36,6 @@ using testing::Net;
 using testing::over_ranks;
 using testing::Rule;
 using testing::values_of;
-
-Rule fused_adamw(std::function<AdamWOptions(const std::string& name)> options_of) {
-  struct State {
-    at::Tensor first, second, step;
-  };
-  auto states = std::make_shared<std::map<std::string, State>>();
-  return [options_of, states](const std::string& name, at::Tensor& value, const at::Tensor& gradient) {
-    const auto options = options_of(name);
-    const auto [found, is_new] = states->try_emplace(name);
-    auto& state = found->second;
-    if (is_new) state = {at::zeros_like(value), at::zeros_like(value), at::zeros({}, at::kFloat)};
-    state.step += 1;
-    at::_fused_adamw_({value}, {gradient}, {state.first}, {state.second}, {}, {state.step}, options.lr, std::get<0>(options.betas),
-                      std::get<1>(options.betas), options.weight_decay, options.eps, false, false);
-  };
-}
 
 Rule fused_adamw(AdamWOptions options) {
   return fused_adamw([options](const std::string&) { return options; });

@@ -64,6 +64,16 @@ TEST(SettingsOfRanks, OfOptimizers) {
   expect_difference(
       sgd, [](FSDPModule&, Optimizer& optimizer, int rank) { optimizer.set_lr_factor(rank == 0 ? 1 : 0.5); },
       "after an update with lr 0.1;", "after an update with lr 0.05.");
+  const auto with_group = [](Net& net, int) {
+    return std::make_unique<SGD>(net, SGDOptions{.lr = 0.1},
+                                 std::vector<ParamGroup>{{.matches = [](const std::string& name) { return name == "third.bias"; }}});
+  };
+  expect_difference(
+      with_group, [](FSDPModule&, Optimizer& optimizer, int rank) { optimizer.set_lr(0, rank == 0 ? 0.3 : 0.4); }, "base lr 0.3",
+      "base lr 0.4");
+  expect_difference(
+      with_group, [](FSDPModule&, Optimizer& optimizer, int rank) { optimizer.set_lr_factor(0, rank == 0 ? 0.5 : 0.25); },
+      "lr of group 0 0.05", "lr of group 0 0.025");
 }
 
 TEST(SettingsOfRanks, OfSetters) {

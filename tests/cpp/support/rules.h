@@ -4,7 +4,11 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <map>
+#include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "fsdp/fsdp.h"
 #include "support/twins.h"
@@ -19,6 +23,23 @@ using Rule = std::function<void(const std::string& name, at::Tensor& value, cons
 using Loss = std::function<at::Tensor(Net& net, int step, int rank)>;
 
 inline at::Tensor mean_square(Net& net, int step, int rank) { return net.forward(batch(rank + 10 * step)).square().mean(); }
+
+/// AdamW by ATen's fused kernel; options by the parameter's name.
+inline Rule fused_adamw(std::function<AdamWOptions(const std::string& name)> options_of) {
+  struct State {
+    at::Tensor first, second, step;
+  };
+  auto states = std::make_shared<std::map<std::string, State>>();
+  return [options_of, states](const std::string& name, at::Tensor& value, const at::Tensor& gradient) {
+    const auto options = options_of(name);
+    const auto [found, is_new] = states->try_emplace(name);
+    auto& state = found->second;
+    if (is_new) state = {at::zeros_like(value), at::zeros_like(value), at::zeros({}, at::kFloat)};
+    state.step += 1;
+    at::_fused_adamw_({value}, {gradient}, {state.first}, {state.second}, {}, {state.step}, options.lr, std::get<0>(options.betas),
+                      std::get<1>(options.betas), options.weight_decay, options.eps, false, false);
+  };
+}
 
 struct RuleOptions {
   Loss loss = mean_square;
