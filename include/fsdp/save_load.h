@@ -216,9 +216,10 @@ std::optional<std::string> best(const std::string& folder);
 /// Saves in the background (DCP's async_save). A thread copies this rank's shards to host memory, which is kept for the next save, and then
 /// writes them. The checkpoint has the values from when save() returned. If code is about to write shards or the optimizer's state before
 /// they have been copied (usually the optimizer's next step), it waits for the copy. Data that operators or users may write at any time are
-/// copied by save() itself: buffers, replicated parameters, extra state, and parameters whose shards parameter_shards() gave out. The
-/// thread writes with a lower priority (nice 10), so that training gets the cores. Only one save runs at a time, and the next one waits for
-/// it. The next save() or wait() throws an error of the last one.
+/// copied by save() itself: buffers, replicated parameters, extra state, and parameters whose shards parameter_shards() gave out. A
+/// relative path is that of when save() was called; the permissions of files follow the umask of when they are written. The thread writes
+/// with a lower priority (nice 10), so that training gets the cores. Only one save runs at a time, and the next one waits for it. The next
+/// save() or wait() throws an error of the last one.
 class AsyncSaver {
  public:
   /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.

@@ -2,7 +2,9 @@
 #include <unistd.h>
 
 #include <exception>
+#include <filesystem>
 #include <future>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -11,6 +13,7 @@
 #include "fsdp/fsdp_module.h"
 #include "fsdp/save_load.h"
 #include "memory/device_memory.h"
+#include "state/retention.h"
 #include "state/snapshot.h"
 
 namespace fsdp {
@@ -27,6 +30,7 @@ Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const Extr
                      const Ranks& ranks, state::HostBuffer* buffer, state::Phases& phases) {
   Snapshot snapshot;
   ranks.together(kNothingSaved, [&] {
+    if (buffer != nullptr) state::check_retention(options);  // not only when it is written
     snapshot = state::take_snapshot(module, optimizer, extra, options, ranks);
     if (buffer != nullptr) buffer->begin(snapshot);
   });
@@ -102,11 +106,15 @@ AsyncSaver::~AsyncSaver() {
 void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOptions options) {
   impl_->wait();
   state::Phases phases(options.on_phase);
+  // The program may change its working directory meanwhile.
+  std::error_code unknown;  // where it is now, because the folder is gone: then the path stays relative
+  const auto absolute = std::filesystem::absolute(path, unknown);
+  const auto target = unknown || path.empty() ? path : absolute.string();
   auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer, phases);
   std::promise<void> copied;
   impl_->engine->set_reader(copied.get_future());
-  impl_->thread = std::thread([impl = impl_.get(), path, options, snapshot = std::move(snapshot), copied = std::move(copied),
-                               phases]() mutable { impl->finish(snapshot, std::move(copied), path, options, phases); });
+  impl_->thread = std::thread([impl = impl_.get(), target, options, snapshot = std::move(snapshot), copied = std::move(copied),
+                               phases]() mutable { impl->finish(snapshot, std::move(copied), target, options, phases); });
 }
 
 void AsyncSaver::wait() { impl_->wait(); }
