@@ -27,7 +27,8 @@ struct SummonOptions {
 
 /// A guard that temporarily exposes the full parameters of a sharded module. During its lifetime, the parameters are ordinary tensors with
 /// the whole main parameters, in main_params_dtype. They can be read and written, by operators and by pointers, also on one rank alone
-/// (torch::save on rank 0). After that they are sharded again, in their compute dtype.
+/// (torch::save on rank 0). torch::load, and others that give a parameter new memory of its shape, count as writes. After that they are
+/// sharded again, in their compute dtype.
 ///
 /// {
 ///     const fsdp::SummonFullParams whole(*model);

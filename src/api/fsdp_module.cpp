@@ -123,6 +123,7 @@ void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>&
 
 void FSDPModule::scale_gradients(double factor) {
   const torch::NoGradGuard no_grad;
+  engine_->check_parameters();
   engine_->finish_gradient_sync();
   for (const auto& unit : engine_->units()) {
     if (!unit->main_gradient_valid) continue;
@@ -150,6 +151,7 @@ std::vector<Shard> FSDPModule::parameter_shards() const {
 }
 
 std::vector<Shard> FSDPModule::gradient_shards() const {
+  engine_->check_parameters();
   engine_->finish_gradient_sync();
   Ordered<Shard> shards;
   for (const auto& unit : engine_->units()) {
@@ -188,6 +190,7 @@ NamedTensors FSDPModule::full_parameters() const {
 
 NamedTensors FSDPModule::full_gradients() const {
   const torch::NoGradGuard no_grad;
+  engine_->check_parameters();
   engine_->finish_gradient_sync();
   Ordered<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& unit : engine_->units()) {

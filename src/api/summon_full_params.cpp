@@ -25,6 +25,22 @@ void for_each_parameter(const engine::Unit& unit, const std::function<void(const
   }
 }
 
+/// What a parameter that was shown holds now, if it was given other memory meanwhile: torch::load does that.
+void take_values(const at::Tensor& parameter, const at::Tensor& whole, const std::string& name) {
+  if (parameter.is_alias_of(whole)) return;
+  if (parameter.sizes() != whole.sizes()) {
+    std::cerr << "fsdp: within SummonFullParams, parameter '" << name << "' of shape " << whole.sizes() << " was given a value of shape "
+              << parameter.sizes() << ", which is dropped" << std::endl;
+    return;
+  }
+  if (parameter.scalar_type() != whole.scalar_type()) {
+    TORCH_WARN("fsdp: within SummonFullParams, parameter '", name, "' was converted to ", parameter.scalar_type(),
+               "; its value is taken over, but its dtype stays ", whole.scalar_type());
+  }
+  const torch::NoGradGuard no_grad;
+  at::Tensor(whole).copy_(parameter.detach());
+}
+
 }  // namespace
 
 SummonFullParams::SummonFullParams(torch::nn::Module& module, SummonOptions options) : writeback_(options.writeback) {
@@ -72,7 +88,10 @@ void SummonFullParams::dismiss() noexcept {
   for (const auto& [engine, unit, whole] : summoned_) {
     try {
       if (!whole.empty()) {
-        for_each_parameter(*unit, [&unit = *unit](const at::Tensor& parameter, std::size_t i) { paging::hide(parameter, unit, i); });
+        for_each_parameter(*unit, [&, &unit = *unit, &whole = whole](const at::Tensor& parameter, std::size_t i) {
+          if (writeback_) take_values(parameter, unit.whole(whole, i), unit.parameters[i].name);
+          paging::hide(parameter, unit, i);
+        });
       }
       for (const auto& part : whole) {
         engine->accounting().remove(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));

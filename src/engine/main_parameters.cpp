@@ -59,8 +59,8 @@ void MainParameters::validate() const {
       const auto tensor = parameter.tensor.lock();
       if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
         throw Error("parameter '" + parameter.name + "' of unit '" + unit->name +
-                    "' was given other memory after fully_shard (set_data, or the module's to(dtype) or to(device)); call "
-                    "fsdp::fully_unshard first, convert, and shard again");
+                    "' was given other memory after fully_shard, without an operator that could have been refused; do that before "
+                    "fully_shard");
       }
     }
   }
@@ -82,6 +82,7 @@ void MainParameters::wait_for_reader() {
 void MainParameters::flush_writes() {
   refuse_retired();
   refuse_summoned("this handle or optimizer is used");
+  validate();
   wait_for_reader();
   for (const auto& unit : units_) {
     gatherer_.stop_sending(*unit);
@@ -93,6 +94,7 @@ void MainParameters::flush_writes() {
 
 std::vector<at::Tensor> MainParameters::summon(Unit& unit) {
   refuse_torn();
+  validate();
   gatherer_.write_back(unit);
   auto whole = gatherer_.gather_main(unit, unit.main);
   summoned_.insert(&unit);

@@ -63,7 +63,8 @@ class MainParameters {
   void expose();
   bool exposed() const { return exposed_; }
 
-  /// Writes of operators reach the main parameters, and no gather reads them any more. Throws Error if they are retired or summoned.
+  /// Writes of operators reach the main parameters, and no gather reads them any more. Throws Error if they are retired or summoned, or if
+  /// validate() does.
   void flush_writes();
   /// See Engine::summon.
   std::vector<at::Tensor> summon(Unit& unit);

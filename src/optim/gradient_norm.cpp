@@ -71,6 +71,7 @@ double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& op
   if (!(max_norm > 0)) throw Error("clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
   const Norm norm(options.norm_type, "clip_grad_norm");
   const torch::NoGradGuard no_grad;
+  engine_->check_parameters();
   engine_->finish_gradient_sync();
   std::vector<double> mine(1, 0);
   for (const auto& unit : engine_->units()) {
@@ -109,6 +110,7 @@ std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& mo
   const Norm norm(norm_type, "gradient_norms");
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
+  engine->check_parameters();
   engine->finish_gradient_sync();
   return norms_by_name(
       *engine, norm, "gradient norms", [](const auto& parameter) { return parameter.trainable; },

@@ -32,7 +32,6 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
   const torch::NoGradGuard no_grad;
-  state_->engine->check_parameters();
   state_->engine->flush_writes();
   state_->refuse_torn();
   state_->engine->finish_gradient_sync();

@@ -83,6 +83,7 @@ OperatorArguments::OperatorArguments(const c10::FunctionSchema& schema) {
   const std::string_view full_name = schema.name();
   const auto name = full_name.starts_with(kAten) ? full_name.substr(kAten.size()) : std::string_view();
   const auto& arguments = schema.arguments();
+  gives_memory_ = is_one_of(name, {"_has_compatible_shallow_copy_type", "set_"});
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
     uses_.push_back(alias != nullptr && alias->isWrite() ? Use::kWritten : Use::kRead);

@@ -29,6 +29,8 @@ class OperatorArguments {
   Use use(std::size_t argument, at::ArrayRef<c10::IValue> values) const {
     return statistics_.empty() || !updates(argument, values) ? uses_[argument] : Use::kWritten;
   }
+  /// True for operators that come before the first argument gets other memory (set_data), or that give it (set_).
+  bool gives_memory() const { return gives_memory_; }
   /// True for operators that place their result in the first argument's storage by an offset.
   bool strides_storage() const { return storage_offset_.has_value(); }
   /// An ordinary parameter begins where its storage does; a paged one lies behind others of its unit. For operators that stride storages:
@@ -42,6 +44,7 @@ class OperatorArguments {
   bool updates(std::size_t argument, at::ArrayRef<c10::IValue> values) const;
 
   std::vector<Use> uses_;
+  bool gives_memory_ = false;
   std::vector<std::size_t> statistics_;  ///< Written, although the schema does not say so, unless argument `training_` is false.
   std::optional<std::size_t> training_;
   std::optional<std::size_t> storage_offset_;

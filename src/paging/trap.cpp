@@ -63,6 +63,21 @@ void visit(const c10::IValue& value, bool writes, Touched& touched) {
   }
 }
 
+/// A sharded parameter itself, not a view of it, is about to get other memory: updates and checkpoints would not know of that.
+void refuse_other_memory(at::ArrayRef<c10::IValue> values) {
+  const auto& parameter = values[0].toTensor();
+  const auto* storage = PagedStorage::of(parameter);
+  if (storage == nullptr || storage->unit == nullptr) return;
+  if (values.size() > 1 && values[1].isTensor() && PagedStorage::of(values[1].toTensor()) == storage) return;  // to(dtype) that it has
+  for (const auto& known : storage->unit->parameters) {
+    if (known.tensor.lock() != parameter.getIntrusivePtr()) continue;
+    throw Error("parameter '" + known.name + "' of unit '" + storage->unit->name +
+                "' is sharded and can't be given other memory (by torch::load, the module's to(dtype) or to(device), vector_to_parameters, "
+                "set_data or set_); do that before fully_shard, or call fsdp::fully_unshard first; values may be loaded while "
+                "SummonFullParams shows the parameters, and fsdp::load reads checkpoints into shards");
+  }
+}
+
 PagedStorage& storage_of(const engine::Unit& unit) { return *static_cast<PagedStorage*>(unit.full.storage.unsafeGetStorageImpl()); }
 
 /// While it lives, an operator runs: what it touched is present and stays so.
@@ -134,6 +149,7 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
       visit(values[i], use == Use::kWritten, touched);
     }
   }
+  if (arguments.gives_memory()) refuse_other_memory(values);
   if (arguments.strides_storage()) {
     const auto* storage = PagedStorage::of(values[0].toTensor());
     if (storage != nullptr && storage->unit != nullptr) arguments.place_in_parameter(*storage->unit, &*(stack->end() - values.size()));

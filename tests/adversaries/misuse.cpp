@@ -51,10 +51,9 @@ void shards_twice() {
 void converts_afterwards() {
   run_misuse([](const fsdp::DeviceMesh& mesh) {
     Training training(mesh);
-    training.model->to(at::kDouble);
-    const Parts promised = {"'0.weight' of unit '0'", "was given other memory after fully_shard", "fully_unshard"};
-    expect("forward", promised, [&] { training.model->forward(at::ones({2, 4}, at::kDouble)).sum().backward(); });
-    expect("step", promised, [&] { training.optimizer.step(); });
+    const Parts promised = {"'0.weight' of unit '0'", "is sharded and can't be given other memory", "fully_unshard"};
+    expect("to", promised, [&] { training.model->to(at::kDouble); });
+    training.step();
   });
 }
 

@@ -13,6 +13,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
+#include "support/collected_warnings.h"
 #include "support/shardings.h"
 #include "support/stack.h"
 #include "support/twins.h"
@@ -92,6 +93,39 @@ TEST(SummonFullParams, WhatIsWrittenStays) {
     }
     EXPECT_TRUE(torch::equal(model->forward(batch(0)), plain->forward(batch(0)))) << strategy;
     expect_same(sharded.full_parameters(), values_of(*plain), 0, strategy);
+  });
+}
+
+// torch::load gives parameters other memory: what lies there is what was written.
+TEST(SummonFullParams, WhatIsLoadedStays) {
+  over_strategies([](const auto& model, FSDPModule& sharded, const std::string& strategy) {
+    torch::manual_seed(77);
+    const auto other = std::make_shared<Net>();
+    std::stringstream file;
+    torch::save(other, file);
+    {
+      const SummonFullParams whole(*model);
+      auto target = model;
+      torch::load(target, file);
+    }
+    expect_sharded(*model, strategy);
+    expect_same(sharded.full_parameters(), values_of(*other), 0, strategy);
+    EXPECT_TRUE(torch::equal(model->forward(batch(0)), other->forward(batch(0)))) << strategy;
+    {
+      const SummonFullParams whole(*model, {.writeback = false});
+      model->first->weight.set_data(at::zeros({10, 6}));
+    }
+    expect_same(sharded.full_parameters(), values_of(*other), 0, strategy);
+    {
+      const testing::CollectedWarnings warnings;
+      {
+        const SummonFullParams whole(*model);
+        model->first->weight.set_data(at::full({10, 6}, 0.5, at::kDouble));
+      }
+      EXPECT_TRUE(testing::has(warnings.text(), "'first.weight' was converted to Double; its value is taken over")) << warnings.text();
+    }
+    EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
+    EXPECT_TRUE(torch::equal(sharded.full_parameters()[0].second, at::full({10, 6}, 0.5)));
   });
 }
 

@@ -220,6 +220,11 @@ TEST_P(Misuse, SparseGradient) {
   });
 }
 
+/// As set_data does it, without the operator by which that is noticed.
+void give_memory(const at::Tensor& parameter, const at::Tensor& value) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
+}
+
 TEST_P(Misuse, OtherMemoryAfterSharding) {
   run_ranks(GetParam(), [] {
     const auto mesh = world();
@@ -227,20 +232,39 @@ TEST_P(Misuse, OtherMemoryAfterSharding) {
       auto model = make_stack();
       fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
       auto weight = model->blocks->at<fsdp::testing::StackBlockImpl>(1).up->weight;
-      weight.set_data(torch::zeros(weight.sizes()));
+      give_memory(weight, torch::zeros(weight.sizes()));
       // When the forward begins, before anything is computed.
-      expect_error([&] { stack_loss(model, 0, mesh.rank()); },
-                   {"parameter 'blocks.1.up.weight' of unit 'blocks.1'", "set_data", "fully_unshard"});
+      expect_error([&] { stack_loss(model, 0, mesh.rank()); }, {"parameter 'blocks.1.up.weight' of unit 'blocks.1'", "other memory"});
+    }
+    {
+      auto model = make_stack();
+      auto sharded = fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
+      fsdp::AdamW optimizer(*model);
+      stack_loss(model, 0, mesh.rank()).backward();
+      fsdp::AsyncSaver saver(*model);
+      for (const auto& parameter : model->parameters()) give_memory(parameter, torch::zeros(parameter.sizes()));
+      const auto refused = [](const auto& fn) { expect_error(fn, {"parameter 'entry.weight' of unit '(root)'", "other memory"}); };
+      refused([&] { model->forward(torch::ones({2, 3})).sum().backward(); });
+      // Every way out of the model, and into it.
+      refused([&] { optimizer.step(); });
+      refused([&] { fsdp::save("/never/written", *model); });
+      refused([&] { saver.save("/never/written"); });
+      refused([&] { fsdp::export_safetensors("/never/written", *model); });
+      refused([&] { fsdp::load("/never/read", *model); });
+      refused([&] { (void)sharded.full_parameters(); });
+      refused([&] { (void)sharded.parameter_shards(); });
+      refused([&] { (void)sharded.full_gradients(); });
+      refused([&] { (void)sharded.gradient_shards(); });
+      refused([&] { sharded.scale_gradients(2); });
+      refused([&] { (void)sharded.clip_grad_norm(1); });
+      refused([&] { (void)fsdp::gradient_norms(*model); });
+      refused([&] { (void)fsdp::parameter_norms(*model); });
     }
     {
       auto model = make_stack();
       fsdp::fully_shard(*model, {.mesh = mesh, .units = stack_units()});
-      model->to(at::kDouble);
-      expect_error(
-          [&] {
-            model->forward(torch::ones({2, 3}, at::kDouble)).sum().backward();
-          },
-          {"parameter 'entry.weight' of unit '(root)'", "to(dtype)", "fully_unshard"});
+      give_memory(model->head->bias, torch::zeros({2}));
+      expect_error([&] { const fsdp::SummonFullParams whole(*model); }, {"parameter 'head.bias' of unit '(root)'", "other memory"});
     }
   });
 }

@@ -5,11 +5,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/trap_key.h"
@@ -20,6 +22,7 @@
 namespace fsdp {
 namespace fully_shard_test {
 
+using testing::all_strategies;
 using testing::batch;
 using testing::each_linear;
 using testing::expect_same;
@@ -159,43 +162,52 @@ TEST(FullyShard, RanksThatDifferAreAnErrorOnAll) {
   });
 }
 
-// What takes a parameter's data away is noticed when the next forward begins, or by the backward or optimizer where all of it is gone.
-TEST(FullyShard, ConvertedParametersAreAnError) {
+// What would take a parameter's data away is refused before it does, so that nothing of the model has two values.
+TEST(FullyShard, OtherMemoryIsRefused) {
   over_ranks([](int rank) {
     const auto mesh = line();
     const auto initial = values_of(*make_net());
-    const auto expect_error = [&](Net& model, const at::Tensor& x) {
-      fsdp::SGD optimizer(model, {.lr = 0.1});
-      const auto message = message_of([&] {
-        model.forward(x);
+    const std::vector<std::pair<std::string, std::function<void(const std::shared_ptr<Net>&)>>> ways = {
+        {"to(dtype)", [](const auto& model) { model->to(at::kDouble); }},
+        {"set_data",
+         [](const auto& model) {
+           model->first->weight.set_data(at::zeros({10, 6}));
+         }},
+        {"set_",
+         [](const auto& model) {
+           const torch::NoGradGuard no_grad;
+           model->first->weight.set_(at::zeros({10, 6}));
+         }},
+        {"vector_to_parameters",
+         [](const auto& model) { torch::nn::utils::vector_to_parameters(at::zeros({60 + 10 + 100 + 10 + 30 + 3}), model->parameters()); }},
+        {"torch::load", [](const auto& model) {
+           std::stringstream file;
+           torch::save(std::make_shared<Net>(), file);
+           auto target = model;
+           torch::load(target, file);
+         }}};
+    for (const auto& strategy : all_strategies()) {
+      for (const auto& [name, give_memory] : ways) {
+        SCOPED_TRACE(name + " " + strategy);
+        const auto model = make_net();
+        auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear(), .placements = Placements::from_name(strategy)});
+        const auto message = message_of([&, &give_memory = give_memory] { give_memory(model); });
+        EXPECT_TRUE(has(message, "parameter 'first.weight' of unit 'first' is sharded and can't be given other memory")) << message;
+        EXPECT_TRUE(has(message, "fsdp::fully_unshard") && has(message, "SummonFullParams")) << message;
+        expect_same_bits(sharded.full_parameters(), initial);
+        fsdp::SGD optimizer(*model, {.lr = 0.1});
+        model->forward(batch(rank)).square().mean().backward();
         optimizer.step();
-      });
-      EXPECT_TRUE(has(message, "'first.weight'") && has(message, "fsdp::fully_unshard")) << message;
-      // The way out that it names, and nothing is lost: the main parameters are as they were.
-      expect_same_bits(handle(model).full_parameters(), initial);
-      fully_unshard(model);
-      expect_same_bits(values_of(model), initial);
-    };
-    {
-      const auto model = make_net();
-      const auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
-      model->to(at::kDouble);
-      expect_error(*model, batch(rank).to(at::kDouble));
+        fully_unshard(*model);
+      }
     }
     {
+      // A view, and an alias, are others' tensors.
       const auto model = make_net();
-      const auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
-      model->first->weight.set_data(at::zeros({10, 6}));
-      expect_error(*model, batch(rank));
-    }
-    {
-      const auto model = make_net();
-      std::stringstream file;
-      torch::save(std::make_shared<Net>(), file);
-      const auto sharded = fully_shard(*model, {.mesh = mesh, .units = each_linear()});
-      auto target = model;
-      torch::load(target, file);
-      expect_error(*model, batch(rank));
+      (void)fully_shard(*model, {.mesh = mesh, .units = each_linear()});
+      auto alias = model->first->weight.detach();
+      alias.set_data(at::zeros({2}));
+      EXPECT_TRUE(torch::equal(model->first->weight.clone(), initial[0].second));
     }
     {
       // To what it is already is nothing.
