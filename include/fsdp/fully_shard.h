@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "fsdp/device_mesh.h"
@@ -23,10 +24,29 @@ namespace fsdp {
 /// Returns true for modules that become units, by name ("layers.3") and module. The root is always a unit.
 using UnitPredicate = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
 
-/// Every module of one of the given types: `fsdp::each<torch::nn::TransformerEncoderLayerImpl>()`.
+namespace detail {
+
+/// A holder's module; a module itself.
+template <typename Module>
+struct Held {
+  using Type = Module;
+};
+template <typename Holder>
+requires requires { typename Holder::ContainedType; }
+struct Held<Holder> {
+  using Type = typename Holder::ContainedType;
+};
+
+}  // namespace detail
+
+/// Every module of one of the given types, which are modules or their holders: `fsdp::each<torch::nn::TransformerEncoderLayer>()`.
 template <typename... Modules>
 UnitPredicate each() {
-  return [](const std::string&, const torch::nn::Module& module) { return (... || (dynamic_cast<const Modules*>(&module) != nullptr)); };
+  static_assert((... && std::is_base_of_v<torch::nn::Module, typename detail::Held<Modules>::Type>),
+                "each<...>() takes classes of modules, or their holders");
+  return [](const std::string&, const torch::nn::Module& module) {
+    return (... || (dynamic_cast<const typename detail::Held<Modules>::Type*>(&module) != nullptr));
+  };
 }
 
 /// Where the shards' first values come from.
@@ -61,7 +81,7 @@ struct FullyShardOptions {
   /// The ranks to shard over; by default all of them, on the CPU. On a mesh of two dimensions, units are sharded over the last one. Over
   /// the first one, units are replicated (HSDP), or main parameters and optimizer state are sharded as well (HFSDP): see outer_placements.
   DeviceMesh mesh = {};
-  /// Which modules become units; by default the whole module is one unit.
+  /// Which modules become units; by default the whole module is one unit. If it accepts none, rank 0 warns.
   UnitPredicate units = {};
   /// Groups of modules, by name. Each group is one unit, so using one of its modules gathers all. (FSDP2's fully_shard of a list.)
   /// unit_settings is called with the first module of a group.

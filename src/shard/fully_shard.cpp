@@ -106,6 +106,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   if (draft.tensor_parallel.defined()) comm::Ranks(draft.tensor_parallel).compare(refusal ? draft.description : draft.pieces, label);
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
+  if (!draft.warning.empty() && options.mesh.rank() == 0) TORCH_WARN("fsdp: ", draft.warning, ".");
 
   ModelNumbers number_on;
   const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,

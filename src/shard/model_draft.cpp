@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <exception>
 #include <iomanip>
 #include <limits>
 #include <numeric>
@@ -327,11 +329,54 @@ void place_pieces(std::vector<engine::UnitParameter>& parameters, const UnitPlan
   }
 }
 
+/// The types of the modules below the root, each once, as the predicate sees them.
+std::string types_below(const torch::nn::Module& root) {
+  constexpr std::size_t kMost = 10;
+  std::vector<std::string> types;
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
+    if (std::find(types.begin(), types.end(), item.value()->name()) == types.end()) types.push_back(item.value()->name());
+  }
+  std::string text;
+  for (std::size_t i = 0; i < types.size() && i < kMost; ++i) text += (i == 0 ? "" : ", ") + types[i];
+  return types.size() > kMost ? text + " and others" : text;
+}
+
+/// True if the predicate accepts a module all the same: one that is a unit already. Predicates need not expect the root, which has no name.
+bool accepts_a_unit(const torch::nn::Module& root, const UnitPredicate& units) {
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
+    if (units(item.key(), *item.value())) return true;
+  }
+  try {
+    return units("", root);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+/// Says so if rules that were given make no unit.
+std::string warn_of_idle_rules(const torch::nn::Module& root, const FullyShardOptions& options, const std::vector<UnitPlan>& plans) {
+  std::string text;
+  const auto groups =
+      std::count_if(options.unit_groups.begin(), options.unit_groups.end(), [](const auto& group) { return !group.empty(); });
+  const bool made_none = static_cast<std::ptrdiff_t>(plans.size()) == 1 + groups;
+  if (options.units && made_none && !accepts_a_unit(root, options.units)) {
+    const auto types = types_below(root);
+    text = "FullyShardOptions::units accepts no module, so that it makes no units, and what is in no other unit is gathered at once. " +
+           (types.empty() ? "There are none below the root" : "The modules below the root are of the types " + types);
+  }
+  const auto is_empty = [](const auto& group) { return group.empty(); };
+  if (std::any_of(options.unit_groups.begin(), options.unit_groups.end(), is_empty)) {
+    text += std::string(text.empty() ? "" : ". ") + "FullyShardOptions::unit_groups has a group without modules, which makes no unit";
+  }
+  return text;
+}
+
 }  // namespace
 
 void draft_model(const torch::nn::Module& module, const FullyShardOptions& options, ModelDraft& draft) {
   validate(options);
   draft.plans = divide(module, {options.units, options.unit_groups, options.ignore});
+  draft.warning = warn_of_idle_rules(module, options, draft.plans);
   draft.tensor_parallel = tensor_parallel_mesh(draft.plans, options);
   for (auto& plan : draft.plans) {
     if (options.unit_settings) {

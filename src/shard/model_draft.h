@@ -27,6 +27,7 @@ struct ModelDraft {
   DeviceMesh tensor_parallel;    ///< Undefined: no parameter is a piece.
   std::string description;       ///< Equal on all ranks of options.mesh, or they must not go on.
   std::string pieces;            ///< The same for all ranks of tensor_parallel, whose pieces may differ in size.
+  std::string warning;           ///< What is probably not intended. The same on all ranks.
 };
 
 /// Drafts a model into `draft`, which keeps what was found out before an Error: for options, meshes and parameters that cannot be.

@@ -53,6 +53,40 @@ def fine_grained_units() -> None:
     assert units(wrapped(plain_model())) == ["(root)"]
 
 
+def idle_classes() -> None:
+    class Absent(nn.Module):
+        pass
+
+    def warned(**options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(plain_model(), **options)
+        return [str(warning.message) for warning in caught if "which make no unit" in str(warning.message)]
+
+    leads = dist.get_rank() == 0
+    told = warned(fsdp_unit_modules=[Absent, nn.LayerNorm])
+    assert len(told) == (1 if leads else 0), told
+    if leads:
+        start = (
+            "fsdp_unit_modules: no module is of the classes that were given (idle_classes.<locals>.Absent, LayerNorm)"
+        )
+        assert told[0].startswith(start), told
+        assert "The model's modules are of the classes " in told[0], told
+        assert "Block" in told[0], told
+    fine = {"enable_fine_grained_param_gather_hook": True, "fine_grained_recurse_module_types": (Absent,)}
+    assert len(warned(**fine)) == (1 if leads else 0)
+    for used in ({}, {"fsdp_unit_modules": [Absent, Block]}, {"fsdp_unit_modules": []}):
+        assert not warned(**used)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard_model(plain_model(), **ranks_of("fsdp"), fsdp_unit_modules=[Absent])
+    assert len([one for one in caught if "which make no unit" in str(one.message)]) == (1 if leads else 0)
+
+
+def test_classes_of_no_module_are_told(ranks: StartRanks) -> None:
+    ranks(2).run(idle_classes)
+
+
 class Owner(nn.Module):
     """Has a layer of its own, and one that others have, too."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 
 from libfsdp._fully_shard import fully_shard
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from libfsdp.megatron._config import ShardingStrategy
     from libfsdp.megatron._index import FSDPDistributedIndex
     from libfsdp.megatron._policy import MixedPrecisionPolicy
+
+_MOST_NAMED = 10
 
 
 @dataclass
@@ -103,10 +107,10 @@ def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
 
 
 def _units_in(root: nn.Module, options: UnitOptions) -> set[nn.Module]:
-    units = {module for module in root.modules() if isinstance(module, options.unit_modules)}
+    units = _modules_of("fsdp_unit_modules", options.unit_modules, root)
     if not options.per_module:
         return units
-    whole = {module for module in root.modules() if isinstance(module, options.whole_modules)}
+    whole = _modules_of("fine_grained_recurse_module_types", options.whole_modules, root)
     # These compute with the parameters of modules that they need not call.
     below = {inner for module in whole for inner in module.modules() if inner is not module}
     own = {
@@ -115,6 +119,21 @@ def _units_in(root: nn.Module, options: UnitOptions) -> set[nn.Module]:
         if module not in below and any(p not in options.ignored for p in module.parameters(recurse=False))
     }
     return units | whole | own
+
+
+def _modules_of(option: str, classes: tuple[type[nn.Module], ...], root: nn.Module) -> set[nn.Module]:
+    """The modules of these classes. Rank 0 warns if classes were given, and there are none."""
+    found = {module for module in root.modules() if isinstance(module, classes)}
+    if classes and not found and dist.get_rank() == 0:
+        given = ", ".join(cls.__qualname__ for cls in classes)
+        there = list(dict.fromkeys(type(module).__qualname__ for module in root.modules()))
+        more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
+        warnings.warn(
+            f"{option}: no module is of the classes that were given ({given}), which make no unit. "
+            f"The model's modules are of the classes {', '.join(there[:_MOST_NAMED])}{more}",
+            stacklevel=4,
+        )
+    return found
 
 
 def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> None:

@@ -144,6 +144,10 @@ TEST(UnitDivision, ByTypeAndByName) {
     }
   };
   const Model model;
+  // A holder stands for its module.
+  EXPECT_EQ(shown(model, each<torch::nn::Linear>()), shown(model, each<torch::nn::LinearImpl>()));
+  EXPECT_EQ((shown(model, each<torch::nn::Linear, torch::nn::LayerNormImpl>())),
+            (shown(model, each<torch::nn::LinearImpl, torch::nn::LayerNorm>())));
   EXPECT_EQ(shown(model, each<torch::nn::LinearImpl>()), (Lines{"/: b.weight b.bias", "a(/): a.weight a.bias", "c(/): c.weight c.bias"}));
   EXPECT_EQ((shown(model, each<torch::nn::LinearImpl, torch::nn::LayerNormImpl>())),
             (Lines{"/:", "a(/): a.weight a.bias", "b(/): b.weight b.bias", "c(/): c.weight c.bias"}));
