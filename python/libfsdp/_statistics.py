@@ -52,7 +52,8 @@ class UnitInfo:
         parameters: names, from the module that was asked.
         whole_bytes: of the gathered parameters, without padding; those of extended parameters in the computation's dtype.
         shard_bytes: of this rank's shards, which the optimizer updates.
-        param_dtypes: in which they are computed with, each once.
+        param_dtypes: in which they are computed with, and counted in `whole_bytes`, each once.
+        main_dtypes: of the shards, each once.
         reshard_after_forward: as set: True, False, or a number of neighbours.
         mesh: the sizes of its ranks' dimensions, by name.
     """
@@ -62,12 +63,49 @@ class UnitInfo:
     whole_bytes: int
     shard_bytes: int
     param_dtypes: tuple[torch.dtype, ...]
+    main_dtypes: tuple[torch.dtype, ...]
     reshard_after_forward: bool | int
     mesh: dict[str, int]
 
 
-def unit_info(module: nn.Module) -> list[UnitInfo]:
-    """The units in and below a sharded module, enclosing ones first.
+class Units(list[UnitInfo]):
+    """Units, which are printed as a table."""
+
+    def __str__(self) -> str:
+        """A line for each unit, and one for all."""
+        lines = [("unit", "parameters", "whole bytes", "shard bytes", "reshard", "mesh")]
+        for unit in self:
+            reshards = unit.reshard_after_forward
+            lines.append(
+                (
+                    unit.name,
+                    str(len(unit.parameters)),
+                    _with_dtypes(unit.whole_bytes, unit.param_dtypes),
+                    _with_dtypes(unit.shard_bytes, unit.main_dtypes),
+                    ("yes" if reshards else "no") if isinstance(reshards, bool) else str(reshards),
+                    " x ".join(f"{name}={size}" for name, size in unit.mesh.items()),
+                )
+            )
+        parameters = sum(len(unit.parameters) for unit in self)
+        sums = (sum(unit.whole_bytes for unit in self), sum(unit.shard_bytes for unit in self))
+        lines.append(("all", str(parameters), str(sums[0]), str(sums[1]), "", ""))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        numbers = range(1, 4)
+        return "\n".join(
+            "  ".join(
+                text.rjust(width) if k in numbers else text.ljust(width)
+                for k, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def _with_dtypes(count: int, dtypes: tuple[torch.dtype, ...]) -> str:
+    return f"{count} {'+'.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}".rstrip()
+
+
+def unit_info(module: nn.Module) -> Units:
+    """The units in and below a sharded module, enclosing ones first: a list that is printed as a table.
 
     Args:
         module: sharded, or one that has sharded modules below it.
@@ -79,7 +117,7 @@ def unit_info(module: nn.Module) -> list[UnitInfo]:
     if not states:
         raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
-    units = []
+    units = Units()
     for name, state in states:
         mesh = state.mesh.mesh
         dims = mesh.mesh_dim_names or tuple(f"dim_{dim}" for dim in range(mesh.ndim))
@@ -92,6 +130,7 @@ def unit_info(module: nn.Module) -> list[UnitInfo]:
                 whole_bytes=sum(sizes),
                 shard_bytes=sum(p.local.numel() * p.local.element_size() for p in state.parameters),
                 param_dtypes=tuple(dict.fromkeys(dtypes)),
+                main_dtypes=tuple(dict.fromkeys(p.local.dtype for p in state.parameters)),
                 reshard_after_forward=state.reshard_after_forward,
                 mesh=dict(zip(dims, mesh.shape, strict=True)),
             )

@@ -58,6 +58,18 @@ std::string shown(const std::vector<MeshDim>& mesh) {
   return text;
 }
 
+/// Bytes, and of which dtypes: whole parameters and shards may differ in them.
+std::string shown(std::int64_t bytes, const std::vector<UnitDtypes>& all, at::ScalarType UnitDtypes::*which) {
+  std::string text;
+  std::vector<at::ScalarType> once;
+  for (const auto& dtypes : all) {
+    if (std::find(once.begin(), once.end(), dtypes.*which) != once.end()) continue;
+    once.push_back(dtypes.*which);
+    text += std::string(once.size() == 1 ? " " : "+") + c10::toString(dtypes.*which);
+  }
+  return std::to_string(bytes) + text;
+}
+
 std::string shown(const std::vector<UnitDtypes>& all) {
   std::string text;
   for (const auto& dtypes : all) {
@@ -86,8 +98,9 @@ std::string to_string(const std::vector<UnitInfo>& units) {
   std::int64_t shard_bytes = 0;
   std::size_t parameters = 0;
   for (const auto& unit : units) {
-    lines.push_back({unit.name, std::to_string(unit.parameters.size()), std::to_string(unit.whole_bytes), std::to_string(unit.shard_bytes),
-                     unit.reshard_after_forward ? "yes" : "no", shown(unit.mesh), shown(unit.dtypes)});
+    lines.push_back({unit.name, std::to_string(unit.parameters.size()), shown(unit.whole_bytes, unit.dtypes, &UnitDtypes::param),
+                     shown(unit.shard_bytes, unit.dtypes, &UnitDtypes::main_param), unit.reshard_after_forward ? "yes" : "no",
+                     shown(unit.mesh), shown(unit.dtypes)});
     whole_bytes += unit.whole_bytes;
     shard_bytes += unit.shard_bytes;
     parameters += unit.parameters.size();

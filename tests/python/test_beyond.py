@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import libfsdp
-from libfsdp import Float8Blocks, fully_shard
+from libfsdp import Float8Blocks, MixedPrecisionPolicy, fully_shard
 from libfsdp.megatron.uneven_dtensor import redistribute_uneven_dtensor_to_replicated
 
 
@@ -203,6 +203,19 @@ def inform() -> None:
     assert [unit.name for unit in libfsdp.unit_info(nn.ModuleList([sharded]))] == ["0", "0.0", "0.2"]
     with pytest.raises(ValueError, match="is not sharded"):
         libfsdp.unit_info(nn.Linear(1, 1))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    low = model(rows=6, mp_policy=policy)
+    units = libfsdp.unit_info(low)
+    assert units[1].whole_bytes == 2 * (6 * 32 + 6)
+    assert units[1].shard_bytes == 4 * (3 * 32 + 3)
+    assert (units[1].param_dtypes, units[1].main_dtypes) == ((torch.bfloat16,), (torch.float32,))
+    lines = str(units).splitlines()
+    assert lines[0].split("  ")[0] == "unit"
+    assert lines[2].split() == ["0", "2", "396", "bfloat16", "396", "float32", "yes", "dim_0=2"], lines
+    assert lines[1].split() == ["(root)", "2", "264", "bfloat16", "264", "float32", "yes", "dim_0=2"], lines
+    whole, shard = (sum(unit.whole_bytes for unit in units), sum(unit.shard_bytes for unit in units))
+    assert lines[-1].split() == ["all", "6", str(whole), str(shard)]
+    assert units == list(units)
 
 
 def test_unit_info(ranks: StartRanks) -> None:

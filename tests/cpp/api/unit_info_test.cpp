@@ -117,13 +117,12 @@ TEST(UnitInfo, PrintsATable) {
                  .mesh = {{"dp_outer", 2}, {"", 4}}};
   std::ostringstream text;
   text << std::vector{root, block};
-  EXPECT_EQ(
-      text.str(),
-      "unit      parameters  whole bytes  shard bytes  reshard  mesh            dtypes: param, main, gradient, wire\n"
-      "(root)             0            0            0  yes      dp_shard=8\n"
-      "blocks.0           2         4096         1024  no       dp_outer=2 x 4  BFloat16 Float Float Float; Float (gather format) Float "
-      "Float Float\n"
-      "all                2         4096         1024\n");
+  EXPECT_EQ(text.str(),
+            "unit      parameters          whole bytes  shard bytes  reshard  mesh            dtypes: param, main, gradient, wire\n"
+            "(root)             0                    0            0  yes      dp_shard=8\n"
+            "blocks.0           2  4096 BFloat16+Float   1024 Float  no       dp_outer=2 x 4  BFloat16 Float Float Float; Float (gather "
+            "format) Float Float Float\n"
+            "all                2                 4096         1024\n");
   EXPECT_EQ(text.str(), to_string({root, block}));
 }
 
