@@ -137,6 +137,21 @@ class Running {
   c10::SmallVector<Gate*, 2> gates_;
 };
 
+/// Below the key, an operator has failed. Where it may be for the dtypes of its arguments, the error says that parameters have another
+/// dtype than the module was written with.
+void explain(c10::Error& error, const Touched& touched) {
+  if (error.msg().find("type") == std::string::npos) return;
+  for (const auto& use : touched.uses) {
+    const auto& policy = use.unit->options.mixed_precision;
+    if (!policy || !policy->param_dtype) continue;
+    error.add_context("fsdp: the operator takes parameters of unit '" + use.unit->name + "', which are computed with in " +
+                      c10::toString(*policy->param_dtype) +
+                      " (MixedPrecisionPolicy::param_dtype), and so must be its other arguments. Call the unit by fsdp::forward, which "
+                      "converts its inputs (unless cast_forward_inputs is false), or convert them yourself");
+    return;
+  }
+}
+
 void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = OperatorArguments::of(op);
   Touched touched;
@@ -163,7 +178,12 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     // present at once, and those of before an update.
     const NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
     const c10::impl::ExcludeDispatchKeyGuard below(kTrapKey);
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTrapKey), stack);
+    try {
+      op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTrapKey), stack);
+    } catch (c10::Error& error) {
+      explain(error, touched);
+      throw;
+    }
   }
   for (const auto& use : touched.uses) {
     if (!use.written) continue;

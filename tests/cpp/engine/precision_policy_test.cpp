@@ -349,5 +349,49 @@ TEST(PrecisionPolicy, AGatherFormatsBytesAreWhatTravels) {
   });
 }
 
+/// Operators of several kinds, whose inputs must have the dtype of their parameters.
+struct Several : torch::nn::Module {
+  Several()
+      : linear(register_module("linear", torch::nn::Linear(4, 4))),
+        conv(register_module("conv", torch::nn::Conv1d(torch::nn::Conv1dOptions(4, 4, 1)))),
+        matrix(register_parameter("matrix", at::ones({4, 4}))) {}
+  at::Tensor forward(const at::Tensor& x) { return linear(x); }
+  torch::nn::Linear linear;
+  torch::nn::Conv1d conv;
+  at::Tensor matrix;
+};
+
+// C++ modules have no hooks that could convert inputs: the operator that fails for it says what does.
+TEST(MixedPrecision, InputsOfAnotherDtypeAreExplained) {
+  over_ranks([] {
+    const auto model = std::make_shared<Several>();
+    (void)fully_shard(*model, {.mesh = line(),
+                               .units = [](const std::string& name, const torch::nn::Module&) { return name == "linear"; },
+                               .mixed_precision = MixedPrecisionPolicy{.param_dtype = at::kBFloat16}});
+    const auto expect = [](const std::function<void()>& fn, const std::string& unit) {
+      const auto message = testing::message_of<std::exception>(fn);
+      EXPECT_TRUE(testing::has(message, "parameters of unit '" + unit + "'")) << message;
+      for (const auto* text : {"BFloat16", "MixedPrecisionPolicy::param_dtype", "fsdp::forward", "cast_forward_inputs"}) {
+        EXPECT_TRUE(testing::has(message, text)) << message;
+      }
+    };
+    const auto x = at::ones({3, 4, 4});
+    expect([&] { model->forward(x); }, "linear");
+    expect([&] { model->conv(x); }, "(root)");
+    expect([&] { (void)x[0].matmul(model->matrix); }, "(root)");
+    expect([&] { (void)at::mm(x[0], model->matrix.t()); }, "(root)");
+    EXPECT_EQ(forward(model->linear, x).scalar_type(), at::kBFloat16);
+    // What fails for another reason is not explained.
+    const auto shape = testing::message_of<std::exception>([&] { (void)model->linear(at::ones({3, 5}, at::kBFloat16)); });
+    EXPECT_FALSE(testing::has(shape, "fsdp::forward")) << shape;
+  });
+  testing::run_ranks(1, [] {
+    const auto model = std::make_shared<Several>();
+    (void)fully_shard(*model, {.mesh = line()});
+    const auto own = testing::message_of<std::exception>([&] { model->forward(at::ones({3, 4}, at::kBFloat16)); });
+    EXPECT_FALSE(testing::has(own, "fsdp::forward")) << own;
+  });
+}
+
 }  // namespace precision_policy_test
 }  // namespace fsdp
