@@ -84,7 +84,13 @@ def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path:
     assert names == {".lock", "config.json", "log.jsonl", "step-30", "step-60"}
     # Two are kept, and what is given beside it counts: more steps.
     assert "done: 62 steps" in train(tmp_path, "--resume", "whole", "--steps", 62)
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == {".lock", "config.json", "log.jsonl", "step-60", "step-62"}
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {
+        ".lock",
+        "config.json",
+        "log.jsonl",
+        "step-60",
+        "step-62",
+    }
 
     # Nothing changes where nothing is left, or a load fails, or another process trains there.
     config = tmp_path / "whole" / "config.json"
