@@ -87,6 +87,7 @@ def exchange_with_dcp(folder: str) -> None:
     # Tied parameters have one name in a checkpoint of libfsdp.
     names = set(dcp.FileSystemReader(f"{folder}/ours").read_metadata().state_dict_metadata)
     aliases = {name for name in model_state if f"model.{name}" not in names}
+    assert len(aliases) == 1
     state = {"model": {k: v for k, v in model_state.items() if k not in aliases}, "optim": optimizer_state}
     dcp.load(state, checkpoint_id=f"{folder}/ours")
     set_state_dict(other, its, model_state_dict=model_state, optim_state_dict=state["optim"])
