@@ -22,8 +22,8 @@ struct LaunchOptions {
 /// unless it is set already. If this process is itself a rank (of torchrun, mpirun, srun), it calls `fn` and ignores `nproc`.
 ///
 /// SIGINT and SIGTERM to this process are passed on to the ranks, each once. A program may handle them in the ranks (stop_requested()
-/// does), save, and return 0. Ranks that do not handle them end by them, and then this process does so, too. A second SIGINT ends it at
-/// once, and the ranks with it.
+/// does), save, and return 0. Ranks that do not handle them end by them, and then this process does so, too. A SIGINT that comes two
+/// seconds after the first one, or later, ends it at once, and the ranks with it.
 ///
 /// While this process has only one thread, ranks are forked. Once torch has started threads, a fork would copy locked locks. In this case,
 /// the program is run again with its own arguments, once per rank, and in those processes this call runs `fn` and exits. Earlier calls of

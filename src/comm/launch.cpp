@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <iostream>
 #include <iterator>
@@ -276,6 +277,7 @@ class SignalForwarder {
   struct Forwarded {
     int number;
     volatile std::sig_atomic_t arrived = 0;
+    volatile std::time_t first = 0;  // when it arrived
     bool forwarded = false;
     struct sigaction before {};
   };
@@ -283,7 +285,11 @@ class SignalForwarder {
   static void note(int number) {
     for (auto& signal : signals) {
       if (signal.number != number) continue;
-      if (number == SIGINT && signal.arrived != 0) {
+      timespec now{};
+      clock_gettime(CLOCK_MONOTONIC, &now);
+      if (signal.arrived == 0) signal.first = now.tv_sec;
+      // What follows at once is the same one: timeout(1), for example, passes on what its group has got already.
+      if (number == SIGINT && signal.arrived != 0 && now.tv_sec - signal.first > 1) {
         sigaction(number, &signal.before, nullptr);
         raise(number);
       }

@@ -18,7 +18,7 @@ volatile std::sig_atomic_t asked_to_end = 0;
 
 /// A program of two ranks that gets a signal, `times` times, when both have begun; without `rank`, they do not handle it, and with
 /// `rank_waits` do not end by it. Its status, as waitpid gives it.
-int status_of(int number, const std::function<int()>& rank, int times = 1, bool rank_waits = false) {
+int status_of(int number, const std::function<int()>& rank, int times = 1, unsigned between_us = 0, bool rank_waits = false) {
   int begun[2];
   if (pipe(begun) != 0) return -1;
   const pid_t program = fork();
@@ -36,8 +36,10 @@ int status_of(int number, const std::function<int()>& rank, int times = 1, bool 
   close(begun[1]);
   char byte = 0;
   const bool both = read(begun[0], &byte, 1) == 1 && read(begun[0], &byte, 1) == 1;
-  for (int i = 0; i < times; ++i) {
-    usleep(300'000);  // the program itself begins to listen when its ranks have begun
+  usleep(300'000);  // the program itself begins to listen when its ranks have begun
+  kill(program, number);
+  for (int i = 1; i < times; ++i) {
+    usleep(between_us);
     kill(program, number);
   }
   int status = -1;
@@ -68,9 +70,22 @@ INSTANTIATE_TEST_SUITE_P(Signals, Termination, ::testing::Values(SIGINT, SIGTERM
 // A program that hangs would need SIGKILL otherwise.
 TEST(Interruption, TheSecondOneEndsRanksThatGoOn) {
   const int status = status_of(
-      SIGINT, [] { return 0; }, /*times=*/2, /*rank_waits=*/true);
+      SIGINT, [] { return 0; }, /*times=*/2, /*between_us=*/2'100'000, /*rank_waits=*/true);
   EXPECT_TRUE(WIFSIGNALED(status));
   EXPECT_EQ(WTERMSIG(status), SIGINT);
+}
+
+// As timeout(1) and other programs do it that pass on what their group has got already.
+TEST(Interruption, OneThatComesTwiceAtOnceIsOne) {
+  const int saved = status_of(
+      SIGINT,
+      [] {
+        usleep(500'000);
+        return 0;
+      },
+      /*times=*/2, /*between_us=*/50'000);
+  EXPECT_TRUE(WIFEXITED(saved));
+  EXPECT_EQ(WEXITSTATUS(saved), 0);
 }
 
 TEST(StopRequested, IsTrueOnAllRanksAfterTheSameStep) {

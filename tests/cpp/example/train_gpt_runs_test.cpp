@@ -139,7 +139,8 @@ TEST_F(TrainGptRuns, ALogThatIsNamedAgainIsAppendedTo) {
 
 TEST_F(TrainGptRuns, MinutesThatAreGivenToResumeReplaceSteps) {
   ASSERT_EQ(run("run", tiny({"--run", run_folder("run")})).exit_code, 0);
-  const auto outcome = run("longer", {"--resume", run_folder("run"), "--minutes", "0.05"});
+  const auto minutes = (rows("run").back()["seconds"].get<double>() + 3) / 60;
+  const auto outcome = run("longer", {"--resume", run_folder("run"), "--minutes", std::to_string(minutes)});
   ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
   EXPECT_GT(losses("run").size(), 12U);
   EXPECT_EQ(Json::parse(read(run_folder("run") + "/config.json"))["steps"], 0);
