@@ -51,7 +51,7 @@ def main(tutorial: Path, folder: Path, prefix: Path, package: Path, generator: s
     losses = [float(loss) for loss in re.findall(r"loss (?:of rank 0 )?([\d.]+)$", "".join(output), re.MULTILINE)]
     assert len(losses) == 8, output
     assert losses[-1] < losses[0], losses
-    first, second, third, python = output
+    _, second, third, python = output
     assert "resumes after step 20\n" in second, second
     assert "resumes after step 40\n" in third, third
     assert "step 80  loss of rank 0" in python, python

@@ -75,8 +75,9 @@ def idle_classes() -> None:
         assert "Block" in told[0], told
     fine = {"enable_fine_grained_param_gather_hook": True, "fine_grained_recurse_module_types": (Absent,)}
     assert len(warned(**fine)) == (1 if leads else 0)
-    for used in ({}, {"fsdp_unit_modules": [Absent, Block]}, {"fsdp_unit_modules": []}):
-        assert not warned(**used)
+    assert not warned()
+    for classes in ([Absent, Block], []):
+        assert not warned(fsdp_unit_modules=classes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fully_shard_model(plain_model(), **ranks_of("fsdp"), fsdp_unit_modules=[Absent])
