@@ -287,7 +287,11 @@ def test_bytes_are_tokens(tmp_path: Path) -> None:
         ("Llama", {"hidden_size": None}, "hidden_size is missing, or not positive"),
         ("Llama", {"hidden_size": "wide"}, "type must be number"),
         ("Mistral", {"sliding_window": 0}, "sliding_window is not positive"),
-        ("Qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "not as many entries"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"]},
+            "not as many entries",
+        ),
         ("Llama", {"dtype": "float64"}, "dtype is 'float64'; supported are float32, bfloat16 and float16"),
         ("Llama", {"vocab_size": 20}, "text.bin: token 20 is 20, and the model has 20 of them"),
     ],
