@@ -222,9 +222,12 @@ int diff(const Options& options) {
 
 /// CLI11 says no more than that it lacks one.
 void require_command(const CLI::App& app, const std::string& word) {
-  if (word.starts_with("-") || app.get_subcommand_no_throw(word) != nullptr) return;
+  if (word.starts_with("-")) return;
   std::string known;
-  for (const auto* command : app.get_subcommands([](const CLI::App*) { return true; })) known += " " + command->get_name();
+  for (const auto* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (command->get_name() == word) return;
+    known += " " + command->get_name();
+  }
   throw fsdp::Error((word.empty() ? "no command was given" : "there is no command '" + word + "'") + "; these are there:" + known);
 }
 
