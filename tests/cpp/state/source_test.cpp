@@ -216,6 +216,7 @@ class LongColumns final : public fsdp::state::Source {
   const std::vector<std::string>& names() const override { return names_; }
   bool has(const std::string& name) const override { return name == text_; }
   std::optional<Tensor> find(const std::string&) const override { return Tensor{ckpt::Dtype::float32, {kRows, 4}}; }
+  std::string unreadable(const std::string&) const override { return {}; }
   std::vector<StoredBox> boxes(const std::string&) const override {
     return {{{{0, 0}, {kRows, 3}}, {text_, 0, 12 * kRows}}, {{{0, 3}, {kRows, 1}}, {text_, 12 * kRows, 4 * kRows}}};
   }
