@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,9 @@ def fill_in(model: Any) -> None:
 
 
 def old_weight_norm(model: Any) -> None:
-    weight_norm(model.block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Programs call it all the same.
+        weight_norm(model.block)
 
 
 def new_weight_norm(model: Any) -> None:
