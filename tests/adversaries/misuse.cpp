@@ -141,6 +141,7 @@ void resets_after_a_failed_backward() {
 
 void reads_by_pointers() {
   run_misuse([](const fsdp::DeviceMesh& mesh) {
+    if (mesh.size() == 1) return;  // [Alone] Nothing is freed.
     Training training(mesh);
     const auto weight = training.model->parameters()[0];
     expect<c10::Error>("data_ptr", {"freed while its unit is sharded"}, [&] { weight.data_ptr<float>(); });
