@@ -103,7 +103,7 @@ class Replica:
         delays = delays or ("sync_model_each_microbatch", False) in program.options.megatron
         self.in_steps = used_again + delays + any(node.checkpoint for node in program.nodes) >= 2
         self.takes_over = False  # This operation's parameters are the ranks'.
-        self.update_bounds: dict[str, float] = {}  # Of those that are checked before that.
+        self.update_bounds: dict[str, Tensor] = {}  # Of those that are checked before that.
         self.within_bounds: set[str] = set()  # Their optimizer's state has gradients that nobody has seen.
         self.magnitudes: dict[str, Tensor] = {}
         self.gradient_bounds: dict[str, Tensor] = {}
@@ -151,6 +151,14 @@ class Replica:
             optimizers.slices(whole, cut[name]).copy_(values[name].detach())
         return whole
 
+    def whole_gradient(self, name: str) -> Tensor:
+        """The same of its gradient, zero where there is none."""
+        gradient = torch.zeros(self.shapes[name], dtype=torch.float64)
+        for values, cut in zip(self.values, self.cuts, strict=True):
+            if (mine := values[name].grad) is not None:
+                optimizers.slices(gradient, cut[name]).copy_(mine)
+        return gradient
+
     def compare(self, rank: int, record: Any) -> None:
         """What a rank has seen of parameters and gradients, where they have changed for it or here."""
         _, values, gradients = record
@@ -159,7 +167,7 @@ class Replica:
             if got is not None:
                 self.seen[rank][name] = unpacked(got)
                 if name in self.update_bounds:
-                    bound = torch.full(expected.shape, self.update_bounds[name], dtype=torch.float64)
+                    bound = optimizers.slices(self.update_bounds[name], self.cuts[rank][name])
                     same(f"parameter {name}", self.seen[rank][name], expected, bound)
                 if self.takes_over or name in self.update_bounds:
                     with torch.no_grad():
@@ -348,14 +356,7 @@ class Replica:
         """The norm within rounding; gradients are then those that the ranks have made with it."""
         if self.program.optimizer.scaler:
             self.scale_gradients()
-        whole = {}
-        for name, shape in self.shapes.items():
-            gradient = torch.zeros(shape, dtype=torch.float64)
-            for values, cut in zip(self.values, self.cuts, strict=True):
-                mine = values[name].grad
-                if mine is not None:
-                    optimizers.slices(gradient, cut[name]).copy_(mine)
-            whole[name] = gradient
+        whole = {name: self.whole_gradient(name) for name in self.shapes}
         norm = float(sum(g.square().sum() for g in whole.values())) ** 0.5
         low = 1e-5 if all(g == torch.float32 for g in self.gradient.values()) else 2e-2
         for result in results:
@@ -383,15 +384,16 @@ class Replica:
         self.takes_over = self.program.optimizer.kind.endswith(optimizers.OF_WHOLE_MATRICES)
         if not self.shows_gradients and not self.takes_over:
             self.within_bounds.update(self.gradient_bounds)
-        before = {name: self.whole(name) for name in self.within_bounds}
+        before = {name: (self.whole(name), self.whole_gradient(name).abs()) for name in self.within_bounds}
         for optimizer in self.optimizers:
             optimizer.step()
-        for name, old in before.items():
-            # An element of a gradient that is nearly zero may have another sign, and its update with it.
+        for name, (old, gradient) in before.items():
+            # Within the gradient's rounding; an element of it that is nearly zero may have another sign, and its update with it.
             new = self.whole(name).double()
-            eps = torch.finfo(old.dtype).eps
-            farthest = float((new - old).abs().max()) + 4 * eps * float(new.abs().max()) if new.numel() else 0.0
-            self.update_bounds[name] = 2 * farthest
+            farthest = float((new - old).abs().max()) if new.numel() else 0.0
+            near = max(1e-3, 32 * torch.finfo(self.gradient[name]).eps)
+            bound = torch.where(gradient <= 4 * self.gradient_bounds.get(name, torch.zeros(())), 2.0, near) * farthest
+            self.update_bounds[name] = bound + 4 * torch.finfo(old.dtype).eps * new.abs()
 
     def zero_grad(self, results: list[Any], set_to_none: bool, of_model: bool = False) -> None:
         for values, optimizer in zip(self.values, self.optimizers, strict=True):
