@@ -36,9 +36,11 @@ void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
   }
   unit.wire.acquire(pools_.of_gathers(), memory::Kind::kCommunication);
   if (unit.options.outer_sharded_optimizer) finish_shards(unit);
+  Copies conversions;
   for (std::size_t k = 0; k < unit.full.parts.size(); ++k) {
-    if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k));
+    if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k, conversions));
   }
+  conversions.run();
   if (!unit.replicated_optimizer()) unit.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
 }
 
@@ -51,26 +53,28 @@ void Gatherer::give_up(Unit& unit) {
 }
 
 /// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.
-comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k) {
+comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k, Copies& conversions) {
   const auto& format = unit.formats[k];
   const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
   if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.parts[k]};
   if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
   if (format.gathers_main() && !unit.offloaded()) return {.full = full, .shard = unit.main[k]};
   const auto place = Unit::region(full, unit.all_pieces(), unit.main_pieces());
-  convert_main(unit, k, place);
+  convert_main(unit, k, place, conversions);
   return {.full = full, .shard = place};
 }
 
-/// The main parameters of sub-buffer k, as they travel.
-void Gatherer::convert_main(Unit& unit, std::size_t k, const at::Tensor& place) {
-  const auto& gather = unit.formats[k].gather;
-  if (!gather) {
-    place.copy_(unit.main[k], /*non_blocking=*/true);
-  } else if (place.numel() > 0) {
-    const auto pieces = unit.main_pieces().count;
-    gather->pre_all_gather(unit.main[k].to(device_, /*non_blocking=*/true).view({pieces, -1}), place.view({pieces, -1}));
-  }
+/// The main parameters of sub-buffer k, as they travel, are in `place` when `conversions` have run.
+void Gatherer::convert_main(Unit& unit, std::size_t k, const at::Tensor& place, Copies& conversions) {
+  unit.formats[k].gather ? encode_main(unit, k, place) : conversions.add(place, unit.main[k]);
+}
+
+/// The main parameters of sub-buffer k, in its gather format.
+void Gatherer::encode_main(Unit& unit, std::size_t k, const at::Tensor& place) {
+  if (place.numel() == 0) return;
+  const auto pieces = unit.main_pieces().count;
+  const auto main = unit.main[k].to(device_, /*non_blocking=*/true);
+  unit.formats[k].gather->pre_all_gather(main.view({pieces, -1}), place.view({pieces, -1}));
 }
 
 void Gatherer::finish(Unit& unit) {
@@ -185,7 +189,7 @@ at::Tensor Gatherer::as_gathered(Unit& unit, std::size_t k) {
   const auto gathered = at::empty({unit.main[k].numel()}, unit.full.parts[k].options());
   if (gathered.numel() == 0) return gathered;
   const auto wire = at::empty({unit.travelling_numel(k) * pieces}, gathered.options().dtype(at::kByte));
-  convert_main(unit, k, wire);
+  encode_main(unit, k, wire);
   format.gather->post_all_gather(wire.view({pieces, -1}), gathered.view({pieces, -1}));
   return gathered;
 }
@@ -194,11 +198,13 @@ void Gatherer::start_shards(Unit& unit) {
   if (!unit.shards_outdated) return;
   unit.shards_gather.reset();
   std::vector<comm::GatherPart> parts;
+  Copies conversions;
   for (std::size_t k = 0; k < unit.main.size(); ++k) {
     const auto own = Unit::region(unit.shards.parts[k], unit.inner_pieces(), unit.main_pieces());
-    if (!unit.main_is_shared(k)) convert_main(unit, k, own);
+    if (!unit.main_is_shared(k)) convert_main(unit, k, own, conversions);
     parts.push_back({.full = unit.shards.parts[k], .shard = own});
   }
+  conversions.run();
   unit.shards_gather = unit.communicators.outer->all_gather(parts, unit.label("outer all-gather"));
   unit.shards_outdated = false;  // Only now: one that could not be started is still to be done.
 }

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "base/copies.h"
 #include "engine/buffer_pools.h"
 #include "engine/unit.h"
 
@@ -55,8 +56,9 @@ class Gatherer {
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
 
  private:
-  comm::GatherPart part_to_gather(Unit& unit, std::size_t sub_buffer);
-  void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
+  comm::GatherPart part_to_gather(Unit& unit, std::size_t sub_buffer, Copies& conversions);
+  void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place, Copies& conversions);
+  void encode_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
   at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
   void begin(Unit& unit, std::vector<comm::GatherPart> parts);
   static void give_up(Unit& unit);

@@ -3,6 +3,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "base/stream_capture.h"
+
 namespace fsdp::engine {
 
 c10::StreamId OneStream::current_id() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).id(); }
@@ -10,7 +12,8 @@ c10::StreamId OneStream::current_id() const { return c10::impl::VirtualGuardImpl
 void OneStream::follow() {
   if (device_.is_cpu()) return;
   const auto current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  if (followed_ && *followed_ != current) {
+  // A graph can depend on nothing but what it records itself. So whoever captures one waits for all else before: torch.cuda.graph does.
+  if (followed_ && *followed_ != current && is_capturing(*followed_) == is_capturing(current)) {
     // Marks all that the model's work has put on the stream that it leaves.
     c10::Event until_here(device_.type());
     until_here.record(*followed_);

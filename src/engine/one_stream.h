@@ -10,7 +10,8 @@ namespace fsdp::engine {
 
 /// [One stream at a time] A unit's gather is ordered on the stream that waited for it, and its memory is reused in the order of that
 /// stream. So all work on a model follows one stream of its device. Work that comes on another stream is ordered behind all that came
-/// before, and from then on that one is followed. Two streams can use a model in turns; they do not overlap.
+/// before, and from then on that one is followed. Two streams can use a model in turns; they do not overlap. Where one of the two is being
+/// captured as a graph and the other is not, there is nothing to order: work of the graph runs when it is replayed.
 ///
 /// On the CPU there are no streams, and all of this does nothing.
 class OneStream {

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/copies.h"
 #include "comm/parts.h"
 #include "engine/gradient_usage.h"
 #include "engine/tensor_bytes.h"
@@ -165,7 +166,9 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   while (inner_under_way() >= kLiveGradients) complete_oldest_inner();  // for gradients that are collected in place, nothing has waited yet
   if (&buffer != &gradients.wire) {
     gradients.wire.acquire(pool_, memory::Kind::kUnreducedGradients);
-    for (std::size_t k = 0; k < buffer.parts.size(); ++k) gradients.wire.parts[k].copy_(buffer.parts[k]);
+    Copies conversions;
+    for (std::size_t k = 0; k < buffer.parts.size(); ++k) conversions.add(gradients.wire.parts[k], buffer.parts[k]);
+    conversions.run();
     if (gradients.collected_in == CollectedIn::kMain) memory::detach(*buffer.storage.unsafeGetStorageImpl());
     buffer.release();
   }
@@ -213,21 +216,24 @@ void Reducer::start(Reduction& reduction) {
       reduction.pending = unit.communicators.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
       break;
     }
-    case Hop::kOuterReduce:
+    case Hop::kOuterReduce: {
       if (unit.outer_cuts()) allocate_reduced(gradients);
       gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);
       gradients.outer_staging.acquire(pool_, memory::Kind::kCommunication);
+      Copies conversions;
       for (std::size_t k = 0; k < sub_buffers; ++k) {
         const auto& partial = gradients.partial.parts[k];
         const auto& wire = gradients.partial_wire.parts[k];
-        if (wire.defined()) wire.copy_(partial);
+        if (wire.defined()) conversions.add(wire, partial);
         reduced.push_back({.unreduced = wire.defined() ? wire : partial,
                            .staging = gradients.outer_staging.parts[k],
                            .out = unit.outer_cuts() ? own_piece(k) : gradients.own_share(k),
                            .accumulate = unit.outer_cuts() && accumulate});
       }
+      conversions.run();
       reduction.pending = unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
       break;
+    }
     case Hop::kOuterGather:
       for (std::size_t k = 0; k < sub_buffers; ++k) {
         gathered.push_back(unit.outer_cuts() ? comm::GatherPart{.full = inner_region(k), .shard = own_piece(k)}
@@ -280,10 +286,12 @@ void Reducer::take_result(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   gradients.staging.release();
   allocate_main_gradient(unit);
+  Copies results;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    unit.main_region(gradients.reduced[k], unit.inner_pieces())
-        .copy_(Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
+    results.add(unit.main_region(gradients.reduced[k], unit.inner_pieces()),
+                Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
   }
+  results.run();
 }
 
 std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/stream_capture.h"
 #include "memory/device_memory.h"
 #include "memory/shared_heap.h"
 
@@ -47,6 +48,10 @@ SlotPool::SlotPool(c10::Device device, Accounting& accounting) : device_(device)
 SlotPool::~SlotPool() {
   leave_plan();
   free_blocks();
+  for (auto& [capacity, block] : std::exchange(captured_, {})) {
+    block.captured = false;
+    free_block(std::move(block), capacity);
+  }
 }
 
 void SlotPool::free_blocks() {
@@ -55,6 +60,10 @@ void SlotPool::free_blocks() {
 }
 
 void SlotPool::free_block(PoolBlock block, std::int64_t capacity) {
+  if (block.captured) {
+    captured_.emplace_back(capacity, std::move(block));
+    return;
+  }
   accounting_.pool_shrank(capacity, SharedHeap::is_block(block.memory));
   if (block.stream != stream_) c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(block.memory, *stream_);
 }
@@ -89,6 +98,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   slot.lease_ = lease;
   slot.source_ = sources_;
   slot.kind_ = kind;
+  if (stream_ && is_capturing(*stream_)) slot.block_.captured = true;
   spoil(slot.block_.memory, bytes);
   accounting_.add(kind, bytes);
   return slot;
@@ -114,7 +124,7 @@ PoolBlock SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
 PoolBlock SlotPool::allocate_block(std::int64_t bytes) {
   auto memory = source_ ? source_(bytes) : allocate_shareable(device_, bytes);
   accounting_.pool_grew(bytes, SharedHeap::is_block(memory));
-  return {std::move(memory), stream_};
+  return {.memory = std::move(memory), .stream = stream_};
 }
 
 void SlotPool::give_back(Slot& slot) {

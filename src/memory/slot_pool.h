@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "memory/accounting.h"
@@ -22,6 +23,7 @@ class SlotPool;
 struct PoolBlock {
   c10::DataPtr memory;
   std::optional<c10::Stream> stream;  ///< None on the CPU.
+  bool captured = false;              ///< A graph was captured that uses it whenever it is replayed.
 
   explicit operator bool() const { return static_cast<bool>(memory); }
 };
@@ -70,6 +72,9 @@ class Slot {
 /// start after what that stream holds at their call, and waiting for one orders the stream behind it. A block that goes back to the
 /// allocator is recorded on that stream, where it was allocated on another one.
 ///
+/// A graph that was captured uses the blocks that were lent then at each replay: they serve later requests, too, but go back to the
+/// allocator only with the pool.
+///
 /// Must outlive its slots. Not thread-safe: the engine serializes.
 class SlotPool {
  public:
@@ -110,8 +115,9 @@ class SlotPool {
 
   c10::Device device_;
   Accounting& accounting_;
-  std::multimap<std::int64_t, PoolBlock> free_;  // by capacity in bytes
-  std::optional<c10::Stream> stream_;            // that is current where blocks are lent
+  std::multimap<std::int64_t, PoolBlock> free_;               // by capacity in bytes
+  std::vector<std::pair<std::int64_t, PoolBlock>> captured_;  // with their capacities: those that no request uses any more
+  std::optional<c10::Stream> stream_;                         // that is current where blocks are lent
   std::size_t lent_ = 0;
   Source source_;
   std::uint64_t sources_ = 0;  // that there were before this one

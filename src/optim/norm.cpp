@@ -76,8 +76,7 @@ double Norm::of_pieces(const std::vector<at::Tensor>& pieces) const {
     }
   }
   if (elsewhere.empty()) return merged;
-  const auto dtype = elsewhere.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto norms = at::stack(at::_foreach_norm(elsewhere, p_, dtype)).to(at::kDouble);
+  const auto norms = at::stack(at::_foreach_norm(elsewhere, p_, at::kDouble));
   return merge(merged, (std::isinf(p_) ? norms.max() : norms.pow(p_).sum()).item<double>());
 }
 

@@ -26,11 +26,16 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def train_gpt(folder: Path, where: str, *options: object, before: tuple[object, ...] = ()) -> list[float]:
-    """The losses of a run on one rank. `before`: a program that runs it."""
+def train_gpt(folder: Path, where: str, *options: object) -> list[float]:
+    """The losses of a run on one rank."""
+    return train_gpt_by((), folder, where, *options)[0]
+
+
+def train_gpt_by(before: tuple[object, ...], folder: Path, where: str, *options: object) -> tuple[list[float], str]:
+    """As train_gpt, run by a program that `before` names with its options; and what was printed."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{where}.jsonl"
     common = ("--data", TEXT, "--nproc", 1, "--eval-every", 1000, "--eval-sequences", 4, "--sample-tokens", 0, "--log", log)
-    run(*before, EXAMPLES / "train_gpt", "--device", where, "--run", folder / where, *common, *options)
+    said = run(*before, EXAMPLES / "train_gpt", "--device", where, "--run", folder / where, *common, *options)
     read = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
-    return [row["loss"] for row in read if "loss" in row]
+    return [row["loss"] for row in read if "loss" in row], said

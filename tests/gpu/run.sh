@@ -4,7 +4,7 @@
 #
 #   gpu-kit/run.sh [--out FOLDER] [--work FOLDER] [--python PYTHON] [--device cpu] [--patience N] [--compile] STAGE...
 #
-# FOLDER of --out (default: gpu-kit-results) gets tables.md, a JSON file per stage, log.txt and traces.zip; that of --work what is unpacked.
+# FOLDER of --out (default: gpu-kit-results) gets tables.md, results.json, log.txt and traces.zip; that of --work what is unpacked.
 # --device cpu rehearses with small sizes. --patience multiplies the stages' time limits. --compile leaves the kit's libraries alone.
 set -euo pipefail
 

@@ -56,7 +56,8 @@ def test_a_program_that_fails_or_hangs_keeps_its_rows_and_stops_no_other(tmp_pat
     command = (sys.executable, "-c", FAILING, "--out", tmp_path, "1")
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert ran.returncode == 1, ran.stderr
-    stage: dict[str, Any] = json.loads((tmp_path / "stage1.json").read_text())
+    results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
+    stage = results["stages"][0]
     assert [(row["name"], row["result"]) for row in stage["rows"] if "why" not in row] == [
         ("before", "passed"),
         ("next", "passed"),
@@ -66,7 +67,7 @@ def test_a_program_that_fails_or_hangs_keeps_its_rows_and_stops_no_other(tmp_pat
         "took longer than 2 s",
         "exit code 3: the reason",
     ]
-    assert stage["machine"]["device"] == "cpu: a rehearsal, nothing of which ran on a GPU"
+    assert results["machine"]["device"] == "cpu: a rehearsal, nothing of which ran on a GPU"
     assert "took longer than 2 s" in (tmp_path / "tables.md").read_text()
 
 

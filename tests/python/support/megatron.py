@@ -71,8 +71,8 @@ def shard(model: nn.Module, strategy: str = "optim_grads_params", kind: str = "f
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that ranks have pieces of."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of a tensor that ranks have pieces of. It is gathered on the host: torch's Gloo can't do it on a GPU."""
+    return tensor.cpu().full_tensor().to(tensor.device) if isinstance(tensor, DTensor) else tensor
 
 
 def batch(step: int, rank: int, width: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:

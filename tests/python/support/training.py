@@ -118,9 +118,10 @@ def shard(model: nn.Module, case: Case, implementation: str, options: Options) -
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A DTensor, gathered; a copy on the CPU that stays as it is."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().to("cpu", copy=True)
+    """A DTensor, gathered; a copy on the CPU that stays as it is. It is gathered there, too: torch's Gloo can't do it on a GPU."""
+    own = tensor.detach().to("cpu", copy=True)
+    whole: Tensor = own.full_tensor() if hasattr(own, "full_tensor") else own
+    return whole
 
 
 def full_gradients(model: nn.Module) -> Gradients:
