@@ -14,6 +14,7 @@ class Copies {
   void add(const at::Tensor& to, const at::Tensor& from);
   /// All that were added, on the current stream; then there are none.
   void run();
+  void clear() { groups_.clear(); }
 
  private:
   struct Group {

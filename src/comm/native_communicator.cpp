@@ -1,5 +1,7 @@
 #include "comm/native_communicator.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -58,6 +60,41 @@ class NativeGather final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
+/// Sums of all ranks that have arrived: each is scaled where it lies, and copied, or added, to the part's `out`. A kernel does so for all
+/// that are alike.
+class ArrivedSums {
+ public:
+  void add(const ReducePart& part, at::Tensor sum) {
+    // A rank that is alone may have collected its gradients where they belong.
+    if (!part.accumulate && sum.const_data_ptr() == part.out.const_data_ptr() && sum.scalar_type() == part.out.scalar_type()) return;
+    const auto fits = [&](const Group& group) {
+      return group.accumulate == part.accumulate && group.sums.front().scalar_type() == sum.scalar_type() &&
+             group.outs.front().scalar_type() == part.out.scalar_type();
+    };
+    const auto found = std::find_if(groups_.begin(), groups_.end(), fits);
+    auto& group = found == groups_.end() ? groups_.emplace_back(Group{.accumulate = part.accumulate}) : *found;
+    group.sums.push_back(std::move(sum));
+    group.outs.push_back(part.out);
+  }
+
+  /// Rounds as rank_order_sum does: after scaling, and after adding.
+  void deliver(double scale) {
+    const at::NoGradGuard no_grad;
+    for (const Group& group : groups_) {
+      if (scale != 1.0) at::_foreach_mul_(group.sums, scale);
+      group.accumulate ? at::_foreach_add_(group.outs, group.sums) : at::_foreach_copy_(group.outs, group.sums);
+    }
+  }
+
+ private:
+  struct Group {
+    bool accumulate = false;
+    std::vector<at::Tensor> sums = {};
+    std::vector<at::Tensor> outs = {};
+  };
+  std::vector<Group> groups_;
+};
+
 class NativeReduce final : public GroupPending {
  public:
   NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
@@ -86,13 +123,23 @@ class NativeReduce final : public GroupPending {
   }
   void finish() override {
     wait_all(works_);
+    ArrivedSums arrived;
     for (const ReducePart& part : parts_) {
-      if (part.out.numel() > 0) sum(part);
+      if (part.out.numel() == 0) continue;
+      arrives_summed(part) ? arrived.add(part, sum_of_backend(part)) : sum(part);
     }
+    arrived.deliver(scale_);
   }
   void forget() noexcept override { works_.clear(); }
 
  private:
+  /// What the backend added up, or a rank that is alone need not: if it is on a GPU, that of all parts is scaled and delivered together.
+  bool arrives_summed(const ReducePart& part) const {
+    return !part.out.is_cpu() && (group_->data == nullptr ? scale_ == 1.0 : !needs_sum_here(part));
+  }
+  at::Tensor sum_of_backend(const ReducePart& part) const {
+    return group_->data == nullptr ? part.unreduced : flat_view(part.staging, 0, part.out.numel());
+  }
   bool in_two_levels(const ReducePart& part) const { return levels_ != nullptr && needs_sum_here(part) && part.out.numel() > 0; }
 
   /// To who sums it next: the backend, all ranks, or the neighbours.

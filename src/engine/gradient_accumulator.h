@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/copies.h"
 #include "engine/buffer.h"
 #include "engine/unit.h"
 
@@ -59,6 +60,9 @@ struct GradientAccumulator {
   std::unique_ptr<GradientBuffer> own_local;  ///< Null where the wire's dtypes are the main gradients'.
   GradientBuffer& local() { return own_local ? *own_local : wire; }
   GradientBuffer& collected() { return collected_in == CollectedIn::kWire ? wire : local(); }
+  /// Of small gradients into the buffer, not made yet: on a GPU they are copied together. Made before anything reads the buffer, and at the
+  /// end of backward.
+  Copies arrived;
   /// Gradients of this rank wait in a buffer.
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
 

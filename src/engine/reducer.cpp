@@ -23,6 +23,9 @@ namespace {
 /// at most, each with its staging.
 constexpr std::size_t kLiveGradients = 2;
 
+/// Bytes of a gradient up to which a GPU takes less time to copy it than a host to launch that. Larger ones are copied, and freed, at once.
+constexpr std::int64_t kCopiedTogether = std::int64_t{4} << 20;
+
 memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
 
 }  // namespace
@@ -41,7 +44,10 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   auto& target = gradients.parameters[parameter];
   const auto& view = gradients.collected().views[parameter];
   if (target.seen) {
+    gradients.arrived.run();
     view.add_(gradient);
+  } else if (!view.is_cpu() && static_cast<std::int64_t>(view.nbytes()) <= kCopiedTogether) {
+    gradients.arrived.add(view, gradient);
   } else if (!copy_bytes(gradient, view)) {
     view.copy_(gradient);
   }
@@ -111,6 +117,7 @@ bool Reducer::reduced_on_departure(const GradientAccumulator& gradients, int n) 
 }
 
 void Reducer::finish() {
+  for (const auto& gradients : gradients_) gradients->arrived.run();
   // Units on the same ranks speak together.
   std::vector<std::vector<GradientAccumulator*>> neighbours;
   for (const auto& gradients : gradients_) {
@@ -157,6 +164,7 @@ void Reducer::report_nan() const {
 void Reducer::reduce(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   auto& buffer = gradients.collected();
+  gradients.arrived.run();
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     auto& parameter = gradients.parameters[i];
     if (unit.parameters[i].trainable && !parameter.seen) zero_bytes(buffer.views[i]);
@@ -446,6 +454,7 @@ void Reducer::release_unreduced(GradientAccumulator& gradients) {
   if (gradients.state != GradientState::kNone && gradients.collected_in == CollectedIn::kMain) {
     memory::detach(*gradients.local().storage.unsafeGetStorageImpl());
   }
+  gradients.arrived.clear();
   gradients.wire.release();
   if (gradients.own_local) gradients.own_local->release();
   gradients.staging.release();

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,11 +30,23 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def train(folder: Path, *options: object, fails: bool = False) -> str:
+def train(folder: Path, *options: object) -> str:
     command = [*COMMAND, *(str(option) for option in options)]
     done = subprocess.run(command, text=True, capture_output=True, cwd=folder)
-    assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
-    return done.stderr if fails else done.stdout
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def end_at_once(folder: Path, *options: object) -> str:
+    """What one rank says that trains nothing, or fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, COMMAND[-1], *(str(option) for option in options)]
+    done = subprocess.run(command, text=True, capture_output=True, cwd=folder, env={**os.environ, **rank})
+    assert "loss" not in done.stdout
+    return done.stdout + done.stderr
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -52,25 +65,25 @@ def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
     assert run.parent == tmp_path / "runs"
     assert {path.name for path in run.iterdir()} == {".lock", "config.json", "log.jsonl", "step-12"}
     assert [row["loss"] for row in rows(run) if "loss" in row] == pytest.approx(losses, abs=1e-4)
-    error = train(tmp_path, "--data", text, "--folder", run, fails=True)
+    error = end_at_once(tmp_path, "--data", text, "--folder", run)
     assert f"--folder {run} holds a run: go on with --resume" in error
     assert len(rows(run)) == 3
-    error = train(tmp_path, "--resume", text, fails=True)
+    error = end_at_once(tmp_path, "--resume", text)
     assert f"--resume {text} is not the folder of a run" in error
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path, text: Path) -> None:
-    common = ("--data", text, "--save-every", 30)
-    train(tmp_path, *common, "--steps", 60, "--folder", "whole")
-    command = [*COMMAND, *(str(word) for word in common), "--steps", "60", "--folder", "stopped"]
+    common = ("--data", text, "--save-every", 12)
+    train(tmp_path, *common, "--steps", 24, "--folder", "whole")
+    command = [*COMMAND, *(str(word) for word in common), "--steps", "24", "--folder", "stopped"]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
         log = tmp_path / "stopped" / "log.jsonl"
-        while process.poll() is None and not (log.exists() and '"step": 20' in log.read_text()):
+        while process.poll() is None and not (log.exists() and '"step": 1,' in log.read_text()):
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C: to torchrun and to its ranks
         output = process.communicate(timeout=120)[0]
     stopped_at = int(re.findall(r"ended by a signal after step (\d+); to go on: --resume stopped", output)[0])
-    assert 20 <= stopped_at < 60
+    assert 1 <= stopped_at < 24
     assert (tmp_path / "stopped" / f"step-{stopped_at}" / ".metadata").exists()
 
     # A run that is killed has logged steps that no checkpoint has, and half of a line.
@@ -81,24 +94,26 @@ def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path:
     assert found == [(row["step"], row["loss"]) for row in rows(tmp_path / "whole") if "loss" in row]
     assert rows(tmp_path / "stopped")[-1] == rows(tmp_path / "whole")[-1]
     names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert names == {".lock", "config.json", "log.jsonl", "step-30", "step-60"}
+    assert names == {".lock", "config.json", "log.jsonl", "step-12", "step-24"}
     # Two are kept, and what is given beside it counts: more steps.
-    assert "done: 62 steps" in train(tmp_path, "--resume", "whole", "--steps", 62)
+    assert "done: 26 steps" in train(tmp_path, "--resume", "whole", "--steps", 26)
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {
         ".lock",
         "config.json",
         "log.jsonl",
-        "step-60",
-        "step-62",
+        "step-24",
+        "step-26",
     }
 
     # Nothing changes where nothing is left, or a load fails, or another process trains there.
     config = tmp_path / "whole" / "config.json"
     before = config.read_text()
-    assert "nothing is left to train: whole has made 62 steps" in train(tmp_path, "--resume", "whole", "--steps", 61)
+    assert "nothing is left to train: whole has made 26 steps" in end_at_once(
+        tmp_path, "--resume", "whole", "--steps", 25
+    )
     with (tmp_path / "whole" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another training goes on in whole" in train(tmp_path, "--resume", "whole", "--steps", 70, fails=True)
-    (tmp_path / "whole" / "step-62" / ".metadata").write_bytes(b"")
-    train(tmp_path, "--resume", "whole", "--steps", 70, fails=True)
+        assert "another training goes on in whole" in end_at_once(tmp_path, "--resume", "whole", "--steps", 30)
+    (tmp_path / "whole" / "step-26" / ".metadata").write_bytes(b"")
+    assert "Error" in end_at_once(tmp_path, "--resume", "whole", "--steps", 30)
     assert config.read_text() == before
