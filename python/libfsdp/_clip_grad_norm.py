@@ -66,14 +66,14 @@ def clip_grad_norm_(
         gradients.append(_C.local_of(parameter.grad))
         of_it.append(gradients[-1])
     total = _norm(pieces, norm_type)
-    if error_if_nonfinite and not math.isfinite(total):
+    if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
             "To disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     device = gradients[0].device if gradients else torch.device("cpu")
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    norm = torch.tensor(total, dtype=dtype, device=device)
+    norm = total.to(device=device, dtype=dtype)
     if gradients:
         # torch's formula, in torch's precision.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -96,16 +96,25 @@ def _cut_of(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     return parameter.device_mesh, tuple(cut_dims(parameter))
 
 
-def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]], p: float) -> float:
+def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]], p: float) -> Tensor:
+    """On the device where gradients are, without waiting for it: in double precision, without dimensions."""
     sums = []
     for (mesh, cut), gradients in pieces.items():
         of_these = _C.power_sum(gradients, p)
         for dimension in cut:
             assert mesh is not None
             group = mesh.get_group(dimension)
-            mine = torch.tensor([of_these], dtype=torch.float64, device=device_of(mesh))
+            mine = of_these.reshape(1).to(device_of(mesh))
             every = mine.new_empty(dist.get_world_size(group))
             all_gather(every, mine, group=group)
-            of_these = _C.merge_power_sums(every.tolist(), p)
+            of_these = _merged(every, p)
         sums.append(of_these)
-    return _C.norm_of_power_sum(_C.merge_power_sums(sums, p), p)
+    device = next((one.device for one in sums if one.device.type != "cpu"), torch.device("cpu"))
+    total = _merged(torch.stack([one.to(device) for one in sums]), p) if sums else torch.zeros((), dtype=torch.float64)
+    return total if p in (1.0, math.inf) else total.sqrt() if p == 2.0 else total.pow(1 / p)
+
+
+def _merged(sums: Tensor, p: float) -> Tensor:
+    if sums.device.type != "cpu":
+        return sums.amax() if p == math.inf else sums.sum()
+    return sums.new_tensor(_C.merge_power_sums(sums.tolist(), p))  # In the order of the ranks.

@@ -221,7 +221,7 @@ class MuonStep {
 };
 
 /// The joint p-norm from sums of powers: of gradients, or of what ranks have sent.
-double power_sum(const std::vector<at::Tensor>& gradients, double p) {
+at::Tensor power_sum(const std::vector<at::Tensor>& gradients, double p) {
   const at::NoGradGuard no_grad;
   return optim::Norm(p, "clip_grad_norm_").of_pieces(gradients);
 }
@@ -249,7 +249,6 @@ void bind_optim(py::module_& module) {
       .def("apply", &MuonStep::apply, NoGil());
   module.def("power_sum", &power_sum, NoGil());
   module.def("merge_power_sums", &merge_power_sums);
-  module.def("norm_of_power_sum", [](double sum, double p) { return optim::Norm(p, "clip_grad_norm_").finish(sum); });
   module.def("local_of", [](const py::object& tensor) { return local_of(tensor); });
 }
 

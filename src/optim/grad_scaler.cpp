@@ -25,7 +25,8 @@ void validate(const GradScalerState& state) {
   require(state.growth_interval >= 1, "growth_interval must be at least 1", static_cast<double>(state.growth_interval));
 }
 
-/// True if all exponents have a zero bit. `Bits` is the unsigned integer of the format's size, `exponent` its exponent's mask.
+/// In memory of the host. True if all exponents have a zero bit. `Bits` is the unsigned integer of the format's size, `exponent` its
+/// exponent's mask.
 template <typename Bits>
 bool all_finite(const at::Tensor& tensor, Bits exponent) {
   const auto* data = static_cast<const Bits*>(tensor.const_data_ptr());
@@ -34,20 +35,30 @@ bool all_finite(const at::Tensor& tensor, Bits exponent) {
   return found == 0;
 }
 
-bool all_finite(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) {
-    switch (tensor.scalar_type()) {
-      case at::kFloat:
-        return all_finite<std::uint32_t>(tensor, 0x7F800000U);
-      case at::kBFloat16:
-        return all_finite<std::uint16_t>(tensor, 0x7F80U);
-      case at::kHalf:
-        return all_finite<std::uint16_t>(tensor, 0x7C00U);
-      default:
-        break;
+bool all_finite_on_host(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return all_finite<std::uint32_t>(tensor, 0x7F800000U);
+    case at::kBFloat16:
+      return all_finite<std::uint16_t>(tensor, 0x7F80U);
+    case at::kHalf:
+      return all_finite<std::uint16_t>(tensor, 0x7C00U);
+    default:
+      return tensor.isfinite().all().item<bool>();
+  }
+}
+
+/// The host waits once for what is on a device.
+bool all_finite(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> on_device;
+  for (const auto& tensor : tensors) {
+    if (!tensor.is_cpu()) {
+      on_device.push_back(tensor.isfinite().all());
+    } else if (!all_finite_on_host(tensor)) {
+      return false;
     }
   }
-  return tensor.isfinite().all().item<bool>();
+  return on_device.empty() || at::stack(on_device).all().item<bool>();
 }
 
 }  // namespace
@@ -78,13 +89,14 @@ GradScaler::Model* GradScaler::find(const std::shared_ptr<engine::Engine>& engin
 GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& engine) {
   const torch::NoGradGuard no_grad;
   engine->finish_gradient_sync();
-  bool finite = true;
+  std::vector<at::Tensor> pieces;
   for (const auto& unit : engine->units()) {
     if (!unit->main_gradient_valid) continue;
     for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      finite = finite && all_finite(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
+      pieces.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
     }
   }
+  const bool finite = all_finite(pieces);
   // The scale, negative where a gradient is not finite.
   const auto all = optim::exchange(*engine, at::full({1}, finite ? state_.scale : -state_.scale, at::kDouble), "infinite gradients");
   const auto scales = all.abs();

@@ -20,12 +20,23 @@ namespace {
 
 using optim::Norm;
 
+/// The values of tensors without dimensions, of fp64. The host waits once for those of a device.
+at::Tensor on_host(std::vector<at::Tensor> values) {
+  if (values.empty()) return at::empty({0}, at::kDouble);
+  const auto device = std::find_if(values.begin(), values.end(), [](const at::Tensor& value) { return !value.is_cpu(); });
+  if (device != values.end()) {
+    const auto where = device->device();
+    for (auto& value : values) value = value.to(where, /*non_blocking=*/true);
+  }
+  return at::stack(values).cpu();
+}
+
 /// The norms of those parameters that are `counted`: of their places in the sub-buffers that `buffers_of` gives, which may be none; the
 /// parameter is then left out.
 template <typename Counted, typename BuffersOf>
 std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& engine, const Norm& norm, const char* operation,
                                                           const Counted& counted, const BuffersOf& buffers_of) {
-  std::vector<double> mine;
+  std::vector<at::Tensor> mine;
   struct Entry {
     std::size_t position;
     std::string name;
@@ -40,13 +51,15 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
       const auto* buffers = buffers_of(*unit, i);
       const auto slice = unit->slice(i, unit->own_pieces());
       // Other ranks may have other experts, with gradients or without: all send as many values.
-      mine.push_back(buffers != nullptr && engine.speaks_for(parameter)
-                         ? norm.of_piece((*buffers)[slice.sub_buffer].narrow(0, slice.offset, slice.numel))
-                         : 0);
+      std::vector<at::Tensor> piece;
+      if (buffers != nullptr && engine.speaks_for(parameter)) {
+        piece.push_back((*buffers)[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
+      }
+      mine.push_back(norm.of_pieces(piece));
       norms.push_back({parameter.position, parameter.name, buffers != nullptr, 0});
     }
   }
-  const auto all = optim::exchange(engine, torch::tensor(mine, at::kDouble), operation);
+  const auto all = optim::exchange(engine, on_host(mine), operation);
   const auto* values = all.template const_data_ptr<double>();
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
     for (auto& entry : norms) entry.norm = norm.merge(entry.norm, *values++);
@@ -73,23 +86,23 @@ double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& op
   const torch::NoGradGuard no_grad;
   engine_->check_parameters();
   engine_->finish_gradient_sync();
-  std::vector<double> mine(1, 0);
+  std::vector<at::Tensor> mine;
   for (const auto& unit : engine_->units()) {
     if (!unit->main_gradient_valid) continue;
     // Each rank's own piece only, also where other ranks hold it, too: every element counts once, in the same sums for every strategy.
     if (!engine_->tensor_parallel().defined()) {
       for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-        mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_region(unit->main_gradient[k], unit->own_pieces())));
+        mine.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
       }
       continue;
     }
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       if (!unit->parameters[i].trainable || !engine_->speaks_for(unit->parameters[i])) continue;
       const auto slice = unit->slice(i, unit->own_pieces());
-      mine[0] = norm.merge(mine[0], norm.of_piece(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)));
+      mine.push_back(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
     }
   }
-  const auto all = optim::exchange(*engine_, torch::tensor(mine, at::kDouble), "gradient norm");
+  const auto all = optim::exchange(*engine_, norm.of_pieces(mine).cpu().view({1}), "gradient norm");
   double merged = 0;
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) merged = norm.merge(merged, all.const_data_ptr<double>()[rank]);
   const double total = norm.finish(merged);
@@ -99,8 +112,7 @@ double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& op
   const double factor = max_norm / (total + 1e-6);
   if (factor < 1 || !std::isfinite(total)) {
     for (const auto& unit : engine_->units()) {
-      if (!unit->main_gradient_valid) continue;
-      for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
+      if (unit->main_gradient_valid) at::_foreach_mul_(unit->main_gradient, factor);
     }
   }
   return total;

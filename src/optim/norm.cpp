@@ -65,19 +65,22 @@ double Norm::of_piece(const at::Tensor& piece) const {
   });
 }
 
-double Norm::of_pieces(const std::vector<at::Tensor>& pieces) const {
+at::Tensor Norm::of_pieces(const std::vector<at::Tensor>& pieces) const {
   double merged = 0;
-  std::vector<at::Tensor> elsewhere;
+  std::vector<at::Tensor> on_device;
   for (const auto& piece : pieces) {
     if (piece.is_cpu()) {
       merged = merge(merged, of_piece(piece.contiguous()));
     } else if (piece.numel() > 0) {
-      elsewhere.push_back(piece);
+      on_device.push_back(piece);
     }
   }
-  if (elsewhere.empty()) return merged;
-  const auto norms = at::stack(at::_foreach_norm(elsewhere, p_, at::kDouble));
-  return merge(merged, (std::isinf(p_) ? norms.max() : norms.pow(p_).sum()).item<double>());
+  if (on_device.empty()) return at::scalar_tensor(merged, at::kDouble);
+  auto norms = at::_foreach_norm(on_device, p_, at::kDouble);
+  if (!std::isinf(p_)) at::_foreach_pow_(norms, p_);
+  if (on_device.size() < pieces.size()) norms.push_back(at::scalar_tensor(merged, norms.front().options()));
+  const auto sums = at::stack(norms);
+  return std::isinf(p_) ? sums.max() : sums.sum();
 }
 
 double Norm::merge(double a, double b) const { return std::isinf(p_) ? larger(a, b) : add(a, b); }

@@ -18,7 +18,7 @@ ATTENTION = "fmha_"
 def main() -> None:
     tool = sys.argv[1]
     found = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which("compute-sanitizer")
-    before = () if SMALL or found is None else (found, "--tool", tool, "--target-processes", "all")
+    before: tuple[str, ...] = () if SMALL or found is None else (found, "--tool", tool, "--target-processes", "all")
     if tool == "memcheck" and before:
         before += ("--error-exitcode", "9")
     with rows.recorded(f"{tool} of train_gpt") as row, tempfile.TemporaryDirectory() as folder:
