@@ -44,7 +44,7 @@ struct GradientAccumulator {
   /// What this rank knows of one parameter's gradient.
   struct OfParameter {
     bool seen = false;         ///< It is in the buffer in which gradients are collected.
-    bool has_nan = false;      ///< It had NaN before a reduction of this backward.
+    at::Tensor has_nan;        ///< Whether it had NaN before a reduction of this backward: a flag on its device. Undefined: nobody looked.
     bool contributed = false;  ///< This rank had one since ranks last told each other.
     bool partial = false;      ///< Some rank had one that is not yet reduced over the outer dimension.
   };

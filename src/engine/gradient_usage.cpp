@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/on_host.h"
 #include "comm/ranks.h"
 #include "fsdp/error.h"
 
@@ -41,7 +42,7 @@ class BitReader {
 
 }  // namespace
 
-bool any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any().item<bool>(); }
+at::Tensor any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any(); }
 
 std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients) {
   // For each unit, has it unreduced gradients, and came its last gradient after the first departure, the second, ...; for each parameter,
@@ -82,19 +83,22 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
 
 void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank) {
   // This rank's number, then two values for each parameter: before its reduction, and after, in this rank's own piece of the result.
-  std::vector<std::int32_t> found{static_cast<std::int32_t>(rank)};
+  std::vector<at::Tensor> flags;
+  const auto none = at::scalar_tensor(false, at::kBool);
   for (const auto& of_unit : gradients) {
     const Unit& unit = of_unit->unit;
     for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-      found.push_back(std::exchange(of_unit->parameters[i].has_nan, false) ? 1 : 0);
+      const auto before = std::exchange(of_unit->parameters[i].has_nan, {});
+      flags.push_back(before.defined() ? before : none);
       const auto slice = unit.slice(i, unit.own_pieces());
       const bool reduced = unit.parameters[i].has_gradient && unit.main_gradient_valid && slice.numel > 0;
-      found.push_back(reduced && any_nan(unit.main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) ? 1 : 0);
+      flags.push_back(reduced ? any_nan(unit.main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) : none);
     }
   }
+  const auto found = at::cat({at::full({1}, rank, at::kInt), on_host(std::move(flags), at::kInt)});
   const Unit& first = gradients.front()->unit;
   const auto all = comm::Ranks({first.communicators.outer, first.communicators.reduce})
-                       .exchange(at::tensor(found, at::kInt), {.operation = "report of NaN", .unit = "(all)", .model = first.model});
+                       .exchange(found, {.operation = "report of NaN", .unit = "(all)", .model = first.model});
   if (!all.narrow(1, 1, all.size(1) - 1).any().item<bool>()) return;
   std::string text = "NaN in gradients of this backward:";
   const auto* values = all.const_data_ptr<std::int32_t>();
@@ -104,7 +108,7 @@ void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients,
       for (const char* when : {"before", "after"}) {
         std::string ranks;
         for (std::int64_t row = 0; row < all.size(0); ++row) {
-          const auto* of_rank = values + static_cast<std::size_t>(row) * found.size();
+          const auto* of_rank = values + row * found.numel();
           if (of_rank[column] != 0) ranks += (ranks.empty() ? "" : ", ") + std::to_string(of_rank[0]);
         }
         ++column;

@@ -22,7 +22,7 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
 /// if one had. Needs reductions to have ended. `rank`: this rank's number, for the message. Collective.
 void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank);
 
-/// True if an element is NaN.
-bool any_nan(const at::Tensor& tensor);
+/// Whether an element is NaN: a flag without dimensions, for which the host need not wait.
+at::Tensor any_nan(const at::Tensor& tensor);
 
 }  // namespace fsdp::engine

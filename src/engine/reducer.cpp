@@ -168,7 +168,10 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     auto& parameter = gradients.parameters[i];
     if (unit.parameters[i].trainable && !parameter.seen) zero_bytes(buffer.views[i]);
-    if (options_.report_nan && parameter.seen) parameter.has_nan = parameter.has_nan || any_nan(buffer.views[i]);
+    if (options_.report_nan && parameter.seen) {
+      const auto has_nan = any_nan(buffer.views[i]);
+      parameter.has_nan = parameter.has_nan.defined() ? parameter.has_nan.logical_or(has_nan) : has_nan;
+    }
     parameter.seen = false;
   }
   while (inner_under_way() >= kLiveGradients) complete_oldest_inner();  // for gradients that are collected in place, nothing has waited yet
@@ -484,7 +487,7 @@ void Reducer::drop() {
     gradients->reduced_buffer.release();
     for (auto& parameter : gradients->parameters) {
       parameter.seen = false;
-      parameter.has_nan = false;
+      parameter.has_nan.reset();
       parameter.contributed = false;
     }
   }

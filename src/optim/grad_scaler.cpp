@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/on_host.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -58,7 +59,7 @@ bool all_finite(const std::vector<at::Tensor>& tensors) {
       return false;
     }
   }
-  return on_device.empty() || at::stack(on_device).all().item<bool>();
+  return on_host(std::move(on_device), at::kBool).all().item<bool>();
 }
 
 }  // namespace

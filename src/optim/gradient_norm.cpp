@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/on_host.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -19,17 +20,6 @@ namespace fsdp {
 namespace {
 
 using optim::Norm;
-
-/// The values of tensors without dimensions, of fp64. The host waits once for those of a device.
-at::Tensor on_host(std::vector<at::Tensor> values) {
-  if (values.empty()) return at::empty({0}, at::kDouble);
-  const auto device = std::find_if(values.begin(), values.end(), [](const at::Tensor& value) { return !value.is_cpu(); });
-  if (device != values.end()) {
-    const auto where = device->device();
-    for (auto& value : values) value = value.to(where, /*non_blocking=*/true);
-  }
-  return at::stack(values).cpu();
-}
 
 /// The norms of those parameters that are `counted`: of their places in the sub-buffers that `buffers_of` gives, which may be none; the
 /// parameter is then left out.
@@ -59,7 +49,7 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
       norms.push_back({parameter.position, parameter.name, buffers != nullptr, 0});
     }
   }
-  const auto all = optim::exchange(engine, on_host(mine), operation);
+  const auto all = optim::exchange(engine, on_host(std::move(mine), at::kDouble), operation);
   const auto* values = all.template const_data_ptr<double>();
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
     for (auto& entry : norms) entry.norm = norm.merge(entry.norm, *values++);
