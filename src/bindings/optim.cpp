@@ -83,7 +83,7 @@ ToPrepare step_adam(const std::string& optimizer, const py::list& groups, const 
   for (std::size_t g = 0; g < walked.size(); ++g) {
     auto tensors = counted(walked[g]);
     if (grad_scale) tensors.grad_scale = *grad_scale;
-    for (const auto& count : tensors.steps) optim::count_step(count);
+    optim::count_step(tensors.steps);
     optim::step_adam(tensors, steps[g]);
   }
   return to_prepare;
@@ -147,11 +147,11 @@ ToPrepare step_adamw_8bit(const std::string& optimizer, const py::list& groups, 
   const at::NoGradGuard no_grad;
   for (std::size_t g = 0; g < steps.size(); ++g) {
     const auto in_full = counted(full[g]);
-    for (const auto& count : in_full.steps) optim::count_step(count);
+    optim::count_step(in_full.steps);
     optim::step_adam(in_full, steps[g]);
     const auto tensors = counted(quantized[g]);
     for (std::size_t i = 0; i < tensors.values.size(); ++i) {
-      optim::count_step(tensors.steps[i]);
+      optim::count_step({&tensors.steps[i], 1});
       if (tensors.values[i].numel() == 0) continue;
       optim::QuantizedPart part{tensors.values[i], tensors.gradients[i].contiguous(), {}};
       for (const auto& kind : tensors.states) part.state.push_back(kind[i]);

@@ -70,8 +70,10 @@ std::map<Place, Batch> batches_of(const StepTensors& tensors, In16Bits in_16_bit
       batch.steps.push_back(steps);
       continue;
     }
-    auto& shared = counts[{place, steps.item<double>()}];
-    if (!shared.defined()) shared = steps.to(value.device(), at::kFloat);
+    const auto count = steps.item<double>();
+    auto& shared = counts[{place, count}];
+    // Filled there: a copy to a device would make the host wait.
+    if (!shared.defined()) shared = at::full({}, count, value.options().dtype(at::kFloat));
     batch.steps.push_back(shared);
   }
   return batches;
@@ -111,13 +113,17 @@ void step_sgd(const StepTensors& tensors, const SGDStep& step) {
   run(tensors, kernel, In16Bits::kWidenedOnCpu);
 }
 
-void count_step(const at::Tensor& steps) {
-  if (steps.is_cpu() && steps.scalar_type() == at::kFloat) {
-    *steps.mutable_data_ptr<float>() += 1;  // without the dispatcher, for each of thousands of parameters
-    steps.unsafeGetTensorImpl()->bump_version();
-  } else {
-    steps.add_(1);
+void count_step(std::span<const at::Tensor> steps) {
+  std::vector<at::Tensor> others;
+  for (const auto& count : steps) {
+    if (count.is_cpu() && count.scalar_type() == at::kFloat) {
+      *count.mutable_data_ptr<float>() += 1;  // without the dispatcher, for each of thousands of parameters
+      count.unsafeGetTensorImpl()->bump_version();
+    } else {
+      others.push_back(count);
+    }
   }
+  if (!others.empty()) at::_foreach_add_(others, 1);
 }
 
 }  // namespace fsdp::optim

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <span>
 #include <vector>
 
 namespace fsdp::optim {
@@ -41,7 +42,7 @@ struct SGDStep {
 void step_adam(const StepTensors& tensors, const AdamStep& step);
 void step_sgd(const StepTensors& tensors, const SGDStep& step);
 
-/// One more update.
-void count_step(const at::Tensor& steps);
+/// One more update of each.
+void count_step(std::span<const at::Tensor> steps);
 
 }  // namespace fsdp::optim
