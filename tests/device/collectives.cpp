@@ -1,0 +1,337 @@
+#include "collectives.h"
+
+#include <ATen/ATen.h>
+
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "memory.h"
+#include "streams.h"
+#include "turns.h"
+
+namespace sim {
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// What one operation has sent and expects.
+struct Posted {
+  std::vector<WorkPtr> messages;
+  std::function<void()> deliver;  ///< Writes what has come to the device. Empty: nothing comes.
+};
+
+/// A collective before it is launched, or several that are launched as one.
+struct Operation {
+  std::string name;
+  std::vector<Range> ranges;
+  std::vector<at::Tensor> tensors;
+  std::vector<std::function<Posted()>> posts;
+};
+
+/// A collective that is under way. It holds itself until what comes has been written.
+class Transfer : public std::enable_shared_from_this<Transfer> {
+ public:
+  void begin(int device, std::vector<at::Tensor> tensors) {
+    self_ = shared_from_this();
+    tensors_ = std::move(tensors);
+    complete_at_synchronize(device, self_, [this] { complete(); });
+  }
+  void post(const std::vector<std::function<Posted()>>& posts) {
+    for (const auto& post : posts) posted_.push_back(post());
+  }
+  void set_turn(std::shared_ptr<Turn> turn) { turn_ = std::move(turn); }
+
+  void wait_for_messages() {
+    for (const Posted& posted : posted_) {
+      for (const WorkPtr& message : posted.messages) message->wait();
+    }
+  }
+  /// The first time, writes what has come.
+  void complete() {
+    const std::lock_guard lock(mutex_);
+    const auto self = std::exchange(self_, nullptr);
+    if (turn_) turn_->wait();
+    wait_for_messages();
+    for (const Posted& posted : std::exchange(posted_, {})) {
+      if (posted.deliver) posted.deliver();
+    }
+  }
+  /// As NCCL's backend keeps them from others, until a stream has waited.
+  void let_go_of_tensors() {
+    const std::lock_guard lock(mutex_);
+    tensors_.clear();
+  }
+  bool has_come() {
+    const std::lock_guard lock(mutex_);
+    for (const Posted& posted : posted_) {
+      for (const WorkPtr& message : posted.messages) {
+        if (!message->isCompleted()) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Posted> posted_;
+  std::vector<at::Tensor> tensors_;
+  std::shared_ptr<Turn> turn_;
+  std::shared_ptr<Transfer> self_;
+};
+
+class Work final : public c10d::Work {
+ public:
+  Work(int rank, c10d::OpType type, int device, Clock clock, std::shared_ptr<Transfer> transfer, bool host_waits)
+      : c10d::Work(rank, type), device_(device), clock_(std::move(clock)), transfer_(std::move(transfer)), host_waits_(host_waits) {}
+
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    transfer_->complete();
+    stream_waits(current_stream(device_), clock_);
+    transfer_->let_go_of_tensors();
+    if (host_waits_) host_waits(device_, clock_of(current_stream(device_)), "barrier");
+  }
+  bool isCompleted() override { return transfer_->has_come(); }
+  bool isSuccess() const override { return true; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    transfer_->complete();
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    auto future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{device(device_)});
+    future->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
+    return future;
+  }
+
+ private:
+  const int device_;
+  const Clock clock_;
+  const std::shared_ptr<Transfer> transfer_;
+  const bool host_waits_;
+};
+
+void check(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.device().type() == kType, "sim: a collective got a tensor of ", tensor.device());
+  TORCH_CHECK(tensor.is_contiguous(), "sim: a collective got a tensor that is not contiguous");
+}
+
+/// What a collective has read, flat.
+at::Tensor taken(const at::Tensor& tensor) { return on_cpu(tensor).reshape({-1}).clone(); }
+void put(const at::Tensor& to, const at::Tensor& values) { on_cpu(to).copy_(values.view(to.sizes())); }
+
+/// The rows of all ranks, added up in the ranks' order.
+at::Tensor reduced(const at::Tensor& rows, const c10d::ReduceOp& op) {
+  auto sum = rows[0].clone();
+  for (std::int64_t rank = 1; rank < rows.size(0); ++rank) {
+    if (op == c10d::ReduceOp::MAX) {
+      sum = at::maximum(sum, rows[rank]);
+    } else if (op == c10d::ReduceOp::MIN) {
+      sum = at::minimum(sum, rows[rank]);
+    } else if (op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG) {
+      sum.add_(rows[rank]);
+    } else {
+      TORCH_CHECK(false, "sim: collectives have sums, averages, maxima and minima");
+    }
+  }
+  return op == c10d::ReduceOp::AVG ? sum.div_(rows.size(0)) : sum;
+}
+
+class Collectives final : public c10d::Backend {
+ public:
+  Collectives(c10::intrusive_ptr<c10d::Backend> messages, CollectivesOptions options)
+      : Backend(messages->getRank(), messages->getSize()),
+        messages_(std::move(messages)),
+        options_(c10::make_intrusive<Options>("simccl")),
+        has_rendezvous_(options.in_turn != InTurn::kNo) {
+    if (options.in_turn == InTurn::kOfOneBackend) turns_ = std::make_shared<Turns>();
+    if (options.in_turn == InTurn::kOfAllBackends) turns_ = Turns::of_process();
+  }
+
+  const std::string getBackendName() const override { return "simccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return 0; }
+  void shutdown() override { messages_->shutdown(); }
+  void abort() override { messages_->abort(); }
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    TORCH_CHECK(!together_, "sim: a coalesced group begins within another");
+    together_.emplace();
+  }
+  WorkPtr endCoalescing() override {
+    TORCH_CHECK(together_, "sim: no coalesced group has begun");
+    Operation operation = *std::exchange(together_, {});
+    if (operation.posts.empty()) return nullptr;
+    operation.name = "coalesced" + operation.name;
+    return start(std::move(operation), c10d::OpType::COALESCED, /*async=*/true);
+  }
+
+  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
+    TORCH_CHECK(out.numel() == in.numel() * size_, "sim: sizes of an all-gather");
+    return add(
+        "all_gather", {in}, {out}, [this, in, out] { return gather(in, [out](const at::Tensor& all) { put(out, all); }); },
+        c10d::OpType::_ALLGATHER_BASE, options.asyncOp);
+  }
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outs, std::vector<at::Tensor>& ins,
+                    const c10d::AllgatherOptions& options) override {
+    const auto deliver = [outs = outs[0], size = size_](const at::Tensor& all) {
+      for (std::size_t rank = 0; rank < outs.size(); ++rank) put(outs[rank], all.view({size, -1})[static_cast<std::int64_t>(rank)]);
+    };
+    return add(
+        "all_gather", {ins[0]}, outs[0], [this, in = ins[0], deliver] { return gather(in, deliver); }, c10d::OpType::ALLGATHER,
+        options.asyncOp);
+  }
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+                                          const c10d::AllgatherOptions& options) override {
+    startCoalescing();
+    for (std::size_t k = 0; k < outs.size(); ++k) _allgather_base(outs[k], ins[k], options);
+    return endCoalescing();
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
+    TORCH_CHECK(in.numel() == out.numel() * size_, "sim: sizes of a reduce-scatter");
+    const auto deliver = [out, op = options.reduceOp, size = size_](const at::Tensor& all) { put(out, reduced(all.view({size, -1}), op)); };
+    return add(
+        "reduce_scatter", {in}, {out}, [this, in, deliver] { return exchange(in, deliver); }, c10d::OpType::_REDUCE_SCATTER_BASE,
+        options.asyncOp);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+                                          const c10d::ReduceScatterOptions& options) override {
+    startCoalescing();
+    for (std::size_t k = 0; k < outs.size(); ++k) _reduce_scatter_base(outs[k], ins[k], options);
+    return endCoalescing();
+  }
+  WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<std::int64_t>& outs, std::vector<std::int64_t>& ins,
+                        const c10d::AllToAllOptions& options) override {
+    TORCH_CHECK(outs.empty() && ins.empty(), "sim: an all-to-all has equal parts");
+    const auto deliver = [out](const at::Tensor& all) { put(out, all); };
+    return add(
+        "all_to_all", {in}, {out}, [this, in, deliver] { return exchange(in, deliver); }, c10d::OpType::ALLTOALL_BASE, options.asyncOp);
+  }
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+    const auto deliver = [tensor = tensors[0], op = options.reduceOp, size = size_](const at::Tensor& all) {
+      put(tensor, reduced(all.view({size, -1}), op));
+    };
+    return add(
+        "all_reduce", tensors, tensors, [this, in = tensors[0], deliver] { return gather(in, deliver); }, c10d::OpType::ALLREDUCE,
+        options.asyncOp);
+  }
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+    const bool is_root = options.rootRank == rank_;
+    const auto post = [this, tensor = tensors[0], options, is_root]() -> Posted {
+      std::vector<at::Tensor> values = {taken(tensor)};
+      auto work = messages_->broadcast(values, options);
+      if (is_root) return {{work}, {}};
+      return {{work}, [tensor, values] { put(tensor, values[0]); }};
+    };
+    const std::vector<at::Tensor> none;
+    return add("broadcast", is_root ? tensors : none, is_root ? none : tensors, post, c10d::OpType::BROADCAST, options.asyncOp);
+  }
+  // Messages between two ranks arrive in order; tags say nothing.
+  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int) override {
+    return add(
+        "send", tensors, {}, [this, tensor = tensors[0], peer] { return send_message(tensor, peer); }, c10d::OpType::SEND, true);
+  }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int) override {
+    return add(
+        "recv", {}, tensors, [this, tensor = tensors[0], peer] { return receive_message(tensor, peer); }, c10d::OpType::RECV, true);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    auto transfer = std::make_shared<Transfer>();
+    transfer->post({[&]() -> Posted { return {{messages_->barrier(options)}, {}}; }});
+    const int device = current_device();
+    return c10::make_intrusive<Work>(rank_, c10d::OpType::BARRIER, device, clock_of(current_stream(device)), transfer, /*host_waits=*/true);
+  }
+
+ private:
+  WorkPtr add(const char* name, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, std::function<Posted()> post,
+              c10d::OpType type, bool async) {
+    Operation alone;
+    Operation& operation = together_ ? *together_ : alone;
+    for (const bool write : {false, true}) {
+      for (const at::Tensor& tensor : write ? writes : reads) {
+        check(tensor);
+        add_ranges(operation.ranges, tensor, write);
+        operation.tensors.push_back(tensor);
+      }
+    }
+    operation.posts.push_back(std::move(post));
+    operation.name += together_ ? std::string(" ") + name : name;
+    return together_ ? nullptr : start(std::move(operation), type, async);
+  }
+
+  WorkPtr start(Operation operation, c10d::OpType type, bool async) {
+    const int device = operation.tensors.at(0).device().index();
+    const auto current = current_stream(device);
+    if (!stream_) stream_ = new_stream(device);
+    if (async) stream_waits(*stream_, clock_of(current));
+    const auto launched = launch(async ? *stream_ : current, "simccl::" + operation.name, operation.ranges, Counts::kAsCollective);
+    auto transfer = std::make_shared<Transfer>();
+    transfer->begin(device, std::move(operation.tensors));
+    if (turns_ == nullptr) {
+      transfer->post(operation.posts);
+    } else {
+      transfer->set_turn(turns_->queue([transfer = transfer.get(), posts = std::move(operation.posts)] {
+        transfer->post(posts);
+        transfer->wait_for_messages();
+      }));
+    }
+    auto work = c10::make_intrusive<Work>(rank_, type, device, launched.clock, transfer, /*host_waits=*/false);
+    if (!async) work->synchronize();
+    return work;
+  }
+
+  Posted gather(const at::Tensor& in, const std::function<void(const at::Tensor&)>& deliver) {
+    auto own = taken(in);
+    auto all = at::empty({size_ * own.numel()}, own.options());
+    return {{messages_->_allgather_base(all, own)}, [all, deliver] { deliver(all); }};
+  }
+  Posted exchange(const at::Tensor& in, const std::function<void(const at::Tensor&)>& deliver) {
+    auto own = taken(in);
+    auto all = at::empty_like(own);
+    std::vector<std::int64_t> equal_parts;
+    return {{messages_->alltoall_base(all, own, equal_parts, equal_parts)}, [all, deliver] { deliver(all); }};
+  }
+
+  // Two tags for each message: the second one's is for the receiver's answer that it is there.
+  Posted send_message(const at::Tensor& tensor, int peer) {
+    const int tag = 2 * sent_[peer]++;
+    std::vector<at::Tensor> values = {taken(tensor)};
+    Posted posted{{messages_->send(values, peer, tag)}, {}};
+    std::vector<at::Tensor> answer = {at::zeros({1})};
+    if (has_rendezvous_) posted.messages.push_back(messages_->recv(answer, peer, tag + 1));
+    return posted;
+  }
+  Posted receive_message(const at::Tensor& tensor, int peer) {
+    const int tag = 2 * received_[peer]++;
+    std::vector<at::Tensor> values = {at::empty({tensor.numel()}, tensor.options().device(at::kCPU))};
+    Posted posted{{messages_->recv(values, peer, tag)}, [tensor, values] { put(tensor, values[0]); }};
+    std::vector<at::Tensor> answer = {at::zeros({1})};
+    if (has_rendezvous_) posted.messages.push_back(messages_->send(answer, peer, tag + 1));
+    return posted;
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> messages_;
+  const c10::intrusive_ptr<Options> options_;
+  const bool has_rendezvous_;
+  std::shared_ptr<Turns> turns_;        // null: nobody waits for one
+  std::optional<c10::Stream> stream_;   // One for all collectives, as of an NCCL communicator. The first makes it, on its device.
+  std::optional<Operation> together_;   // between startCoalescing() and endCoalescing()
+  std::map<int, int> sent_, received_;  // how many messages, by peer
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> messages, CollectivesOptions options) {
+  return c10::make_intrusive<Collectives>(std::move(messages), options);
+}
+
+}  // namespace sim
