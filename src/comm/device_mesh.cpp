@@ -96,12 +96,13 @@ comm::Row neighbours_in(const comm::Row& row, std::int64_t neighbours) {
 
 c10::Device local_device(const std::string& device_type, const comm::World& world, bool share_gpus) {
   if (device_type == "cpu") return c10::Device(c10::kCPU);
-  if (device_type != "cuda") throw Error("device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");
-  if (!comm::has_nccl()) {
+  const auto type = comm::device_type_of(device_type);
+  if (!type && device_type == "cuda") {
     throw Error("device type \"cuda\" needs NCCL, which this build of libfsdp does not have; configure it with -DFSDP_CUDA=ON");
   }
-  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
-  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(comm::gpu_of(world, guard.deviceCount(), share_gpus)));
+  if (!type) throw Error("device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");
+  const c10::impl::VirtualGuardImpl guard(*type);
+  const c10::Device device(*type, static_cast<c10::DeviceIndex>(comm::gpu_of(world, guard.deviceCount(), share_gpus)));
   guard.setDevice(device);
   return device;
 }
@@ -151,8 +152,8 @@ std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvo
     return make_native_communicator(row, std::move(backend), std::move(gloo), comm::Group::Ends::kElsewhere);
   }
   if (device.is_cpu()) return make_cpu_communicator(row, std::move(gloo), options);
-  auto nccl = rendezvous.nccl_group(row, name + "nccl", device);
-  return make_native_communicator(row, std::move(nccl), std::move(gloo), comm::Group::Ends::kWithGroup);
+  auto backend = rendezvous.device_group(row, name + "device", device);
+  return make_native_communicator(row, std::move(backend), std::move(gloo), comm::Group::Ends::kWithGroup);
 }
 
 // Meshes are made in the same order on all ranks, so that the number of one is a name that all know.

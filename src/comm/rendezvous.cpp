@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -88,6 +89,28 @@ std::shared_ptr<gloo::transport::Device> make_gloo_device(const World& world) {
   return Gloo::createDefaultDevice();
 }
 
+#ifdef USE_C10D_NCCL
+c10::intrusive_ptr<c10d::Backend> make_nccl_group(const DeviceGroupOptions& group) {
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = watchdog_timeout(group.timeout);
+  options->group_name = group.name;  // For NCCL's logs and flight records, as the next one.
+  options->global_ranks_in_group.assign(group.row.global_ranks.begin(), group.row.global_ranks.end());
+  auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(group.store, group.row.rank, group.row.size(), options);
+  backend->setBoundDeviceId(group.device);
+  return backend;
+}
+#endif
+
+/// Before meshes are made, by one thread.
+std::map<c10::DeviceType, MakeDeviceGroup>& device_groups() {
+  static std::map<c10::DeviceType, MakeDeviceGroup> known = {
+#ifdef USE_C10D_NCCL
+      {c10::kCUDA, &make_nccl_group},
+#endif
+  };
+  return known;
+}
+
 }  // namespace
 
 std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout) {
@@ -131,30 +154,19 @@ c10::intrusive_ptr<c10d::Backend> Rendezvous::gloo_group(const Row& row, const s
   });
 }
 
-#ifdef USE_C10D_NCCL
-
-bool has_nccl() { return true; }
-
-c10::intrusive_ptr<c10d::Backend> Rendezvous::nccl_group(const Row& row, const std::string& name, c10::Device device) {
+c10::intrusive_ptr<c10d::Backend> Rendezvous::device_group(const Row& row, const std::string& name, c10::Device device) {
   return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
-    auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = watchdog_timeout(timeout_);
-    options->group_name = name;  // For NCCL's logs and flight records, as the next one.
-    options->global_ranks_in_group.assign(row.global_ranks.begin(), row.global_ranks.end());
-    auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, row.rank, row.size(), options);
-    backend->setBoundDeviceId(device);
-    return backend;
+    return device_groups().at(device.type())({.store = store, .row = row, .name = name, .device = device, .timeout = timeout_});
   });
 }
 
-#else
+void register_device_groups(c10::DeviceType type, MakeDeviceGroup make) { device_groups()[type] = std::move(make); }
 
-bool has_nccl() { return false; }
-
-c10::intrusive_ptr<c10d::Backend> Rendezvous::nccl_group(const Row&, const std::string&, c10::Device) {
-  throw Error("this build of libfsdp has no NCCL; configure it with -DFSDP_CUDA=ON and a CUDA build of torch");
+std::optional<c10::DeviceType> device_type_of(const std::string& name) {
+  for (const auto& [type, make] : device_groups()) {
+    if (c10::DeviceTypeName(type, /*lower_case=*/true) == name) return type;
+  }
+  return {};
 }
-
-#endif
 
 }  // namespace fsdp::comm

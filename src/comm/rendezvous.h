@@ -1,7 +1,9 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -27,7 +29,8 @@ class Rendezvous {
 
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
-  c10::intrusive_ptr<c10d::Backend> nccl_group(const Row& row, const std::string& name, c10::Device device);
+  /// The same, of whoever moves tensors of this device: see register_device_groups().
+  c10::intrusive_ptr<c10d::Backend> device_group(const Row& row, const std::string& name, c10::Device device);
 
  private:
   template <typename Make>
@@ -43,7 +46,19 @@ class Rendezvous {
 /// waits for a message meets the peer that is missing first, and can say which one it is.
 std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout);
 
-/// True if this build has NCCL.
-bool has_nccl();
+/// A row's group for one device; `name` is for logs.
+struct DeviceGroupOptions {
+  c10::intrusive_ptr<c10d::Store> store;
+  const Row& row;
+  std::string name;
+  c10::Device device;
+  std::chrono::milliseconds timeout;
+};
+using MakeDeviceGroup = std::function<c10::intrusive_ptr<c10d::Backend>(const DeviceGroupOptions& options)>;
+
+/// Who moves tensors of this type of device; its collectives make streams wait, not the host. A build with NCCL registers it for CUDA.
+void register_device_groups(c10::DeviceType type, MakeDeviceGroup make);
+/// The type of this name ("cuda"), if it is known who moves its tensors.
+std::optional<c10::DeviceType> device_type_of(const std::string& name);
 
 }  // namespace fsdp::comm

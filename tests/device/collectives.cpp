@@ -127,21 +127,23 @@ void check(const at::Tensor& tensor) {
 at::Tensor taken(const at::Tensor& tensor) { return on_cpu(tensor).reshape({-1}).clone(); }
 void put(const at::Tensor& to, const at::Tensor& values) { on_cpu(to).copy_(values.view(to.sizes())); }
 
-/// The rows of all ranks, added up in the ranks' order.
+at::Tensor reduced(const at::Tensor& a, const at::Tensor& b, const c10d::ReduceOp& op) {
+  if (op == c10d::ReduceOp::MAX) return at::maximum(a, b);
+  if (op == c10d::ReduceOp::MIN) return at::minimum(a, b);
+  TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, "sim: collectives have sums, averages, maxima and minima");
+  return a + b;
+}
+
+/// The rows of all ranks as one. Neighbours in pairs, again and again: NCCL's order is nobody's, and this one is libfsdp's.
 at::Tensor reduced(const at::Tensor& rows, const c10d::ReduceOp& op) {
-  auto sum = rows[0].clone();
-  for (std::int64_t rank = 1; rank < rows.size(0); ++rank) {
-    if (op == c10d::ReduceOp::MAX) {
-      sum = at::maximum(sum, rows[rank]);
-    } else if (op == c10d::ReduceOp::MIN) {
-      sum = at::minimum(sum, rows[rank]);
-    } else if (op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG) {
-      sum.add_(rows[rank]);
-    } else {
-      TORCH_CHECK(false, "sim: collectives have sums, averages, maxima and minima");
-    }
+  auto terms = rows.unbind(0);
+  while (terms.size() > 1) {
+    std::vector<at::Tensor> pairs;
+    for (std::size_t k = 0; k < terms.size(); k += 2)
+      pairs.push_back(k + 1 < terms.size() ? reduced(terms[k], terms[k + 1], op) : terms[k]);
+    terms = std::move(pairs);
   }
-  return op == c10d::ReduceOp::AVG ? sum.div_(rows.size(0)) : sum;
+  return op == c10d::ReduceOp::AVG ? terms[0] / rows.size(0) : terms[0];
 }
 
 class Collectives final : public c10d::Backend {
