@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from libfsdp import _C
 from libfsdp._collectives import Collectives
@@ -59,6 +60,13 @@ class ShardingMesh:
     @property
     def shard_rank(self) -> int:
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
+
+    @property
+    def gives_memory(self) -> bool:
+        """A backend of its groups has an allocator for buffers of collectives, as NCCL's has."""
+        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
+        backends = [group._get_backend(self.device) for group in groups if type(group) is dist.ProcessGroup]
+        return any(backend.supports_tensor_alloc(self.device) for backend in backends)
 
     def piece(self, *, replicated: bool, outer_sharded: bool) -> tuple[int, int]:
         """How many pieces a parameter is cut into, and which is this rank's. The inner dimension cuts first."""
@@ -226,10 +234,10 @@ def _make(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> 
     groups = [row.group for row in rows if row.group is not None]
     if mesh.device_type == "cpu" and all(is_of(group, "ProcessGroupGloo", mesh) for group in groups):
         return _over_store(mesh, rows, shards, world)
-    if mesh.device_type == "cuda" and all(is_of(group, "ProcessGroupNCCL", mesh) for group in groups):
-        return _over_backends(mesh, rows, shards, world)
     if all(is_of(group, "FakeProcessGroup", mesh) for group in groups):
         return _over_python(mesh, rows, shards, _C.make_fake_mesh)
+    if all(_launches_collectives(group, mesh) for group in groups):
+        return _over_backends(mesh, rows, shards, world)
     return _over_python(mesh, rows, shards)
 
 
@@ -240,6 +248,17 @@ def is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
     return isinstance(
         group._get_backend(torch.device(mesh.device_type)), getattr(torch._C._distributed_c10d, backend, ())
     )
+
+
+def _launches_collectives(group: dist.ProcessGroup, mesh: DeviceMesh) -> bool:
+    """The group's backend launches several operations at once, as NCCL's does, for which streams wait and not the host. It is C++."""
+    if type(group) is not dist.ProcessGroup or mesh.device_type == "cpu":
+        return False
+    backend = group._get_backend(torch.device(mesh.device_type))
+    return type(backend).__module__ in _TORCHS_OWN and bool(backend.supports_coalescing)
+
+
+_TORCHS_OWN = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")  # classes of C++
 
 
 def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
@@ -273,7 +292,7 @@ def _over_store(
     store = dist.distributed_c10d._get_default_store()
     prefix = f"libfsdp/{name}/{world.count[name]}"
     timeouts = [timeout_of(row.group, device_of(mesh)) for row in rows if row.group is not None]
-    timeout = min(seconds for seconds in timeouts if seconds is not None)
+    timeout = min((seconds for seconds in timeouts if seconds is not None), default=default_pg_timeout.total_seconds())
     if backend_of is not None:
         # Before the backend's watchdog ends the process: messages name the rank that is late.
         timeout -= min(timeout / 10, 60.0)

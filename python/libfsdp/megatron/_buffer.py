@@ -90,14 +90,14 @@ class ParamAndGradBuffer:
     def manual_buffer_registration(self) -> None:
         """Registers the buffers of collectives with NCCL, where that was asked for and they have not been."""
         if not self._model.ddp_config.nccl_ub or not self.register():
-            tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and CUDA")
+            tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and NCCL")
 
     def register(self) -> bool:
         """Buffers of collectives come from the process groups' own allocators from now on; False: they have none."""
-        on_cuda = [state for state in self._states if state.mesh.device.type == "cuda"]
-        for state in on_cuda:
+        given = [state for state in self._states if state.mesh.gives_memory]
+        for state in given:
             use_memory_of_group(state, enable=True)
-        return bool(on_cuda)
+        return bool(given)
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """As the model's."""

@@ -48,8 +48,8 @@ class FSDPDistributedIndex:
         Raises:
             ValueError: if a dimension is none of the mesh's, or a group is missing or has other ranks.
         """
-        device_mesh = on_host_without_cuda(device_mesh)
-        expt_device_mesh = None if expt_device_mesh is None else on_host_without_cuda(expt_device_mesh)
+        device_mesh = on_host_without_device(device_mesh)
+        expt_device_mesh = None if expt_device_mesh is None else on_host_without_device(expt_device_mesh)
         self.device_mesh = device_mesh
         self.dp_shard_dim = dp_shard_dim
         self.dp_outer_dim = dp_outer_dim
@@ -160,9 +160,9 @@ class FSDPDistributedIndex:
         return None if found is None else found.get_group()
 
 
-def on_host_without_cuda(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of CUDA devices, as Megatron-Core's adapter makes it from its groups on any machine, is one of CPUs where there is no CUDA."""
-    if mesh.device_type != "cuda" or torch.cuda.is_available():
+def on_host_without_device(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of devices that are not there is one of CPUs. Megatron-Core's adapter makes meshes of CUDA devices on any machine."""
+    if torch.get_device_module(mesh.device_type).is_available():
         return mesh
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)

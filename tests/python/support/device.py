@@ -1,7 +1,11 @@
-"""Where tests train: on the CPU, or on what FSDP_TEST_DEVICE names. Ranks share a GPU where there are fewer of them."""
+"""Where tests train: on the CPU, or on what FSDP_TEST_DEVICE names. Ranks share a GPU where there are fewer of them.
+
+"sim" is the simulated device of tests/device, which needs the build's tests/device on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -10,7 +14,9 @@ import torch.distributed as dist
 
 TYPE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 # NCCL refuses two ranks on one GPU; "gloo" moves CUDA tensors, too.
-BACKEND = os.environ.get("FSDP_TEST_BACKEND", "gloo" if TYPE == "cpu" else "nccl")
+BACKEND = os.environ.get("FSDP_TEST_BACKEND", {"cpu": "gloo", "sim": "simccl"}.get(TYPE, "nccl"))
+if TYPE == "sim":
+    importlib.import_module("sim_device")
 
 
 def of_rank(rank: int) -> torch.device:

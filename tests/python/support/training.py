@@ -205,7 +205,8 @@ class Replica:
     def update(self, gradients: Gradients) -> None:
         """The optimizer's step with these gradients."""
         for name, parameter in self.parameters().items():
-            parameter.grad = gradients[name]
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
