@@ -88,8 +88,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
 class Work final : public c10d::Work {
  public:
-  Work(int rank, c10d::OpType type, int device, Clock clock, std::shared_ptr<Transfer> transfer, bool host_waits)
-      : c10d::Work(rank, type), device_(device), clock_(std::move(clock)), transfer_(std::move(transfer)), host_waits_(host_waits) {}
+  Work(int rank, c10d::OpType type, int device, Point end, std::shared_ptr<Transfer> transfer, bool host_waits)
+      : c10d::Work(rank, type), device_(device), end_(std::move(end)), transfer_(std::move(transfer)), host_waits_(host_waits) {}
 
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -97,7 +97,7 @@ class Work final : public c10d::Work {
   }
   void synchronize() override {
     transfer_->complete();
-    stream_waits(current_stream(device_), clock_);
+    stream_waits(current_stream(device_), end_);
     transfer_->let_go_of_tensors();
     if (host_waits_) host_waits(device_, clock_of(current_stream(device_)), "barrier");
   }
@@ -113,7 +113,7 @@ class Work final : public c10d::Work {
 
  private:
   const int device_;
-  const Clock clock_;
+  const Point end_;
   const std::shared_ptr<Transfer> transfer_;
   const bool host_waits_;
 };
@@ -156,6 +156,12 @@ class Collectives final : public c10d::Backend {
     if (options.in_turn == InTurn::kOfOneBackend) turns_ = std::make_shared<Turns>();
     if (options.in_turn == InTurn::kOfAllBackends) turns_ = Turns::of_process();
   }
+  /// Turns use this, also those whose end nobody waits for because an earlier one has failed.
+  ~Collectives() override {
+    if (last_turn_) last_turn_->wait_until_over();
+  }
+  Collectives(const Collectives&) = delete;
+  Collectives& operator=(const Collectives&) = delete;
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -250,7 +256,7 @@ class Collectives final : public c10d::Backend {
     auto transfer = std::make_shared<Transfer>();
     transfer->post({[&]() -> Posted { return {{messages_->barrier(options)}, {}}; }});
     const int device = current_device();
-    return c10::make_intrusive<Work>(rank_, c10d::OpType::BARRIER, device, clock_of(current_stream(device)), transfer, /*host_waits=*/true);
+    return c10::make_intrusive<Work>(rank_, c10d::OpType::BARRIER, device, point_of(current_stream(device)), transfer, /*host_waits=*/true);
   }
 
  private:
@@ -274,19 +280,22 @@ class Collectives final : public c10d::Backend {
     const int device = operation.tensors.at(0).device().index();
     const auto current = current_stream(device);
     if (!stream_) stream_ = new_stream(device);
-    if (async) stream_waits(*stream_, clock_of(current));
+    if (async) stream_waits(*stream_, point_of(current));
     const auto launched = launch(async ? *stream_ : current, "simccl::" + operation.name, operation.ranges, Counts::kAsCollective);
     auto transfer = std::make_shared<Transfer>();
     transfer->begin(device, std::move(operation.tensors));
     if (turns_ == nullptr) {
       transfer->post(operation.posts);
     } else {
-      transfer->set_turn(turns_->queue([transfer = transfer.get(), posts = std::move(operation.posts)] {
+      // The transfer exists until its turn is over, and so does this: see the destructor.
+      last_turn_ = turns_->queue([transfer = transfer.get(), posts = std::move(operation.posts)] {
         transfer->post(posts);
         transfer->wait_for_messages();
-      }));
+      });
+      transfer->set_turn(last_turn_);
     }
-    auto work = c10::make_intrusive<Work>(rank_, type, device, launched.clock, transfer, /*host_waits=*/false);
+    Point end{.clock = launched.clock, .capture = capture_of(async ? *stream_ : current)};
+    auto work = c10::make_intrusive<Work>(rank_, type, device, std::move(end), transfer, /*host_waits=*/false);
     if (!async) work->synchronize();
     return work;
   }
@@ -325,6 +334,7 @@ class Collectives final : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   const bool has_rendezvous_;
   std::shared_ptr<Turns> turns_;        // null: nobody waits for one
+  std::shared_ptr<Turn> last_turn_;     // of this backend's
   std::optional<c10::Stream> stream_;   // One for all collectives, as of an NCCL communicator. The first makes it, on its device.
   std::optional<Operation> together_;   // between startCoalescing() and endCoalescing()
   std::map<int, int> sent_, received_;  // how many messages, by peer

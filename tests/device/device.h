@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +17,7 @@
 //
 //   streams.h     clocks of streams; launch() checks and notes what a kernel reads and writes
 //   host_clock.h  clocks of threads
+//   capture.h     which streams take part in the capture of a graph
 //   memory.h      a caching allocator by CUDA's rules, on addresses that the host cannot touch; pinned.h: pinned memory
 //   operators.cpp, fallback.cpp    ATen's operators
 //   collectives.h                  a c10d backend by NCCL's rules
@@ -33,6 +35,12 @@ void set_options(const Options& options);
 /// What is wrong, since the last call. Reports are collected, not thrown, because memory is freed in destructors. With SIM_TRACE=N in the
 /// environment, the operation of number N (a report names numbers) shows its stack: runs are alike.
 std::vector<std::string> take_reports();
+
+/// Captures what comes on the stream as a graph. Kernels run at once all the same; what CUDA refuses is a report. A stream that waits for
+/// what was put on a captured one takes part until the end, when the first one has to be behind all of them. Until then they wait for
+/// nothing that was recorded outside, and the host does not wait for the device. The end is as if the graph had been run and waited for.
+void begin_capture(c10::Stream stream);
+void end_capture(c10::Stream stream);
 
 /// Runs before the host waits, in the waiting thread, with the reason as Stats names it. Empty: nothing does.
 void before_host_wait(std::function<void(const std::string& reason)> hook);

@@ -2,6 +2,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <utility>
@@ -174,15 +175,52 @@ class Call {
   bool has_boolean_index_ = false;
 };
 
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(); }
+bool is_of_lists(const std::string& name) { return name.starts_with("aten::_foreach_"); }
+
+bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return false;
+  for (std::int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+/// CUDA has one kernel for lists of tensors of one dtype, that are dense and lie alike. Of a copy, both lists may have a dtype each.
+bool is_one_kernel_of_lists(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  std::vector<std::vector<at::Tensor>> lists;
+  for (std::size_t k = stack.size() - schema.arguments().size(); k < stack.size(); ++k) {
+    if (stack[k].isTensorList()) lists.push_back(stack[k].toTensorVector());
+  }
+  const bool copies = schema.name() == "aten::_foreach_copy_";
+  return std::all_of(lists.begin(), lists.end(), [&](const std::vector<at::Tensor>& list) {
+    if (list.size() != lists[0].size() || list.empty()) return false;
+    const at::Tensor& like = copies ? list[0] : lists[0][0];
+    for (std::size_t k = 0; k < list.size(); ++k) {
+      const at::Tensor& tensor = list[k];
+      const bool fits = tensor.device() == lists[0][0].device() && tensor.scalar_type() == like.scalar_type() &&
+                        tensor.is_non_overlapping_and_dense() && lie_alike(tensor, lists[0][k]);
+      if (!fits) return false;
+    }
+    return true;
+  });
+}
+
+/// For other lists torch calls the operator of one tensor again and again, as for CUDA.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (is_of_lists(op.schema().name()) && !is_one_kernel_of_lists(op.schema(), *stack)) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+  } else {
+    Call(op, *stack).run();
+  }
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 /// Composite kernels come before a fallback. Whatever has a kernel for the CPU gets it here, too, and so do operators for which a GPU has
 /// one kernel and the CPU many.
 bool is_one_kernel(const c10::OperatorHandle& op, const std::string& name) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || name.starts_with("aten::_foreach_") ||
-         name == "aten::split_with_sizes_copy" || name == "aten::_chunk_cat";
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || is_of_lists(name) || name == "aten::split_with_sizes_copy" ||
+         name == "aten::_chunk_cat";
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

@@ -122,14 +122,13 @@ void free_memory(void* data) {
   stats_of(device).allocated -= static_cast<std::int64_t>(block->second.bytes);
   const c10::Stream stream(c10::Stream::UNSAFE, sim::device(device), block->second.stream);
   const Clock known = clock_of(stream);
+  Clock recorded;  // Each of those streams has an event now, also behind what it has waited for.
+  for (const auto id : block->second.recorded) recorded.join(clock_of(c10::Stream(c10::Stream::UNSAFE, sim::device(device), id)));
   bool told = false;
   accesses().for_each(block->first, block->first + block->second.bytes, [&](const Access& access) {
     if (known.knows(access)) return;
-    for (const auto id : block->second.recorded) {
-      const c10::Stream recorded(c10::Stream::UNSAFE, sim::device(device), id);
-      if (agent_of(recorded) != access.agent) continue;
-      if (!block->second.until) block->second.until.emplace();
-      block->second.until->join(clock_of(recorded));
+    if (recorded.knows(access)) {
+      block->second.until = recorded;
       return;
     }
     if (options().judge_at_reuse || std::exchange(told, true)) return;

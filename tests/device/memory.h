@@ -20,7 +20,7 @@ void* behind(const void* device_address);
 at::Tensor on_cpu(const at::Tensor& tensor);
 
 /// A caching allocator by the rules of CUDA's. A block belongs to the current stream of its allocation, which may use it again as soon as
-/// it is freed. So when it is freed, all accesses must be known to that stream or the freeing thread, or be on streams that recordStream()
+/// it is freed. So when it is freed, all accesses must be known to that stream or the freeing thread, or to streams that recordStream()
 /// has named, whose end the block then waits for. Memory has bytes of 0xFF when it is allocated and after it is freed.
 class Allocator : public c10::DeviceAllocator {
  public:

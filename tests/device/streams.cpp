@@ -143,9 +143,15 @@ Launched launch(c10::Stream stream, const std::string& name, std::span<const Ran
   return launched;
 }
 
-void stream_waits(c10::Stream stream, const Clock& clock) {
+Point point_of(c10::Stream stream) {
   const Lock lock;
-  state().streams[agent_of(stream)].join(clock);
+  return {.clock = clock_of(stream), .capture = capture_of(stream)};
+}
+
+void stream_waits(c10::Stream stream, const Point& point) {
+  const Lock lock;
+  wait_within_capture(stream, point.capture);
+  state().streams[agent_of(stream)].join(point.clock);
   ++stats_of(stream.device_index()).stream_waits;
 }
 
@@ -153,6 +159,7 @@ void host_waits(int device, const Clock& clock, const std::string& reason) {
   std::function<void(const std::string&)> hook;
   {
     const Lock lock;
+    wait_beside_captures(device, reason);
     hook = state().before_host_wait;
     ++stats_of(device).host_waits[reason];
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "access_map.h"
+#include "capture.h"
 #include "clock.h"
 #include "device.h"
 
@@ -37,7 +38,13 @@ struct Launched {
 };
 /// Notes an operation on the stream, and reports what it is not ordered behind. Before it runs: what it would read may be wrong.
 Launched launch(c10::Stream stream, const std::string& name, std::span<const Range> ranges, Counts counts = Counts::kAsKernel);
-void stream_waits(c10::Stream stream, const Clock& clock);
+/// A point in the stream's work, that others can wait for.
+struct Point {
+  Clock clock;
+  CaptureId capture = 0;
+};
+Point point_of(c10::Stream stream);
+void stream_waits(c10::Stream stream, const Point& point);
 /// The host waits, in this thread. What copies have put into pinned memory arrives.
 void host_waits(int device, const Clock& clock, const std::string& reason);
 /// The host has found that something is over, without waiting.

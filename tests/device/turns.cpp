@@ -4,23 +4,29 @@
 
 namespace sim {
 
-void Turn::wait() {
+void Turn::wait_until_over() {
   std::unique_lock lock(mutex_);
   over_.wait(lock, [this] { return is_over_; });
+}
+
+void Turn::wait() {
+  wait_until_over();
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void Turn::take() {
-  std::exception_ptr failure;
-  try {
-    work_();
-  } catch (...) {
-    failure = std::current_exception();
+std::exception_ptr Turn::take(std::exception_ptr failure) {
+  if (!failure) {
+    try {
+      work_();
+    } catch (...) {
+      failure = std::current_exception();
+    }
   }
   const std::lock_guard lock(mutex_);
   failure_ = failure;
   is_over_ = true;
   over_.notify_all();
+  return failure;
 }
 
 Turns::Turns() : thread_([this] { run(); }) {}
@@ -51,6 +57,7 @@ std::shared_ptr<Turn> Turns::queue(std::function<void()> work) {
 
 /// What is queued is done before the end.
 void Turns::run() {
+  std::exception_ptr failure;
   while (true) {
     std::shared_ptr<Turn> turn;
     {
@@ -60,7 +67,7 @@ void Turns::run() {
       turn = std::move(queue_.front());
       queue_.pop_front();
     }
-    turn->take();
+    failure = turn->take(failure);
   }
 }
 

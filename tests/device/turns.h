@@ -14,9 +14,11 @@ namespace sim {
 class Turn {
  public:
   explicit Turn(std::function<void()> work) : work_(std::move(work)) {}
-  /// Until it is over. Throws what the work threw.
+  /// Until it is over. wait() throws what it, or one before it, threw.
   void wait();
-  void take();
+  void wait_until_over();
+  /// Does the work, unless one before it has failed. Its failure.
+  std::exception_ptr take(std::exception_ptr failure);
 
  private:
   std::mutex mutex_;
@@ -26,7 +28,7 @@ class Turn {
   std::exception_ptr failure_;
 };
 
-/// A thread that does one thing after the other.
+/// A thread that does one thing after the other, until one fails: then all fail.
 class Turns {
  public:
   Turns();

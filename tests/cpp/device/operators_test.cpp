@@ -2,6 +2,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
 #include "support/on_device.h"
 
 // ATen's operators on the device: the CPU's numbers, one kernel each.
@@ -47,6 +52,35 @@ TEST(DeviceOperators, AreOneKernelEach) {
   const std::map<std::string, std::int64_t> expected = {{"aten::_foreach_mul_", 1}, {"aten::native_layer_norm", 1}};
   EXPECT_EQ(sim::stats().kernels, expected);
   EXPECT_EQ(list[1].sum().item<float>(), 40);
+}
+
+// As CUDA's.
+TEST(DeviceOperators, AreOneKernelForListsOfOneDtype) {
+  using Kernels = std::map<std::string, std::int64_t>;
+  const std::vector<at::Tensor> list = {at::ones({10}, device()), at::ones({2, 10}, device())};
+  const std::vector<at::Tensor> half = {at::empty({10}, list[0].options().dtype(at::kBFloat16)),
+                                        at::empty({2, 10}, list[0].options().dtype(at::kBFloat16))};
+  const std::vector<at::Tensor> mixed = {at::ones({10}, half[0].options()), list[1]};
+  const auto pinned = [](at::IntArrayRef sizes) { return at::full(sizes, 5, at::TensorOptions().pinned_memory(true)); };
+  const std::vector<at::Tensor> of_the_host = {pinned({10}), pinned({2, 10})};
+  sim::reset_stats();
+  at::_foreach_copy_(half, list);
+  EXPECT_EQ(sim::stats().kernels, (Kernels{{"aten::_foreach_copy_", 1}}));
+  sim::reset_stats();
+  at::_foreach_mul_(mixed, 3);
+  at::_foreach_copy_(half, mixed);
+  EXPECT_EQ(sim::stats().kernels, (Kernels{{"aten::mul", 2}, {"aten::copy_", 2}}));
+  EXPECT_EQ(half[0].to(at::kFloat).sum().item<float>() + half[1].to(at::kFloat).sum().item<float>(), 3 * 30);
+  const std::vector<at::Tensor> turned = {list[0], list[1].t()};
+  const std::vector<at::Tensor> added = {at::ones({10}, device()), at::ones({10, 2}, device())};
+  sim::reset_stats();
+  at::_foreach_add_(turned, added);
+  EXPECT_EQ(sim::stats().all_kernels(), 2) << "they lie differently";
+  sim::reset_stats();
+  at::_foreach_copy_(list, of_the_host, /*non_blocking=*/true);
+  EXPECT_EQ(sim::stats().kernels, (Kernels{{"aten::copy_ from the host", 2}}));
+  EXPECT_EQ(sim::stats().all_host_waits(), 0);
+  EXPECT_EQ(list[1].sum().item<float>(), 100);
 }
 
 TEST(DeviceOperators, WriteGivenOutputs) {

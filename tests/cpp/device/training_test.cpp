@@ -199,9 +199,6 @@ TEST(DeviceTraining, InTwoDimensions) {
 
 TEST(DeviceTraining, OnStreamsThatChange) {
   run_ranks_on_device(2, [] {
-    // The engine's memory belongs to the stream on which it was allocated, and moves with the model. When it is freed, that stream may be
-    // behind; it must not be when it gets the memory again.
-    sim::set_options({.judge_at_reuse = true});
     std::vector<Case> cases;
     for (const auto& strategy : kStrategies) cases.push_back({.strategy = strategy, .moves = true});
     cases.push_back({.bf16 = true, .offload = Offload::kAll, .moves = true});
