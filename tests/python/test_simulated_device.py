@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support import device
-from support.comparison import assert_follows_replica
+import torch.distributed as dist
+from support import device, megatron
+from support.comparison import assert_follows_replica, differences
 from support.ranks import ComparedRanks, StartRanks
-from support.training import Options, Run, train
+from support.training import CASES, Options, Run, batch_of, full, make_optimizer, seeded, shard, train
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from libfsdp import _mesh
+from libfsdp.megatron import fully_shard_optimizer
 
 pytestmark = pytest.mark.skipif(device.TYPE != "sim", reason="FSDP_TEST_DEVICE is not 'sim'")
 
@@ -47,9 +51,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("world", "case", "options"), OPTIONS)
-def test_libfsdp_trains_as_the_replica_and_in_order(
-    ranks: StartRanks, world: int, case: str, options: Options
-) -> None:
+def test_libfsdp_trains_as_the_replica_and_in_order(ranks: StartRanks, world: int, case: str, options: Options) -> None:
     assert_follows_replica(case, options, ranks(world).run(train_in_order, case, "libfsdp", options))
 
 
@@ -88,3 +90,177 @@ def uses_the_backend() -> bool:
 
 def test_the_engine_calls_backends_that_launch(ranks: StartRanks) -> None:
     assert all(ranks(2).run(uses_the_backend))
+
+
+class Trainee:
+    """A sharded Transformer, and its steps."""
+
+    def __init__(self, implementation: str, options: Options | None = None) -> None:
+        options = options or Options()
+        self.case = CASES["transformer"]
+        self.model = shard(seeded(self.case), self.case, implementation, options)
+        self.units: list[Any] = self.case.units(self.model)
+        self.optimizer = make_optimizer(options, self.model.parameters())
+
+    def loss(self, step: int) -> Tensor:
+        return self.case.loss(self.model, batch_of(self.case, step, 0, dist.get_rank()))
+
+    def train_step(self, step: int) -> float:
+        loss = self.loss(step)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: full(p) for name, p in self.model.named_parameters()}
+
+
+def train_scaled(implementation: str) -> tuple[list[float], dict[str, Tensor]]:
+    """By a GradScaler; gradients of the second step overflow on one rank."""
+    trainee = Trainee(implementation)
+    scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
+    scales = []
+    for step in range(3):
+        loss = trainee.loss(step) * (float("inf") if step == 1 and dist.get_rank() == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(trainee.optimizer)
+        scaler.update()
+        trainee.optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert take_reports() == []
+    return scales, trainee.parameters()
+
+
+def test_scaled_losses(ranks: StartRanks) -> None:
+    results = [ranks(2).run(train_scaled, implementation) for implementation in ("libfsdp", "fsdp2")]
+    for (scales, parameters), (expected_scales, expected) in zip(*results, strict=True):
+        assert scales == expected_scales == [1024.0, 512.0, 512.0]
+        assert not (text := differences("value", parameters, expected, {})), text
+
+
+class Fails(torch.autograd.Function):
+    """In backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("planned failure")
+
+
+def fail_in_forward(module: nn.Module, arguments: Any) -> None:
+    raise RuntimeError("planned failure")
+
+
+def train_after_failures(implementation: str, fails: tuple[str, ...]) -> list[float]:
+    """Steps, of which the second one fails first, in these places."""
+    trainee = Trainee(implementation)
+    losses = [trainee.train_step(0)]
+    for place in fails:
+        if place == "forward":
+            hook = trainee.units[1].register_forward_pre_hook(fail_in_forward)
+        else:
+            hook = trainee.units[1].register_forward_hook(lambda module, arguments, y: Fails.apply(y))
+        with pytest.raises(RuntimeError, match="planned failure"):
+            trainee.loss(1).backward()
+        hook.remove()
+        trainee.optimizer.zero_grad()
+        assert take_reports() == []
+    losses += [trainee.train_step(step) for step in (1, 2)]
+    assert take_reports() == []
+    return losses
+
+
+def test_exceptions(ranks: StartRanks) -> None:
+    expected = ranks(2).run(train_after_failures, "libfsdp", ())
+    assert ranks(2).run(train_after_failures, "libfsdp", ("forward", "backward", "forward")) == expected
+
+
+def train_with_a_side_stream(implementation: str, observes: bool) -> tuple[list[float], list[float]]:
+    """Hooks compute norms of weights and of outputs beside the model, for which its stream waits before memory is given back."""
+    trainee = Trainee(implementation)
+    module: Any = torch.get_device_module("sim")
+    side = module.Stream()
+    norms: list[Tensor] = []
+
+    def observe(unit: nn.Module, arguments: Any, output: Tensor) -> None:
+        current = module.current_stream()
+        side.wait_stream(current)
+        with module.stream(side), torch.no_grad():
+            norms.extend(p.norm() for p in unit.parameters())
+            norms.append(output.norm())
+        output.record_stream(side)
+        current.wait_stream(side)
+
+    if observes:
+        for unit in trainee.units:
+            unit.register_forward_hook(observe)
+    losses = [trainee.train_step(step) for step in range(3)]
+    module.synchronize()
+    assert take_reports() == []
+    return losses, [norm.item() for norm in norms]
+
+
+def test_hooks_with_a_side_stream(ranks: StartRanks) -> None:
+    expected = ranks(2).run(train_with_a_side_stream, "libfsdp", False)
+    results = [ranks(2).run(train_with_a_side_stream, implementation, True) for implementation in ("libfsdp", "fsdp2")]
+    for (losses, norms), (_, expected_norms), (expected_losses, _) in zip(*results, expected, strict=True):
+        assert losses == expected_losses
+        assert norms == expected_norms
+
+
+def unshard_before(implementation: str, compute: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
+    """The user gathers each unit before the forward, and waits for some; then exports the model to the host."""
+    trainee = Trainee(implementation, Options(compute=compute))
+    losses = []
+    for step in range(3):
+        for number, unit in enumerate(trainee.units):
+            handle = unit.unshard(async_op=True)
+            if number % 2 == 1:
+                handle.wait()
+        losses.append(trainee.train_step(step))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    exported = get_model_state_dict(trainee.model, options=options)
+    assert take_reports() == []
+    if dist.get_rank() == 0:
+        assert not (text := differences("exported", exported, trainee.parameters(), {})), text
+    else:
+        trainee.parameters()
+    return losses, trainee.parameters()
+
+
+@pytest.mark.parametrize("compute", [None, bf16])
+def test_unshard_and_export(ranks: StartRanks, compute: torch.dtype | None) -> None:
+    results = [ranks(2).run(unshard_before, implementation, compute) for implementation in ("libfsdp", "fsdp2")]
+    for (losses, parameters), (expected_losses, expected) in zip(*results, strict=True):
+        assert losses == expected_losses
+        assert not (text := differences("value", parameters, expected, {})), text
+
+
+def train_as_megatron(strategy: str) -> None:
+    """Losses and parameters are those of a model without sharding."""
+    plain = megatron.plain_model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    model = megatron.shard(megatron.plain_model(), strategy)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(3):
+        x = megatron.batch(step, dist.get_rank())
+        loss = model(x).square().mean()
+        torch.testing.assert_close(loss, plain(x).square().mean(), rtol=1e-5, atol=1e-6)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter, gradient in zip(plain.parameters(), megatron.mean_gradients(plain, [step]), strict=True):
+            parameter.grad = gradient
+        plain_optimizer.step()
+    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(megatron.whole(got.detach()), expected.detach(), rtol=1e-4, atol=1e-5)
+    assert take_reports() == []
+
+
+@pytest.mark.parametrize("strategy", megatron.STRATEGIES)
+def test_megatron(ranks: StartRanks, strategy: str) -> None:
+    ranks(2).run(train_as_megatron, strategy)
