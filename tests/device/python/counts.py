@@ -108,7 +108,9 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
     reports = sim_device.take_reports()
     assert not reports, reports
     if rank == 0:
-        print("| | kernels of forward and backward | of the whole step | host waits | us, launches bound | us, memory bounds |")
+        print(
+            "| | kernels of forward and backward | of the whole step | host waits | us, launches bound | us, memory bounds |"
+        )
         print("|---|---|---|---|---|---|")
         print("\n".join(lines), flush=True)
     dist.barrier()
