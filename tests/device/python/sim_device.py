@@ -29,14 +29,14 @@ def _index(device: Any = None) -> int:
 class Stream:
     """As torch.cuda.Stream."""
 
-    def __new__(cls, device: Any = None, priority: int = 0) -> torch.Stream:  # type: ignore[misc]
+    def __new__(cls, device: Any = None, priority: int = 0) -> torch.Stream:
         return torch.Stream(device=torch.device("sim", _index(device)), priority=priority)
 
 
 class Event:
     """As torch.cuda.Event."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         return torch.Event("sim", enable_timing=enable_timing)
 
 
