@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -163,6 +164,13 @@ void expect_no_host_waits(const Case& c, const Outcome& outcome) {
   }
 }
 
+/// For a norm, or for whether gradients are finite.
+void expect_one_host_wait(const Case& c, const Outcome& outcome) {
+  const auto& waits = outcome.host_waits;
+  const auto sum = std::accumulate(waits.begin(), waits.end(), std::int64_t{0}, [](auto all, const auto& one) { return all + one.second; });
+  EXPECT_EQ(sum, (c.max_norm ? 1 : 0) + (c.scaled ? 1 : 0)) << ::testing::PrintToString(waits);
+}
+
 std::vector<Case> every_strategy() {
   std::vector<Case> cases;
   for (const auto& strategy : kStrategies) {
@@ -223,12 +231,14 @@ TEST(DeviceTraining, WithMicrobatches) {
 
 TEST(DeviceTraining, WithClippedGradients) {
   run_ranks_on_device(2, [] {
-    for (const auto& strategy : kStrategies) expect_the_cpus_bits({{.strategy = strategy, .max_norm = 0.1}}, false);
+    for (const auto& strategy : kStrategies) expect_the_cpus_bits({{.strategy = strategy, .max_norm = 0.1}}, false, expect_one_host_wait);
   });
 }
 
 TEST(DeviceTraining, WithScaledLosses) {
-  run_ranks_on_device(2, [] { expect_the_cpus_bits({{.scaled = true}, {.bf16 = true, .max_norm = 0.1, .scaled = true}}, false); });
+  run_ranks_on_device(2, [] {
+    expect_the_cpus_bits({{.scaled = true}, {.bf16 = true, .max_norm = 0.1, .scaled = true}}, false, expect_one_host_wait);
+  });
 }
 
 TEST(DeviceTraining, AfterExceptions) {
