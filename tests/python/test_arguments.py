@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -67,6 +69,69 @@ def refuse() -> None:
 
 def test_wrong_types_are_named(ranks: StartRanks) -> None:
     ranks(2).run(refuse)
+
+
+NO_MODEL = "give the module that fully_shard was called on"
+NO_OPTIMIZER = "give an optimizer, a list of several, or None"
+UNTYPED: Any = libfsdp
+WRONG_OF_CHECKPOINTS: list[tuple[Any, type[Exception], str]] = [
+    (lambda m, o, path: UNTYPED.save(m, path, o), TypeError, r"path is FSDPLinear\(.*: give a path"),
+    (lambda m, o, path: UNTYPED.save(path, path, o), TypeError, f"model is '.*': {NO_MODEL}"),
+    (lambda m, o, path: UNTYPED.save(path, m, {"step": 1}), TypeError, f"optimizer is {{'step': 1}}: {NO_OPTIMIZER}"),
+    (lambda m, o, path: UNTYPED.save(path, m, [o, "adam"]), TypeError, f"optimizer is .*'adam'.: {NO_OPTIMIZER}"),
+    (lambda m, o, path: UNTYPED.save(path, m, o.state_dict()), TypeError, f"optimizer is .*: {NO_OPTIMIZER}"),
+    (lambda m, o, path: UNTYPED.save(path, m, m), TypeError, f"optimizer is FSDPLinear.*: {NO_OPTIMIZER}"),
+    (lambda m, o, path: UNTYPED.save(path, m, o, keep_last="2"), TypeError, "keep_last is '2': give a whole number"),
+    (lambda m, o, path: UNTYPED.save(path, m, o, keep_every=0.5), TypeError, "keep_every is 0.5"),
+    (lambda m, o, path: UNTYPED.save(path, m, o, keep_best=None), TypeError, "keep_best is None"),
+    (lambda m, o, path: UNTYPED.save(path, m, o, on_phase=1), TypeError, "on_phase is 1: give a function"),
+    (lambda m, o, path: UNTYPED.save(path, m, o, 7), libfsdp.Error, "rank 0: extra is 7: give a dictionary"),
+    (
+        lambda m, o, path: UNTYPED.save(path, m, o, rank_extra=[1] if dist.get_rank() else {}),
+        libfsdp.Error,
+        r"rank 1: rank_extra is \[1\]: give a dict",
+    ),
+    (lambda m, o, path: UNTYPED.save(path, m, o, metric="0.5"), libfsdp.Error, "metric is '0.5': give a number"),
+    (lambda m, o, path: UNTYPED.AsyncSaver(o, m), TypeError, f"model is AdamW.*: {NO_MODEL}"),
+    (lambda m, o, path: UNTYPED.AsyncSaver(m, "adam"), TypeError, f"optimizer is 'adam': {NO_OPTIMIZER}"),
+    (lambda m, o, path: UNTYPED.AsyncSaver(m, o).save(m), TypeError, r"path is FSDPLinear\(.*: give a path"),
+    (lambda m, o, path: UNTYPED.AsyncSaver(m, o).save(path, keep_last="2"), TypeError, "keep_last is '2'"),
+    (lambda m, o, path: UNTYPED.AsyncSaver(m, o).save(path, 7), libfsdp.Error, "extra is 7: give a dictionary"),
+    (lambda m, o, path: UNTYPED.load(m, path, o), TypeError, f"model is '.*': {NO_MODEL}"),
+    (lambda m, o, path: UNTYPED.load(m, m, o), TypeError, r"path is FSDPLinear\(.*: give a path"),
+    (lambda m, o, path: UNTYPED.load(path, m, path), TypeError, f"optimizer is '.*': {NO_OPTIMIZER}"),
+    (
+        lambda m, o, path: UNTYPED.load(path, m, o, rename={"a": "b"}),
+        TypeError,
+        "rename is {'a': 'b'}: give a function",
+    ),
+    (lambda m, o, path: UNTYPED.load(path, m, o, ignore=["a"]), TypeError, "ignore is .'a'.: give a function that"),
+    (lambda m, o, path: UNTYPED.load(path, m, o, strict="no"), TypeError, "strict is 'no': give True or False"),
+    (lambda m, o, path: UNTYPED.load(path, m, o, model_prefix=None), TypeError, "model_prefix is None: give a text"),
+    (lambda m, o, path: UNTYPED.load_latest(m, path, o), TypeError, f"model is '.*': {NO_MODEL}"),
+    (lambda m, o, path: UNTYPED.load_latest(None, m, o), TypeError, "folder is None: give a path"),
+    (lambda m, o, path: UNTYPED.latest(m), TypeError, r"folder is FSDPLinear\("),
+    (lambda m, o, path: UNTYPED.best(None), TypeError, "folder is None"),
+    (lambda m, o, path: UNTYPED.read_rank_extra(None), TypeError, "path is None"),
+]
+
+
+def refuse_in_checkpoints(folder: Path) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = str(folder / "step-1")
+    for call, error, text in WRONG_OF_CHECKPOINTS:
+        with pytest.raises(error, match=f"(?s){text}"):
+            call(model, optimizer, path)
+    assert not folder.exists() or not list(folder.iterdir())
+    UNTYPED.save(Path(path), model, [optimizer], metric=torch.ones(()), keep_last=1)  # The ranks are as they were.
+    loaded = UNTYPED.load(path.encode(), model, (optimizer,))
+    assert (loaded.path, loaded.metric) == (path, 1)
+
+
+def test_wrong_types_of_checkpoints_are_named(ranks: StartRanks, tmp_path: Path) -> None:
+    ranks(2).run(refuse_in_checkpoints, tmp_path / "run")
 
 
 def shard_top_down(grouped: bool) -> None:

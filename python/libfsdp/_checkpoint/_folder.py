@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from libfsdp import _C
+from libfsdp._checkpoint._arguments import check_path
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
@@ -21,7 +22,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     Raises:
         Error: if a disk error prevents the check whether one is complete.
     """
-    return _C.latest(os.fspath(folder))
+    return _C.latest(check_path("folder", folder))
 
 
 def best(folder: str | os.PathLike[str]) -> str | None:
@@ -36,4 +37,4 @@ def best(folder: str | os.PathLike[str]) -> str | None:
     Raises:
         Error: as ``latest``.
     """
-    return _C.best(os.fspath(folder))
+    return _C.best(check_path("folder", folder))

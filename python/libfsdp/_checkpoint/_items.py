@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,16 +139,6 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
     replicas = [d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
     writes = all(mesh.get_local_rank(d) == 0 for d in replicas)
     return Item(path, shape, list(chunks[0].offsets), local, writes=writes)
-
-
-Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-
-
-def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """The optimizers of a save or a load."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 @dataclass

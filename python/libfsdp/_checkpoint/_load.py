@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from libfsdp import _C
+from libfsdp._checkpoint._arguments import as_list, check_functions, check_model, check_path
 from libfsdp._checkpoint._failed_load import FailedLoad, failed_load_of, forget
-from libfsdp._checkpoint._items import Item, OptimizerState, as_list, clean, model_state, optimizer_state
+from libfsdp._checkpoint._items import Item, OptimizerState, clean, model_state, optimizer_state
 from libfsdp._checkpoint._loading import Loading, Names, Options
 from libfsdp._checkpoint._phases import Phases
 from libfsdp._checkpoint._random import set_generator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from libfsdp._checkpoint._items import Optimizers
+    from libfsdp._checkpoint._arguments import Optimizers
     from libfsdp._checkpoint._phases import PhaseReport
 
 _NOTHING_LOADED = "nothing was loaded:"
@@ -111,8 +112,9 @@ def load(
     options = Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
+    path, optimizers = _checked("path", path, model, optimizer, on_phase)
     together = Together(model, process_group, own=False)
-    return _Load(os.fspath(path), model, as_list(optimizer), options, together, Phases(on_phase)).run()
+    return _Load(path, model, optimizers, options, together, Phases(on_phase)).run()
 
 
 def load_latest(
@@ -162,19 +164,29 @@ def load_latest(
     options = Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
+    folder, optimizers = _checked("folder", folder, model, optimizer, on_phase)
     together = Together(model, process_group, own=False)
     loaded: list[Loaded] = []
 
     def load_one(path: str) -> None:
-        loaded.append(_Load(path, model, as_list(optimizer), options, together, Phases(on_phase)).run())
+        loaded.append(_Load(path, model, optimizers, options, together, Phases(on_phase)).run())
 
-    taken, skipped, warning = _C.take_newest(os.fspath(folder), together.ranks, load_one)
+    taken, skipped, warning = _C.take_newest(folder, together.ranks, load_one)
     if warning:
         warnings.warn(f"libfsdp: {warning}", stacklevel=2)
     if taken is None:
         return None
     loaded[-1].skipped = skipped
     return loaded[-1]
+
+
+def _checked(
+    name: str, path: Any, model: Any, optimizer: Optimizers | None, on_phase: Any
+) -> tuple[str, list[torch.optim.Optimizer]]:
+    """What all loads take."""
+    check_model(model)
+    check_functions("a report", on_phase=on_phase)
+    return check_path(name, path), as_list(optimizer)
 
 
 class _Load:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from libfsdp import _C
+from libfsdp._arguments import check_flags
+from libfsdp._checkpoint._arguments import check_functions, check_path, check_prefixes
 from libfsdp._checkpoint._random import generator_states, takes
 
 if TYPE_CHECKING:
@@ -36,6 +38,13 @@ class Options:
     optimizer_settings: bool
     rng: bool
     grad_scaler: torch.amp.GradScaler | None
+
+    def __post_init__(self) -> None:
+        check_flags(
+            strict=self.strict, check_first=self.check_first, optimizer_settings=self.optimizer_settings, rng=self.rng
+        )
+        check_functions("a name", rename=self.rename, ignore=self.ignore)
+        check_prefixes(model_prefix=self.model_prefix, optimizer_prefix=self.optimizer_prefix)
 
 
 @dataclass
@@ -339,6 +348,6 @@ def read_rank_extra(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         Error: if it can't be read.
     """
-    loading = Loading(os.fspath(path), Options(True, None, None, _MODEL, _OPTIMIZER, True, False, False, None))
+    loading = Loading(check_path("path", path), Options(True, None, None, _MODEL, _OPTIMIZER, True, False, False, None))
     ranks = loading.number(f"{_OWN}ranks")
     return [loading.below(f"{_RANK_EXTRA}{rank}.") for rank in range(int(ranks or 0))]

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from libfsdp import _C
+from libfsdp._checkpoint._arguments import (
+    as_list,
+    check_counts,
+    check_functions,
+    check_metric,
+    check_model,
+    check_path,
+    check_values,
+)
 from libfsdp._checkpoint._failed_load import failed_load_of
-from libfsdp._checkpoint._items import OPTIMIZER, ModelState, OptimizerState, as_list, model_state, optimizer_state
+from libfsdp._checkpoint._items import OPTIMIZER, ModelState, OptimizerState, model_state, optimizer_state
 from libfsdp._checkpoint._phases import Phases
 from libfsdp._checkpoint._random import generator_states
 from libfsdp._checkpoint._together import Together, device_of_model
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from libfsdp._checkpoint._items import Optimizers
+    from libfsdp._checkpoint._arguments import Optimizers
     from libfsdp._checkpoint._phases import PhaseReport
 
 _NOTHING_SAVED = "nothing was saved:"
@@ -72,12 +81,17 @@ def save(
         Error: on all ranks, if it failed on any. Earlier checkpoints are then unchanged.
         CommError: if a rank has failed, or does something else.
     """
+    path = check_path("path", path)
+    check_model(model)
+    optimizers = as_list(optimizer)
+    check_counts(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    check_functions("a report", on_phase=on_phase)
     together = Together(model, process_group, own=False)
     phases = Phases(on_phase)
-    parts = _collect(together, model, as_list(optimizer), extra, rank_extra, metric, grad_scaler, rng, None)
+    parts = _collect(together, model, optimizers, extra, rank_extra, metric, grad_scaler, rng, None)
     phases.end("collect", parts.bytes)
     _C.write_checkpoint(
-        os.fspath(path),
+        path,
         parts,
         together.ranks,
         keep_last=keep_last,
@@ -109,6 +123,7 @@ class AsyncSaver:
             optimizer: of its parameters, or a list of several.
             process_group: the ranks that have the model; None: all.
         """
+        check_model(model)
         self._model = model
         self._optimizers = as_list(optimizer)
         self._together = Together(model, process_group, own=True)
@@ -147,6 +162,9 @@ class AsyncSaver:
         Raises:
             Error: also that of the save before; then no new save begins.
         """
+        target = os.path.abspath(check_path("path", path))
+        check_counts(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+        check_functions("a report", on_phase=on_phase)
         self.wait()
         phases = Phases(on_phase)
         parts = _collect(
@@ -161,7 +179,6 @@ class AsyncSaver:
             self._buffer,
         )
         phases.end("collect", parts.bytes)
-        target = os.path.abspath(path)
 
         def write() -> None:
             # On Linux, threads have priorities of their own.
@@ -231,6 +248,8 @@ def _collect(
             first_of.setdefault(key, rank)
 
     def collect() -> _C.CheckpointParts:
+        check_values(extra=extra, rank_extra=rank_extra)
+        check_metric(metric)
         parts = _C.CheckpointParts()
         for item in items:
             if item.writes and (not item.everywhere or first_of[item.key] == together.index):

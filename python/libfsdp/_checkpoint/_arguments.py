@@ -1,0 +1,74 @@
+"""Arguments of saves and loads of other types than they are meant to have."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsFloat, TypeAlias
+
+import torch
+from torch import nn
+
+from libfsdp._arguments import refuse
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def check_path(name: str, value: Any) -> str:
+    """As a string."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        refuse(name, value, "a path")
+    return os.fsdecode(value)
+
+
+def check_model(value: Any) -> None:
+    if not isinstance(value, nn.Module):
+        refuse("model", value, "the module that fully_shard was called on")
+
+
+def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """The optimizers of a save or a load."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    several = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    if not all(isinstance(one, torch.optim.Optimizer) for one in several):
+        refuse("optimizer", optimizer, "an optimizer, a list of several, or None")
+    return several
+
+
+def check_counts(**counts: Any) -> None:
+    """Each is a whole number, of any library."""
+    for name, value in counts.items():
+        try:
+            operator.index(value)
+        except TypeError:
+            refuse(name, value, "a whole number")
+
+
+def check_metric(value: Any) -> None:
+    """A number, also a tensor or one of numpy's."""
+    if value is not None and not isinstance(value, SupportsFloat):
+        refuse("metric", value, "a number, or None")
+
+
+def check_values(**values: Any) -> None:
+    """Each is a dictionary, or None."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Mapping):
+            refuse(name, value, "a dictionary, as {'step': 100}, or None")
+
+
+def check_functions(taken: str, **functions: Any) -> None:
+    """Each is a function, or None."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            refuse(name, value, f"a function that takes {taken}, or None")
+
+
+def check_prefixes(**prefixes: Any) -> None:
+    for name, value in prefixes.items():
+        if not isinstance(value, str):
+            refuse(name, value, "a text that names begin with; '' for none")
