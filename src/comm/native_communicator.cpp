@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -60,35 +61,47 @@ class NativeGather final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-/// Sums of all ranks that have arrived: each is scaled where it lies, and copied, or added, to the part's `out`. A kernel does so for all
-/// that are alike.
+/// Whether two tensors share memory.
+bool overlaps(const at::Tensor& a, const at::Tensor& b) {
+  const auto* begin_a = static_cast<const char*>(a.const_data_ptr());
+  const auto* begin_b = static_cast<const char*>(b.const_data_ptr());
+  return begin_a < begin_b + b.nbytes() && begin_b < begin_a + a.nbytes();
+}
+
+/// Sums of all ranks on a device: each is scaled where it lies, and copied, or added, to the part's `out`, if it is not there already. A
+/// kernel does so for all that are alike.
 class ArrivedSums {
  public:
-  void add(const ReducePart& part, at::Tensor sum) {
-    // A rank that is alone may have collected its gradients where they belong.
-    if (!part.accumulate && sum.const_data_ptr() == part.out.const_data_ptr() && sum.scalar_type() == part.out.scalar_type()) return;
+  void add(const ReducePart& part, at::Tensor sum, double scale) {
+    // A rank that is alone may have collected its gradients there, too.
+    const bool is_there =
+        !part.accumulate && sum.const_data_ptr() == part.out.const_data_ptr() && sum.scalar_type() == part.out.scalar_type();
     const auto fits = [&](const Group& group) {
-      return group.accumulate == part.accumulate && group.sums.front().scalar_type() == sum.scalar_type() &&
-             group.outs.front().scalar_type() == part.out.scalar_type();
+      return group.scale == scale && group.accumulate == part.accumulate && group.is_there == is_there &&
+             group.sums.front().scalar_type() == sum.scalar_type() && group.outs.front().scalar_type() == part.out.scalar_type();
     };
     const auto found = std::find_if(groups_.begin(), groups_.end(), fits);
-    auto& group = found == groups_.end() ? groups_.emplace_back(Group{.accumulate = part.accumulate}) : *found;
+    auto& group =
+        found == groups_.end() ? groups_.emplace_back(Group{.scale = scale, .accumulate = part.accumulate, .is_there = is_there}) : *found;
     group.sums.push_back(std::move(sum));
     group.outs.push_back(part.out);
   }
 
   /// Rounds as rank_order_sum does: after scaling, and after adding.
-  void deliver(double scale) {
+  void deliver() {
     const at::NoGradGuard no_grad;
     for (const Group& group : groups_) {
-      if (scale != 1.0) at::_foreach_mul_(group.sums, scale);
+      if (group.scale != 1.0) at::_foreach_mul_(group.sums, group.scale);
+      if (group.is_there) continue;
       group.accumulate ? at::_foreach_add_(group.outs, group.sums) : at::_foreach_copy_(group.outs, group.sums);
     }
   }
 
  private:
   struct Group {
+    double scale = 1.0;
     bool accumulate = false;
+    bool is_there = false;
     std::vector<at::Tensor> sums = {};
     std::vector<at::Tensor> outs = {};
   };
@@ -126,20 +139,17 @@ class NativeReduce final : public GroupPending {
     ArrivedSums arrived;
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;
-      arrives_summed(part) ? arrived.add(part, sum_of_backend(part)) : sum(part);
+      if (part.out.is_cpu()) {
+        rank_order_sum(pieces_of_ranks(part), part.out, scale_, part.accumulate);
+      } else {
+        arrived.add(part, sum_on_device(part), is_averaged(part) ? 1.0 : scale_);
+      }
     }
-    arrived.deliver(scale_);
+    arrived.deliver();
   }
   void forget() noexcept override { works_.clear(); }
 
  private:
-  /// What the backend added up, or a rank that is alone need not: if it is on a GPU, that of all parts is scaled and delivered together.
-  bool arrives_summed(const ReducePart& part) const {
-    return !part.out.is_cpu() && (group_->data == nullptr ? scale_ == 1.0 : !needs_sum_here(part));
-  }
-  at::Tensor sum_of_backend(const ReducePart& part) const {
-    return group_->data == nullptr ? part.unreduced : flat_view(part.staging, 0, part.out.numel());
-  }
   bool in_two_levels(const ReducePart& part) const { return levels_ != nullptr && needs_sum_here(part) && part.out.numel() > 0; }
 
   /// To who sums it next: the backend, all ranks, or the neighbours.
@@ -154,30 +164,52 @@ class NativeReduce final : public GroupPending {
         continue;
       }
       at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
-      at::Tensor output = flat_view(part.staging, 0, needs_sum_here(part) ? input.numel() : part.out.numel());
+      at::Tensor output = needs_sum_here(part) ? flat_view(part.staging, 0, input.numel()) : received_by_backend(part);
       if (needs_sum_here(part)) {
         works.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
       } else {
-        works.add(backend._reduce_scatter_base(output, input));
+        c10d::ReduceScatterOptions options;
+        options.reduceOp = is_averaged(part) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+        works.add(backend._reduce_scatter_base(output, input, options));
       }
     }
     return works.end();
   }
 
-  void sum(const ReducePart& part) {
+  /// What was received of each rank, or of each host, in their order; one tensor if the backend added up.
+  std::vector<at::Tensor> pieces_of_ranks(const ReducePart& part) {
     const std::int64_t numel = part.out.numel();
+    if (group_->data == nullptr) return {part.unreduced};
+    if (!needs_sum_here(part)) return {received_by_backend(part)};
+    if (in_two_levels(part)) return levels_->sums(part);
+    std::vector<at::Tensor> pieces;
+    for (int rank = 0; rank < group_->row.size(); ++rank) pieces.push_back(flat_view(part.staging, rank * numel, numel));
+    return pieces;
+  }
+
+  /// The ranks' sum, not scaled; in `out` itself if it can be made there.
+  at::Tensor sum_on_device(const ReducePart& part) {
+    auto pieces = pieces_of_ranks(part);
+    if (pieces.size() == 1) return pieces.front();
+    const auto precise = sum_dtype(part.unreduced.scalar_type());
+    const bool in_place = !part.accumulate && part.out.scalar_type() == precise && !overlaps(part.out, part.staging);
+    const auto total = in_place ? part.out : at::empty({part.out.numel()}, part.out.options().dtype(precise));
+    sum_in_rank_order(pieces, total);
+    return total;
+  }
+
+  /// NCCL and its like divide as they add up, without a pass of their own. By a power of two the result is the same.
+  bool is_averaged(const ReducePart& part) const {
     const int size = group_->row.size();
-    std::vector<at::Tensor> sources;
-    if (group_->data == nullptr) {
-      sources.push_back(part.unreduced);
-    } else if (!needs_sum_here(part)) {
-      sources.push_back(flat_view(part.staging, 0, numel));
-    } else if (in_two_levels(part)) {
-      sources = levels_->sums(part);
-    } else {
-      for (int rank = 0; rank < size; ++rank) sources.push_back(flat_view(part.staging, rank * numel, numel));
-    }
-    rank_order_sum(sources, part.out, scale_, part.accumulate);
+    return group_->data != nullptr && size > 1 && std::has_single_bit(static_cast<unsigned>(size)) && scale_ == 1.0 / size &&
+           !needs_sum_here(part) && group_->data->getBackendName().ends_with("ccl");
+  }
+
+  /// The backend sums where the result is to be, if nothing has to be added to what is there.
+  at::Tensor received_by_backend(const ReducePart& part) const {
+    const bool in_place = !part.out.is_cpu() && !part.accumulate && part.out.scalar_type() == part.unreduced.scalar_type() &&
+                          !overlaps(part.out, part.unreduced);
+    return in_place ? flat_view(part.out, 0, part.out.numel()) : flat_view(part.staging, 0, part.out.numel());
   }
 
   const std::vector<ReducePart> parts_;

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <c10/util/SmallVector.h>
@@ -175,6 +176,27 @@ static void add_tree(std::span<const at::Tensor> sources, const at::Tensor& tota
   total.add_(right);
 }
 
+/// The sources lie one after the other.
+static bool are_rows(std::span<const at::Tensor> sources) {
+  const auto* next = static_cast<const char*>(sources.front().const_data_ptr());
+  for (const auto& source : sources) {
+    if (source.const_data_ptr() != next || !source.is_contiguous()) return false;
+    next += source.nbytes();
+  }
+  return true;
+}
+
+void sum_in_rank_order(std::span<const at::Tensor> sources, const at::Tensor& total) {
+  const auto count = static_cast<std::int64_t>(sources.size());
+  if (!std::has_single_bit(sources.size()) || count == 1 || !total.is_contiguous() || !are_rows(sources)) return add_tree(sources, total);
+  // The same tree, a level at a time: few kernels, and each reads what it adds up once.
+  const auto numel = total.numel();
+  auto rows = sources.front().as_strided({count, numel}, {numel, 1});
+  while (rows.size(0) > 2) rows = at::sum(rows.view({rows.size(0) / 2, 2, numel}), at::IntArrayRef{1}, false, total.scalar_type());
+  auto flat = total.view({numel});
+  at::sum_out(flat, rows, at::IntArrayRef{0}, false, total.scalar_type());
+}
+
 void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate) {
   const at::NoGradGuard no_grad;
   const at::ScalarType dtype = sources.front().scalar_type();
@@ -191,7 +213,7 @@ void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::
   }
   const bool in_place = !accumulate && out.scalar_type() == precise && std::none_of(sources.begin(), sources.end(), is_out);
   at::Tensor total = in_place ? out : at::empty(out.sizes(), out.options().dtype(precise));
-  add_tree(sources, total);
+  sum_in_rank_order(sources, total);
   // Not add_(total, scale): that would round once where the other implementation rounds twice.
   if (scale != 1.0) total.mul_(scale);
   if (accumulate) {

@@ -25,8 +25,11 @@ void rank_order_sum(std::span<const at::Tensor> sources, const at::Tensor& out, 
 void rank_order_sum(std::span<const void* const> sources, at::ScalarType source_dtype, void* out, at::ScalarType out_dtype,
                     std::int64_t numel, double scale, bool accumulate);
 
-/// The same by tensor operators, for devices without a fused pass of ours; tensors of any shape, the same for all. Bit-identical to the
-/// others.
+/// total = sources[0] + sources[1] + ..., in the same order, by tensor operators: for devices without a fused pass of ours. `total` has the
+/// sum's dtype, and is none of the sources. The same bits as above, but for the sign of zeros.
+void sum_in_rank_order(std::span<const at::Tensor> sources, const at::Tensor& total);
+
+/// The same as rank_order_sum by operators; tensors of any shape, the same for all.
 void rank_order_sum_by_operators(std::span<const at::Tensor> sources, const at::Tensor& out, double scale, bool accumulate);
 
 }  // namespace fsdp::comm

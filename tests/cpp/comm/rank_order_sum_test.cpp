@@ -23,7 +23,7 @@ class RankOrderSum : public ::testing::TestWithParam<std::tuple<at::ScalarType, 
 TEST_P(RankOrderSum, IsBitExact) {
   const auto [source_dtype, out_dtype] = GetParam();
   for (const std::int64_t numel : kLengths) {
-    for (const int ranks : {1, 2, 3, 4, 7}) {
+    for (const int ranks : {1, 2, 3, 4, 7, 8}) {
       std::vector<at::Tensor> sources;
       for (int r = 0; r < ranks; ++r) sources.push_back(numbers(numel, 31 + r, source_dtype));
       for (const bool accumulate : {false, true}) {
@@ -33,10 +33,15 @@ TEST_P(RankOrderSum, IsBitExact) {
         const at::Tensor out = old.clone();
         rank_order_sum(sources, out, scale, accumulate);
         EXPECT_TRUE(same_bits(out, expected)) << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
-        const at::Tensor by_operators = old.clone();
-        rank_order_sum_by_operators(sources, by_operators, scale, accumulate);
-        EXPECT_TRUE(same_bits(by_operators, expected))
-            << "operators: " << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
+        const at::Tensor in_rows = at::cat(sources);
+        std::vector<at::Tensor> rows;
+        for (int r = 0; r < ranks; ++r) rows.push_back(in_rows.narrow(0, r * numel, numel));
+        for (const auto& of_ranks : {sources, rows}) {
+          const at::Tensor by_operators = old.clone();
+          rank_order_sum_by_operators(of_ranks, by_operators, scale, accumulate);
+          EXPECT_TRUE(same_bits(by_operators, expected))
+              << "operators: " << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
+        }
       }
     }
   }
