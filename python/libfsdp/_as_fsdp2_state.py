@@ -44,6 +44,11 @@ class AsFSDP2State:
         """None: what they would do is done in _root_post_backward_final_callback."""
         return []
 
+    @property
+    def _fsdp_param_group(self) -> None:
+        """The same, by the name that torch 2.11 has for the only one."""
+        return None
+
     def _root_post_backward_final_callback(self) -> None:
         if self.model is not None:
             self.model.end_backwards()

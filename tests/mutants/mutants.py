@@ -203,7 +203,8 @@ class Workshop:
 
     def build(self, programs: Iterable[str]) -> str:
         """Empty, or what the compiler said."""
-        targets = {"fsdp_python" if program == PYTEST else program for program in programs}
+        chosen = set(programs)
+        targets = (chosen - {PYTEST}) | ({"fsdp_python", "fsdp_sim_python"} if PYTEST in chosen else set())
         command = ["ninja", "-C", str(self.build_dir), "-j", str(self.jobs), "fsdp", *sorted(targets)]
         result = subprocess.run(command, check=False, capture_output=True, text=True)
         return "" if result.returncode == 0 else (result.stdout + result.stderr)[-3000:]
@@ -213,7 +214,9 @@ class Workshop:
         environment = dict(os.environ)
         if program == PYTEST:
             # The package there has links to the tree's modules.
-            environment["PYTHONPATH"] = str(self.build_dir / "python")
+            environment["PYTHONPATH"] = f"{self.build_dir / 'python'}:{self.build_dir / 'tests' / 'device'}"
+            if pattern.startswith("test_simulated_device.py"):
+                environment["FSDP_TEST_DEVICE"] = "sim"
             test = str(self.tree / "tests" / "python" / pattern)
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
         else:

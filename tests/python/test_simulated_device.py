@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +267,18 @@ def train_as_megatron(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", megatron.STRATEGIES)
 def test_megatron(ranks: StartRanks, strategy: str) -> None:
     ranks(2).run(train_as_megatron, strategy)
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the table is of what FSDP2 launches in torch 2.13"
+)
+def test_a_step_launches_what_the_documents_say() -> None:
+    """docs/gpu.md has the table of kernels, waits and simulated time as it is counted."""
+    root = Path(__file__).parents[2]
+    counted = subprocess.run(
+        (sys.executable, root / "tests" / "device" / "python" / "counts.py"), capture_output=True, text=True, check=True
+    )
+    rows = [line for line in counted.stdout.splitlines() if line.startswith(("| FSDP2", "| libfsdp"))]
+    assert len(rows) == 4
+    documented = (root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert [row for row in rows if row not in documented] == []
