@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from support import clients, float8, lightning_clients
 from support.clients import Trained
 from support.comparison import differences
+from support.marks import needs_in_torch
 from support.ranks import ComparedRanks, StartRanks
 
 needs = {
@@ -97,13 +99,22 @@ def test_lightning_trainer(compared_ranks: ComparedRanks, options: str) -> None:
 
 
 @needs["torchtitan"]
+@needs_in_torch(torch.distributed.fsdp, "DataParallelMeshDims")  # which torchtitan imports
 @pytest.mark.parametrize("options", ["compile", "tied", "bf16"])
 def test_torchtitan(compared_ranks: ComparedRanks, options: str) -> None:
     """It sets gradient_divide_factor to 1."""
     check_same(compared_ranks, clients.with_torchtitan, *options.split())
 
 
-@pytest.mark.parametrize("options", ["", "own"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        pytest.param(
+            "own", marks=needs_in_torch(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
+        ),
+    ],
+)
 def test_one_rank_has_no_images(compared_ranks: ComparedRanks, options: str) -> None:
     """Nobody waits for it, and its zeros count in the means."""
     expected = clients.images_in_one_process(2, *options.split())

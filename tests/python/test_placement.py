@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import needs_in_torch
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -85,6 +86,7 @@ def own_ranks() -> None:
         assert names[1:4] == [("0", [4]), ("0", [2]), ("0.inner", [4])]
 
 
+@needs_in_torch(_fsdp_common, "ShardPlacementResult")
 def test_parameters_on_ranks_of_their_own(ranks: StartRanks) -> None:
     ranks(4).run(own_ranks)
 

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from support.comparison import assert_same_runs
 from support.models import Case, Transformer, next_token_loss, tokens
 from support.training import Options, Run, installed, seeded, train_sharded
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed import multi_threaded_pg
 
 import libfsdp
 
@@ -35,7 +37,6 @@ def train_as_threads(implementation: str, world: int, replicas: int, reshard: bo
     """The runs of all ranks, each a thread."""
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed import multi_threaded_pg
 
     c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
@@ -78,6 +79,10 @@ def train_as_threads(implementation: str, world: int, replicas: int, reshard: bo
     return [runs[rank] for rank in range(world)]
 
 
+@pytest.mark.skipif(
+    hasattr(distributed_c10d._World, "comms") and not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"),
+    reason="this torch's threads have no world of their own that is whole",
+)
 @pytest.mark.parametrize(("world", "replicas", "reshard"), [(2, 1, None), (4, 1, 2), (4, 2, None)])
 def test_ranks_that_are_threads(
     process: ProcessPoolExecutor, world: int, replicas: int, reshard: bool | int | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,10 +14,14 @@ from support.ranks import ComparedRanks, StartRanks
 from support.training import api
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import libfsdp
+
+if TYPE_CHECKING or hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    pytest.skip("FSDP2 of this torch has no DataParallelMeshDims", allow_module_level=True)
 
 WIDTH = 8
 STEPS = 3
