@@ -190,8 +190,8 @@ class NativeReduce final : public GroupPending {
   /// The ranks' sum, not scaled; in `out` itself if it can be made there.
   at::Tensor sum_on_device(const ReducePart& part) {
     auto pieces = pieces_of_ranks(part);
-    if (pieces.size() == 1) return pieces.front();
     const auto precise = sum_dtype(part.unreduced.scalar_type());
+    if (pieces.size() == 1) return scale_ == 1.0 ? pieces.front() : pieces.front().to(precise);
     const bool in_place = !part.accumulate && part.out.scalar_type() == precise && !overlaps(part.out, part.staging);
     const auto total = in_place ? part.out : at::empty({part.out.numel()}, part.out.options().dtype(precise));
     sum_in_rank_order(pieces, total);

@@ -41,14 +41,15 @@ Norm::Norm(double p, const char* function) : p_(p) {
   if (!(p > 0)) throw Error(std::string(function) + ": norm_type must be positive or infinity, got " + std::to_string(p));
 }
 
-double Norm::of_piece(const at::Tensor& piece) const {
-  // Frozen parameters may have any dtype.
-  const bool common = piece.is_floating_point() && piece.element_size() > 1;
-  if (!piece.is_cpu() || !common) {
-    const auto magnitudes = (piece.is_complex() ? piece.abs() : piece.to(at::kDouble).abs()).to(at::kDouble);
-    if (std::isinf(p_)) return piece.numel() == 0 ? 0 : magnitudes.max().item<double>();
-    return magnitudes.pow(p_).sum().item<double>();
-  }
+/// Frozen parameters may have any dtype.
+static bool is_common(const at::Tensor& piece) { return piece.is_floating_point() && piece.element_size() > 1; }
+
+static at::Tensor magnitudes(const at::Tensor& piece) {
+  return (piece.is_complex() ? piece.abs() : piece.to(at::kDouble).abs()).to(at::kDouble);
+}
+
+double Norm::of_piece_on_host(const at::Tensor& piece) const {
+  if (!is_common(piece)) return of_piece_on_host(magnitudes(piece));
   return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, piece.scalar_type(), "norm", [&] {
     const auto* data = piece.const_data_ptr<scalar_t>();
     if (p_ == 2)
@@ -67,18 +68,20 @@ double Norm::of_piece(const at::Tensor& piece) const {
 
 at::Tensor Norm::of_pieces(const std::vector<at::Tensor>& pieces) const {
   double merged = 0;
+  bool has_host = false;
   std::vector<at::Tensor> on_device;
   for (const auto& piece : pieces) {
     if (piece.is_cpu()) {
-      merged = merge(merged, of_piece(piece.contiguous()));
+      merged = merge(merged, of_piece_on_host(piece.contiguous()));
+      has_host = true;
     } else if (piece.numel() > 0) {
-      on_device.push_back(piece);
+      on_device.push_back(is_common(piece) ? piece : magnitudes(piece));
     }
   }
   if (on_device.empty()) return at::scalar_tensor(merged, at::kDouble);
   auto norms = at::_foreach_norm(on_device, p_, at::kDouble);
   if (!std::isinf(p_)) at::_foreach_pow_(norms, p_);
-  if (on_device.size() < pieces.size()) norms.push_back(at::scalar_tensor(merged, norms.front().options()));
+  if (has_host) norms.push_back(at::scalar_tensor(merged, norms.front().options()));
   const auto sums = at::stack(norms);
   return std::isinf(p_) ? sums.max() : sums.sum();
 }

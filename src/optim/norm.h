@@ -12,13 +12,14 @@ class Norm {
  public:
   /// Throws Error, which begins with `function`, if p is not positive.
   Norm(double p, const char* function);
-  double of_piece(const at::Tensor& piece) const;
   /// Merged: a tensor of fp64 without dimensions, on the device where pieces are (one at most beside the CPU). The host does not wait.
   at::Tensor of_pieces(const std::vector<at::Tensor>& pieces) const;
   double merge(double a, double b) const;
   double finish(double merged) const;
 
  private:
+  double of_piece_on_host(const at::Tensor& piece) const;
+
   double p_;
 };
 

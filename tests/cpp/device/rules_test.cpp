@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -16,6 +17,7 @@
 #include "comm/works.h"
 #include "fsdp/fsdp.h"
 #include "host_clock.h"
+#include "optim/norm.h"
 #include "support/device_mesh.h"
 #include "support/stack.h"
 #include "support/temporary_folder.h"
@@ -244,6 +246,38 @@ TEST(DeviceRules, TwoLevelsRunBesideTheComputation) {
     // Two collectives and the sums of the first level take some 50,000, behind which is the last sum; the computation fits beside them.
     EXPECT_LT(time, kComputation + 20'000) << "of " << kernels << " kernels";
     EXPECT_EQ(out.sum().item<float>(), 21.0F * kNumel);
+  });
+}
+
+// What travels in bf16 is scaled in fp32, though nothing has to be added up.
+TEST(DeviceRules, ARankThatIsAloneScalesInFullPrecision) {
+  run_ranks_on_device(1, [](int rank) {
+    const fsdp::comm::Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0}, .world_size = 1};
+    fsdp::comm::NativeCommunicator communicator(row, nullptr, nullptr);
+    const auto values = at::randn({200}, at::kBFloat16);
+    const auto unreduced = values.to(sim::device(rank));
+    for (const bool accumulate : {false, true}) {
+      const auto out = at::ones({200}, unreduced.options().dtype(at::kFloat));
+      const std::vector<fsdp::comm::ReducePart> parts = {{.unreduced = unreduced, .staging = {}, .out = out, .accumulate = accumulate}};
+      communicator.reduce_scatter(parts, 1.0 / 3, {.operation = "reduce-scatter", .unit = "u"})->wait();
+      const auto scaled = values.to(at::kFloat) * static_cast<float>(1.0 / 3);
+      EXPECT_TRUE(at::equal(out.cpu(), accumulate ? scaled + 1 : scaled)) << accumulate;
+    }
+  });
+}
+
+// Frozen parameters may have any dtype.
+TEST(DeviceRules, NormsOfAnyDtypeAreThoseOfTheHost) {
+  run_ranks_on_device(1, [](int rank) {
+    std::vector<at::Tensor> here = {at::arange(5, at::kInt), at::full({3}, c10::complex<float>(3, 4)), at::ones({2}, at::kFloat)};
+    std::vector<at::Tensor> there;
+    for (const auto& tensor : here) there.push_back(tensor.to(sim::device(rank)));
+    there.push_back(at::full({2}, 7.0));
+    here.push_back(there.back());
+    for (const double p : std::vector<double>{1, 2, INFINITY}) {
+      const fsdp::optim::Norm norm(p, "test");
+      EXPECT_DOUBLE_EQ(norm.of_pieces(there).item<double>(), norm.of_pieces(here).item<double>()) << p;
+    }
   });
 }
 
