@@ -1,25 +1,28 @@
 """Steps of a Llama-like model on one GPU: plain, by FSDP2, and by libfsdp with and without collectives (docs/gpu.md).
 
-    one_gpu.py        (the kit's stage 2; GPU_KIT_ROWS and GPU_KIT_OUT name where rows and traces go)
+    one_gpu.py             (the kit's stage 2; GPU_KIT_ROWS and GPU_KIT_OUT name where rows and traces go)
+    one_gpu.py --ranks 2   (its stage 8: ranks that share the GPU, where NCCL allows that)
 
 On one rank nothing has to be sent, so what differs from plain training is what sharding costs by itself. Contenders take turns, each with
-the GPU for itself. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
+the GPU for itself. Ranks that share it take turns on it, too: of them, memory and the host's time tell something, steps little. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
 import itertools
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +43,7 @@ device: Any = importlib.import_module("support.device")
 ON_GPU = device.TYPE != "cpu"
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # Dense bf16, of the data sheets.
 COLLECTIVES = "FSDP_SINGLE_RANK_COLLECTIVES"
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ REHEARSED = [
     Case("rehearsal", GPTConfig(64, 32, 3, 2, 16), sequences=2, steps=2, rounds=2, traced=True),
     Case("another", GPTConfig(64, 64, 3, 2, 16), sequences=2, steps=2, rounds=2, counted=False),
 ]
-CONTENDERS = ("plain, autocast", "FSDP2", "libfsdp", "libfsdp, with collectives")
+SHARED = [replace(CASES[0], rounds=2, counted=False), replace(CASES[1], sequences=4, steps=4, traced=False, counted=False)]
+CONTENDERS = ("plain, autocast", "FSDP2", "libfsdp", *(("libfsdp, with collectives",) if RANKS == 1 else ()))
 
 
 @dataclass
@@ -91,7 +96,7 @@ def shard(model: GPT, contender: str) -> None:
     if contender.startswith("libfsdp"):
         function = importlib.import_module("libfsdp").fully_shard
     options = {
-        "mesh": init_device_mesh(device.TYPE, (1,)),
+        "mesh": init_device_mesh(device.TYPE, (RANKS,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     for block in model.blocks:
@@ -99,16 +104,18 @@ def shard(model: GPT, contender: str) -> None:
     function(model, **options)
 
 
+TURNS = itertools.count()
+
+
 @contextlib.contextmanager
 def collectives_of(contender: str) -> Iterator[None]:
     """libfsdp's collectives of a rank that is alone do nothing, unless this variable is set when its mesh is made."""
     os.environ[COLLECTIVES] = "1" if contender.endswith("with collectives") else "0"
-    with tempfile.TemporaryDirectory() as folder:
-        device.join(0, 1, init_method=f"file://{folder}/store")
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    device.join(RANK, RANKS, init_method=f"file://{os.environ['MEETING']}/{next(TURNS)}")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Trainer:
@@ -125,7 +132,7 @@ class Trainer:
         if not self.plain:
             shard(self.model, contender)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        tokens, targets = draw_batch(case.config, case.sequences, BatchPlace(0, 0, 1))
+        tokens, targets = draw_batch(case.config, case.sequences, BatchPlace(0, RANK, RANKS))
         self.batch = tokens.to(device.TYPE), targets.to(device.TYPE)
 
     def forward_and_backward(self) -> Tensor:
@@ -251,9 +258,11 @@ def report(case: Case, measured: dict[str, Measured]) -> None:
             row.update(counted)
 
 
-def main() -> None:
+def train() -> None:
+    """All cases, on one of the ranks."""
     torch.set_num_threads(1)
-    for case in CASES if ON_GPU else REHEARSED:
+    cases = (CASES if RANKS == 1 else SHARED) if ON_GPU else (REHEARSED if RANKS == 1 else REHEARSED[:1])
+    for case in cases:
         measured: dict[str, Measured] = {}
         for number in range(case.rounds):
             for contender in CONTENDERS[number % 2 :] + CONTENDERS[: number % 2]:
@@ -265,5 +274,22 @@ def main() -> None:
         report(case, cast(dict[str, Measured], {name: measured[name] for name in CONTENDERS if name in measured}))
 
 
+def main() -> int:
+    """Starts the ranks, the first of which writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    ranks: int = parser.parse_args().ranks
+    with tempfile.TemporaryDirectory() as meeting:
+        common = {**os.environ, "MEETING": meeting, "WORLD_SIZE": str(ranks)}
+        started = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **({"GPU_KIT_ROWS": os.devnull} if rank else {})}
+            started.append(subprocess.Popen([sys.executable, __file__], env={**common, **own}))
+        return max(process.wait() for process in started)
+
+
 if __name__ == "__main__":
-    main()
+    if "MEETING" in os.environ:
+        train()
+    else:
+        sys.exit(main())

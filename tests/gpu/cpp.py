@@ -26,16 +26,18 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def train_gpt(folder: Path, where: str, *options: object) -> list[float]:
-    """The losses of a run on one rank."""
-    return train_gpt_by((), folder, where, *options)[0]
+def train_gpt(folder: Path, where: str, *options: object, ranks: int = 1) -> list[float]:
+    """The losses of a run."""
+    return train_gpt_by((), folder, where, *options, ranks=ranks)[0]
 
 
-def train_gpt_by(before: tuple[object, ...], folder: Path, where: str, *options: object) -> tuple[list[float], str]:
+def train_gpt_by(
+    before: tuple[object, ...], folder: Path, where: str, *options: object, ranks: int = 1
+) -> tuple[list[float], str]:
     """As train_gpt, run by a program that `before` names with its options; and what was printed."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{where}.jsonl"
-    common = ("--data", TEXT, "--nproc", 1, "--eval-every", 1000, "--eval-sequences", 4, "--sample-tokens", 0, "--log", log)
+    common = ("--data", TEXT, "--nproc", ranks, "--eval-every", 1000, "--eval-sequences", 4, "--sample-tokens", 0, "--log", log)
     said = run(*before, EXAMPLES / "train_gpt", "--device", where, "--run", folder / where, *common, *options)
     read = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
     return [row["loss"] for row in read if "loss" in row], said

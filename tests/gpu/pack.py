@@ -1,6 +1,6 @@
 """Packs the kit for a machine with a GPU: the tree, the headers that it needs, and what was built for that machine's Python and torch.
 
-    pack.py --build BUILD --out FOLDER      (see `make gpu-kit`)
+    pack.py --build BUILD --out FOLDER [--nccl libnccl.so.2]      (see `make gpu-kit`)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,8 @@ MOST = 60 * 2**20  # bytes of all
 HEADERS = ("gtest", "gloo", "CLI", "nlohmann")
 PACKAGES = ("GTest", "CLI11", "nlohmann_json")
 EXAMPLES = ("train_gpt", "finetune_llama")
+ARCHITECTURE = 90  # Of the GPUs whose kernels of NCCL are packed: Hopper.
+FAT_BINARY = 0xBA55ED50
 
 
 def output(*command: str) -> str:
@@ -85,10 +88,40 @@ def prebuilt(build: Path, stripped: Path) -> dict[str, Path]:
     return files
 
 
+def thinned(library: bytes) -> bytearray:
+    """A library without the kernels of other GPUs than ARCHITECTURE: zeros in their place, which a compressor makes nothing of.
+
+    Its kernels lie in containers ("fat binaries"): a header (magic, version, its own bytes, the bytes that follow), and so on for each
+    architecture that is in one.
+    """
+    thin = bytearray(library)
+    at = 0
+    while (at := thin.find(FAT_BINARY.to_bytes(4, "little"), at)) >= 0:
+        _, version, header, size = struct.unpack_from("<IHHQ", thin, at)
+        if (version, header) != (1, 16):  # The same bytes by chance.
+            at += 4
+            continue
+        at, end = at + header, at + header + size
+        while at < end:
+            _, _, header, size = struct.unpack_from("<HHIQ", thin, at)
+            (architecture,) = struct.unpack_from("<I", thin, at + 28)
+            if architecture != ARCHITECTURE:
+                thin[at + header : at + header + size] = bytes(size)
+            at += header + size
+    return thin
+
+
+def pack_nccl(out: Path, library: Path) -> None:
+    with tempfile.NamedTemporaryFile() as thin, tarfile.open(out, "w:xz", preset=1) as archive:
+        Path(thin.name).write_bytes(thinned(library.read_bytes()))
+        archive.add(thin.name, "libnccl.so.2")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--nccl", type=Path, help="NCCL 2.30 or newer, which hosts several ranks on a GPU")
     options = parser.parse_args()
     out: Path = options.out
     shutil.rmtree(out, ignore_errors=True)
@@ -97,8 +130,10 @@ def main() -> int:
         pack(out / "tree.tar.gz", tree())
         pack(out / "headers.tar.gz", headers())
         pack(out / "prebuilt.tar.gz", prebuilt(options.build.absolute(), Path(stripped)))
+    if options.nccl:
+        pack_nccl(out / "nccl.tar.xz", options.nccl)
     shutil.copy(ROOT / "tests" / "gpu" / "run.sh", out / "run.sh")
-    sums = {path.name: output("sha256sum", str(path.absolute())).split()[0] for path in sorted(out.glob("*.tar.gz"))}
+    sums = {path.name: output("sha256sum", str(path.absolute())).split()[0] for path in sorted(out.glob("*.tar.*"))}
     (out / "kit.json").write_text(json.dumps({"commit": commit(), **sums}, indent=1) + "\n", encoding="utf-8")
     sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     for name, size in sizes.items():

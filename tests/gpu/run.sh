@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
     --device) device=$2 && shift 2 ;;
     --patience) patience=$2 && shift 2 ;;
     --compile) compile=yes && shift ;;
-    [1-7]) stages+=("$1") && shift ;;
+    [1-9]) stages+=("$1") && shift ;;
     *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
   esac
 done
@@ -34,8 +34,8 @@ begun=$SECONDS
 if ! cmp -s "$kit/kit.json" "$work/kit.json"; then
   rm -rf "$work"
   mkdir -p "$work"
-  for part in tree headers prebuilt; do
-    "$python" -W ignore -m tarfile -e "$kit/$part.tar.gz" "$work/$part"
+  for part in "$kit"/*.tar.*; do
+    "$python" -W ignore -m tarfile -e "$part" "$work/$(basename "${part%.tar.*}")"
   done
   cp "$kit/kit.json" "$work/kit.json"
 fi
@@ -44,6 +44,7 @@ torch=$("$python" -c 'import torch; print(torch.__path__[0])')
 export FSDP_TEST_DEVICE=$device OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 GPU_KIT_COMMIT=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["commit"])' "$work/kit.json")
 export GPU_KIT_COMMIT
+[ ! -e "$work/nccl" ] || export GPU_KIT_NCCL=$work/nccl/libnccl.so.2
 
 libraries=$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 use() {

@@ -50,17 +50,19 @@ class Stage:
 
 
 COLLECTIVES = {"FSDP_SINGLE_RANK_COLLECTIVES": "1"}
-TWO_RANKS = {"FSDP_TEST_BACKEND": "gloo"}  # NCCL wants a GPU for each.
+OVER_GLOO = {"FSDP_TEST_BACKEND": "gloo"}  # NCCL before 2.30 wants a GPU for each rank.
+# A newer one in place of torch's, if the kit has it (run.sh).
+OVER_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "LD_PRELOAD": os.environ.get("GPU_KIT_NCCL", "")} if ON_GPU else {}
 
 
 def python(file: str, *options: str) -> list[str]:
     return [sys.executable, str(ROOT / file), *options]
 
 
-def tests(file: str, chosen: str, rehearsed: str, most: float) -> Program:
-    """A file of pytest's on two ranks; the tests whose names fit, of which a rehearsal runs few."""
+def tests(file: str, chosen: str, rehearsed: str, most: float, over: dict[str, str]) -> Program:
+    """A file of pytest's on several ranks; the tests whose names fit, of which a rehearsal runs few."""
     options = ("-q", "-p", "no:cacheprovider", "-k", chosen if ON_GPU else rehearsed)
-    return Program([sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "python" / file)], TWO_RANKS, most, pytest=True)
+    return Program([sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "python" / file)], over, most, pytest=True)
 
 
 def sanitized(tool: str) -> Program:
@@ -82,15 +84,27 @@ STAGES = {
         "two ranks over Gloo",
         180,
         [
-            tests("test_clip_grad_norm.py", "", "two", most=30),
-            tests("test_parity_fsdp2.py", "equals", "equals and mlp-default", most=60),
-            tests("test_megatron_strategies.py", "", "two_ranks", most=60),
-            tests("test_parity_fsdp2.py", "test_two_ranks", "test_two_ranks and mlp-default", most=60),
+            tests("test_clip_grad_norm.py", "", "two", 30, OVER_GLOO),
+            tests("test_parity_fsdp2.py", "equals", "equals and mlp-default", 60, OVER_GLOO),
+            tests("test_megatron_strategies.py", "", "two_ranks", 60, OVER_GLOO),
+            tests("test_parity_fsdp2.py", "test_two_ranks", "test_two_ranks and mlp-default", 60, OVER_GLOO),
         ],
     ),
     5: Stage("compute-sanitizer on a small step", 60, [sanitized("memcheck"), sanitized("racecheck")]),
     6: Stage("Megatron's front end, HSDP, 8-bit gathers, memory of NCCL", 60, [Program(python("tests/gpu/features.py"), COLLECTIVES)]),
     7: Stage("CUDA graphs of a step", 60, [Program(python("tests/gpu/graphs.py"))]),
+    8: Stage(
+        "two ranks over NCCL",
+        180,
+        [
+            Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50),
+            tests("test_parity_fsdp2.py", "equals", "equals and mlp-default", 70, OVER_NCCL),
+            Program(python("bench/one_gpu.py", "--ranks", "2"), OVER_NCCL, most=60),
+            tests("test_clip_grad_norm.py", "", "two", 40, OVER_NCCL),
+            tests("test_megatron_strategies.py", "", "two_ranks", 60, OVER_NCCL),
+        ],
+    ),
+    9: Stage("Python's tests over Gloo, several at a time", 150, [Program(python("tests/gpu/suite.py", "140"), OVER_GLOO)]),
 }
 
 
