@@ -38,6 +38,7 @@ class Program:
     environment: dict[str, str] = field(default_factory=dict)
     most: float = 1e9
     pytest: bool = False  # What it finds is its exit code and its last line.
+    needed: bool = False  # Where it fails, the rest of its stage would, too.
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ STAGES = {
         "two ranks over NCCL",
         180,
         [
-            Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50),
+            Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50, needed=True),
             tests("test_parity_fsdp2.py", "equals", "equals and mlp-default", 70, OVER_NCCL),
             Program(python("bench/one_gpu.py", "--ranks", "2"), OVER_NCCL, most=60),
             tests("test_clip_grad_norm.py", "", "two", 40, OVER_NCCL),
@@ -166,6 +167,8 @@ def run_stage(stage: Stage, out: Path, patience: float) -> list[rows.Row]:
             rows.record(name, "failed", seconds=seconds, why=f"exit code {code}: {last}")
         elif program.pytest:
             rows.record(name, "passed", seconds=seconds, last=last)
+        if code != 0 and program.needed:
+            break
     read = rows.read(found)
     found.unlink(missing_ok=True)
     return read
