@@ -4,7 +4,8 @@
     one_gpu.py --ranks 2   (its stage 8: ranks that share the GPU, where NCCL allows that)
 
 On one rank nothing has to be sent, so what differs from plain training is what sharding costs by itself. Contenders take turns, each with
-the GPU for itself. Ranks that share it take turns on it, too: of them, memory and the host's time tell something, steps little. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
+the GPU for itself. Ranks that share it without CUDA's MPS take turns on it, too: of these, memory and the host's time tell something, steps
+little. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Case:
 
 # The first has so little arithmetic that the host is what takes time. The last launches as much as the second.
 CASES = [
-    Case("48 small units", GPTConfig(128, 64, 48, 2, 64), sequences=1, steps=20, rounds=3),
+    Case("48 small units", GPTConfig(128, 64, 48, 2, 64), sequences=1, steps=8, rounds=3),
     Case("350M", GPTConfig(32_000, 1024, 24, 16, 2048), sequences=8, steps=8, rounds=2, traced=True),
     Case("1.3B", GPTConfig(32_000, 2048, 24, 16, 2048), sequences=4, steps=6, rounds=2, counted=False),
 ]
@@ -70,7 +71,7 @@ REHEARSED = [
     Case("rehearsal", GPTConfig(64, 32, 3, 2, 16), sequences=2, steps=2, rounds=2, traced=True),
     Case("another", GPTConfig(64, 64, 3, 2, 16), sequences=2, steps=2, rounds=2, counted=False),
 ]
-SHARED = [replace(CASES[0], rounds=2, counted=False), replace(CASES[1], sequences=4, steps=4, traced=False, counted=False)]
+SHARED = [replace(CASES[1], sequences=4, steps=4, traced=False, counted=False), replace(CASES[0], steps=4, counted=False)]
 CONTENDERS = ("plain, autocast", "FSDP2", "libfsdp", *(("libfsdp, with collectives",) if RANKS == 1 else ()))
 
 

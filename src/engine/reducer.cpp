@@ -370,12 +370,17 @@ void Reducer::drain() {
 void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
   auto& buffer = unit.main_gradient_buffer;
-  const auto allocate = [&] {
-    if (unit.offloaded()) return memory::allocate_host(device_, buffer.bytes, unit.options.host_memory);
+  if (unit.offloaded()) {
+    auto& host = unit.host_gradient_memory;
+    if (host.use_count() != 1) {  // There is none yet, or somebody else still has gradients in it.
+      host = std::make_shared<c10::DataPtr>(memory::allocate_host(device_, buffer.bytes, unit.options.host_memory));
+    }
+    unit.main_gradient_memory = device_.is_cpu() ? std::exchange(host, nullptr) : host;
+  } else {
     const c10::DeviceGuard guard(device_);
-    return c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes));
-  };
-  unit.main_gradient_memory = std::make_shared<c10::DataPtr>(allocate());
+    unit.main_gradient_memory =
+        std::make_shared<c10::DataPtr>(c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes)));
+  }
   memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
   accounting_.add(main_gradients_kind(unit), buffer.bytes);
 }

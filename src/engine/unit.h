@@ -193,6 +193,8 @@ struct Unit {
   // first reduction to zero_grad().
   Buffer main_gradient_buffer;
   std::shared_ptr<c10::DataPtr> main_gradient_memory;
+  /// The same memory, if it is the host's, for a device: kept for the next gradients, because pinning takes long.
+  std::shared_ptr<c10::DataPtr> host_gradient_memory;
   std::vector<at::Tensor> main_gradient;  ///< Views of `main_gradient_buffer`.
   bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "memory/pinned_memory.h"
 #include "memory/shared_heap.h"
 
 namespace fsdp::memory {
@@ -48,6 +49,13 @@ c10::DataPtr map(c10::Device device, std::size_t bytes, bool reported = false) {
 
 bool is_mapped(c10::Device device, std::int64_t bytes) { return device.is_cpu() && bytes >= kMappedBytes; }
 
+/// A tensor of the host over memory that is fresh from the system, and so zero.
+at::Tensor over(c10::DataPtr memory, std::int64_t bytes) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(bytes),
+                                                       std::move(memory), nullptr, /*resizable=*/false);
+  return at::empty({0}, at::TensorOptions().dtype(at::kByte)).set_(c10::Storage(std::move(storage)), 0, {bytes}, {1});
+}
+
 }  // namespace
 
 c10::DataPtr allocate(c10::Device device, std::int64_t bytes) {
@@ -70,12 +78,8 @@ c10::DataPtr allocate_as_torch(c10::Device device, std::int64_t bytes) {
 }
 
 at::Tensor zeros(c10::Device device, std::int64_t bytes) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  if (!is_mapped(device, bytes)) return at::zeros({bytes}, options);
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(bytes),
-                                                       map(device, static_cast<std::size_t>(bytes)), nullptr, /*resizable=*/false);
-  // Fresh mappings are zero.
-  return at::empty({0}, options).set_(c10::Storage(std::move(storage)), 0, {bytes}, {1});
+  if (!is_mapped(device, bytes)) return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  return over(map(device, static_cast<std::size_t>(bytes)), bytes);
 }
 
 void synchronize(c10::Device device) {
@@ -84,11 +88,17 @@ void synchronize(c10::Device device) {
 
 c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemory kind) {
   if (device.is_cpu() || kind == HostMemory::kPageable) return allocate(at::kCPU, bytes);
+  if (bytes >= kMappedBytes) {
+    if (auto block = allocate_pinned(device, bytes)) return block;
+  }
   return at::globalContext().getPinnedMemoryAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
 }
 
 at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemory kind) {
   if (device.is_cpu() || kind == HostMemory::kPageable) return zeros(at::kCPU, bytes);
+  if (bytes >= kMappedBytes) {
+    if (auto block = allocate_pinned(device, bytes)) return over(std::move(block), bytes);
+  }
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
 }
 

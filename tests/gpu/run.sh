@@ -2,10 +2,11 @@
 # Runs stages of the kit (docs/gpu.md) on a machine with a GPU. Nothing is fetched: it needs python3 with torch, and a compiler only if this
 # machine's Python or torch are not those that the kit was built for.
 #
-#   gpu-kit/run.sh [--out FOLDER] [--work FOLDER] [--python PYTHON] [--device cpu] [--patience N] [--compile] STAGE...
+#   gpu-kit/run.sh [--out FOLDER] [--work FOLDER] [--python PYTHON] [--device cpu] [--patience N] [--compile] [--mps] STAGE...
 #
 # FOLDER of --out (default: gpu-kit-results) gets tables.md, results.json, log.txt and traces.zip; that of --work what is unpacked.
 # --device cpu rehearses with small sizes. --patience multiplies the stages' time limits. --compile leaves the kit's libraries alone.
+# --mps lets processes use the GPU at the same time (CUDA's MPS), where else they take turns: of ranks that share it, this makes a lot.
 set -euo pipefail
 
 kit=$(cd "$(dirname "$0")" && pwd)
@@ -14,6 +15,7 @@ work=${TMPDIR:-/tmp}/libfsdp-gpu-kit-$(id -u)
 python=python3
 device=${FSDP_TEST_DEVICE:-cuda}
 compile=
+mps=
 patience=1
 stages=()
 while [ $# -gt 0 ]; do
@@ -24,11 +26,12 @@ while [ $# -gt 0 ]; do
     --device) device=$2 && shift 2 ;;
     --patience) patience=$2 && shift 2 ;;
     --compile) compile=yes && shift ;;
+    --mps) mps=yes && shift ;;
     [1-9]) stages+=("$1") && shift ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
   esac
 done
-[ ${#stages[@]} -gt 0 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
+[ ${#stages[@]} -gt 0 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
 begun=$SECONDS
 
 if ! cmp -s "$kit/kit.json" "$work/kit.json"; then
@@ -60,6 +63,13 @@ if [ -n "$compile" ] || ! "$python" -c 'import libfsdp'; then
   cmake --build "$work/build" --target fsdp_python train_gpt finetune_llama
   use "$work/build"
   "$python" -c 'import libfsdp'
+fi
+if [ -n "$mps" ]; then
+  export CUDA_MPS_PIPE_DIRECTORY=$work/mps CUDA_MPS_LOG_DIRECTORY=$work/mps
+  mkdir -p "$work/mps"
+  nvidia-cuda-mps-control -d
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+  timeout 20 "$python" -c 'import torch; torch.ones(1, device="cuda").item()'
 fi
 echo "gpu-kit: ready after $((SECONDS - begun)) s"
 "$python" "$work/tree/tests/gpu/stages.py" --out "$out" --patience "$patience" "${stages[@]}"

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.collectives import all_gather
 from support.ranks import StartRanks
+from support.training import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -40,11 +42,11 @@ def train(sharded: Any, steps: int = 3) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return losses + [p.full_tensor().detach() for p in sharded.parameters()]
+    return losses + [full(p) for p in sharded.parameters()]
 
 
 def shard_twice(offload: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
     options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -55,16 +57,14 @@ def shard_twice(offload: bool) -> None:
     # Half of the rows that replicas have, and so of the optimizer's state.
     assert weight._local_tensor.shape == (2, 32)
     assert replicated[0].weight._local_tensor.shape == (4, 32)
-    assert torch.equal(weight.full_tensor(), replicated[0].weight.full_tensor())
+    assert torch.equal(full(weight), full(replicated[0].weight))
     for mine, other in zip(train(sharded), train(replicated), strict=True):
         torch.testing.assert_close(mine, other)
     sharded(torch.ones(1, 32)).sum().backward()
     assert sharded[0].weight.grad._local_tensor.shape == (2, 32)
     norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
     replicated(torch.ones(1, 32)).sum().backward()
-    torch.testing.assert_close(
-        norm.full_tensor(), torch.nn.utils.clip_grad_norm_(replicated.parameters(), 1.0).full_tensor()
-    )
+    torch.testing.assert_close(full(norm), full(torch.nn.utils.clip_grad_norm_(replicated.parameters(), 1.0)))
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
@@ -73,11 +73,11 @@ def test_outer_ranks_cut_shards(ranks: StartRanks, offload: bool) -> None:
 
 
 def shard_twice_beside_tensor_parallelism() -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = init_device_mesh(device.TYPE, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 8))
+    plain = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 8)).to(device.TYPE)
     module = copy.deepcopy(plain)
-    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}, src_data_rank=None)
     for part in (*module, module):
         fully_shard(part, mesh=mesh["replicate", "shard"], outer_placements="optim")
     # The pieces of tensor parallelism are cut into shards, and these between the outer ranks.
@@ -87,9 +87,9 @@ def shard_twice_beside_tensor_parallelism() -> None:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
     for step in range(3):
         for mine, whole in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.full_tensor(), whole)
+            torch.testing.assert_close(full(mine), full(whole))
             torch.testing.assert_close(redistribute_uneven_dtensor_to_replicated(mine).to_local(), whole)
-        batches = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(step))
+        batches = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(step)).to(device.TYPE)
         own = 2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")
         for one, batch in ((module, batches[own]), (plain, batches)):
             one.zero_grad()
@@ -103,7 +103,7 @@ def test_outer_ranks_cut_shards_of_tensor_parallel_pieces(ranks: StartRanks) -> 
 
 
 def refuse_outer() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
     for options, text in (
         ({"outer_placements": "optim"}, "two dimensions"),
         ({"outer_placements": "optim", "mesh": mesh, "placements": "optim"}, "needs placements"),
@@ -138,7 +138,7 @@ def travel_in_eight_bits() -> tuple[int, int]:
     assert not torch.equal(got, expected)
     torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)
     # Shards are as they were.
-    assert torch.equal(fresh[0].weight.full_tensor(), reference[0].weight.full_tensor())
+    assert torch.equal(full(fresh[0].weight), full(reference[0].weight))
     return sent[0], sent[1]
 
 
@@ -174,17 +174,17 @@ def report_nan() -> None:
     with pytest.raises(RuntimeError, match=r"parameter '0\.weight' of unit '.*' before reduction, on rank 1"):
         sharded(x).sum().backward()
     # Gradients are the user's all the same; without them, training goes on.
-    assert sharded[0].weight.grad.full_tensor().isnan().any()
+    assert full(sharded[0].weight.grad).isnan().any()
     sharded.zero_grad()
     sharded.set_manual_backward_finalization(True)
     sharded(x).sum().backward()
     with pytest.raises(libfsdp.Error, match=r"parameter '0\.weight'"):
         sharded.finalize_backward()
-    assert sharded[0].weight.grad.full_tensor().isnan().any()
+    assert full(sharded[0].weight.grad).isnan().any()
     sharded.set_manual_backward_finalization(False)
     sharded.zero_grad()
     train(sharded, 1)
-    assert not sharded[0].weight.full_tensor().isnan().any()
+    assert not full(sharded[0].weight).isnan().any()
 
 
 def test_nan_in_gradients_is_reported(ranks: StartRanks) -> None:
@@ -248,5 +248,6 @@ def use_memory_of_group() -> None:
             call()
 
 
+@pytest.mark.skipif(device.TYPE != "cpu", reason="of Gloo on the CPU, which has no memory of its own")
 def test_memory_of_process_groups(ranks: StartRanks) -> None:
     ranks(2).run(use_memory_of_group)

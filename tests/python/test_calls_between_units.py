@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import hugging_face
+from support import device, hugging_face
 from support.comparison import differences  # noqa: F401  # it makes MKL's products independent of addresses
 from support.models import VOCABULARY
 from support.ranks import PRELOADED, ComparedRanks, StartRanks
@@ -334,12 +334,12 @@ class Generates(nn.Module):
 
 def generate() -> bool:
     torch.manual_seed(0)
-    plain = Generates()
+    plain = Generates().to(device.TYPE)
     model: Any = copy.deepcopy(plain)
     libfsdp.fully_shard(model.block)
     libfsdp.fully_shard(model)
     libfsdp.register_fsdp_forward_method(model, "generate")
-    x = torch.ones(2, WIDTH)
+    x = torch.ones(2, WIDTH, device=device.TYPE)
     with torch.no_grad():
         right = [torch.equal(model.generate(x), plain.generate(x)), torch.equal(model(x), plain(x))]
     return all(right) and isinstance(model.generate, types.MethodType)

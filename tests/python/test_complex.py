@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.ranks import StartRanks
 from support.training import api, full, mesh_of
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def train(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> No
     """Each rank compares with all ranks' gradients, which it computes without sharding."""
     fsdp, world = api(implementation), dist.get_world_size()
     torch.manual_seed(0)
-    plain = Model(bias)
+    plain = Model(bias).to(device.TYPE)
     model = copy.deepcopy(plain)
     arguments = {"mesh": mesh_of(options.get("replicas", 1)), "reshard_after_forward": options.get("reshard", True)}
     if "cut" in options:
@@ -61,7 +62,7 @@ def train(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> No
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1 or options.get("sync") == "each")
             batches = [
-                torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * micro + r))
+                torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * micro + r)).to(device.TYPE)
                 for r in range(world)
             ]
             model(batches[dist.get_rank()]).square().mean().backward()
@@ -69,7 +70,7 @@ def train(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> No
             for batch in batches:
                 plain.zero_grad()
                 plain(batch).square().mean().backward()
-                sums.append({name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None})
+                sums.append({name: full(p.grad) for name, p in plain.named_parameters() if p.grad is not None})
             for name in sums[0]:
                 mean = sum(of_rank[name] for of_rank in sums) / world
                 expected[name] = expected.get(name, torch.zeros(())) + mean
@@ -78,12 +79,12 @@ def train(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> No
             assert ours.grad is not None
             assert ours.grad.dtype == ours.dtype == theirs.dtype
             torch.testing.assert_close(full(ours.grad), expected[name], rtol=1e-5, atol=1e-4)
-            theirs.grad = full(ours.grad)
+            theirs.grad = full(ours.grad).to(device.TYPE)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(full(ours), theirs), name
+            assert torch.equal(full(ours), full(theirs)), name
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,7 @@ from libfsdp import fully_shard, register_fsdp_forward_method
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    device.join(0, 1, init_method=f"file://{tmp_path}/rendezvous")
     yield
     dist.destroy_process_group()
 
@@ -139,7 +140,7 @@ def test_a_gradient_that_is_kept_stays_as_it_is() -> None:
 
 def test_parameters_are_frozen_and_trained_again_between_steps() -> None:
     torch.manual_seed(0)
-    sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device.TYPE)
     sharded[0].weight.requires_grad_(False)
     plain = copy.deepcopy(sharded)
     for layer in sharded:
@@ -150,7 +151,7 @@ def test_parameters_are_frozen_and_trained_again_between_steps() -> None:
             models[0].weight.requires_grad_(trained)
             models[1].bias.requires_grad_(not trained)
             models.zero_grad()
-            models(torch.ones(2, 4)).square().sum().backward()
+            models(torch.ones(2, 4, device=device.TYPE)).square().sum().backward()
         for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad.to_local(), theirs.grad)
@@ -192,7 +193,7 @@ def test_a_graph_goes_with_its_output() -> None:
     sharded = model()
     gc.disable()
     try:
-        x = torch.ones(2, 4, requires_grad=True) * 2
+        x = torch.ones(2, 4, device=device.TYPE, requires_grad=True) * 2
         left = weakref.ref(x)
         output = sharded(x)
         del x

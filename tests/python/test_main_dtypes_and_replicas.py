@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.ranks import StartRanks
+from support.training import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,7 @@ from libfsdp import MixedPrecisionPolicy, fully_shard
 
 def plain_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(device.TYPE)
 
 
 def shard(model: nn.Sequential, **options: Any) -> Any:
@@ -30,13 +31,9 @@ def shard(model: nn.Sequential, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def batch(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(4, 6, generator=generator)
+    return torch.randn(4, 6, generator=generator).to(device.TYPE)
 
 
 def train(
@@ -49,15 +46,15 @@ def train(
             loss = model(x).square().mean() * scale
             loss.backward()
             seen.append(loss.detach())
-        seen.extend(whole(p.grad).clone() for p in model.parameters())
+        seen.extend(full(p.grad) for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return seen + [whole(p).detach().clone() for p in model.parameters()]
+    return seen + [full(p) for p in model.parameters()]
 
 
 def equal_a_replica(dims: tuple[int, ...], accumulate: int) -> None:
     names = ("outer", "inner")[: len(dims)]
-    mesh = init_device_mesh("cpu", dims, mesh_dim_names=names)
+    mesh = init_device_mesh(device.TYPE, dims, mesh_dim_names=names)
     replica, model = plain_model().double(), shard(plain_model().double(), mesh=mesh, placements="no_shard")
     assert all(
         type(p) is nn.Parameter and p.shape == q.shape
@@ -185,9 +182,9 @@ def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype | None
         trained = [p for p in model.parameters() if p.requires_grad]
         for p, total in zip(trained, sums, strict=True):
             assert p.grad is not None
-            assert whole(p.grad).dtype == grads
+            assert p.grad.dtype == grads
             tolerance = 1e-6 if exact else 0.02
-            torch.testing.assert_close(whole(p.grad).float(), total, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(full(p.grad).float(), full(total), rtol=tolerance, atol=tolerance)
         if exact:
             for master, total in zip(masters, sums, strict=True):
                 master.grad = total
@@ -196,13 +193,13 @@ def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype | None
             for master, p in zip(masters, (p for p in replica.parameters() if p.requires_grad), strict=True):
                 p.data.copy_(master)
             for master, p in zip(masters, trained, strict=True):
-                torch.testing.assert_close(whole(p.detach()), master, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(full(p), full(master), rtol=1e-5, atol=1e-6)
         optimizer.zero_grad()
     assert set(seen) == {torch.bfloat16}
     before = libfsdp.wire_stats(model)["reduce_scatter_bytes"]
     model(batch(dist.get_rank(), 0).bfloat16()).sum().backward()
     if grads == torch.float32:  # Sums keep their digits, whatever travelled.
-        gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+        gradients = [full(p.grad) for p in model.parameters() if p.grad is not None]
         assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
     return libfsdp.wire_stats(model)["reduce_scatter_bytes"] - before
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.megatron import Block, batch, gathered_gradients, mean_gradients, plain_model, ranks_of, shard, whole
 from support.ranks import StartRanks
 from torch import nn
@@ -104,11 +105,11 @@ class Owner(nn.Module):
 def share_a_unit() -> None:
     torch.manual_seed(0)
     shared = nn.LayerNorm(4)
-    model = nn.Sequential(Owner(shared), Owner(shared), nn.Linear(4, 2))
+    model = nn.Sequential(Owner(shared), Owner(shared), nn.Linear(4, 2)).to(device.TYPE)
     plain = copy.deepcopy(model)
     sharded = fully_shard_model(model, fsdp_unit_modules=[Owner, nn.LayerNorm])
     assert sorted(units(sharded)) == ["(root)", "0", "0.shared", "1"]
-    x = torch.ones(2, 4)
+    x = torch.ones(2, 4, device=device.TYPE)
     sharded(x).sum().backward()
     plain(x).sum().backward()
     assert all(map(torch.equal, gathered_gradients(sharded), [p.grad for p in plain.parameters()]))
@@ -131,7 +132,7 @@ class Container(nn.Module):
 
 def containers() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), Container())
+    plain = nn.Sequential(nn.Linear(8, 8), Container()).to(device.TYPE)
     model = wrapped(
         copy.deepcopy(plain),
         enable_fine_grained_param_gather_hook=True,
@@ -231,7 +232,7 @@ def test_on_two_ranks(ranks: StartRanks, check: Callable[[], None]) -> None:
 
 def names_of_ranks() -> tuple[int, int]:
     """On (outer, shard) = (2, 2) ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("outer", "shard"))
     both = mesh[("outer", "shard")]._flatten("both").get_group()
     index = FSDPDistributedIndex(
         mesh, dp_shard_dim="shard", dp_outer_dim="outer", hybrid_fsdp_group=both, hsdp_outer_dp_shard=True
@@ -271,7 +272,7 @@ def names_of_ranks() -> tuple[int, int]:
         assert isinstance(piece, DTensor)
         piece.to_local().fill_(dist.get_rank())
         row = index.get_logical_hybrid_fsdp_rank() * 2
-        assert piece.full_tensor()[row, 0] == dist.get_rank()
+        assert whole(piece)[row, 0] == dist.get_rank()
     return dist.get_rank(), index.get_logical_hybrid_fsdp_rank()
 
 

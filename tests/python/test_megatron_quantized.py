@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.megatron import batch, whole
 from support.quantized import Quantized, QuantizedLinear, Quantizer, quantized_parameter
 from support.quantized_training import Alone, model_of, sharded
@@ -195,7 +196,7 @@ def test_models_on_meta(ranks: StartRanks) -> None:
 
 
 def frozen() -> None:
-    module = nn.Sequential(QuantizedLinear(8, 8, torch.float32, preserved=False), nn.Linear(8, 3))
+    module = nn.Sequential(QuantizedLinear(8, 8, torch.float32, preserved=False), nn.Linear(8, 3).to(device.TYPE))
     dist.broadcast(module[0].weight._data, src=0)
     dist.broadcast(module[0].weight._scale_inv, src=0)
     module[0].weight.requires_grad_(False)

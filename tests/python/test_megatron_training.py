@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.megatron import STRATEGIES, AllGather, Block, batch, mean_gradients, mesh_of, plain_model, whole
 from support.ranks import StartRanks
 from torch import nn
@@ -75,7 +76,7 @@ class Experts(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.gate = nn.Linear(8, 4)
-        weights = [torch.randn(8, 8) / 3 for _ in range(4)]
+        weights = [(torch.randn(8, 8) / 3).to(device.TYPE) for _ in range(4)]
         self.experts = nn.ModuleList([Expert(weight) for weight in weights[mine]])
         self.group, self.mine = group, mine
         if group is not None:
@@ -105,7 +106,7 @@ class Expert(nn.Module):
 def train_experts(strategy: str) -> None:
     rank = dist.get_rank()
     mesh = mesh_of(4, 1)
-    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    experts = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "ep"))
     mine = slice(0, 2) if experts.get_local_rank("ep") == 0 else slice(2, 4)
     module = nn.Sequential(nn.Linear(8, 8), Experts(experts.get_group("ep"), mine), nn.Linear(8, 3))
     single = nn.Sequential(nn.Linear(8, 8), Experts(), nn.Linear(8, 3))
@@ -116,6 +117,7 @@ def train_experts(strategy: str) -> None:
         torch.manual_seed(7)
         for i in (0, 2):
             one[i].reset_parameters()
+        one.to(device.TYPE)
     model = fully_shard_model(
         module,
         device_mesh=mesh,
@@ -162,7 +164,8 @@ def train_tensor_parallel(strategy: str) -> None:
     single, module = plain_model(), plain_model()
     for block in module:
         if isinstance(block, Block):
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan, src_data_rank=None)
     model = fully_shard_model(
         module, device_mesh=mesh, dp_shard_dim="data", tp_dim="tp", fsdp_unit_modules=[Block], zero_dp_strategy=strategy
     )
@@ -186,11 +189,11 @@ def train_tensor_parallel(strategy: str) -> None:
 
 
 def mesh_of_two_dims() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    return init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("data", "tp"))
 
 
 def mesh_of_three_dims() -> Any:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "data", "tp"))
+    mesh = init_device_mesh(device.TYPE, (2, 2, 2), mesh_dim_names=("outer", "data", "tp"))
     mesh["outer", "data"]._flatten("both")
     return mesh
 
@@ -207,7 +210,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         full, rank = torch.randn(8, 6), mesh.get_local_rank("tp")
-        self.weight = nn.Parameter(full[4 * rank : 4 * rank + 4].clone())
+        self.weight = nn.Parameter(full[4 * rank : 4 * rank + 4].clone().to(device.TYPE))
         self.weight._tensor_parallel_mode = "column"
         self.weight.partition_dim = 0
 
@@ -236,16 +239,16 @@ def megatrons_pieces(strategy: str, with_outer: bool) -> None:
     )
     weight = model.module[0].weight
     torch.manual_seed(2)
-    full = torch.randn(8, 6)
+    full = torch.randn(8, 6).to(device.TYPE)
     assert weight.shape == (8, 6)
     assert weight.partition_dim == 0
     assert torch.equal(whole(weight.detach()), full)
-    x = torch.ones(2, 6)
+    x = torch.ones(2, 6, device=device.TYPE)
     out = model(x)
     assert type(out) is torch.Tensor
     torch.testing.assert_close(out, x @ full[4 * mesh.get_local_rank("tp") :][:4].t())
     out.sum().backward()
-    torch.testing.assert_close(whole(model.module[0].weight.grad), torch.full((8, 6), 2.0))
+    torch.testing.assert_close(whole(model.module[0].weight.grad), torch.full_like(full, 2.0))
 
 
 def test_pieces_of_megatrons_layers(ranks: StartRanks) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.collectives import reduce_scatter
 from support.ranks import StartRanks
+from support.training import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -55,7 +57,7 @@ class Net(nn.Module):
 
 def plain_net() -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net().to(device.TYPE)
 
 
 def sharded_net(**options: Any) -> Any:
@@ -67,11 +69,11 @@ def sharded_net(**options: Any) -> Any:
 
 def batch(number: int = 0) -> Tensor:
     """This rank's own."""
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())).to(device.TYPE)
 
 
 def whole_gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
+    return [full(p.grad) for p in model.parameters() if isinstance(p, DTensor)]
 
 
 def backward(model: Any, number: int = 0) -> list[Tensor]:
@@ -309,12 +311,13 @@ def optimizer_events() -> None:
     model = sharded_net()
     event: Any = object()
     model.set_post_optim_event(event)
-    before, torch.cpu.current_stream = torch.cpu.current_stream, lambda *_: Stream()
+    streams = torch.get_device_module(device.TYPE)
+    before, streams.current_stream = streams.current_stream, lambda *_: Stream()
     try:
         for _ in range(2):
             model(batch())
     finally:
-        torch.cpu.current_stream = before
+        streams.current_stream = before
     assert waited == [event]
 
 
@@ -343,7 +346,7 @@ def test_on_two_ranks(ranks: StartRanks, check: Callable[[], None]) -> None:
 
 
 def replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def accumulate(*, always: bool) -> tuple[list[Tensor], list[int]]:
         model = sharded_net(mesh=mesh)

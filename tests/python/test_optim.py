@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import device
 from support.optimizers import ALIGNED, ODD, Shapes, give_gradients, sharded, train, whole_state, without_torchs_steps
 from support.ranks import StartRanks
 from support.states import assert_same_state, train_more
@@ -81,8 +82,10 @@ def compare_with_torch(making: Making, way: str, options: dict[str, Any]) -> Non
         with nullcontext() if of_way == "torch" else without_torchs_steps():
             train(parameters, optimizer, steps=6, change=halve_and_grow(parameters[-1]))
         optimizers.append(optimizer)
-    assert_same_state([p.data for p in mine], [p.data for p in theirs])
-    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+    # On a GPU, torch's loop rounds Nesterov's sum otherwise.
+    tolerance = 1e-6 if device.TYPE != "cpu" and making[1].get("nesterov") else 0.0
+    assert_same_state([p.data for p in mine], [p.data for p in theirs], tolerance)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict(), tolerance)
     if making[1].get("momentum") != 0 and making[0] != "SGD":
         assert optimizers[0].state_dict()["state"]
 
@@ -126,6 +129,7 @@ def compare_with_replica(making: Making, shapes: Any) -> list[float]:
     return [(4 * 8 * eps * 5 / max((results[0][n] - v).abs().max().item(), 1e-30)) for n, v in results[1].items()]
 
 
+@pytest.mark.skipif(device.TYPE != "cpu", reason="registers are the CPU's")
 @each_optimizer
 def test_the_same_bits_as_of_whole_parameters_where_registers_are_full(ranks: StartRanks, making: Making) -> None:
     for of_rank in ranks(4).run(compare_with_replica, making, ALIGNED):
@@ -190,10 +194,10 @@ def scale_with_infinities(making: Making) -> None:
     for implementation, way in (("libfsdp", "optim"), ("fsdp2", "torch")):
         parameters = sharded(implementation, shapes_of(making))
         optimizer = make(way, making, parameters, **flags_of(making))
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        scaler = torch.amp.GradScaler(device.TYPE, init_scale=64.0, growth_interval=2)
         scales = []
         for step in range(4):
-            scaler.scale(torch.ones(()))
+            scaler.scale(torch.ones((), device=device.TYPE))
             give_gradients(parameters, step, scale=scaler.get_scale())
             if step == 1 and torch.distributed.get_rank() == 1:
                 parameters[0].grad.to_local()[0, 0] = float("inf")

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from support import device
 from support.ranks import StartRanks
+from support.training import full
 from torch import nn
 
 import libfsdp
@@ -41,10 +43,11 @@ def keep_one_dtype() -> None:
     made = Mixed()
     plain = Mixed()
     plain.load_state_dict(made.state_dict())
+    plain.to(device.TYPE)
     policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32, param_dtype_override_fn=override)
     assert isinstance(policy, torch.distributed.fsdp.MixedPrecisionPolicy)
     fully_shard(made, mp_policy=policy)
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank())).to(device.TYPE)
     made(x).sum().backward()
     assert made.seen == [bf16, bf16, fp32]
     # What plain arithmetic makes of it: the matrix in bfloat16, the scale in full.
@@ -53,7 +56,7 @@ def keep_one_dtype() -> None:
     for ours, theirs in zip(made.parameters(), plain.parameters(), strict=True):
         expected = theirs.grad.float()
         dist.all_reduce(expected)
-        assert torch.equal(ours.grad.full_tensor(), expected / 2)
+        assert torch.equal(full(ours.grad), full(expected / 2))
     assert libfsdp.unit_info(made)[0].param_dtypes == (bf16, fp32)
 
 
@@ -83,7 +86,7 @@ def follow() -> None:
         fully_shard(made, mp_policy=policy, follow_grad_dtype=follows)
         for value in microbatches:
             made(torch.full((1, 2), value, dtype=bf16)).sum().backward()
-        return made.weight.grad.full_tensor()
+        return full(made.weight.grad)
 
     # 256 + 1 - 256 is 0 in bfloat16, which has eight digits.
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=fp32)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support import device
 from support.marks import IMPLEMENTATIONS
 from support.ranks import StartRanks
 from support.states import assert_same_state, flatten, train_more, trained
@@ -61,7 +62,7 @@ def save_and_load_a_part(implementation: str) -> list[tuple[str, Tensor]]:
 
 @each_implementation
 def test_a_part_of_a_unit_is_saved_and_loaded_as_shards(ranks: StartRanks, implementation: str) -> None:
-    expected = seeded(CASES["transformer"]).state_dict()
+    expected = {name: full(value) for name, value in seeded(CASES["transformer"]).state_dict().items()}
     for of_rank in ranks(2).run(save_and_load_a_part, implementation):
         for name, value in of_rank:
             assert torch.equal(value, 2 * expected[name] if name.startswith("head.") else expected[name]), name
@@ -187,7 +188,7 @@ def fill_a_model_without_memory(case_name: str, implementation: str, assign: boo
     model = shard(model, case, implementation, Options())
     assert all(p.is_meta for p in model.parameters())
     if not assign:
-        model.to_empty(device="cpu")
+        model.to_empty(device=device.TYPE)
         set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
     else:
         expected = shard(seeded(case), case, implementation, Options())

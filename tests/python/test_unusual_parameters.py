@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import device
 from support.marks import IMPLEMENTATIONS
 from support.ranks import StartRanks
 from support.training import api, full, mesh_of
@@ -61,17 +62,19 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def compare(change: str) -> None:
     """All ranks have the same batch, so means over them are exact."""
     torch.manual_seed(0)
-    plain = nn.Sequential(Layer(), NoElements(), Layer())
+    plain = nn.Sequential(Layer(), NoElements(), Layer()).to(device.TYPE)
     model = copy.deepcopy(plain)
+    # Where torch's process groups reduce, gradients of several dtypes need a common one.
+    policy = libfsdp.MixedPrecisionPolicy(reduce_dtype=None if device.TYPE == "cpu" else torch.float64)
     for layer in model:
-        libfsdp.fully_shard(layer, mesh=mesh_of(1))
-    libfsdp.fully_shard(model, mesh=mesh_of(1))
+        libfsdp.fully_shard(layer, mesh=mesh_of(1), mp_policy=policy)
+    libfsdp.fully_shard(model, mesh=mesh_of(1), mp_policy=policy)
     for step in range(3):
         if step == 1:
             CHANGES[change](model)
             CHANGES[change](plain)
         dtype = plain[0].linear.weight.dtype
-        batch = torch.randn(4, 5, dtype=dtype, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(4, 5, dtype=dtype, generator=torch.Generator().manual_seed(step)).to(device.TYPE)
         losses = []
         for either in (model, plain):
             optimizer = torch.optim.SGD(either.parameters(), lr=0.1)
@@ -85,8 +88,8 @@ def compare(change: str) -> None:
             assert theirs[0] == name
             assert ours.grad is not None
             assert theirs[1].grad is not None
-            assert torch.equal(full(ours.grad), theirs[1].grad), name
-            assert torch.equal(full(ours), theirs[1]), name
+            assert torch.equal(full(ours.grad), full(theirs[1].grad)), name
+            assert torch.equal(full(ours), full(theirs[1])), name
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -97,7 +100,7 @@ def test_trains_as_without_sharding(ranks: StartRanks, change: str) -> None:
 def penalize_gradients(implementation: str) -> None:
     """The loss has the gradient of another one, for whose backward the parameters must still be there."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh()).to(device.TYPE)
     model = copy.deepcopy(plain)
     fsdp: Any = api(implementation)
     units: list[Any] = [model[0], model[2], model]
@@ -105,7 +108,7 @@ def penalize_gradients(implementation: str) -> None:
         fsdp.fully_shard(unit, mesh=mesh_of(1), reshard_after_forward=False)
     units[-1].set_reshard_after_backward(False)
     for step in range(3):
-        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(device.TYPE)
         for either in (model, plain):
             x = batch.clone().requires_grad_()
             loss = either(x).square().sum()
@@ -116,11 +119,11 @@ def penalize_gradients(implementation: str) -> None:
         with torch.no_grad():
             for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 assert ours.grad is not None
-                assert torch.equal(full(ours.grad), theirs.grad)
+                assert torch.equal(full(ours.grad), full(theirs.grad))
                 for parameter in (ours, theirs):
                     parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
-                assert torch.equal(full(ours), theirs)
+                assert torch.equal(full(ours), full(theirs))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

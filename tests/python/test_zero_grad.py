@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.ranks import StartRanks
+from support.training import full
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import fully_shard
@@ -26,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+    return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))).to(device.TYPE)
 
 
 def sharded(placements: str) -> Any:
@@ -37,7 +38,7 @@ def sharded(placements: str) -> Any:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(device.TYPE)
 
 
 def expected(steps: list[int]) -> list[torch.Tensor]:
@@ -45,14 +46,13 @@ def expected(steps: list[int]) -> list[torch.Tensor]:
     for step in steps:
         for rank in range(ranks):
             (model(batch(step, rank)).square().mean() / ranks).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return [full(p.grad) for p in model.parameters() if p.grad is not None]
 
 
 def require_gradients(model: nn.Module, steps: list[int]) -> None:
     for p, wanted in zip(model.parameters(), expected(steps), strict=True):
         assert p.grad is not None
-        got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(full(p.grad), wanted)
 
 
 def drop(placements: str, which: str, to_none: bool) -> None:
@@ -146,7 +146,7 @@ def keep_the_others() -> None:
     model(batch(1, dist.get_rank())).square().mean().backward()
     for k, (p, wanted) in enumerate(zip(model.parameters(), expected([0, 1]), strict=True)):
         if k != 1:
-            torch.testing.assert_close(p.grad.full_tensor(), wanted)
+            torch.testing.assert_close(full(p.grad), wanted)
 
 
 def test_gradients_of_others_stay(ranks: StartRanks) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from support import device as where
+
 
 class Quantizer:
     """A scale for so many rows, from their largest value; by default, one for a tensor. `log` is what was done, in order."""
@@ -52,8 +54,8 @@ class OneScale(Quantizer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.tensor(16.0)
-        self.amax = torch.zeros(1)
+        self.scale = torch.tensor(16.0, device=where.TYPE)
+        self.amax = torch.zeros(1, device=where.TYPE)
 
     def make_empty(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Quantized:
         data = torch.empty(shape, dtype=torch.int8, device=device)
@@ -187,13 +189,15 @@ class QuantizedLinear(nn.Module):
         self.block = block
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype))
+        if not self.weight.is_meta:
+            self.to(where.TYPE)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """On meta parameters stay as they are; else the weight becomes a quantized one."""
         if self.weight.is_meta:
             return
-        values = torch.randn(self.weight.shape).to(self.weight.dtype) / self.weight.size(1) ** 0.5
+        values = torch.randn(self.weight.shape).to(self.weight) / self.weight.size(1) ** 0.5
         self.weight = quantized_parameter(values, preserved=self.preserved, block=self.block, recipe=self.recipe)
         with torch.no_grad():
             self.bias.zero_()

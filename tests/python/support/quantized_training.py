@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from support import device
 from support.megatron import batch, ranks_of, whole
 from support.quantized import DelayedQuantizer, Quantized, QuantizedLinear
 
@@ -20,7 +21,7 @@ def model_of(dtype: torch.dtype, **options: Any) -> nn.Sequential:
     """Three quantized layers, of which the last has rows that no number of ranks divides."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 8, dtype=dtype),
+        nn.Linear(8, 8, dtype=dtype).to(device.TYPE),
         *(QuantizedLinear(8, 8, dtype, **options) for _ in range(2)),
         QuantizedLinear(8, 3, dtype, **options),
     )

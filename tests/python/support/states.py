@@ -80,15 +80,18 @@ def flatten(state: Any, path: str = "") -> dict[str, Any]:
     return {path: state}
 
 
-def assert_same_state(got: Any, expected: Any) -> None:
-    """Equal in names and their order, types, placements, local sizes and numbers."""
+def assert_same_state(got: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Equal in names and their order, types, placements, local sizes and numbers, of which tensors' may differ by a tolerance."""
     mine, other = flatten(got), flatten(expected)
     assert list(mine) == list(other), f"names {list(mine)}, expected {list(other)}"
     for path, value in other.items():
         assert describe(mine[path]) == describe(value), f"{path}: {describe(mine[path])}, not {describe(value)}"
-        assert same(numbers(mine[path]), numbers(value)), f"{path}: {numbers(mine[path])}, not {numbers(value)}"
+        are_same = same(numbers(mine[path]), numbers(value), tolerance)
+        assert are_same, f"{path}: {numbers(mine[path])}, not {numbers(value)}"
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two numbers or tensors are equal."""
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
+    """Whether two numbers or tensors are equal, tensors up to a tolerance."""
+    if not isinstance(a, Tensor):
+        return bool(a == b)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(a, b)
