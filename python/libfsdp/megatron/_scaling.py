@@ -57,8 +57,8 @@ class DelayedScale:
     def __init__(self) -> None:
         self._of_rows: Any = None
         self._is_recorded = True
-        # Of a device that would have to be waited for: whether the scales differ that arrived last, and whose they are.
-        self._differ: tuple[str, torch.Tensor] | None = None
+        # Of a device, which is not waited for: whose scales arrived last, whether they differ, and when the host knows.
+        self._differ: tuple[str, torch.Tensor, torch.Event] | None = None
 
     def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> None:
         """Keeps the scale that the quantizer has now; of a parameter that is not trained, the one that it had at first.
@@ -67,8 +67,9 @@ class DelayedScale:
             ValueError: if the ranks had different scales the last time, on a device.
         """
         if self._differ is not None:
-            (name, differ), self._differ = self._differ, None
-            if differ.item():
+            (name, differ, known), self._differ = self._differ, None
+            known.synchronize()
+            if differ:
                 raise _different_scales(name, "and so did the values of the last update")
         if not trained and self._of_rows is not None:
             return
@@ -103,7 +104,8 @@ class DelayedScale:
         scales, largest = arrived
         differ = (scales != scales[0]).any()
         if scales.device.type != "cpu":
-            self._differ = name, differ.to("cpu", non_blocking=True)
+            self._differ = name, differ.to("cpu", non_blocking=True), torch.Event(scales.device)
+            self._differ[2].record()
         elif differ:
             raise _different_scales(name, f"1/scale is {scales.unique().tolist()}")
         whole._scale_inv.copy_(scales[0])
