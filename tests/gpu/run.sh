@@ -2,11 +2,12 @@
 # Runs stages of the kit (docs/gpu.md) on a machine with a GPU. Nothing is fetched: it needs python3 with torch, and a compiler only if this
 # machine's Python or torch are not those that the kit was built for.
 #
-#   gpu-kit/run.sh [--out FOLDER] [--work FOLDER] [--python PYTHON] [--device cpu] [--patience N] [--compile] [--mps] STAGE...
+#   gpu-kit/run.sh [--out FOLDER] [--work FOLDER] [--python PYTHON] [--device cpu] [--patience N] [--compile] [--mps] [--only TEXT] STAGE...
 #
 # FOLDER of --out (default: gpu-kit-results) gets tables.md, results.json, log.txt and traces.zip; that of --work what is unpacked.
 # --device cpu rehearses with small sizes. --patience multiplies the stages' time limits. --compile leaves the kit's libraries alone.
 # --mps lets processes use the GPU at the same time (CUDA's MPS), where else they take turns: of ranks that share it, this makes a lot.
+# --only runs of each stage the programs in whose command TEXT is.
 set -euo pipefail
 
 kit=$(cd "$(dirname "$0")" && pwd)
@@ -16,6 +17,7 @@ python=python3
 device=${FSDP_TEST_DEVICE:-cuda}
 compile=
 mps=
+only=
 patience=1
 stages=()
 while [ $# -gt 0 ]; do
@@ -26,12 +28,13 @@ while [ $# -gt 0 ]; do
     --device) device=$2 && shift 2 ;;
     --patience) patience=$2 && shift 2 ;;
     --compile) compile=yes && shift ;;
+    --only) only=$2 && shift 2 ;;
     --mps) mps=yes && shift ;;
     [1-9]) stages+=("$1") && shift ;;
-    *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
   esac
 done
-[ ${#stages[@]} -gt 0 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
+[ ${#stages[@]} -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
 begun=$SECONDS
 
 if ! cmp -s "$kit/kit.json" "$work/kit.json"; then
@@ -72,4 +75,4 @@ if [ -n "$mps" ]; then
   timeout 20 "$python" -c 'import torch; torch.ones(1, device="cuda").item()'
 fi
 echo "gpu-kit: ready after $((SECONDS - begun)) s"
-"$python" "$work/tree/tests/gpu/stages.py" --out "$out" --patience "$patience" "${stages[@]}"
+"$python" "$work/tree/tests/gpu/stages.py" --out "$out" --patience "$patience" --only "$only" "${stages[@]}"

@@ -1,6 +1,6 @@
 """Runs stages of the kit, one after the other: each has a time limit, and ends in a table. See docs/gpu.md.
 
-    stages.py --out FOLDER [--patience N] STAGE...
+    stages.py --out FOLDER [--patience N] [--only TEXT] STAGE...
 
 A stage is some programs. What they find is written row by row (rows.py), so that one that fails or is ended by the limit keeps the
 rows that it has written; the next begins all the same. After each stage, FOLDER/results.json and tables.md have all that was found.
@@ -146,12 +146,12 @@ def run(program: Program, limit: float, log: Path) -> int | None:
             process.wait()
 
 
-def run_stage(stage: Stage, out: Path, patience: float) -> list[rows.Row]:
+def run_stage(stage: Stage, out: Path, patience: float, only: str) -> list[rows.Row]:
     """All that its programs have found, and a row for each that did not end well. Limits are `patience` times as long."""
     log, found = out / "log.txt", out / "rows"
     os.environ["GPU_KIT_ROWS"], os.environ["GPU_KIT_OUT"] = str(found), str(out)
     begun = time.monotonic()
-    for program in stage.programs:
+    for program in (program for program in stage.programs if only in " ".join(program.command)):
         left = stage.limit * patience - (time.monotonic() - begun)
         name = " ".join(part.removeprefix(f"{ROOT}/") for part in program.command[1:] if part != "-m")
         if left < 1:
@@ -193,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--patience", type=float, default=1.0, help="times the limits, on a slow machine")
+    parser.add_argument("--only", default="", help="of each stage, the programs in whose command this is")
     parser.add_argument("stages", type=int, nargs="+", choices=STAGES, metavar="STAGE")
     options = parser.parse_args()
     out = options.out.absolute()
@@ -207,7 +208,7 @@ def main() -> int:
         stage = STAGES[number]
         begun, limit = time.monotonic(), stage.limit * options.patience
         print(f"== stage {number}: {stage.title} (at most {limit:.0f} s)", flush=True)
-        found = run_stage(stage, out, options.patience)
+        found = run_stage(stage, out, options.patience, options.only)
         failed |= any(row["result"] == "failed" for row in found)
         seconds = round(time.monotonic() - begun, 1)
         text = [f"## Stage {number}: {stage.title}, {seconds} s of {limit:.0f} s", *table(found)]
