@@ -19,6 +19,11 @@ void BufferPools::set_memory(const std::vector<std::unique_ptr<Unit>>& units, co
   symmetric_.set_source(is_symmetric_ ? source : comm::MemorySource());
 }
 
+void BufferPools::free_idle() {
+  shared_.free_idle();
+  symmetric_.free_idle();
+}
+
 void BufferPools::end_step() {
   shared_.end_step();
   symmetric_.end_step();

@@ -26,6 +26,7 @@ class BufferPools {
   void set_memory(const std::vector<std::unique_ptr<Unit>>& units, comm::BufferMemory memory);
 
   /// See SlotPool.
+  void free_idle();
   void end_step();
 
  private:

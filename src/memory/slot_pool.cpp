@@ -177,7 +177,11 @@ void SlotPool::end_step() {
   if (planned_leases_.empty()) plan_ = {};
   last_leases_ = std::exchange(leases_, {});
   events_ = 0;
-  if (follows_plan_ || planned_leases_.empty()) return;
+  if (!follows_plan_ && !planned_leases_.empty()) begin_plan();
+  free_idle();
+}
+
+void SlotPool::begin_plan() {
   follows_plan_ = true;
   planned_.clear();
   planned_lent_.assign(plan_.capacities.size(), false);
@@ -187,6 +191,19 @@ void SlotPool::end_step() {
     if (block != free_.end()) free_.erase(block);
   }
   free_blocks();
+}
+
+void SlotPool::free_idle() {
+  if (device_.is_cpu() || source_) return;
+  for (auto block = free_.begin(); block != free_.end();) {
+    const bool stays = block->second.captured;
+    if (!stays) free_block(std::move(block->second), block->first);
+    block = stays ? std::next(block) : free_.erase(block);
+  }
+  for (std::size_t planned = 0; planned < planned_.size(); ++planned) {
+    auto& block = planned_[planned];
+    if (block && !block.captured) free_block(std::exchange(block, {}), plan_.capacities[planned]);
+  }
 }
 
 }  // namespace fsdp::memory

@@ -68,6 +68,9 @@ class Slot {
 /// pool holds. A request that the plan did not foresee (a validation pass, another order of layers) ends it until the step's end: what
 /// follows is served as without one. The next step follows the plan again; a plan that two steps in a row have left is dropped.
 ///
+/// On a GPU, blocks go back to the allocator between steps and at a forward's end (free_idle): there activations are most, and the
+/// allocator has such blocks again at once.
+///
 /// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
 /// start after what that stream holds at their call, and waiting for one orders the stream behind it. A block that goes back to the
 /// allocator is recorded on that stream, where it was allocated on another one.
@@ -93,6 +96,9 @@ class SlotPool {
 
   /// A step has ended. Does nothing while slots are lent: then the step goes on, unrecorded from kMaxRecord requests on.
   void end_step();
+  /// On a device, gives back the blocks that nobody has, but for those that a graph uses and those of a source. They serve the next requests
+  /// from the allocator's cache. Called by end_step(), too.
+  void free_idle();
   /// Requests of the step so far that are recorded for a plan.
   std::size_t recorded() const { return leases_.size(); }
   /// What the plan's blocks have together, bytes; 0 without a plan.
@@ -109,6 +115,7 @@ class SlotPool {
   PoolBlock allocate_block(std::int64_t bytes);
   void free_block(PoolBlock block, std::int64_t capacity);
   void free_blocks();
+  void begin_plan();
   void leave_plan();
   void stop_recording();
   void give_back(Slot& slot);

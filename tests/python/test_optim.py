@@ -208,7 +208,8 @@ def scale_with_infinities(making: Making) -> None:
             scales.append(scaler.get_scale())
         assert not hasattr(optimizer, "found_inf")
         runs.append((whole_state(parameters, optimizer), scales))
-    assert_same_state(runs[0], runs[1])
+    # A GPU's kernels round SGD's sums in other places than torch's loop over DTensors does.
+    assert_same_state(runs[0], runs[1], 0.0 if device.TYPE == "cpu" else 1e-6)
     assert runs[0][1] == [64, 32, 32, 64]
 
 

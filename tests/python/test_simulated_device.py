@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from support import device, megatron
 from support.comparison import assert_follows_replica, differences
 from support.ranks import ComparedRanks, StartRanks
-from support.training import CASES, Options, Run, batch_of, full, make_optimizer, seeded, shard, train
+from support.training import CASES, Options, Run, api, batch_of, full, make_optimizer, mesh_of, seeded, shard, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from libfsdp import _mesh
 from libfsdp.megatron import fully_shard_optimizer
@@ -267,6 +269,37 @@ def train_as_megatron(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", megatron.STRATEGIES)
 def test_megatron(ranks: StartRanks, strategy: str) -> None:
     ranks(2).run(train_as_megatron, strategy)
+
+
+def peaks(implementation: str) -> tuple[int, int]:
+    """Bytes of the device between steps and at the peak of a step, of a model with many logits."""
+    sim: Any = importlib.import_module("sim_device")
+    gc.collect()
+    before = sim.memory(dist.get_rank())["allocated"]
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model: Any = nn.Sequential(nn.Embedding(1000, 64), *blocks, nn.Linear(64, 1000)).to(device.TYPE)
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+    for unit in (*model[1:-1], model):
+        api(implementation).fully_shard(unit, mesh=mesh_of(1), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(256).view(4, 64).to(device.TYPE)
+    for _ in range(4):
+        torch.accelerator.synchronize()
+        sim.reset_stats(dist.get_rank())
+        model(tokens).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    now = sim.memory(dist.get_rank())
+    return now["allocated"] - before, now["peak"] - before
+
+
+def test_no_more_memory_than_fsdp2(compared_ranks: ComparedRanks) -> None:
+    theirs, ours = (compared_ranks[name](2).run(peaks, name) for name in ("fsdp2", "libfsdp"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine[0] <= 1.01 * other[0], "between steps there are main parameters and what the optimizer has"
+        assert mine[1] <= 1.01 * other[1]
 
 
 @pytest.mark.skipif(

@@ -157,6 +157,23 @@ TEST(DeviceCapture, OfAStepWaitsForNoOtherStep) {
   });
 }
 
+TEST(DeviceSlots, GoBackBetweenSteps) {
+  const auto before = sim::stats().allocated;
+  fsdp::memory::Accounting accounting;
+  fsdp::memory::SlotPool pool(device(), accounting);
+  const auto step = [&] {  // Of blocks that a plan makes fewer.
+    for (const std::int64_t bytes : {512, 1024}) {
+      auto slot = pool.acquire(bytes, fsdp::memory::Kind::kGatheredParameters);
+      auto beside = pool.acquire(3 * bytes, fsdp::memory::Kind::kUnreducedGradients);
+    }
+    EXPECT_GT(sim::stats().allocated, before) << "within a step they stay";
+    pool.end_step();
+    EXPECT_EQ(sim::stats().allocated, before);
+    EXPECT_EQ(accounting.stats().slots.live, 0);
+  };
+  for (int i = 0; i < 4; ++i) step();
+}
+
 // Replays of the graph use them.
 TEST(DeviceCapture, KeepsSlotsFromTheAllocator) {
   if (!kTorchTells) GTEST_SKIP() << "it needs torch 2.13";
@@ -176,8 +193,11 @@ TEST(DeviceCapture, KeepsSlotsFromTheAllocator) {
       auto again = pool.acquire(kBytes, kKind);
       EXPECT_EQ(again.data(), address) << "the pool lends it still";
       again.release();
-      pool.set_source({});  // All go back that may.
+      pool.end_step();
       EXPECT_EQ(sim::stats().allocated - before, kBytes) << "that of the capture, which another one would be beside";
+      EXPECT_EQ(pool.acquire(kBytes, kKind).data(), address) << "the pool lends what stays";
+      pool.set_source({});  // All go back that may.
+      EXPECT_EQ(sim::stats().allocated - before, kBytes);
     }
     EXPECT_EQ(accounting.stats().slots.live, kBytes);
   }
