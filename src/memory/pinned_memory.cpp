@@ -16,7 +16,7 @@ namespace {
 
 constexpr unsigned kPortable = 1;  // cudaHostRegisterPortable: pinned for all GPUs of the process.
 
-/// Of the CUDA runtime that this process has loaded. Looked up, not linked: a build without CUDA's headers serves a CUDA build of torch, too.
+/// Of the CUDA runtime that this process has loaded. Looked up, not linked: a build without CUDA serves a CUDA build of torch, too.
 struct Runtime {
   int (*pin)(void*, std::size_t, unsigned) = nullptr;
   int (*unpin)(void*) = nullptr;

@@ -96,8 +96,8 @@ class SlotPool {
 
   /// A step has ended. Does nothing while slots are lent: then the step goes on, unrecorded from kMaxRecord requests on.
   void end_step();
-  /// On a device, gives back the blocks that nobody has, but for those that a graph uses and those of a source. They serve the next requests
-  /// from the allocator's cache. Called by end_step(), too.
+  /// On a device, gives back the blocks that nobody has, but for those that a graph uses and those of a source. They serve the next
+  /// requests from the allocator's cache. Called by end_step(), too.
   void free_idle();
   /// Requests of the step so far that are recorded for a plan.
   std::size_t recorded() const { return leases_.size(); }
