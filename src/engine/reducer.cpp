@@ -370,12 +370,12 @@ void Reducer::drain() {
 void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
   auto& buffer = unit.main_gradient_buffer;
-  if (unit.offloaded()) {
+  if (unit.offloaded() && !device_.is_cpu()) {
     auto& host = unit.host_gradient_memory;
-    if (host.use_count() != 1) {  // There is none yet, or somebody else still has gradients in it.
+    if (host.use_count() != 1) {  // None yet, or somebody has gradients in it.
       host = std::make_shared<c10::DataPtr>(memory::allocate_host(device_, buffer.bytes, unit.options.host_memory));
     }
-    unit.main_gradient_memory = device_.is_cpu() ? std::exchange(host, nullptr) : host;
+    unit.main_gradient_memory = host;
   } else {
     const c10::DeviceGuard guard(device_);
     unit.main_gradient_memory =

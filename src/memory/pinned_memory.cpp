@@ -11,6 +11,8 @@
 #include <string>
 #include <string_view>
 
+#include "base/exception_text.h"
+
 namespace fsdp::memory {
 namespace {
 
@@ -62,8 +64,9 @@ void release(void* context) {
   const std::unique_ptr<Pinned> pinned(static_cast<Pinned*>(context));
   try {
     c10::impl::VirtualGuardImpl(pinned->device.type()).synchronizeDevice(pinned->device.index());
-  } catch (const std::exception& error) {  // Of a device that has failed, or at the end of the process: nothing copies any more.
-    TORCH_WARN_ONCE("libfsdp could not wait for ", pinned->device, " before it freed memory that this copies from: ", error.what());
+  } catch (const std::exception&) {  // Of a device that has failed, or at the end of the process: nothing copies any more.
+    TORCH_WARN_ONCE("libfsdp could not wait for ", pinned->device,
+                    " before it freed memory that this copies from: ", current_exception_text());
   }
   runtime().unpin(pinned->data);
   munmap(pinned->data, pinned->bytes);

@@ -18,8 +18,9 @@ from support.ranks import ComparedRanks, StartRanks
 from support.training import CASES, Options, Run, api, batch_of, full, make_optimizer, mesh_of, seeded, shard, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+import libfsdp
 from libfsdp import _mesh
 from libfsdp.megatron import fully_shard_optimizer
 
@@ -269,6 +270,31 @@ def train_as_megatron(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", megatron.STRATEGIES)
 def test_megatron(ranks: StartRanks, strategy: str) -> None:
     ranks(2).run(train_as_megatron, strategy)
+
+
+def keep_gradients() -> None:
+    """Those that somebody still has are not written over, and else their memory serves again: pinning it takes long."""
+    model: Any = nn.Linear(8, 8).to(device.TYPE)
+    libfsdp.fully_shard(model, mesh=mesh_of(1), offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    addresses, kept = [], []
+    for step in range(4):
+        model(torch.full((2, 8), step + 1.0).to(device.TYPE)).sum().backward()
+        gradient = model.weight.grad.to_local()
+        assert gradient.device.type == "cpu"
+        addresses.append(gradient.data_ptr())
+        if step == 2:
+            kept += [gradient, gradient.clone()]
+        del gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
+    assert torch.equal(kept[0], kept[1])
+    assert take_reports() == []
+
+
+def test_gradients_on_the_host_keep_their_memory(ranks: StartRanks) -> None:
+    ranks(2).run(keep_gradients)
 
 
 def peaks(implementation: str) -> tuple[int, int]:
