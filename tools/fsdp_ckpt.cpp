@@ -21,6 +21,7 @@
 #include "checkpoint/safetensors.h"
 #include "checkpoint/safetensors_parts.h"
 #include "fsdp/error.h"
+#include "fsdp/version.h"
 #include "state/convert.h"
 #include "state/diff.h"
 #include "state/source.h"
@@ -239,6 +240,7 @@ int main(int argc, char** argv) {
                "fsdp-ckpt");
   app.require_subcommand(1);
   app.footer("Exit codes: 0 all well, 1 faults or differences were found, 2 wrong option or unreadable checkpoint.");
+  app.set_version_flag("--version", fsdp::version());
   auto* inspecting = app.add_subcommand("inspect", "List files, tensors and values");
   inspecting->add_option("path", options.path, "A checkpoint")->required();
   auto* verifying = app.add_subcommand("verify", "Read all of it, and list all faults: checksums, places, parts of tensors");

@@ -178,6 +178,7 @@ def step_adam(
     groups: list[dict[str, Any]],
     state: dict[torch.Tensor, Any],
     grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
 ) -> list[tuple[int, int]]: ...
 def step_sgd(
     optimizer: str,

@@ -40,6 +40,13 @@ def check_flags(**flags: Any) -> None:
             refuse(name, value, "True or False")
 
 
+def as_flag(name: str, value: Any) -> bool:
+    """A bool, also as a number or one of another library's."""
+    if not hasattr(type(value), "__bool__"):
+        refuse(name, value, "True or False")
+    return bool(value)
+
+
 def check_number(name: str, value: Any) -> float:
     """A number, or a tensor of one."""
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from libfsdp import _C
+from libfsdp._arguments import as_flag, check_number, refuse
 from libfsdp._buffer_memory import refuse_custom_collectives, use_memory_of_group, use_symmetric_memory
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._mesh import sharding_mesh
@@ -129,7 +130,7 @@ class FSDPModule:
         Raises:
             RuntimeError: inside of a backward, and on a module that is not the root.
         """
-        self._root_state("set_manual_backward_finalization").set_manual_finalization(enabled)
+        self._root_state("set_manual_backward_finalization").set_manual_finalization(as_flag("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduces what backwards have left: with manual finalization, or without synchronization before that was set again.
@@ -161,6 +162,7 @@ class FSDPModule:
 
         Their values are gathered anew all the same. With False, the memory is freed again.
         """
+        keep = as_flag("keep", keep)
         for state in self._states(recurse):
             state.set_keeps_storage(keep)
 
@@ -171,6 +173,7 @@ class FSDPModule:
             requires_gradient_sync: reduce gradients.
             recurse: of all modules below, too.
         """
+        requires_gradient_sync = as_flag("requires_gradient_sync", requires_gradient_sync)
         for state in self._states(recurse):
             if state.unit is not None:
                 state.unit.requires_gradient_sync = requires_gradient_sync
@@ -178,6 +181,7 @@ class FSDPModule:
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False, gradients are reduced over the sharding dimension only, and the replicas' are added up later (HSDP)."""
+        requires_all_reduce = as_flag("requires_all_reduce", requires_all_reduce)
         for state in self._states(recurse):
             if state.unit is not None:
                 state.unit.requires_all_reduce = requires_all_reduce
@@ -191,6 +195,7 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward; False saves the gathers of an accumulation's next forward."""
+        reshard_after_backward = as_flag("reshard_after_backward", reshard_after_backward)
         for state in self._states(recurse):
             if state.unit is not None:
                 state.unit.reshard_after_backward = reshard_after_backward
@@ -204,6 +209,8 @@ class FSDPModule:
         self._set_prefetch(modules, in_backward=True)
 
     def _set_prefetch(self, modules: Sequence[FSDPModule], *, in_backward: bool) -> None:
+        if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+            refuse("modules", modules, "a list of modules")
         for module in modules:
             if not isinstance(module, FSDPModule):
                 raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
@@ -214,9 +221,10 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """By how much the sum of the ranks' gradients is divided, in place of their number."""
+        divided_by = check_number("factor", factor)
         for state in self._states(recurse=False):
             if state.unit is not None:
-                state.unit.gradient_divide_factor = float(factor)
+                state.unit.gradient_divide_factor = divided_by
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor."""
@@ -254,7 +262,7 @@ class FSDPModule:
                 after ``set_symm_mem_for_comm()``.
         """
         for state in self._states(recurse=False):
-            use_memory_of_group(state, enable=enable)
+            use_memory_of_group(state, enable=as_flag("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Gathers go into torch's symmetric memory, for which NCCL has faster ones.
@@ -299,6 +307,7 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""
+        enable = as_flag("enable", enable)
         for state in self._states(recurse):
             if state.unit is not None:
                 state.unit.separate_reduce_group = enable
@@ -323,6 +332,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather the module's parameters: for those whose values backward does not need."""
+        unshard_in_backward = as_flag("unshard_in_backward", unshard_in_backward)
         for state in self._states(recurse=False):
             if state.unit is not None:
                 state.unit.gathered_in_backward = unshard_in_backward

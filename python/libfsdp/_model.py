@@ -72,6 +72,8 @@ class Model:
         self._registrations = Registrations(root)
         self._missed = MissedUnits([(name, state) for name, state, _ in below])
         self.warnings = Warnings([(name, state) for name, state, _ in below])
+        if not provisional:
+            self.warnings.options([(name, state) for name, state, _ in below])
         position_of: dict[ShardState, int] = {}
         for _, state, enclosing in below:
             state.model = self

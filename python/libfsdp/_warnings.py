@@ -53,6 +53,14 @@ class Warnings:
             "within torch.no_grad(), or load a state dict",
         )
 
+    def options(self, states: Sequence[tuple[str, ShardState]]) -> None:
+        """The first state is the root's, whose options these are."""
+        (_, root), *others = states
+        for option, attribute in (("keep_gathered_bytes", "keep_gathered_bytes"), ("report_nan_in_param_grad", "report_nan")):
+            names = [name for name, state in others if getattr(state.beyond, attribute)]
+            if names and not getattr(root.beyond, attribute):
+                self._tell(option, f"{option} of {names} does nothing: it is an option of the whole model. Give it in the root's call")
+
     def _tell(self, kind: str, text: str) -> None:
         if kind not in self._told:
             self._told.add(kind)

@@ -58,14 +58,15 @@ optim::StepTensors counted(OptimizedGroup& group) {
                              .gradients = std::move(group.gradients),
                              .states = std::move(group.states),
                              .steps = {},
-                             .grad_scale = {}};
+                             .grad_scale = {},
+                             .found_inf = {}};
   tensors.steps = std::move(tensors.states.back());
   tensors.states.pop_back();
   return tensors;
 }
 
 ToPrepare step_adam(const std::string& optimizer, const py::list& groups, const py::dict& state,
-                    const std::optional<at::Tensor>& grad_scale) {
+                    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
   std::vector<optim::AdamStep> steps;
   std::vector<std::vector<std::string>> keys;
   for (const auto& given : groups) {
@@ -83,7 +84,8 @@ ToPrepare step_adam(const std::string& optimizer, const py::list& groups, const 
   for (std::size_t g = 0; g < walked.size(); ++g) {
     auto tensors = counted(walked[g]);
     if (grad_scale) tensors.grad_scale = *grad_scale;
-    optim::count_step(tensors.steps);
+    if (found_inf) tensors.found_inf = *found_inf;
+    optim::count_step(tensors.steps, tensors.found_inf);
     optim::step_adam(tensors, steps[g]);
   }
   return to_prepare;

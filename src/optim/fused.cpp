@@ -22,7 +22,7 @@ using Place = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 struct Batch {
   std::vector<at::Tensor> values, gradients, steps;
   std::vector<std::vector<at::Tensor>> states;
-  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> grad_scale, found_inf;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_copy_back;  // to, from
 };
 
@@ -64,6 +64,7 @@ std::map<Place, Batch> batches_of(const StepTensors& tensors, In16Bits in_16_bit
       batch.states[s].push_back(like(value, tensors.states[s][i], /*is_written=*/true, batch));
     }
     if (tensors.grad_scale.defined() && !batch.grad_scale) batch.grad_scale = tensors.grad_scale.to(value.device());
+    if (tensors.found_inf.defined()) batch.found_inf = tensors.found_inf;
     if (tensors.steps.empty()) continue;
     const auto& steps = tensors.steps[i];
     if (steps.device() == value.device() && steps.scalar_type() == at::kFloat) {
@@ -93,7 +94,7 @@ void step_adam(const StepTensors& tensors, const AdamStep& step) {
   const auto kernel = [&](auto&& fused, Batch& batch) {
     fused(batch.values, batch.gradients, batch.states[0], batch.states[1], step.amsgrad ? batch.states[2] : std::vector<at::Tensor>{},
           batch.steps, step.lr, step.beta1, step.beta2, step.weight_decay, step.eps, step.amsgrad, step.maximize, batch.grad_scale,
-          /*found_inf=*/std::nullopt);
+          batch.found_inf);
   };
   run(tensors, [&](Batch& batch) {
     if (step.decoupled) {
@@ -113,7 +114,7 @@ void step_sgd(const StepTensors& tensors, const SGDStep& step) {
   run(tensors, kernel, In16Bits::kWidenedOnCpu);
 }
 
-void count_step(std::span<const at::Tensor> steps) {
+void count_step(std::span<const at::Tensor> steps, const at::Tensor& found_inf) {
   std::vector<at::Tensor> others;
   for (const auto& count : steps) {
     if (count.is_cpu() && count.scalar_type() == at::kFloat) {
@@ -123,7 +124,9 @@ void count_step(std::span<const at::Tensor> steps) {
       others.push_back(count);
     }
   }
-  if (!others.empty()) at::_foreach_add_(others, 1);
+  if (others.empty()) return;
+  at::_foreach_add_(others, 1);
+  if (found_inf.defined()) at::_foreach_sub_(others, std::vector<at::Tensor>(others.size(), found_inf));
 }
 
 }  // namespace fsdp::optim

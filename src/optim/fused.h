@@ -15,6 +15,7 @@ struct StepTensors {
   std::vector<std::vector<at::Tensor>> states;  ///< [kind][entry], each like its value.
   std::vector<at::Tensor> steps;  ///< 0-D: the number of updates, this one included. Empty where the algorithm does not count them.
   at::Tensor grad_scale;          ///< If defined, gradients are divided by it first, in place.
+  at::Tensor found_inf;           ///< If defined, and 1 on the device that the entries are on, nothing changes. Of Adam alone.
 };
 
 struct AdamStep {
@@ -42,7 +43,7 @@ struct SGDStep {
 void step_adam(const StepTensors& tensors, const AdamStep& step);
 void step_sgd(const StepTensors& tensors, const SGDStep& step);
 
-/// One more update of each.
-void count_step(std::span<const at::Tensor> steps);
+/// One more update of each; not where `found_inf` is 1, if it is defined: then all are on its device.
+void count_step(std::span<const at::Tensor> steps, const at::Tensor& found_inf = {});
 
 }  // namespace fsdp::optim

@@ -9,6 +9,7 @@
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_file.h"
+#include "checkpoint/printable.h"
 #include "checkpoint/steps.h"
 #include "fsdp/error.h"
 #include "state/retention.h"
@@ -96,11 +97,16 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     if (leads) step = ckpt::begin_step(target);
   });
   const fs::path folder = ranks.broadcast(step ? step->path().string() : "", "checkpoint: exchange of its folder");
+  const auto of_rank0 = ranks.broadcast(path, "checkpoint: exchange of its path");
 
   std::string part;
   fs::path replaced;
   try {
     ranks.together(what, [&] {
+      if (path != of_rank0) {
+        throw Error("was told to write " + ckpt::printable(path) + ", and rank 0 " + ckpt::printable(of_rank0) +
+                    ": a checkpoint is one folder, to which each rank adds a file; give the same path on all ranks");
+      }
       const auto [metadata, file] = write_records(folder, snapshot, ranks.index());
       part = packed(metadata, file);
       phases.end(Phase::kWrite, file.size);

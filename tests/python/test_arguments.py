@@ -71,6 +71,36 @@ def test_wrong_types_are_named(ranks: StartRanks) -> None:
     ranks(2).run(refuse)
 
 
+WRONG_OF_METHODS: list[tuple[str, Any, str]] = [
+    ("set_requires_gradient_sync", "no", "requires_gradient_sync is 'no': give True or False"),
+    ("set_requires_all_reduce", [False], r"requires_all_reduce is \[False\]: give True or False"),
+    ("set_reshard_after_backward", "no", "reshard_after_backward is 'no'"),
+    ("set_keep_unsharded_storage", "yes", "keep is 'yes'"),
+    ("set_unshard_in_backward", "no", "unshard_in_backward is 'no'"),
+    ("set_separate_reduce_scatter_group", "no", "enable is 'no'"),
+    ("set_allocate_memory_from_process_group_for_comm", "no", "enable is 'no'"),
+    ("set_manual_backward_finalization", "no", "enabled is 'no'"),
+    ("set_gradient_divide_factor", "2", "factor is '2': give a number"),
+    ("set_modules_to_forward_prefetch", nn.Linear(2, 2), r"modules is Linear\(.*: give a list of modules"),
+    ("set_modules_to_backward_prefetch", nn.Linear(2, 2), r"modules is Linear\("),
+]
+
+
+def refuse_in_methods() -> None:
+    model: Any = nn.Linear(4, 4)
+    fully_shard(model)
+    for method, value, text in WRONG_OF_METHODS:
+        with pytest.raises(TypeError, match=text):
+            getattr(model, method)(value)
+    for value, expected in ((0, False), (torch.ones(()) > 0, True)):  # What has a truth is one.
+        model.set_requires_gradient_sync(value)
+        assert model._get_fsdp_state().unit.requires_gradient_sync is expected
+
+
+def test_wrong_types_of_methods_are_named(ranks: StartRanks) -> None:
+    ranks(2).run(refuse_in_methods)
+
+
 NO_MODEL = "give the module that fully_shard was called on"
 NO_OPTIMIZER = "give an optimizer, a list of several, or None"
 UNTYPED: Any = libfsdp
@@ -91,6 +121,12 @@ WRONG_OF_CHECKPOINTS: list[tuple[Any, type[Exception], str]] = [
         libfsdp.Error,
         r"rank 1: rank_extra is \[1\]: give a dict",
     ),
+    (
+        lambda m, o, path: UNTYPED.save(f"{path}-{dist.get_rank()}", m, o),
+        libfsdp.Error,
+        "rank 1: was told to write .*step-1-1, and rank 0 .*step-1-0: .*give the same path on all ranks",
+    ),
+    (lambda m, o, path: UNTYPED.save(path, m, o, grad_scaler=1.0), TypeError, "grad_scaler is 1.0: give a GradScaler"),
     (lambda m, o, path: UNTYPED.save(path, m, o, metric="0.5"), libfsdp.Error, "metric is '0.5': give a number"),
     (lambda m, o, path: UNTYPED.AsyncSaver(o, m), TypeError, f"model is AdamW.*: {NO_MODEL}"),
     (lambda m, o, path: UNTYPED.AsyncSaver(m, "adam"), TypeError, f"optimizer is 'adam': {NO_OPTIMIZER}"),
@@ -107,6 +143,7 @@ WRONG_OF_CHECKPOINTS: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda m, o, path: UNTYPED.load(path, m, o, ignore=["a"]), TypeError, "ignore is .'a'.: give a function that"),
     (lambda m, o, path: UNTYPED.load(path, m, o, strict="no"), TypeError, "strict is 'no': give True or False"),
+    (lambda m, o, path: UNTYPED.load(path, m, o, grad_scaler="x"), TypeError, "grad_scaler is 'x': give a GradScaler"),
     (lambda m, o, path: UNTYPED.load(path, m, o, model_prefix=None), TypeError, "model_prefix is None: give a text"),
     (lambda m, o, path: UNTYPED.load_latest(m, path, o), TypeError, f"model is '.*': {NO_MODEL}"),
     (lambda m, o, path: UNTYPED.load_latest(None, m, o), TypeError, "folder is None: give a path"),

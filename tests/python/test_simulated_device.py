@@ -122,15 +122,21 @@ class Trainee:
         return {name: full(p) for name, p in self.model.named_parameters()}
 
 
-def train_scaled(implementation: str) -> tuple[list[float], dict[str, Tensor]]:
-    """By a GradScaler; gradients of the second step overflow on one rank."""
+def train_scaled(implementation: str, fused: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """By a GradScaler; gradients of the second step overflow on one rank. A fused step looks itself for what the scaler has found."""
     trainee = Trainee(implementation)
+    if fused:
+        optimizer: Any = (torch if implementation == "fsdp2" else libfsdp).optim.AdamW
+        trainee.optimizer = optimizer(trainee.model.parameters(), lr=0.01, fused=True)
+    sim: Any = importlib.import_module("sim_device")
     scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
     scales = []
     for step in range(3):
         loss = trainee.loss(step) * (float("inf") if step == 1 and dist.get_rank() == 0 else 1.0)
         scaler.scale(loss).backward()
+        sim.reset_stats(dist.get_rank())
         scaler.step(trainee.optimizer)
+        assert not fused or not sim.host_waits(dist.get_rank())
         scaler.update()
         trainee.optimizer.zero_grad()
         scales.append(scaler.get_scale())
@@ -138,8 +144,9 @@ def train_scaled(implementation: str) -> tuple[list[float], dict[str, Tensor]]:
     return scales, trainee.parameters()
 
 
-def test_scaled_losses(ranks: StartRanks) -> None:
-    results = [ranks(2).run(train_scaled, implementation) for implementation in ("libfsdp", "fsdp2")]
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_losses(ranks: StartRanks, fused: bool) -> None:
+    results = [ranks(2).run(train_scaled, implementation, fused) for implementation in ("libfsdp", "fsdp2")]
     for (scales, parameters), (expected_scales, expected) in zip(*results, strict=True):
         assert scales == expected_scales == [1024.0, 512.0, 512.0]
         assert not (text := differences("value", parameters, expected, {})), text

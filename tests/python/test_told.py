@@ -106,6 +106,23 @@ def test_programs_that_do_it_right_are_told_nothing(ranks: StartRanks) -> None:
     ranks(2).run(rightly_silent)
 
 
+def inner_options() -> None:
+    options: dict[str, Any]
+    for options in ({"keep_gathered_bytes": 64}, {"report_nan_in_param_grad": True}):
+        model: Any = plain()
+        fully_shard(model[1], **options)
+        fully_shard(model)
+        told(lambda model=model: model(x()).sum().backward(), f"{next(iter(options))} of ['1'] does nothing", "the root's call")
+        of_all: Any = plain()
+        for module in (of_all[1], of_all):
+            fully_shard(module, **options)
+        told(lambda of_all=of_all: of_all(x()).sum().backward())
+
+
+def test_options_of_the_model_that_only_an_inner_unit_has(ranks: StartRanks) -> None:
+    ranks(2).run(inner_options)
+
+
 def made_before(placements: str) -> None:
     for make in (lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: libfsdp.optim.SGD(p, lr=0.1)):
         model = plain()

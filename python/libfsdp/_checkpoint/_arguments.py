@@ -54,6 +54,12 @@ def check_metric(value: Any) -> None:
         refuse("metric", value, "a number, or None")
 
 
+def check_grad_scaler(value: Any) -> None:
+    """Of any class that has a state."""
+    if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        refuse("grad_scaler", value, "a GradScaler, or None")
+
+
 def check_values(**values: Any) -> None:
     """Each is a dictionary, or None."""
     for name, value in values.items():

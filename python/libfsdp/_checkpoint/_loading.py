@@ -10,7 +10,7 @@ import torch
 
 from libfsdp import _C
 from libfsdp._arguments import check_flags
-from libfsdp._checkpoint._arguments import check_functions, check_path, check_prefixes
+from libfsdp._checkpoint._arguments import check_functions, check_grad_scaler, check_path, check_prefixes
 from libfsdp._checkpoint._random import generator_states, takes
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Options:
             strict=self.strict, check_first=self.check_first, optimizer_settings=self.optimizer_settings, rng=self.rng
         )
         check_functions("a name", rename=self.rename, ignore=self.ignore)
+        check_grad_scaler(self.grad_scaler)
         check_prefixes(model_prefix=self.model_prefix, optimizer_prefix=self.optimizer_prefix)
 
 

@@ -14,6 +14,7 @@ from libfsdp._checkpoint._arguments import (
     as_list,
     check_counts,
     check_functions,
+    check_grad_scaler,
     check_metric,
     check_model,
     check_path,
@@ -86,6 +87,7 @@ def save(
     optimizers = as_list(optimizer)
     check_counts(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     check_functions("a report", on_phase=on_phase)
+    check_grad_scaler(grad_scaler)
     together = Together(model, process_group, own=False)
     phases = Phases(on_phase)
     parts = _collect(together, model, optimizers, extra, rank_extra, metric, grad_scaler, rng, None)
@@ -165,6 +167,7 @@ class AsyncSaver:
         target = os.path.abspath(check_path("path", path))
         check_counts(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
         check_functions("a report", on_phase=on_phase)
+        check_grad_scaler(grad_scaler)
         self.wait()
         phases = Phases(on_phase)
         parts = _collect(

@@ -11,7 +11,7 @@ import torch
 from libfsdp import _C
 from libfsdp._optimizer_settings import tell_settings
 from libfsdp._optimizers import BeginsAnew
-from libfsdp.optim._preparing import is_skipped, loss_of, prepare_gradient, zeros_like
+from libfsdp.optim._preparing import loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +39,19 @@ class _InOneCall(BeginsAnew):
         for group in self.param_groups:
             _refuse_flags(self, group)
         tell_settings(self, getattr(self, "grad_scale", None))
-        if not is_skipped(self):
-            self._step_in_cpp(getattr(self, "grad_scale", None))
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and not self._skips_on(found_inf.device):
+            if found_inf.item() != 0:
+                return loss
+            found_inf = None
+        self._step_in_cpp(grad_scale, found_inf)
         return loss
 
-    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
+    def _skips_on(self, device: torch.device) -> bool:
+        """The step itself looks there for what a GradScaler has found, and the host need not wait for it."""
+        return False
+
+    def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         raise NotImplementedError
 
 
@@ -55,8 +63,11 @@ class Adam(_InOneCall, torch.optim.Adam):
     """
 
     @torch.no_grad()
-    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
-        _step_adam(self, grad_scale)
+    def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        _step_adam(self, grad_scale, found_inf)
+
+    def _skips_on(self, device: torch.device) -> bool:
+        return _counts_on(self, device)
 
 
 class AdamW(_InOneCall, torch.optim.AdamW):
@@ -67,8 +78,11 @@ class AdamW(_InOneCall, torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
-        _step_adam(self, grad_scale)
+    def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        _step_adam(self, grad_scale, found_inf)
+
+    def _skips_on(self, device: torch.device) -> bool:
+        return _counts_on(self, device)
 
 
 class SGD(_InOneCall, torch.optim.SGD):
@@ -79,7 +93,7 @@ class SGD(_InOneCall, torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def _step_in_cpp(self, grad_scale: Tensor | None) -> None:
+    def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         _step_sgd(self, grad_scale)
 
 
@@ -148,9 +162,19 @@ def _refuse_flags(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
         )
 
 
-def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> None:
+def _counts_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Parameters are on the device, and so is what counts their updates: as of a fused step."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return (
+        device.type != "cpu"
+        and all(group["fused"] for group in optimizer.param_groups)
+        and all(p.device == device for p in parameters)
+    )
+
+
+def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     groups, state = optimizer.param_groups, optimizer.state
-    call = functools.partial(_C.step_adam, type(optimizer).__name__, groups, state, grad_scale)
+    call = functools.partial(_C.step_adam, type(optimizer).__name__, groups, state, grad_scale, found_inf)
     if to_prepare := call():
         for g, i in to_prepare:
             group = groups[g]

@@ -22,12 +22,6 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """A GradScaler has found gradients that are not finite."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and found_inf.item() != 0
-
-
 def cut_dims(parameter: DTensor) -> list[int]:
     """The dimensions of its mesh over which a parameter is cut, or a sum of it is pending: not those that have one rank."""
     mesh = parameter.device_mesh

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <string>
 
+#include "fsdp/version.h"
 #include "support/temporary_folder.h"
 #include "test_paths.h"
 
@@ -84,6 +85,8 @@ class FsdpCkpt : public ::testing::Test {
 
   static inline testing::TemporaryFolder* folder = nullptr;
 };
+
+TEST_F(FsdpCkpt, TellsItsVersion) { expect_output("--version", std::string(fsdp::version()) + "\n"); }
 
 TEST_F(FsdpCkpt, Inspects) {
   const std::string output = run("inspect dcp").output;
