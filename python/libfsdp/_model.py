@@ -118,6 +118,8 @@ class Model:
             raise RuntimeError("finalize_backward was called before: wait on the previous handle first")
         for state in self.states:
             state.collect_left_gradients()
+            if state.unit is not None and state.unit.reshard_after_backward:
+                state.unit.hide()
         try:
             self.engine.finalize_backward(not async_op)
         except _C.CommError:

@@ -72,7 +72,7 @@ Shape read_size(const PickleValue& value) {
 /// Nothing for one that is not known; `name` is then what it is called.
 std::optional<Dtype> read_dtype(const PickleValue& properties, std::string_view& name) {
   const std::span<const PickleValue* const> fields = state_of(properties, kProperties).items();
-  if (fields.size() != 5) properties.throw_unexpected("tensor properties of five fields");
+  if (fields.size() < 5) properties.throw_unexpected("tensor properties of five fields or more");  // Torch 2.15 has added strides.
   const std::string_view global = fields[0]->global();
   if (!global.starts_with(kTorch)) fields[0]->throw_unexpected("a dtype");
   name = global;

@@ -308,18 +308,7 @@ void Engine::end_backward() {
   const auto lock = this->lock();
   const at::NoGradGuard no_grad;
   guarded([&] {
-    // Before the last reductions, whose staging needs the room: the root's is often the largest.
-    for (Unit* unit : ahead_) gatherer_.evict(*unit);
-    for (const auto& unit : units_) {
-      if (unit->use == UseState::kPinned) continue;
-      if (unit->options.reshard_after_backward || unit->use == UseState::kListed) {
-        set_use(*unit, UseState::kUnused);
-        gatherer_.evict(*unit);
-      } else if (unit->use != UseState::kKept) {
-        set_use(*unit, UseState::kUnused);
-      }
-    }
-    forget_moves();
+    reshard_after_backward();
     if (!facts_.manual_finalization) {
       reducer_.finish();
       if (facts_.is_last_backward || options_.report_nan_in_param_grad) reducer_.drain();
@@ -334,6 +323,21 @@ void Engine::end_backward() {
   if (facts_.manual_finalization) return;
   reducer_.validate();
   guarded([&] { reducer_.report_nan(); });
+}
+
+/// Before the last reductions, whose staging needs the room: the root's is often the largest.
+void Engine::reshard_after_backward() {
+  for (Unit* unit : ahead_) gatherer_.evict(*unit);
+  for (const auto& unit : units_) {
+    if (unit->use == UseState::kPinned) continue;
+    if (unit->options.reshard_after_backward || unit->use == UseState::kListed) {
+      set_use(*unit, UseState::kUnused);
+      gatherer_.evict(*unit);
+    } else if (unit->use != UseState::kKept) {
+      set_use(*unit, UseState::kUnused);
+    }
+  }
+  forget_moves();
 }
 
 /// [Current when forward begins] `last`: of the backwards before an update.
@@ -354,6 +358,7 @@ void Engine::finalize_backward(bool wait) {
   }
   note_backward(true);
   guarded([&] {
+    reshard_after_backward();
     reducer_.finish();
     if (wait || options_.report_nan_in_param_grad) reducer_.drain();
   });

@@ -207,6 +207,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void prefetch_listed(Unit& unit);
   void set_use(Unit& unit, UseState state);
   void evict(Unit& unit);
+  void reshard_after_backward();
   void note_backward(bool last);
   void forget_moves();
   void reset_locked();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -68,14 +69,17 @@ def finalize() -> None:
 
     # As pipeline stages do: without synchronization, which is set again for the end alone.
     expected = reduced_last(model())
-    for asynchronous in (False, True):
-        manual = model()
+    for asynchronous, stays in product((False, True), (False, True)):
+        manual = model(reshard_after_forward=not stays)
         manual.set_manual_backward_finalization(True)
         manual.set_requires_gradient_sync(False)
+        manual.set_reshard_after_backward(not stays)
         backward(manual, 1)
         backward(manual, 2)
         before = libfsdp.wire_stats(manual)["reduce_scatters"]
+        assert (libfsdp.memory_stats(manual)["gathered_parameters.live"] > 0) == stays
         manual.set_requires_gradient_sync(True)
+        manual.set_reshard_after_backward(True)  # That is done by the end, too.
         handle = manual.finalize_backward(async_op=asynchronous)
         if asynchronous:
             assert isinstance(handle, libfsdp.GradientReductionHandle)
@@ -85,6 +89,7 @@ def finalize() -> None:
             handle.wait()
             handle.wait()
         assert libfsdp.wire_stats(manual)["reduce_scatters"] - before == 3
+        assert libfsdp.memory_stats(manual)["gathered_parameters.live"] == 0
         assert all(map(torch.equal, gradients(manual), expected))
         # Switched off again, backwards finish what they have.
         manual.set_manual_backward_finalization(False)
