@@ -365,8 +365,7 @@ void Reducer::drain() {
 
 // Main gradients.
 
-// From torch's allocator, not from a slot: the gradients then lie in memory that activations have left, and the next activations get it
-// back, so that the two never add up.
+// From torch's allocator, not from a slot: gradients lie where activations were, and the next activations after them: they never add up.
 void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
   auto& buffer = unit.main_gradient_buffer;

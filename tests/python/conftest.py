@@ -15,7 +15,8 @@ if importlib.util.find_spec("libfsdp") is None:
     pytest.exit("no libfsdp: run ctest -L python, or PYTHONPATH=build/python python -m pytest", returncode=2)
 
 # In ranks, and in all other processes that tests start: users are to see no warning of torch's that libfsdp's calls bring about.
-os.environ["PYTHONWARNINGS"] = "error:`torch.:FutureWarning"
+# But torch itself scripts functions for jvp, of which torch 2.15 warns.
+os.environ["PYTHONWARNINGS"] = "error:`torch.:FutureWarning,ignore:`torch.jit.:FutureWarning"
 
 torch.set_num_threads(1)  # As the ranks: sums of matrix products depend on it.
 

@@ -121,6 +121,8 @@ TEST(Corpus, OfTheInstalledTorchIsReadExactly) {
   expect_written_by_torch(folder.path());
 }
 
+TEST(Corpus, OfTorch215IsReadExactly) { expect_written_by_torch(fs::path(fsdp::testing::kCorpus) / "torch-2.15"); }
+
 TEST(Corpus, OfTorch211IsReadExactly) {
   expect_written_by_torch(fs::path(fsdp::testing::kCorpus) / "torch-2.11", "dtypes.float4_e2m1fn_x2");
 }
