@@ -96,8 +96,10 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     check_retention(options);
     if (leads) step = ckpt::begin_step(target);
   });
-  const fs::path folder = ranks.broadcast(step ? step->path().string() : "", "checkpoint: exchange of its folder");
-  const auto of_rank0 = ranks.broadcast(path, "checkpoint: exchange of its path");
+  // A path has no zero byte.
+  const auto told = ranks.broadcast(step ? step->path().string() + '\0' + path : "", "checkpoint: exchange of its folder");
+  const fs::path folder = told.substr(0, told.find('\0'));
+  const auto of_rank0 = told.substr(told.find('\0') + 1);
 
   std::string part;
   fs::path replaced;
