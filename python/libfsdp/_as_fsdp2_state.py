@@ -51,7 +51,7 @@ class AsFSDP2State:
 
     def _root_post_backward_final_callback(self) -> None:
         if self.model is not None:
-            self.model.end_backwards()
+            self.model.finalize_backward(async_op=False)
 
     def collect_left_gradients(self) -> None:
         """Gradients that a program has left at the whole parameters itself (pipelining's backward of weights alone) go to the engine."""

@@ -135,6 +135,8 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduces what backwards have left: with manual finalization, or without synchronization before that was set again.
 
+        Whole parameters are freed as at a backward's end: ``set_reshard_after_backward`` says of which modules.
+
         Call it on the root, on all ranks, when the last backward has ended; parameters then have their gradients.
 
         Args:

@@ -113,7 +113,7 @@ class Model:
             self.engine.set_buffer_memory(asked)
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
-        """Reduces what backwards have left, and gives it to the shards, at once or by the handle."""
+        """Reduces what backwards have left, gives it to the shards, at once or by the handle, and frees what a backward frees."""
         if self._finalization is not None:
             raise RuntimeError("finalize_backward was called before: wait on the previous handle first")
         for state in self.states:
@@ -220,12 +220,6 @@ class Model:
         self.engine.zero_grad()
         self._finalization = None  # What was being reduced is dropped, too.
 
-    def end_backwards(self) -> None:
-        """Ends those of all microbatches: reduces what they have left, and frees what is freed after a backward."""
-        self.finalize_backward(async_op=False)
-        for state in self.states:
-            if state.unit is not None and state.unit.reshard_after_backward:
-                state.reshard()
 
     def reset(self) -> None:
         """After an exception: frees what was gathered, drops gradients that are not reduced."""

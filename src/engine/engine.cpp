@@ -209,7 +209,7 @@ void Engine::read_ahead() {
     gatherer_.start(unit);
     ahead_.push_back(&unit);
   }
-  if (expected.empty() && schedule_.phase() == Phase::kForward) pools_.free_idle();  // What is left of forward needs no more of them.
+  if (expected.empty() && schedule_.phase() == Phase::kForward) pools_.free_idle();  // Activations are most now.
 }
 
 /// Starts what the user listed for the unit, in place of a prediction.

@@ -331,7 +331,7 @@ def peaks(implementation: str) -> tuple[int, int]:
 def test_no_more_memory_than_fsdp2(compared_ranks: ComparedRanks) -> None:
     theirs, ours = (compared_ranks[name](2).run(peaks, name) for name in ("fsdp2", "libfsdp"))
     for mine, other in zip(ours, theirs, strict=True):
-        assert mine[0] <= 1.01 * other[0], "between steps there are main parameters and what the optimizer has"
+        assert mine[0] <= 1.005 * other[0], "between steps there are main parameters and what the optimizer has"
         assert mine[1] <= 1.01 * other[1]
 
 

@@ -25,6 +25,7 @@ class _InOneCall(BeginsAnew):
     """The step that Adam, AdamW and SGD have in place of torch's."""
 
     _step_supports_amp_scaling = True
+    _kernel_skips = True  # Where a GradScaler has found an infinity; the host then need not wait to know.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient; see torch.optim.
@@ -40,16 +41,12 @@ class _InOneCall(BeginsAnew):
             _refuse_flags(self, group)
         tell_settings(self, getattr(self, "grad_scale", None))
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and not self._skips_on(found_inf.device):
+        if found_inf is not None and not (self._kernel_skips and _counts_on(self, found_inf.device)):
             if found_inf.item() != 0:
                 return loss
             found_inf = None
         self._step_in_cpp(grad_scale, found_inf)
         return loss
-
-    def _skips_on(self, device: torch.device) -> bool:
-        """The step itself looks there for what a GradScaler has found, and the host need not wait for it."""
-        return False
 
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         raise NotImplementedError
@@ -66,9 +63,6 @@ class Adam(_InOneCall, torch.optim.Adam):
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         _step_adam(self, grad_scale, found_inf)
 
-    def _skips_on(self, device: torch.device) -> bool:
-        return _counts_on(self, device)
-
 
 class AdamW(_InOneCall, torch.optim.AdamW):
     """torch.optim.AdamW, stepped in C++.
@@ -81,9 +75,6 @@ class AdamW(_InOneCall, torch.optim.AdamW):
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         _step_adam(self, grad_scale, found_inf)
 
-    def _skips_on(self, device: torch.device) -> bool:
-        return _counts_on(self, device)
-
 
 class SGD(_InOneCall, torch.optim.SGD):
     """torch.optim.SGD, stepped in C++.
@@ -91,6 +82,8 @@ class SGD(_InOneCall, torch.optim.SGD):
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
     torch's own with ``fused=True`` on each rank's part, whatever ``foreach`` and ``fused`` say. ``differentiable`` is an error.
     """
+
+    _kernel_skips = False  # A first step that is skipped would leave a momentum that is none.
 
     @torch.no_grad()
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
