@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,16 +108,19 @@ def test_programs_that_do_it_right_are_told_nothing(ranks: StartRanks) -> None:
 
 
 def inner_options() -> None:
+    def step(model: Any) -> None:
+        model(x()).sum().backward()
+
     options: dict[str, Any]
     for options in ({"keep_gathered_bytes": 64}, {"report_nan_in_param_grad": True}):
         model: Any = plain()
         fully_shard(model[1], **options)
         fully_shard(model)
-        told(lambda model=model: model(x()).sum().backward(), f"{next(iter(options))} of ['1'] does nothing", "the root's call")
+        told(partial(step, model), f"{next(iter(options))} of ['1'] does nothing", "the root's call")
         of_all: Any = plain()
         for module in (of_all[1], of_all):
             fully_shard(module, **options)
-        told(lambda of_all=of_all: of_all(x()).sum().backward())
+        told(partial(step, of_all))
 
 
 def test_options_of_the_model_that_only_an_inner_unit_has(ranks: StartRanks) -> None:
