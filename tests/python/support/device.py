@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TYPE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 # NCCL refuses two ranks on one GPU; "gloo" moves CUDA tensors, too.
@@ -26,6 +29,12 @@ def of_rank(rank: int) -> torch.device:
         if TYPE == "cpu"
         else torch.device(TYPE, rank % torch.get_device_module(TYPE).device_count())
     )
+
+
+def move(module: ModuleT) -> ModuleT:
+    """To the device, but for a module on the meta device, which has nothing to move."""
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
+    return module if on_meta else module.to(TYPE)
 
 
 def join(rank: int, size: int, **options: Any) -> torch.device:

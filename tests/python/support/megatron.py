@@ -34,8 +34,7 @@ def plain_model(width: int = 8, hidden: int = 12, blocks: int = 3, dtype: torch.
     """The same values on every rank."""
     torch.manual_seed(0)
     layers = [Block(width, hidden) for _ in range(blocks)]
-    model = nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, 3)).to(dtype)
-    return model if model[0].weight.is_meta else model.to(device.TYPE)
+    return device.move(nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, 3)).to(dtype))
 
 
 @functools.cache  # DTensor's caches take equal meshes for the same, and the process groups of the older one with it.

@@ -21,7 +21,7 @@ def model_of(dtype: torch.dtype, **options: Any) -> nn.Sequential:
     """Three quantized layers, of which the last has rows that no number of ranks divides."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 8, dtype=dtype).to(device.TYPE),
+        device.move(nn.Linear(8, 8, dtype=dtype)),
         *(QuantizedLinear(8, 8, dtype, **options) for _ in range(2)),
         QuantizedLinear(8, 3, dtype, **options),
     )
