@@ -30,6 +30,7 @@ class Clock {
     return ++epochs_[agent];
   }
   void pass(std::uint64_t duration) { time_ += duration; }
+  void pass_until(std::uint64_t time) { time_ = std::max(time_, time); }
 
   bool knows(const Access& access) const { return epoch_of(access.agent) >= access.epoch; }
   bool knows(const Clock& other) const {

@@ -281,7 +281,9 @@ class Collectives final : public c10d::Backend {
     const auto current = current_stream(device);
     if (!stream_) stream_ = new_stream(device);
     if (async) stream_waits(*stream_, point_of(current));
-    const auto launched = launch(async ? *stream_ : current, "simccl::" + operation.name, operation.ranges, Counts::kAsCollective);
+    const auto launched =
+        launch(async ? *stream_ : current, "simccl::" + operation.name, operation.ranges, Counts::kAsCollective, free_at_);
+    free_at_ = launched.clock.time();
     auto transfer = std::make_shared<Transfer>();
     transfer->begin(device, std::move(operation.tensors));
     if (turns_ == nullptr) {
@@ -336,6 +338,7 @@ class Collectives final : public c10d::Backend {
   std::shared_ptr<Turns> turns_;        // null: nobody waits for one
   std::shared_ptr<Turn> last_turn_;     // of this backend's
   std::optional<c10::Stream> stream_;   // One for all collectives, as of an NCCL communicator. The first makes it, on its device.
+  std::uint64_t free_at_ = 0;           // NCCL runs a communicator's collectives one after the other, whatever their streams.
   std::optional<Operation> together_;   // between startCoalescing() and endCoalescing()
   std::map<int, int> sent_, received_;  // how many messages, by peer
 };

@@ -122,7 +122,7 @@ Clock clock_of(c10::Stream stream) {
   return clock;
 }
 
-Launched launch(c10::Stream stream, const std::string& name, std::span<const Range> ranges, Counts counts) {
+Launched launch(c10::Stream stream, const std::string& name, std::span<const Range> ranges, Counts counts, std::uint64_t not_before) {
   const Lock lock;
   if (counts != Counts::kNot) {
     host_works(state().cost.launch);
@@ -130,6 +130,7 @@ Launched launch(c10::Stream stream, const std::string& name, std::span<const Ran
   }
   Clock& clock = state().streams[agent_of(stream)];
   clock.join(host_clock());
+  clock.pass_until(not_before);
   const auto epoch = clock.tick(agent_of(stream), duration(counts, ranges));
   Launched launched{.clock = clock, .access = {.agent = agent_of(stream), .epoch = epoch, .operation = name_operation(name)}};
   for (const Range& range : ranges) {

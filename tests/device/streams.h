@@ -36,8 +36,10 @@ struct Launched {
   Clock clock;  ///< The stream's, behind it.
   Access access;
 };
-/// Notes an operation on the stream, and reports what it is not ordered behind. Before it runs: what it would read may be wrong.
-Launched launch(c10::Stream stream, const std::string& name, std::span<const Range> ranges, Counts counts = Counts::kAsKernel);
+/// Notes an operation on the stream, and reports what it is not ordered behind. Before it runs: what it would read may be wrong. It does
+/// not begin before the simulated time `not_before`, which orders nothing else.
+Launched launch(c10::Stream stream, const std::string& name, std::span<const Range> ranges, Counts counts = Counts::kAsKernel,
+                std::uint64_t not_before = 0);
 /// A point in the stream's work, that others can wait for.
 struct Point {
   Clock clock;

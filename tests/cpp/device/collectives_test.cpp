@@ -107,6 +107,35 @@ TEST(Collectives, BeginBehindTheCurrentStream) {
   });
 }
 
+// NCCL serializes what one communicator does, by events of its own, on whatever streams it is.
+TEST(Collectives, OfOneBackendTakeTheirTimeOneAfterTheOther) {
+  const TemporaryFolder folder;
+  run_ranks_on_device(2, [&](int rank) {
+    const auto first = backend(folder, rank, 2, "first");
+    const auto second = backend(folder, rank, 2, "second");
+    const auto time_of_two = [&](const Backend& other) {
+      const auto side = side_stream(rank);
+      auto own = range(rank, 0, 2);
+      auto all = at::empty({4}, own.options());
+      auto all_of_side = at::empty({4}, own.options());
+      const c10::impl::VirtualGuardImpl device(c10::kPrivateUse1);
+      device.synchronizeDevice(static_cast<c10::DeviceIndex>(rank));
+      const auto begin = sim::now();
+      first->_allgather_base(all, own, {.asyncOp = false});
+      {
+        const c10::StreamGuard on_side(side);
+        other->_allgather_base(all_of_side, own, {.asyncOp = false});
+      }
+      device.synchronizeDevice(static_cast<c10::DeviceIndex>(rank));
+      return sim::now() - begin;
+    };
+    sim::set_cost({.collective = 1000});
+    EXPECT_EQ(time_of_two(first), 2000U);
+    EXPECT_EQ(time_of_two(second), 1000U);
+    sim::set_cost({});
+  });
+}
+
 TEST(Collectives, MakeTheStreamWaitThatAsks) {
   const TemporaryFolder folder;
   run_ranks_on_device(2, [&](int rank) {
