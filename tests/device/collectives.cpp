@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <map>
@@ -44,23 +47,37 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     complete_at_synchronize(device, self_, [this] { complete(); });
   }
   void post(const std::vector<std::function<Posted()>>& posts) {
-    for (const auto& post : posts) posted_.push_back(post());
+    for (const auto& post : posts) {
+      auto posted = post();
+      const std::lock_guard lock(posted_mutex_);
+      posted_.push_back(std::move(posted));
+    }
   }
   void set_turn(std::shared_ptr<Turn> turn) { turn_ = std::move(turn); }
 
   void wait_for_messages() {
-    for (const Posted& posted : posted_) {
-      for (const WorkPtr& message : posted.messages) message->wait();
+    for (const WorkPtr& message : messages()) {
+      if (!is_aborted_) message->wait();
     }
   }
   /// The first time, writes what has come.
   void complete() {
     const std::lock_guard lock(mutex_);
     const auto self = std::exchange(self_, nullptr);
-    if (turn_) turn_->wait();
-    wait_for_messages();
+    turn_ ? turn_->wait() : wait_for_messages();  // Gloo's messages are waited for once.
+    if (is_aborted_) return;
     for (const Posted& posted : std::exchange(posted_, {})) {
       if (posted.deliver) posted.deliver();
+    }
+  }
+  /// Nobody waits for what has not come: it never does.
+  void abort() {
+    is_aborted_ = true;
+    for (const WorkPtr& message : messages()) {
+      try {
+        message->abort();
+      } catch (...) {  // A collective of Gloo's, which others complete.
+      }
     }
   }
   /// As NCCL's backend keeps them from others, until a stream has waited.
@@ -69,18 +86,24 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     tensors_.clear();
   }
   bool has_come() {
-    const std::lock_guard lock(mutex_);
-    for (const Posted& posted : posted_) {
-      for (const WorkPtr& message : posted.messages) {
-        if (!message->isCompleted()) return false;
-      }
+    for (const WorkPtr& message : messages()) {
+      if (!message->isCompleted()) return false;
     }
     return true;
   }
 
  private:
+  std::vector<WorkPtr> messages() {
+    const std::lock_guard lock(posted_mutex_);
+    std::vector<WorkPtr> all;
+    for (const Posted& posted : posted_) all.insert(all.end(), posted.messages.begin(), posted.messages.end());
+    return all;
+  }
+
   std::mutex mutex_;
+  std::mutex posted_mutex_;  // Any thread aborts, while one waits.
   std::vector<Posted> posted_;
+  std::atomic<bool> is_aborted_ = false;
   std::vector<at::Tensor> tensors_;
   std::shared_ptr<Turn> turn_;
   std::shared_ptr<Transfer> self_;
@@ -168,7 +191,13 @@ class Collectives final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return 0; }
   void shutdown() override { messages_->shutdown(); }
-  void abort() override { messages_->abort(); }
+  void abort() override {
+    const std::lock_guard lock(transfers_mutex_);
+    is_aborted_ = true;
+    for (const auto& one : transfers_) {
+      if (const auto transfer = one.lock()) transfer->abort();
+    }
+  }
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override {
@@ -285,6 +314,12 @@ class Collectives final : public c10d::Backend {
         launch(async ? *stream_ : current, "simccl::" + operation.name, operation.ranges, Counts::kAsCollective, free_at_);
     free_at_ = launched.clock.time();
     auto transfer = std::make_shared<Transfer>();
+    {
+      const std::lock_guard lock(transfers_mutex_);
+      TORCH_CHECK(!is_aborted_, "sim: the backend of this collective was aborted");
+      std::erase_if(transfers_, [](const auto& one) { return one.expired(); });
+      transfers_.push_back(transfer);
+    }
     transfer->begin(device, std::move(operation.tensors));
     if (turns_ == nullptr) {
       transfer->post(operation.posts);
@@ -303,15 +338,37 @@ class Collectives final : public c10d::Backend {
   }
 
   Posted gather(const at::Tensor& in, const std::function<void(const at::Tensor&)>& deliver) {
-    auto own = taken(in);
-    auto all = at::empty({size_ * own.numel()}, own.options());
-    return {{messages_->_allgather_base(all, own)}, [all, deliver] { deliver(all); }};
+    const auto own = taken(in);
+    return swap(
+        own, own.numel(), [](int) { return 0; }, deliver);
   }
   Posted exchange(const at::Tensor& in, const std::function<void(const at::Tensor&)>& deliver) {
-    auto own = taken(in);
-    auto all = at::empty_like(own);
-    std::vector<std::int64_t> equal_parts;
-    return {{messages_->alltoall_base(all, own, equal_parts, equal_parts)}, [all, deliver] { deliver(all); }};
+    const auto own = taken(in);
+    const auto numel = own.numel() / size_;
+    return swap(
+        own, numel, [numel](int peer) { return peer * numel; }, deliver);
+  }
+  /// Each rank's `numel` elements for this one, of which this one's for a peer begin at `begin_of`. Ranks whose sizes or numbers of calls
+  /// differ wait for each other until the backend is aborted.
+  Posted swap(const at::Tensor& own, std::int64_t numel, const std::function<std::int64_t(int)>& begin_of,
+              const std::function<void(const at::Tensor&)>& deliver) {
+    const auto bytes = static_cast<std::uint64_t>(numel) * own.itemsize();
+    const int tag = static_cast<int>(0x40000000U | (((swaps_++ << 18U) ^ (bytes * 2654435761U >> 7U)) & 0x3fffffffU));
+    const auto all = at::empty({size_ * numel}, own.options());
+    const auto of_peer = [&](int peer) { return own.narrow(0, begin_of(peer), numel); };
+    all.narrow(0, rank_ * numel, numel).copy_(of_peer(rank_));
+    Posted posted{{}, [all, deliver] { deliver(all); }};
+    for (int peer = 0; peer < size_ && numel > 0; ++peer) {
+      if (peer == rank_) continue;
+      std::vector<at::Tensor> values = {all.narrow(0, peer * numel, numel)};
+      posted.messages.push_back(messages_->recv(values, peer, tag));
+    }
+    for (int peer = 0; peer < size_ && numel > 0; ++peer) {
+      if (peer == rank_) continue;
+      std::vector<at::Tensor> values = {of_peer(peer)};
+      posted.messages.push_back(messages_->send(values, peer, tag));
+    }
+    return posted;
   }
 
   // Two tags for each message: the second one's is for the receiver's answer that it is there.
@@ -341,6 +398,10 @@ class Collectives final : public c10d::Backend {
   std::uint64_t free_at_ = 0;           // NCCL runs a communicator's collectives one after the other, whatever their streams.
   std::optional<Operation> together_;   // between startCoalescing() and endCoalescing()
   std::map<int, int> sent_, received_;  // how many messages, by peer
+  std::uint64_t swaps_ = 0;
+  std::mutex transfers_mutex_;  // Any thread aborts.
+  std::vector<std::weak_ptr<Transfer>> transfers_;
+  bool is_aborted_ = false;
 };
 
 }  // namespace

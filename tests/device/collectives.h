@@ -18,7 +18,8 @@ struct CollectivesOptions {
 
 /// Collectives by NCCL's rules, for tensors of the device. They run on a stream of the backend's, behind what the current one holds at the
 /// call; Work::wait() makes the then current stream wait, not the host. What they read they have read at the call, what they write arrives
-/// when somebody waits. Sums are in the tensors' dtype. Operations between startCoalescing() and endCoalescing() begin together there.
+/// when somebody waits. Ranks whose calls differ in number or size wait for each other until somebody aborts the backend. Sums are in the
+/// tensors' dtype. Operations between startCoalescing() and endCoalescing() begin together there.
 /// `messages` (Gloo) moves the bytes.
 c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> messages, CollectivesOptions options = {});
 
