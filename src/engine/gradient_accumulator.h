@@ -85,6 +85,10 @@ struct GradientAccumulator {
   int departures = 0;            ///< Of the running backward so far.
   int last_gradient = 0;         ///< The departure before which this rank's last gradient of this backward came; 0: none came.
   int reduced_at_departure = 1;  ///< Agreed by the ranks from where the last gradients came before.
+
+  /// [Usage is agreed] The ranks found at the end of the last backward that it had gradients left to reduce.
+  bool left_to_end = false;
+  bool reduced_unasked = false;  ///< For that reason, at the end of this one, before the ranks have asked each other.
 };
 
 }  // namespace fsdp::engine

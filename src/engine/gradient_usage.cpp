@@ -62,7 +62,8 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
   BitReader all(bits);
   for (auto* of_unit : gradients) {
     Unit& unit = of_unit->unit;
-    if (all.next()) unreduced.push_back(of_unit);
+    const bool is_left = all.next();
+    if (is_left) unreduced.push_back(of_unit);
     int last_gradient = 1;
     for (int n = 1; n < kLastDeparture; ++n) last_gradient += all.next() ? 1 : 0;
     bool contributed = false;
@@ -77,6 +78,7 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
       unit.parameters[i].has_gradient = (any && fully) || unit.parameters[i].has_gradient;
     }
     if (contributed) of_unit->reduced_at_departure = last_gradient;
+    of_unit->left_to_end = is_left || (of_unit->reduced_unasked && contributed);
   }
   return unreduced;
 }

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <string>
@@ -25,8 +24,6 @@ constexpr std::size_t kLiveGradients = 2;
 
 /// Bytes of a gradient up to which a GPU takes less time to copy it than a host to launch that. Larger ones are copied, and freed, at once.
 constexpr std::int64_t kCopiedTogether = std::int64_t{4} << 20;
-
-memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? memory::Kind::kHost : memory::Kind::kMainGradients; }
 
 }  // namespace
 
@@ -129,6 +126,14 @@ void Reducer::finish() {
     });
     (same == neighbours.end() ? neighbours.emplace_back() : *same).push_back(gradients.get());
   }
+  // [Usage is agreed] What was left to this moment last time is again, most likely: the device reduces it while the host asks. If it is
+  // not, it counts as zero.
+  for (const auto& gradients : gradients_) {
+    const bool departed = gradients->departures >= gradients->reduced_at_departure && gradients->reduced_at_departure < kLastDeparture;
+    gradients->reduced_unasked =
+        gradients->left_to_end && !departed && reduces_on_departure_ && gradients->unit.options.requires_gradient_sync;
+    if (gradients->reduced_unasked) reduce_at_end(*gradients);
+  }
   std::vector<bool> unreduced(gradients_.size(), false);
   for (const auto& group : neighbours) {
     for (const auto* gradients : exchange_usage(group)) unreduced[gradients->unit.index] = true;
@@ -136,14 +141,18 @@ void Reducer::finish() {
   for (const auto& gradients : gradients_) {
     const Unit& unit = gradients->unit;
     if (unreduced[unit.index]) {
-      if (under_way(*gradients)) drain();  // It is reduced a second time, into what may be on its way.
-      if (gradients->state == GradientState::kNone) acquire(*gradients);
-      reduce(*gradients);
+      reduce_at_end(*gradients);
     } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->holds_partial &&
                !under_way(*gradients)) {
       begin({.gradients = gradients.get(), .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
     }
   }
+}
+
+void Reducer::reduce_at_end(GradientAccumulator& gradients) {
+  if (under_way(gradients)) drain();  // It is reduced a second time, into what may be on its way.
+  if (gradients.state == GradientState::kNone) acquire(gradients);
+  reduce(gradients);
 }
 
 void Reducer::validate() const {
@@ -261,7 +270,7 @@ void Reducer::start(Reduction& reduction) {
 
 void Reducer::complete(Reduction& reduction) {
   if (!reduction.pending) return;
-  reduction.pending->wait();
+  reduction.pending->wait_unconfirmed();
   reduction.pending.reset();
   auto& gradients = *reduction.gradients;
   const bool has_outer = gradients.unit.communicators.outer != nullptr;
@@ -361,98 +370,6 @@ void Reducer::complete_oldest_inner() {
 void Reducer::drain() {
   while (!reductions_.empty()) advance_all_but(0);  // one hop of each in turn, so that they overlap
   if (std::exchange(copies_to_host_, false)) memory::synchronize(device_);
-}
-
-// Main gradients.
-
-// From torch's allocator, not from a slot: gradients lie where activations were, and the next activations after them: they never add up.
-void Reducer::allocate_main_gradient(Unit& unit) {
-  if (unit.main_gradient_memory) return;
-  auto& buffer = unit.main_gradient_buffer;
-  if (unit.offloaded() && !device_.is_cpu()) {
-    auto& host = unit.host_gradient_memory;
-    if (host.use_count() != 1) {  // None yet, or somebody has gradients in it.
-      host = std::make_shared<c10::DataPtr>(memory::allocate_host(device_, buffer.bytes, unit.options.host_memory));
-    }
-    unit.main_gradient_memory = host;
-  } else {
-    const c10::DeviceGuard guard(device_);
-    unit.main_gradient_memory =
-        std::make_shared<c10::DataPtr>(c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes)));
-  }
-  memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
-  accounting_.add(main_gradients_kind(unit), buffer.bytes);
-}
-
-/// Memory for the result of a reduction. What is offloaded comes back first, to be added to as everywhere else: adding up on the host would
-/// round twice.
-void Reducer::allocate_reduced(GradientAccumulator& gradients) {
-  Unit& unit = gradients.unit;
-  if (!unit.offloaded()) return allocate_main_gradient(unit);
-  gradients.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
-  if (!unit.main_gradient_valid) return;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    gradients.reduced[k].copy_(unit.main_gradient[k], /*non_blocking=*/true);
-  }
-}
-
-/// The result of a whole reduction reaches the main gradients.
-void Reducer::deliver(GradientAccumulator& gradients) {
-  Unit& unit = gradients.unit;
-  if (unit.offloaded()) {
-    allocate_main_gradient(unit);
-    for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-      unit.main_gradient[k].copy_(gradients.reduced[k], /*non_blocking=*/true);
-      copies_to_host_ = true;
-    }
-    gradients.reduced_buffer.release();
-  }
-  unit.main_gradient_valid = true;
-}
-
-bool Reducer::has_gradients() const {
-  return std::any_of(gradients_.begin(), gradients_.end(), [](const auto& gradients) {
-    return gradients->unit.main_gradient_valid || gradients->holds_partial || gradients->state != GradientState::kNone;
-  });
-}
-
-void Reducer::zero_grad() {
-  for (const auto& gradients : gradients_) {
-    Unit& unit = gradients->unit;
-    gradients->holds_partial = false;
-    gradients->partial.release();
-    for (auto& parameter : gradients->parameters) parameter.partial = false;
-    release_main_gradient(unit);
-  }
-}
-
-/// The unit has no main gradients any more. Their memory goes with its last owner.
-void Reducer::release_main_gradient(Unit& unit) {
-  unit.main_gradient_valid = false;
-  for (auto& parameter : unit.parameters) parameter.has_gradient = false;
-  if (!unit.main_gradient_memory) return;
-  memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
-  unit.main_gradient_memory.reset();
-  accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
-}
-
-std::vector<at::Tensor> Reducer::take_main_gradient(Unit& unit) {
-  std::vector<at::Tensor> taken;
-  if (!unit.main_gradient_valid) return taken;
-  auto* const memory = unit.main_gradient_memory->get();
-  const auto device = unit.main_gradient_buffer.storage.device();
-  c10::DataPtr owned(
-      memory, new std::shared_ptr<c10::DataPtr>(unit.main_gradient_memory),
-      [](void* owner) { delete static_cast<std::shared_ptr<c10::DataPtr>*>(owner); }, device);
-  const auto bytes = static_cast<std::size_t>(unit.main_gradient_buffer.bytes);
-  const c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(owned), nullptr,
-                                                                   /*resizable=*/false));
-  for (const auto& part : unit.main_gradient) {
-    const auto offset = part.storage_offset() * static_cast<std::int64_t>(part.itemsize());
-    taken.push_back(view_of(storage, part.scalar_type(), offset, part.sizes()));
-  }
-  release_main_gradient(unit);
-  return taken;
 }
 
 // Ends.

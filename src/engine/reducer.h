@@ -103,6 +103,7 @@ class Reducer {
   void allocate_reduced(GradientAccumulator& gradients);
   void deliver(GradientAccumulator& gradients);
   void reduce(GradientAccumulator& gradients);
+  void reduce_at_end(GradientAccumulator& gradients);
   void begin(Reduction reduction);
   void start(Reduction& reduction);
   void complete(Reduction& reduction);

@@ -187,6 +187,40 @@ TEST_P(Usage, AGradientThatARankLacksCountsAsZero) {
   });
 }
 
+// [Usage is agreed] What is left to the end of a backward is expected there by the next one, rightly or not.
+TEST_P(Usage, WhatIsLeftToTheEndMayChange) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto ranks = static_cast<std::size_t>(GetParam());
+    for (const bool accumulates : {false, true}) {
+      auto whole = make_model();
+      auto model = make_model();
+      auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = partial_units()});
+      std::uint64_t bits = 1;
+      for (int step = 0; step < 12; ++step) {
+        // Mostly all ranks alike, so that some parameters have a gradient on no rank.
+        LeftOut left_out(ranks, std::vector<bool>(4));
+        for (std::size_t r = 0; r < ranks; ++r) {
+          if (r == 0 || step % 3 == 2) bits = bits * 6364136223846793005ULL + 1442695040888963407ULL;
+          for (std::size_t k = 0; k < 4; ++k) left_out[r][k] = (bits >> (40 + k) & 1) != 0;
+        }
+        for (std::size_t r = 0; r < ranks; ++r) {
+          loss_of(whole, step, static_cast<int>(r), left_out[r]).div(static_cast<double>(ranks)).backward();
+        }
+        loss_of(model, step, rank, left_out[static_cast<std::size_t>(rank)]).backward();
+        const auto expected = whole->named_parameters();
+        for (const auto& [name, gradient] : sharded.full_gradients()) {
+          ASSERT_EQ(gradient.defined(), expected[name].grad().defined()) << name << ", step " << step;
+          if (!gradient.defined()) continue;
+          EXPECT_TRUE(torch::allclose(gradient, expected[name].grad(), 1e-5, 1e-7)) << name << ", step " << step;
+        }
+        if (accumulates && step % 4 != 3) continue;
+        whole->zero_grad();
+        sharded.zero_grad();
+      }
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Usage, ::testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
 
 struct Recorded {
@@ -217,6 +251,30 @@ TEST(ReductionOrder, DoesNotDependOnWhichGradientsARankHas) {
     EXPECT_EQ(logs[0], logs[2]) << strategy;
     EXPECT_GT(std::count_if(logs[0].begin(), logs[0].end(), [](const auto& event) { return event.starts_with("reduce "); }), 0);
   }
+}
+
+// [Usage is agreed] A device reduces what was left to the end last time while the ranks ask each other. What no rank has this time is
+// reduced in vain, once.
+TEST(ReductionOrder, WhatWasLeftToTheEndIsReducedBeforeTheRanksAsk) {
+  const Recorded recorded;
+  auto model = make_model();
+  auto sharded = fsdp::fully_shard(*model, {.mesh = recorded.mesh, .units = partial_units()});
+  const auto log_of = [&](bool without_table) {
+    sharded.zero_grad();
+    recorded.log->clear();
+    loss_of(model, 0, 0, {without_table, false, false, false}).backward();
+    Log log;
+    for (const auto& event : *recorded.log) {
+      if (event == "reduce table" || event == "exchange") log.push_back(event);
+    }
+    return log;
+  };
+  EXPECT_EQ(log_of(false), (Log{"exchange", "reduce table"}));
+  EXPECT_EQ(log_of(false), (Log{"reduce table", "exchange"}));
+  EXPECT_EQ(log_of(true), (Log{"reduce table", "exchange"}));
+  for (const auto& [name, gradient] : sharded.full_gradients()) EXPECT_EQ(gradient.defined(), name != "table.weight") << name;
+  EXPECT_EQ(log_of(true), Log{"exchange"});
+  EXPECT_EQ(log_of(false), (Log{"exchange", "reduce table"}));
 }
 
 // A unit is on its way when a second gradient of it comes, on some ranks: these wait for it. The next hops of all reductions still begin
