@@ -185,6 +185,7 @@ def step_sgd(
     groups: list[dict[str, Any]],
     state: dict[torch.Tensor, Any],
     grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
     first: Sequence[tuple[int, int]],
 ) -> list[tuple[int, int]]: ...
 def step_adamw_8bit(

@@ -104,7 +104,7 @@ def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]],
         for dimension in cut:
             assert mesh is not None
             group = mesh.get_group(dimension)
-            mine = of_these.reshape(1).to(device_of(mesh))
+            mine = _moved(of_these.reshape(1), device_of(mesh))
             every = mine.new_empty(dist.get_world_size(group))
             all_gather(every, mine, group=group)
             of_these = _merged(every, p)
@@ -112,6 +112,13 @@ def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]],
     device = next((one.device for one in sums if one.device.type != "cpu"), torch.device("cpu"))
     total = _merged(torch.stack([one.to(device) for one in sums]), p) if sums else torch.zeros((), dtype=torch.float64)
     return total if p in (1.0, math.inf) else total.sqrt() if p == 2.0 else total.pow(1 / p)
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """To a device from pinned memory: from other memory, the host waits for the copy."""
+    if value.device.type == "cpu" and device.type != "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=device.type != "cpu")
 
 
 def _merged(sums: Tensor, p: float) -> Tensor:

@@ -93,7 +93,7 @@ ToPrepare step_adam(const std::string& optimizer, const py::list& groups, const 
 
 /// `first`: parameters whose momentum has just been made.
 ToPrepare step_sgd(const std::string& optimizer, const py::list& groups, const py::dict& state, const std::optional<at::Tensor>& grad_scale,
-                   const ToPrepare& first) {
+                   const std::optional<at::Tensor>& found_inf, const ToPrepare& first) {
   std::vector<optim::SGDStep> steps;
   std::vector<std::vector<std::string>> keys;
   for (const auto& given : groups) {
@@ -126,6 +126,7 @@ ToPrepare step_sgd(const std::string& optimizer, const py::list& groups, const p
     for (const bool at_first : {false, true}) {
       auto& part = parts[at_first ? 1 : 0];
       if (grad_scale) part.grad_scale = *grad_scale;
+      if (found_inf) part.found_inf = *found_inf;
       steps[g].is_first = at_first;
       optim::step_sgd(part, steps[g]);
     }

@@ -108,8 +108,7 @@ void step_adam(const StepTensors& tensors, const AdamStep& step) {
 void step_sgd(const StepTensors& tensors, const SGDStep& step) {
   const auto kernel = [&](Batch& batch) {
     at::_fused_sgd_(batch.values, batch.gradients, step.momentum != 0 ? batch.states[0] : std::vector<at::Tensor>{}, step.weight_decay,
-                    step.momentum, step.lr, step.dampening, step.nesterov, step.maximize, step.is_first, batch.grad_scale,
-                    /*found_inf=*/std::nullopt);
+                    step.momentum, step.lr, step.dampening, step.nesterov, step.maximize, step.is_first, batch.grad_scale, batch.found_inf);
   };
   run(tensors, kernel, In16Bits::kWidenedOnCpu);
 }

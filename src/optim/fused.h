@@ -15,7 +15,7 @@ struct StepTensors {
   std::vector<std::vector<at::Tensor>> states;  ///< [kind][entry], each like its value.
   std::vector<at::Tensor> steps;  ///< 0-D: the number of updates, this one included. Empty where the algorithm does not count them.
   at::Tensor grad_scale;          ///< If defined, gradients are divided by it first, in place.
-  at::Tensor found_inf;           ///< If defined, and 1 on the device that the entries are on, nothing changes. Of Adam alone.
+  at::Tensor found_inf;           ///< If defined, and 1 on the device that the entries are on, nothing changes. Not in a first step of SGD.
 };
 
 struct AdamStep {

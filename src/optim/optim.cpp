@@ -31,7 +31,7 @@ std::unique_ptr<optim::Part> sgd(std::shared_ptr<engine::Engine> engine, const S
   const auto update = [](const optim::Group& group, double lr, std::vector<Segment*>& segments) {
     // The first update of a segment sets its momentum to the gradient instead of damping it in, as torch does.
     std::map<bool, std::vector<Segment*>> parts;
-    for (auto* segment : segments) parts[segment->step.item<float>() == 1].push_back(segment);
+    for (auto* segment : segments) parts[segment->updates == 1].push_back(segment);
     for (auto& [is_first, part] : parts) {
       auto tensors = tensors_of(part);
       tensors.steps.clear();

@@ -281,7 +281,8 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
                       .value = unit.main[k].narrow(0, from, numel),
                       .gradient = unit.main_gradient[k].narrow(0, from, numel),
                       .state = {},
-                      .step = at::full({}, static_cast<double>(first.steps), at::kFloat).to(unit.main[k].device())};
+                      .step = at::full({}, static_cast<double>(first.steps), unit.main[k].options().dtype(at::kFloat)),
+                      .updates = first.steps};
       for (const auto& buffer : stretch->state) {
         segment.state.push_back(buffer.narrow(0, from - stretch->begin, numel));
         if (first.steps == 0) segment.state.back().zero_();  // a load may have set the count back
@@ -344,6 +345,7 @@ void Elementwise::step() {
     if (changed) divide(unit, state);
     for (auto& segment : state.segments) {
       segment.step.add_(1);
+      ++segment.updates;
       by_group[segment.group].push_back(&segment);
     }
     for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;

@@ -110,6 +110,7 @@ struct Segment {
   at::Tensor gradient;
   std::vector<at::Tensor> state;  ///< As many as the optimizer keeps per element, each like value.
   at::Tensor step;                ///< 0-D fp32; the number of updates, incremented before each.
+  std::int64_t updates = 0;       ///< The same number, for the host.
 };
 
 /// One algorithm over a group's segments.

@@ -152,6 +152,82 @@ def test_scaled_losses(ranks: StartRanks, fused: bool) -> None:
         assert not (text := differences("value", parameters, expected, {})), text
 
 
+def train_scaled_by_sgd(implementation: str, overflows_at: int, dampening: float) -> dict[str, Tensor]:
+    """Gradients of one step overflow on one rank. The host need not wait to know, but where a first momentum would be damped."""
+    trainee = Trainee(implementation)
+    make: Any = (torch if implementation == "fsdp2" else libfsdp).optim.SGD
+    trainee.optimizer = make(trainee.model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+    sim: Any = importlib.import_module("sim_device")
+    scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
+    for step in range(3):
+        loss = trainee.loss(step) * (float("inf") if step == overflows_at and dist.get_rank() == 0 else 1.0)
+        scaler.scale(loss).backward()
+        sim.reset_stats(dist.get_rank())
+        scaler.step(trainee.optimizer)
+        has_momentum = step > (1 if overflows_at == 0 else 0)
+        if implementation == "libfsdp":
+            assert sum(sim.host_waits(dist.get_rank()).values()) == (1 if dampening and not has_momentum else 0)
+        scaler.update()
+        trainee.optimizer.zero_grad()
+    assert take_reports() == []
+    return trainee.parameters()
+
+
+@pytest.mark.parametrize(("overflows_at", "dampening"), [(0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)])
+def test_scaled_losses_of_sgd(ranks: StartRanks, overflows_at: int, dampening: float) -> None:
+    results = [ranks(2).run(train_scaled_by_sgd, name, overflows_at, dampening) for name in ("libfsdp", "fsdp2")]
+    for parameters, expected in zip(*results, strict=True):
+        torch.testing.assert_close(parameters, expected)
+
+
+STEPPED_BY: dict[str, Any] = {
+    "torch.optim.AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "torch.optim.SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "AdamW": lambda parameters: libfsdp.optim.AdamW(parameters, lr=0.01),
+    "AdamW fused": lambda parameters: libfsdp.optim.AdamW(parameters, lr=0.01, fused=True),
+    "AdamW8bit": lambda parameters: libfsdp.optim.AdamW8bit(parameters, lr=0.01),
+    "SGD": lambda parameters: libfsdp.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+def host_waits_of_a_step(name: str, options: Options, scaled: bool) -> dict[str, int]:
+    """The third step: forward, backward, clipping, update, zero_grad."""
+    trainee = Trainee("libfsdp", options)
+    trainee.optimizer = STEPPED_BY[name](trainee.model.parameters())
+    sim: Any = importlib.import_module("sim_device")
+    scaler = torch.amp.GradScaler("sim", init_scale=1024.0, enabled=scaled)
+    for step in range(3):
+        batch = batch_of(trainee.case, step, 0, dist.get_rank())
+        torch.accelerator.synchronize()
+        sim.reset_stats(dist.get_rank())
+        scaler.scale(trainee.case.loss(trainee.model, batch)).backward()
+        scaler.unscale_(trainee.optimizer)
+        libfsdp.clip_grad_norm_(trainee.model.parameters(), 1.0)
+        scaler.step(trainee.optimizer)
+        scaler.update()
+        trainee.optimizer.zero_grad()
+    waits: dict[str, int] = sim.host_waits(dist.get_rank())
+    assert take_reports() == []
+    return waits
+
+
+@pytest.mark.parametrize("compute", [None, bf16])
+@pytest.mark.parametrize(
+    ("name", "scaled"), [*((name, False) for name in STEPPED_BY), ("AdamW fused", True), ("SGD", True)]
+)
+def test_the_host_waits_for_nothing_in_a_step(
+    ranks: StartRanks, name: str, scaled: bool, compute: torch.dtype | None
+) -> None:
+    for waits in ranks(2).run(host_waits_of_a_step, name, Options(compute=compute, reduce=fp32), scaled):
+        assert waits == {}
+
+
+def test_the_host_waits_once_for_what_is_offloaded(ranks: StartRanks) -> None:
+    """For the gradients. A norm of what is on the host is another wait: ranks tell each other theirs by the device."""
+    for waits in ranks(2).run(host_waits_of_a_step, "AdamW", Options(offload=True), False):
+        assert waits == {"stream.synchronize": 1, "blocking copy to the host": 1}
+
+
 class Fails(torch.autograd.Function):
     """In backward."""
 

@@ -25,7 +25,6 @@ class _InOneCall(BeginsAnew):
     """The step that Adam, AdamW and SGD have in place of torch's."""
 
     _step_supports_amp_scaling = True
-    _kernel_skips = True  # Where a GradScaler has found an infinity; the host then need not wait to know.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient; see torch.optim.
@@ -41,7 +40,7 @@ class _InOneCall(BeginsAnew):
             _refuse_flags(self, group)
         tell_settings(self, getattr(self, "grad_scale", None))
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and not (self._kernel_skips and _counts_on(self, found_inf.device)):
+        if found_inf is not None and not (found_inf.device.type != "cpu" and self._kernel_skips(found_inf.device)):
             if found_inf.item() != 0:
                 return loss
             found_inf = None
@@ -49,6 +48,10 @@ class _InOneCall(BeginsAnew):
         return loss
 
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _kernel_skips(self, device: torch.device) -> bool:
+        """Where a GradScaler has found an infinity, as the device knows: the host need not wait to know."""
         raise NotImplementedError
 
 
@@ -63,6 +66,9 @@ class Adam(_InOneCall, torch.optim.Adam):
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         _step_adam(self, grad_scale, found_inf)
 
+    def _kernel_skips(self, device: torch.device) -> bool:
+        return _counts_on(self, device)
+
 
 class AdamW(_InOneCall, torch.optim.AdamW):
     """torch.optim.AdamW, stepped in C++.
@@ -75,6 +81,9 @@ class AdamW(_InOneCall, torch.optim.AdamW):
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         _step_adam(self, grad_scale, found_inf)
 
+    def _kernel_skips(self, device: torch.device) -> bool:
+        return _counts_on(self, device)
+
 
 class SGD(_InOneCall, torch.optim.SGD):
     """torch.optim.SGD, stepped in C++.
@@ -83,11 +92,18 @@ class SGD(_InOneCall, torch.optim.SGD):
     torch's own with ``fused=True`` on each rank's part, whatever ``foreach`` and ``fused`` say. ``differentiable`` is an error.
     """
 
-    _kernel_skips = False  # A first step that is skipped would leave a momentum that is none.
-
     @torch.no_grad()
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        _step_sgd(self, grad_scale)
+        _step_sgd(self, grad_scale, found_inf)
+
+    def _kernel_skips(self, device: torch.device) -> bool:
+        # A first step that is skipped leaves zeros as the momentum. The next one takes them for one that was damped.
+        return _are_on(self, device) and all(
+            group["momentum"] == 0
+            or group["dampening"] == 0
+            or all(self.state[p].get("momentum_buffer") is not None for p in group["params"] if p.grad is not None)
+            for group in self.param_groups
+        )
 
 
 _STEPPED: dict[type, type] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
@@ -155,14 +171,13 @@ def _refuse_flags(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
         )
 
 
+def _are_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    return all(p.device == device for group in optimizer.param_groups for p in group["params"])
+
+
 def _counts_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Parameters are on the device, and so is what counts their updates: as of a fused step."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return (
-        device.type != "cpu"
-        and all(group["fused"] for group in optimizer.param_groups)
-        and all(p.device == device for p in parameters)
-    )
+    return all(group["fused"] for group in optimizer.param_groups) and _are_on(optimizer, device)
 
 
 def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -190,9 +205,9 @@ def make_adam_state(state: dict[str, Any], parameter: Tensor, group: dict[str, A
             state[name] = zeros_like(parameter)
 
 
-def _step_sgd(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> None:
+def _step_sgd(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     groups, state = optimizer.param_groups, optimizer.state
-    call = functools.partial(_C.step_sgd, type(optimizer).__name__, groups, state, grad_scale)
+    call = functools.partial(_C.step_sgd, type(optimizer).__name__, groups, state, grad_scale, found_inf)
     if to_prepare := call([]):
         first = []
         for g, i in to_prepare:
@@ -200,6 +215,7 @@ def _step_sgd(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None) -> No
             prepare_gradient(parameter)
             if groups[g]["momentum"] != 0 and state[parameter].get("momentum_buffer") is None:
                 state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
-                first.append((g, i))
+                if found_inf is None:  # else it begins with the zeros
+                    first.append((g, i))
         if call(first):
             raise RuntimeError("internal: state that was made is not there")

@@ -76,6 +76,24 @@ TEST(DeviceRules, OffloadedParametersAreNotWrittenWhileAForwardCopiesThem) {
   });
 }
 
+// Whether a momentum is the first, the host knows.
+TEST(DeviceRules, SGDIsNotWaitedFor) {
+  run_ranks_on_device(2, [](int rank) {
+    const auto mesh = device_mesh({{"dp_shard", -1}});
+    auto model = make_stack();
+    auto handle = shard(model, mesh);
+    fsdp::SGD optimizer(*model, {.lr = 1e-2, .momentum = 0.9, .dampening = 0.5});
+    for (int step = 0; step < 3; ++step) {
+      const auto loss = loss_of(model, mesh, step);
+      sim::reset_stats(rank);
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      EXPECT_EQ(sim::stats(rank).all_host_waits(), 0);
+    }
+  });
+}
+
 class Saving {
  public:
   /// Until release(), a thread that saves is held before it waits for its copies.
