@@ -186,8 +186,12 @@ class Model:
         if self.forward_root is None and not _C.inside_backward():
             self.engine.prepare_unshard(unit)
 
-    def end_forward(self) -> None:
-        """What no backward will use is freed now; otherwise memory goes as the computation moves on."""
+    def end_forward(self, *, gives: bool) -> None:
+        """What no backward will use is freed now; otherwise memory goes as the computation moves on.
+
+        Args:
+            gives: the forward has not failed: ranks have done the same before the program gets its output.
+        """
         self.forward_root = None
         for state in self.states:
             if state.modules_to_run:  # a group of which only some modules ran
@@ -195,6 +199,8 @@ class Model:
                 state.end_call()
             if not torch.is_grad_enabled() and state.unit is not None and not state.unit.kept_across_forwards:
                 state.reshard()
+        if gives:
+            self.engine.end_forward()
 
     @untraced
     def _end_backward(self) -> bool:

@@ -330,6 +330,7 @@ void bind_hooks(py::module_& module) {
       .def("begin_forward", &HookedModel::begin_forward, kNoGil)
       .def(
           "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
+      .def("end_forward", &HookedModel::end_forward, kNoGil)
       .def(
           "end_call", [](HookedModel& model, ShownUnit& unit) { return model.end_call(*unit.hooked()); }, kNoGil)
       .def("enter",

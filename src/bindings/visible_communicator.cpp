@@ -63,4 +63,6 @@ void VisibleCommunicator::expect_equal(const std::string& text, const comm::Labe
 
 void VisibleCommunicator::barrier() { own_->barrier(); }
 
+void VisibleCommunicator::confirm() { own_->confirm(); }
+
 }  // namespace fsdp::bindings

@@ -32,6 +32,7 @@ class VisibleCommunicator final : public comm::Communicator {
   std::string gather(const std::string& text, const comm::Label& label) override;
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
+  void confirm() override;
   comm::MemorySource use_memory(c10::Device device, comm::BufferMemory memory) override { return own_->use_memory(device, memory); }
 
  private:

@@ -1,18 +1,29 @@
 #include "comm/carrier.h"
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 #include <utility>
 
 namespace fsdp::comm {
 
-Carrier::Carrier() : queue_(std::make_shared<Queue>()) { std::thread(&Carrier::run, queue_).detach(); }
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenLooks{200};
+
+}  // namespace
+
+Carrier::Carrier(std::function<void()> look) : queue_(std::make_shared<Queue>()) {
+  queue_->look = std::move(look);
+  std::thread(&Carrier::run, queue_).detach();
+}
 
 Carrier::~Carrier() {
   if (getpid() != process_) return;
-  const std::lock_guard<std::mutex> lock(queue_->mutex);
+  std::unique_lock<std::mutex> lock(queue_->mutex);
   queue_->ended = true;
   queue_->changed.notify_all();
+  queue_->changed.wait(lock, [&] { return !queue_->looks; });
 }
 
 void Carrier::add(const void* key, std::function<void()> wait) {
@@ -30,10 +41,25 @@ void Carrier::remove(const void* key) {
   queue_->changed.wait(lock, [&] { return waiting.empty() || !has_key(waiting.front()); });
 }
 
+void Carrier::wait_for_all_but(std::size_t newest) {
+  if (getpid() != process_) return;
+  std::unique_lock<std::mutex> lock(queue_->mutex);
+  queue_->changed.wait(lock, [&] { return queue_->waiting.size() <= newest; });
+}
+
 void Carrier::run(const std::shared_ptr<Queue>& queue) {
   std::unique_lock<std::mutex> lock(queue->mutex);
+  const auto has_work = [&] { return queue->ended || !queue->waiting.empty(); };
   for (;;) {
-    queue->changed.wait(lock, [&] { return queue->ended || !queue->waiting.empty(); });
+    while (queue->look && !queue->changed.wait_for(lock, kBetweenLooks, has_work)) {
+      queue->looks = true;
+      lock.unlock();
+      queue->look();
+      lock.lock();
+      queue->looks = false;
+      queue->changed.notify_all();
+    }
+    queue->changed.wait(lock, has_work);
     if (queue->waiting.empty()) return;
     const auto wait = std::move(queue->waiting.front().wait);
     lock.unlock();

@@ -11,13 +11,14 @@
 
 namespace fsdp::comm {
 
-/// A thread that waits for messages on behalf of collectives that are served, since Gloo does not tell whether a message has come. Each
-/// row has one of its own: its collectives begin in the same order on all ranks, so that those in front never wait for those behind.
-/// Thread-safe.
+/// A thread that waits for messages on behalf of who must not, since Gloo does not tell whether a message has come: for collectives that
+/// are served, and for headers where a device goes on meanwhile. Each row has one of its own: its collectives begin in the same order on
+/// all ranks, so that those in front never wait for those behind. Thread-safe.
 class Carrier {
  public:
-  Carrier();
-  ~Carrier();  ///< The thread ends on its own when it has nothing to wait for.
+  /// `look`, if there is one, is called some times a second while the thread has nothing to wait for. It must not throw.
+  explicit Carrier(std::function<void()> look = {});
+  ~Carrier();  ///< `look` is not called any more. The thread ends on its own when it has nothing to wait for.
   Carrier(const Carrier&) = delete;
   Carrier& operator=(const Carrier&) = delete;
 
@@ -25,6 +26,8 @@ class Carrier {
   void add(const void* key, std::function<void()> wait);
   /// Afterwards it is not called, and not under way. Idempotent.
   void remove(const void* key);
+  /// Returns when all that were added have been called, but for so many of the newest.
+  void wait_for_all_but(std::size_t newest);
 
  private:
   struct Waiting {
@@ -36,6 +39,8 @@ class Carrier {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<Waiting> waiting;  // the first is under way
+    std::function<void()> look;
+    bool looks = false;  // now
     bool ended = false;
   };
   static void run(const std::shared_ptr<Queue>& queue);

@@ -69,6 +69,10 @@ class Pending {
  public:
   virtual ~Pending() = default;
   virtual void wait() = 0;
+
+  /// As wait(), for who calls Communicator::confirm() before anybody uses what is computed from the results: where a stream waits and not
+  /// the host, the host does not learn yet whether the ranks have made the same call.
+  virtual void wait_unconfirmed() { wait(); }
 };
 
 /// Bytes this rank sent and operations it started, since construction or reset. The headers by which ranks compare what they do (one of a
@@ -123,6 +127,9 @@ class Communicator {
   virtual void expect_equal(const std::string& text, const Label& label) = 0;
 
   virtual void barrier() = 0;
+
+  /// The ranks have made the same calls up to now, or this throws CommError. Blocks where wait_unconfirmed() has not.
+  virtual void confirm() {}
 
   /// Who gives such memory, not initialised; empty where the backend has none, and for kProcess. What a collective needs beside the
   /// caller's buffers comes from there from now on, too. Collective: a backend may connect to its peers first.

@@ -55,17 +55,24 @@ bool is_complete(c10d::Work& work) {
 std::string describe(const Label& label) { return label.operation + of_unit(label.unit); }
 
 Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data, std::shared_ptr<SharedRow> shared,
-             Ends ends)
-    : row(std::move(row)), control(std::move(control)), data(std::move(data)), shared(std::move(shared)), ends_(ends) {
+             Ends ends, Compares compares)
+    : row(std::move(row)),
+      control(std::move(control)),
+      data(std::move(data)),
+      shared(std::move(shared)),
+      compares(this->control == nullptr ? Compares::kFirst : compares),
+      ends_(ends) {
   if (this->control == nullptr) return;
   for (int peer = 0; peer < this->row.size(); ++peer) {
     const bool own = peer == this->row.rank;
     alarms_.push_back(own ? Message{} : receive(kAlarmBytes, peer, tags::kAlarm));
     sentinels_.push_back(own ? Message{} : receive(1, peer, tags::kSentinel));
   }
+  if (this->compares == Compares::kLate) beside_ = std::make_unique<Carrier>([this] { look_for_alarm(); });
 }
 
 Group::~Group() {
+  if (beside_ != nullptr) beside_->wait_for_all_but(0);  // The neighbour has what this rank has sent.
   if (ends_ == Ends::kElsewhere || data == nullptr || failed() || getpid() != process_) return;
   try {
     data->shutdown();
@@ -112,7 +119,12 @@ void Group::send_header(const Call& call, const Label& label) {
     if (is_one_host()) return;
     Header header{.mine = call, .received = receive(sizeof(Call), previous, tags::header(call.number)), .sent = {bytes_of(call), {}}};
     header.sent.work = send_bytes(*control, header.sent.bytes, next, tags::header(call.number));
-    headers_.push_back(std::move(header));
+    if (beside_ == nullptr) {
+      headers_.push_back(std::move(header));
+    } else {
+      auto kept = std::make_shared<Header>(std::move(header));
+      beside_->add(kept.get(), [this, kept] { compare_beside(*kept); });
+    }
   } catch (...) {
     throw failure(label);
   }
@@ -121,16 +133,51 @@ void Group::send_header(const Call& call, const Label& label) {
 void Group::compare_headers(const Call& call) {
   if (shared != nullptr) serve_until(call.number, [&] { return shared->compare(call.number); });
   if (is_one_host()) return;
+  if (beside_ != nullptr) return compare_headers();  // None is later.
+  while (!headers_.empty() && headers_.front().mine.number <= call.number) {
+    compare(headers_.front());
+    headers_.pop_front();
+  }
+}
+
+void Group::compare_headers() {
+  if (beside_ == nullptr) return;
+  beside_->wait_for_all_but(0);
+  if (failed()) throw RowFailure(first_failure_);
+}
+
+void Group::compare_in_time(const Call& call) {
+  if (beside_ == nullptr) return compare_headers(call);
+  beside_->wait_for_all_but(kUncomparedHeaders);
+}
+
+void Group::compare(Header& header) {
   const int next = (row.rank + 1) % row.size();
   const int previous = (row.rank + row.size() - 1) % row.size();
-  while (!headers_.empty() && headers_.front().mine.number <= call.number) {
-    Header& header = headers_.front();
-    wait(*header.received.work, previous, "receiving from");
-    Call theirs;
-    std::memcpy(&theirs, header.received.bytes.const_data_ptr(), sizeof(Call));
-    if (theirs != header.mine) throw RowFailure(describe_divergence(header.mine, row.rank, theirs, previous));
-    wait(*header.sent.work, next, "sending to");
-    headers_.pop_front();
+  wait(*header.received.work, previous, "receiving from");
+  Call theirs;
+  std::memcpy(&theirs, header.received.bytes.const_data_ptr(), sizeof(Call));
+  if (theirs != header.mine) throw RowFailure(describe_divergence(header.mine, row.rank, theirs, previous));
+  wait(*header.sent.work, next, "sending to");
+}
+
+/// On the thread.
+void Group::compare_beside(Header& header) noexcept {
+  if (failed()) return;
+  try {
+    compare(header);
+  } catch (...) {
+    failure({.operation = header.mine.operation, .unit = header.mine.unit});
+  }
+}
+
+/// On the thread. Who has a header that is due learns from it; the others may wait for their device, which waits for a rank that has gone.
+void Group::look_for_alarm() noexcept {
+  if (failed() || !has_alarm()) return;
+  try {
+    throw std::runtime_error("Connection closed by peer");
+  } catch (...) {
+    failure({.operation = "what the device waits for", .unit = {}});
   }
 }
 
@@ -171,10 +218,17 @@ void Group::wait(c10d::Work& work, int peer, const char* direction) {
 }
 
 bool Group::is_hopeless(int peer) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed(peer)) return true;
+  }
+  return has_alarm();
+}
+
+bool Group::has_alarm() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_closed(peer)) return true;
-  for (int other = 0; other < row.size(); ++other) {
-    if (has_alarm(other)) return true;
+  for (int peer = 0; peer < row.size(); ++peer) {
+    if (has_alarm(peer)) return true;
   }
   return false;
 }
@@ -226,6 +280,7 @@ std::optional<std::string> Group::received_alarm() {
 
 CommError Group::failure(const Label& label) {
   const std::string start = describe(label) + " on " + describe_rank() + " failed";
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (failed()) return CommError(start + ", because an earlier collective failed: " + first_failure_);
   std::string text;   // Of the error.
   std::string alarm;  // For the others.
@@ -244,6 +299,7 @@ CommError Group::failure(const Label& label) {
   }
   CommError error(start + ": " + text);
   first_failure_ = error.what();
+  failed_ = true;
   if (shared != nullptr) shared->revoke();
   raise_alarm(alarm.empty() ? "another rank failed first: " + first_failure_ : alarm);
   close_connections();

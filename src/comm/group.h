@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "comm/call.h"
+#include "comm/carrier.h"
 #include "comm/communicator.h"
 #include "comm/shared_row.h"
 #include "fsdp/error.h"
@@ -41,6 +44,14 @@ std::string describe(const Label& label);
 /// which they have had a receive posted from the start), and then closes its connections. Who waits for it fails at once, who waits for
 /// others when the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all
 /// buffers are free. Where all ranks share memory, they find the calls of all in each other's mailboxes, and send no headers.
+///
+/// [Note: Headers beside a device]
+/// Where a stream waits for data, and not the host, a host that waited for a header would let its device run dry. There, a thread compares
+/// the headers as they come, and the host learns the outcome from what it does next: any call after a difference fails, and compare_headers
+/// waits for the thread. Until then the device may compute with what ranks that differ have sent each other, or wait for sizes that never
+/// come. It writes nowhere but into this rank's own buffers. On a difference, the thread does all that the note above says: aborting the
+/// data group ends what the device waits for, and with that the wait of a host for its device. While no header is due, the thread looks for
+/// alarms.
 class Group {
  public:
   /// Who shuts `data` down when nobody needs it any more. Without that, NCCL's destructor aborts it, which stops kernels in flight.
@@ -49,11 +60,17 @@ class Group {
     kElsewhere,  ///< Its owner, torch.distributed for example.
   };
 
+  /// When headers are compared.
+  enum class Compares {
+    kFirst,  ///< Before data are waited for.
+    kLate,   ///< Beside them: see the note. `data` makes streams wait, and not the host.
+  };
+
   /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. In a row of one,
   /// `control` is null, and so is `data` where nothing is moved. `shared` has this rank's neighbours, all of the row or a part; null where
   /// there are none.
   Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
-        std::shared_ptr<SharedRow> shared = nullptr, Ends ends = Ends::kElsewhere);
+        std::shared_ptr<SharedRow> shared = nullptr, Ends ends = Ends::kElsewhere, Compares compares = Compares::kFirst);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -69,6 +86,10 @@ class Group {
 
   /// Compares the headers of all collectives up to this one with the neighbour's. Throws std::runtime_error, for failure().
   void compare_headers(const Call& call);
+  /// The same of all collectives so far.
+  void compare_headers();
+  /// The same where they are compared first. Else returns at once, unless this rank is far ahead of its neighbour.
+  void compare_in_time(const Call& call);
 
   /// Waits for a message of `control`. Throws std::runtime_error, for failure().
   void wait(c10d::Work& work, int peer, const char* direction);
@@ -86,7 +107,7 @@ class Group {
   /// once, on all ranks (see the note). Where an earlier one has failed, it names that. Call it inside a catch block, or if failed().
   CommError failure(const Label& label);
 
-  bool failed() const { return !first_failure_.empty(); }
+  bool failed() const { return failed_; }
 
   /// All ranks of the row share memory.
   bool is_one_host() const { return shared != nullptr && shared->size() == row.size(); }
@@ -95,9 +116,11 @@ class Group {
   const c10::intrusive_ptr<c10d::Backend> control;
   const c10::intrusive_ptr<c10d::Backend> data;
   const std::shared_ptr<SharedRow> shared;
+  const Compares compares;
 
  private:
   static constexpr std::int64_t kAlarmBytes = 1024;
+  static constexpr std::size_t kUncomparedHeaders = 64;  // at most, of Compares::kLate
 
   struct Message {
     at::Tensor bytes;
@@ -109,11 +132,15 @@ class Group {
     Message sent;
   };
 
+  void compare(Header& header);
+  void compare_beside(Header& header) noexcept;
+  void look_for_alarm() noexcept;
   Message receive(std::int64_t bytes, int peer, int tag);
   bool is_neighbour(int peer) const;
   bool has_no_connection(int peer);
   bool is_closed(int peer);  // has no connection, or its process has ended
   bool has_alarm(int peer);
+  bool has_alarm();  // of any peer; takes mutex_
   std::optional<std::string> received_alarm();
   std::vector<std::int64_t> ended_peers();  // which have come to their end, and not failed
   void raise_alarm(const std::string& text) noexcept;
@@ -128,7 +155,10 @@ class Group {
   std::vector<Message> alarms_;     // One receive per peer; this rank's own is empty.
   std::vector<Message> sentinels_;  // The same. They end when the connection does, and never otherwise.
   std::mutex mutex_;                // Of the two, which the StallWatch looks at.
-  std::string first_failure_;
+  std::mutex failure_mutex_;        // Who fails first.
+  std::string first_failure_;       // Written before failed_ is.
+  std::atomic<bool> failed_ = false;
+  std::unique_ptr<Carrier> beside_;  // Of Compares::kLate. The last: it uses the others.
 };
 
 }  // namespace fsdp::comm

@@ -64,17 +64,27 @@ void GroupPending::start() {
 }
 
 void GroupPending::wait() {
+  wait_after([this] { group_->compare_headers(call_); });
+}
+
+void GroupPending::wait_unconfirmed() {
+  wait_after([this] { group_->compare_in_time(call_); });
+}
+
+template <typename Compare>
+void GroupPending::wait_after(const Compare& compare) {
   if (state_ == State::kDone) return;
   if (state_ == State::kFailed) throw CommError(error_);
   group_->check_process(label_);
   if (group_->failed()) fail();  // Also where everything is here already: all ranks see the same of it.
   try {
-    group_->compare_headers(call_);
+    compare();
     finish();
-    state_ = State::kDone;
   } catch (...) {
     fail_by_exception();
   }
+  if (group_->failed()) fail();  // Found meanwhile by the thread that compares.
+  state_ = State::kDone;
 }
 
 void GroupPending::fail() {
@@ -96,15 +106,15 @@ void GroupPending::fail_by_exception() {
 
 void GroupPending::settle() noexcept {
   try {
-    wait();
+    wait_unconfirmed();
   } catch (...) {
     // Whoever destroys an unfinished collective does not want its result; the group remembers the failure.
   }
 }
 
 GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
-                                     std::shared_ptr<SharedRow> shared, Group::Ends ends)
-    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data), std::move(shared), ends)),
+                                     std::shared_ptr<SharedRow> shared, Group::Ends ends, Group::Compares compares)
+    : group_(std::make_shared<Group>(std::move(row), std::move(control), std::move(data), std::move(shared), ends, compares)),
       debug_(debug_requested() && size() > 1),
       exceptions_at_construction_(std::uncaught_exceptions()) {}
 
@@ -256,6 +266,17 @@ void GroupCommunicator::barrier() {
   constexpr Label kBarrier = {.operation = "barrier", .unit = {}};
   const Call call = begin(kBarrier, 0, 0);
   exchange_now(at::zeros({1}, at::kByte), tags::data(call, 0), call, kBarrier);
+}
+
+void GroupCommunicator::confirm() {
+  if (group_->compares != Group::Compares::kLate) return;  // Each wait has.
+  constexpr Label kConfirm = {.operation = "comparison of the collectives so far", .unit = {}};
+  group_->check_process(kConfirm);
+  try {
+    group_->compare_headers();
+  } catch (...) {
+    throw group_->failure(kConfirm);
+  }
 }
 
 void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {

@@ -23,6 +23,7 @@ class GroupPending : public Pending {
   GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label) : group_(std::move(group)), call_(call), label_(label) {}
   void start();  ///< Call once, first.
   void wait() final;
+  void wait_unconfirmed() final;
 
  protected:
   virtual void post() = 0;           ///< Sends the collective on its way.
@@ -35,6 +36,8 @@ class GroupPending : public Pending {
  private:
   enum class State { kStarted, kDone, kFailed };  // kStarted -> kFailed in start(); kStarted -> kDone | kFailed in wait().
 
+  template <typename Compare>
+  void wait_after(const Compare& compare);
   [[noreturn]] void fail();               ///< Throws CommError. Call it inside a catch block, or if group_->failed().
   [[noreturn]] void fail_by_exception();  ///< Call it inside a catch block.
 
@@ -48,7 +51,8 @@ class GroupPending : public Pending {
 class GroupCommunicator : public Communicator {
  public:
   GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
-                    std::shared_ptr<SharedRow> shared = nullptr, Group::Ends ends = Group::Ends::kElsewhere);
+                    std::shared_ptr<SharedRow> shared = nullptr, Group::Ends ends = Group::Ends::kElsewhere,
+                    Group::Compares compares = Group::Compares::kFirst);
   ~GroupCommunicator() override;  ///< In debug mode, tells the peers that this rank makes no more calls, and prints if they go on.
 
   int rank() const final { return group_->row.rank; }
@@ -59,6 +63,7 @@ class GroupCommunicator : public Communicator {
   std::string gather(const std::string& text, const Label& label) final;
   void expect_equal(const std::string& text, const Label& label) final;
   void barrier() final;
+  void confirm() final;
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) final;
   std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) final;

@@ -20,6 +20,13 @@ namespace {
 
 bool backend_sums(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
+/// NCCL and its like: a stream waits for their collectives, not the host, and they divide as they add up.
+bool is_like_nccl(const c10d::Backend& backend) { return backend.getBackendName().ends_with("ccl"); }
+
+Group::Compares when_compared(const c10d::Backend* backend) {
+  return backend != nullptr && is_like_nccl(*backend) ? Group::Compares::kLate : Group::Compares::kFirst;
+}
+
 /// Gradients that the backend would add up in their own dtype.
 bool needs_sum_here(const ReducePart& part) { return !backend_sums(part.unreduced.scalar_type()); }
 
@@ -198,11 +205,11 @@ class NativeReduce final : public GroupPending {
     return total;
   }
 
-  /// NCCL and its like divide as they add up, without a pass of their own. By a power of two the result is the same.
+  /// The backend divides as it adds up, without a pass of its own. By a power of two the result is the same.
   bool is_averaged(const ReducePart& part) const {
     const int size = group_->row.size();
     return group_->data != nullptr && size > 1 && std::has_single_bit(static_cast<unsigned>(size)) && scale_ == 1.0 / size &&
-           !needs_sum_here(part) && group_->data->getBackendName().ends_with("ccl");
+           !needs_sum_here(part) && is_like_nccl(*group_->data);
   }
 
   /// The backend sums where the result is to be, if nothing has to be added to what is there.
@@ -267,7 +274,7 @@ class NativeScatter final : public GroupPending {
 
 NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control,
                                        int ranks_per_host, Group::Ends ends)
-    : GroupCommunicator(std::move(row), std::move(control), std::move(backend), /*shared=*/nullptr, ends),
+    : GroupCommunicator(std::move(row), std::move(control), backend, /*shared=*/nullptr, ends, when_compared(backend.get())),
       levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
 
 bool NativeCommunicator::is_alone() const { return size() == 1 && group()->data == nullptr; }

@@ -75,6 +75,24 @@ void Engine::begin_forward(bool kept_is_outdated) {
   });
 }
 
+void Engine::end_forward() {
+  const auto lock = this->lock();
+  guarded([&] { confirm(); });
+}
+
+// [Compared before it is used]
+void Engine::confirm() const {
+  for (const auto& unit : units_) {
+    const auto& [gather, reduce, outer, post_forward] = unit->communicators;
+    for (const auto& row : {gather.get(), reduce.get(), outer.get(), post_forward.get()}) {
+      if (row != nullptr) row->confirm();
+    }
+  }
+}
+
+/// By the end of the forward, if the trigger tells it, or of the backward.
+bool Engine::is_confirmed_later() const { return !calls_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
+
 void Engine::refresh(Unit& unit, bool kept_is_outdated) {
   const auto lock = this->lock();
   guarded([&] { refresh_locked(unit, kept_is_outdated); });
@@ -145,6 +163,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
     prefetch_listed(unit);
   }
   gatherer_.finish(unit);
+  if (!is_confirmed_later()) confirm();
   occupy(unit, phase);
   if (!within) current_ = &unit;
 }
@@ -313,6 +332,7 @@ void Engine::end_backward() {
       reducer_.finish();
       if (facts_.is_last_backward || options_.report_nan_in_param_grad) reducer_.drain();
     }
+    confirm();
   });
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
@@ -361,6 +381,7 @@ void Engine::finalize_backward(bool wait) {
     reshard_after_backward();
     reducer_.finish();
     if (wait || options_.report_nan_in_param_grad) reducer_.drain();
+    confirm();
   });
   pools_.end_step();
   reducer_.validate();
@@ -387,7 +408,10 @@ void Engine::recover() {
 
 void Engine::unshard(Unit& unit) {
   const auto lock = this->lock();
-  guarded([&] { gatherer_.finish(unit); });
+  guarded([&] {
+    gatherer_.finish(unit);
+    if (!is_confirmed_later()) confirm();
+  });
   set_use(unit, UseState::kPinned);
   std::erase(ahead_, &unit);
 }
@@ -450,24 +474,10 @@ void Engine::zero_grad() {
 void Engine::finish_gradient_sync() {
   const auto lock = this->lock();
   const at::NoGradGuard no_grad;
-  guarded([&] { reducer_.drain(); });
-}
-
-std::vector<at::Tensor> Engine::take_gradients(Unit& unit) {
-  const auto lock = this->lock();
-  return reducer_.take_main_gradient(unit);
-}
-
-std::vector<std::unique_ptr<Unit>> Engine::release() {
-  const auto lock = this->lock();
-  reset_locked();
-  main_parameters_.retire();
-  reducer_.forget_units();
-  for (const auto& unit : units_) {
-    if (!unit->replicated_parameters()) unit->free_whole();  // Slots that units have kept are this engine's.
-    unit->called.clear();
-  }
-  return std::move(units_);
+  guarded([&] {
+    reducer_.drain();
+    confirm();
+  });
 }
 
 void Engine::set_prefetch_depth(int depth) {

@@ -179,6 +179,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<at::Tensor> take_gradients(Unit& unit);
   /// Waits for the reductions that a backward left under way.
   void finish_gradient_sync();
+  /// A forward of the whole model has ended, for triggers that know: what it gives to the user is of ranks that have done the same
+  /// [Compared before it is used].
+  void end_forward();
   /// An optimizer updates with these settings from now on ("lr 0.1, eps 1e-08"): they travel with the collectives that follow, for ranks to
   /// compare. `by`: its number in this process; optimizers have been made in the same order on all ranks.
   void tell_update(std::uint64_t by, std::string settings) {
@@ -209,6 +212,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void evict(Unit& unit);
   void reshard_after_backward();
   void note_backward(bool last);
+  void confirm() const;
+  bool is_confirmed_later() const;
   void forget_moves();
   void reset_locked();
   /// Every public method begins with it.

@@ -1,4 +1,5 @@
-// What users do to a model's main parameters, through Engine: see engine.h. The training step is in engine.cpp.
+// What users do to a model's main parameters, and who takes its units or gradients, through Engine: see engine.h. The training step is in
+// engine.cpp.
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -87,4 +88,21 @@ void Engine::main_parameters_changed() {
     for (const auto& unit : units_) gatherer_.start_shards(*unit);
   });
 }
+std::vector<at::Tensor> Engine::take_gradients(Unit& unit) {
+  const auto lock = this->lock();
+  return reducer_.take_main_gradient(unit);
+}
+
+std::vector<std::unique_ptr<Unit>> Engine::release() {
+  const auto lock = this->lock();
+  reset_locked();
+  main_parameters_.retire();
+  reducer_.forget_units();
+  for (const auto& unit : units_) {
+    if (!unit->replicated_parameters()) unit->free_whole();  // Slots that units have kept are this engine's.
+    unit->called.clear();
+  }
+  return std::move(units_);
+}
+
 }  // namespace fsdp::engine

@@ -80,7 +80,7 @@ void Gatherer::encode_main(Unit& unit, std::size_t k, const at::Tensor& place) {
 void Gatherer::finish(Unit& unit) {
   start(unit);
   if (unit.state != ParameterState::kGathering) return;
-  if (unit.gather) unit.gather->wait();
+  if (unit.gather) unit.gather->wait_unconfirmed();
   unit.gather.reset();
   if (unit.post_forward.live()) {
     unit.post_forward.release();
@@ -216,7 +216,7 @@ void Gatherer::finish_shards(Unit& unit) {
 
 void Gatherer::await_shards(Unit& unit) {
   if (!unit.shards_gather) return;
-  unit.shards_gather->wait();
+  unit.shards_gather->wait_unconfirmed();
   unit.shards_gather.reset();
 }
 

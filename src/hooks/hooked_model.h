@@ -54,6 +54,8 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
   /// now [Current when forward begins].
   void begin_forward();
+  /// It has ended, and its output is about to be the user's. Not where it has failed.
+  void end_forward() { engine_->end_forward(); }
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);

@@ -228,6 +228,43 @@ def test_the_host_waits_once_for_what_is_offloaded(ranks: StartRanks) -> None:
         assert waits == {"stream.synchronize": 1, "blocking copy to the host": 1}
 
 
+class Picks(nn.Module):
+    """Units of equal sizes, of which a forward takes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, picked: list[int]) -> Tensor:
+        for k in picked:
+            x = torch.tanh(self.units[k](x))
+        return x
+
+
+def diverge() -> str:
+    """In the third step, rank 1 takes another unit than the others, which the device does not notice. The error of this rank."""
+    model: Any = Picks().to(device.TYPE)
+    for unit in (*model.units, model):
+        libfsdp.fully_shard(unit, mesh=mesh_of(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 8).to(device.TYPE)
+    for _ in range(2):
+        model(x, [0, 1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(libfsdp.CommError) as error:
+        model(x, [0, 2 if dist.get_rank() == 1 else 1]).sum().backward()
+    assert all(unit.weight.grad is None for unit in model.units)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_diverge_get_one_error(ranks: StartRanks, world: int) -> None:
+    for text in ranks(world).run(diverge):
+        assert "the ranks make different calls" in text
+        assert "all-gather of unit 'units.2'" in text
+
+
 class Fails(torch.autograd.Function):
     """In backward."""
 

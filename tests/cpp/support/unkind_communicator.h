@@ -118,6 +118,7 @@ class UnkindCommunicator final : public comm::Communicator {
     state_->delay();
     counted([&] { inner_->barrier(); });
   }
+  void confirm() override { inner_->confirm(); }
 
  private:
   /// What the communicator and its pending collectives share.
