@@ -66,7 +66,9 @@ class ForwardHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a module's forward: the unit is gathered, and the module shows whole parameters."""
         state = self.state
-        model = state.model_of_forward()
+        model = state.model
+        if model is None or model.provisional:
+            model = state.model_of_forward()
         if _C.inside_backward():  # activation checkpointing repeats a forward
             if state.unit is not None:
                 model.engine.enter(state.unit, True)
@@ -80,7 +82,8 @@ class ForwardHooks:
                 args, kwargs = self._move_inputs(args, kwargs)
             if len(state.modules) > 1:
                 state.modules_to_run.update(state.modules)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if state.mp_policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         if state.unit is not None:
             model.engine.enter(state.unit, begins_call)
         return args, kwargs
@@ -93,8 +96,12 @@ class ForwardHooks:
         if model is None:
             return self._cast_output(output)
         repeated = _C.inside_backward()
-        if torch.is_grad_enabled() and state.unit is not None:
-            outputs = tensors_with_gradient(output)
+        outputs: list[torch.Tensor] = []
+        if state.unit is not None and torch.is_grad_enabled():
+            if type(output) is not torch.Tensor:
+                outputs = tensors_with_gradient(output)
+            elif output.requires_grad:
+                outputs = [output]
             if not repeated and any(tensor._base is not None for tensor in outputs):
                 names = ", ".join(state.class_names)
                 warnings.warn(
@@ -102,16 +109,17 @@ class ForwardHooks:
                     "by which backward gathers the module's parameters: use out-of-place operations, or clone() it first",
                     stacklevel=2,
                 )
-            # A forward that is repeated within backward may have a backward of its own (reentrant activation checkpointing), before which
-            # other units of the same region have taken this one's place.
-            model.engine.watch(state.unit, outputs)
         if repeated:
+            # It may have a backward of its own (reentrant activation checkpointing), before which other units of the same region have taken
+            # this one's place.
             if state.unit is not None:
-                model.engine.end_call(state.unit)
+                model.engine.leave(state.unit, outputs, False)
             return self._cast_output(output)
         state.modules_to_run.discard(module)
         if not state.modules_to_run:
-            state.end_call()
+            state.end_call(outputs)
+        elif state.unit is not None:
+            model.engine.watch(state.unit, outputs)
         if model.forward_root is state:
             if model.inner_root_calls > 0:
                 model.inner_root_calls -= 1

@@ -53,6 +53,9 @@ class Model:
         self.provisional = provisional
         below = list(root.states_below())
         self.states = [state for _, state, _ in below]
+        # By their positions in the engine.
+        self._with_units = [state for state in self.states if state.unit is not None]
+        self._groups = [state for state in self.states if len(state.modules) > 1]
         self.forward_root: ShardState | None = None
         self.inner_root_calls = 0  # of the root's modules, while a call of them is under way
         self.leaves_at_once = False
@@ -161,10 +164,10 @@ class Model:
         Returns:
             This model, or the one that was formed in its place because parameters have other dtypes, or are trained now.
         """
-        for state in self.states:
+        for state in self._groups:
             state.modules_to_run.clear()
-            if state.unit is not None and not state.unit.has_its_parameters():
-                state.adopt_registered()
+        for position in self.engine.with_other_parameters():
+            self._with_units[position].adopt_registered()
         if root.model is not self:
             return root.model_of_forward().begin_forward(root)
         self._registrations.check()
@@ -176,9 +179,6 @@ class Model:
         self.leaves_at_once = _C.collectives_are_visible()
         self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.prefetch_depth)
         self.engine.begin_forward()
-        for state in self.states:
-            if state.unit is not None:
-                state.unit.settle()
         return self
 
     def prepare_unshard(self, unit: _C.Unit) -> None:
@@ -193,12 +193,14 @@ class Model:
             gives: the forward has not failed: ranks have done the same before the program gets its output.
         """
         self.forward_root = None
-        for state in self.states:
-            if state.modules_to_run:  # a group of which only some modules ran
+        for state in self._groups:
+            if state.modules_to_run:  # only some of them ran
                 state.modules_to_run.clear()
                 state.end_call()
-            if not torch.is_grad_enabled() and state.unit is not None and not state.unit.kept_across_forwards:
-                state.reshard()
+        if not torch.is_grad_enabled():
+            for state in self._with_units:
+                if state.unit is not None and not state.unit.kept_across_forwards:
+                    state.reshard()
         if gives:
             self.engine.end_forward()
 
@@ -208,14 +210,12 @@ class Model:
         self.forward_root = None
         self._missed.tell(self.engine.take_missed())
         self.warnings.stale(self.engine.take_stale())
-        for state in self.states:
+        for state in self._groups:
             state.modules_to_run.clear()
-            if state.unit is None:
-                continue
-            if self.is_last_backward and not self.manual_finalization:
-                state.deliver_gradients()
-            if state.unit.reshard_after_backward:
-                state.unit.hide()
+        delivers = self.is_last_backward and not self.manual_finalization
+        hooks = {k: s.all_reduce_hook for k, s in enumerate(self._with_units) if s.all_reduce_hook is not None}
+        for position in self.engine.show_gradients(delivers, hooks):
+            self.warnings.hooks(self._with_units[position].parameters)
         for state in self.states:
             if state.running.after_backward is not None:
                 state.running.after_backward()
@@ -226,14 +226,14 @@ class Model:
         self.engine.zero_grad()
         self._finalization = None  # What was being reduced is dropped, too.
 
-
     def reset(self) -> None:
         """After an exception: frees what was gathered, drops gradients that are not reduced."""
         self._finalization = None
         self.engine.reset()
         self.forward_root = None
-        for state in self.states:
+        for state in self._groups:
             state.modules_to_run.clear()
+        for state in self._with_units:
             if state.unit is not None:
                 state.unit.hide()
 

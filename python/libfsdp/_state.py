@@ -39,7 +39,7 @@ from libfsdp._sharded_parameter import (
 from libfsdp._states import ATTRIBUTE, states_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -404,13 +404,13 @@ class ShardState(AsFSDP2State):
             return self.model
         return form(self, provisional=False)
 
-    def end_call(self) -> None:
-        """A module of the unit has run, and of a group, the last one."""
-        if self.unit is None or self.model is None or not self.model.engine.end_call(self.unit):
+    def end_call(self, outputs: Sequence[torch.Tensor] = ()) -> None:
+        """A module of the unit has run, and of a group, the last one. By these outputs of it, backward will enter the unit."""
+        if self.unit is None or self.model is None:
             return
-        if not self.reshards_after_forward:
+        hides = self.reshards_after_forward
+        if not self.model.engine.leave(self.unit, outputs, hides) or not hides:
             return
-        self.unit.hide()
         if self.model.leaves_at_once or self.kept_mesh is not None:
             self.model.engine.leave_now(self.unit)
             if self.kept_mesh is not None and torch.is_grad_enabled():

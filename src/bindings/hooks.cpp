@@ -5,6 +5,7 @@
 #include <torch/extension.h>
 
 #include <algorithm>
+#include <map>
 
 #include "base/outside_transforms.h"
 #include "bindings/bindings.h"
@@ -83,10 +84,14 @@ std::shared_ptr<Thing> freed_with_gil(Thing thing) {
           }};
 }
 
+Units& units_of(HookedModel& model) {
+  if (!model.shown_units) model.shown_units = freed_with_gil(Units());
+  return *static_cast<Units*>(model.shown_units.get());
+}
+
 /// Backward enters the unit on a thread without the GIL.
 void add(HookedModel& model, const std::shared_ptr<ShownUnit>& unit, std::optional<std::size_t> parent) {
-  if (!model.shown_units) model.shown_units = freed_with_gil(Units());
-  static_cast<Units*>(model.shown_units.get())->push_back(unit);
+  units_of(model).push_back(unit);
   unit->hooked()->shown = [weak = std::weak_ptr(unit)] {
     const py::gil_scoped_acquire gil;
     if (const auto self = weak.lock()) self->show();
@@ -152,6 +157,53 @@ bool deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& h
   }
   if (has_hook && taken.together) hook(*taken.together);
   return shown.deliver(taken.of_parameters);
+}
+
+/// Those whose modules have other parameters than they were given.
+std::vector<std::size_t> with_other_parameters(HookedModel& model) {
+  std::vector<std::size_t> found;
+  const auto& units = units_of(model);
+  for (std::size_t k = 0; k < units.size(); ++k) {
+    if (!units[k]->has_its_parameters()) found.push_back(k);
+  }
+  return found;
+}
+
+void begin_forward(HookedModel& model) {
+  {
+    const py::gil_scoped_release no_gil;
+    const OutsideTransforms outside;
+    model.begin_forward();
+  }
+  for (const auto& unit : units_of(model)) unit->settle();
+}
+
+/// A call of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer call goes
+/// on.
+bool leave(HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) {
+  if (!outputs.empty()) model.watch(unit.hooked(), outputs);
+  bool ended = false;
+  {
+    const py::gil_scoped_release no_gil;
+    const OutsideTransforms outside;
+    ended = model.end_call(*unit.hooked());
+  }
+  if (ended && hides) unit.hide();
+  return ended;
+}
+
+/// A backward has ended: its gradients are delivered, if `delivers`, with the hooks of those units that have one, and modules show shards.
+/// Returns the units for which deliver_gradients is true.
+std::vector<std::size_t> show_gradients(HookedModel& model, bool delivers, const std::map<std::size_t, py::object>& hooks) {
+  std::vector<std::size_t> found;
+  const auto& units = units_of(model);
+  for (std::size_t k = 0; k < units.size(); ++k) {
+    auto& unit = *units[k];
+    const auto hook = hooks.find(k);
+    if (delivers && deliver_gradients(model, unit, hook == hooks.end() ? py::object(py::none()) : hook->second)) found.push_back(k);
+    if (options_of(unit).reshard_after_backward) unit.hide();
+  }
+  return found;
 }
 
 void note_step(const Units& units) {
@@ -277,7 +329,6 @@ void bind_hooks(py::module_& module) {
       .def("forget_neighbours", [](ShownUnit& self) { self.hooked()->forget_neighbours(); })
       .def("show", &ShownUnit::show)
       .def("hide", &ShownUnit::hide)
-      .def("settle", &ShownUnit::settle)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
       .def("with_assigned_data", &ShownUnit::with_assigned_data)
       .def("set_prefetch", &set_prefetch)
@@ -327,12 +378,11 @@ void bind_hooks(py::module_& module) {
       .def("dissolve", &HookedModel::dissolve, kNoGil)
       .def("on_backward_end", &on_backward_end)
       .def("watch_version", &HookedModel::watch_version)
-      .def("begin_forward", &HookedModel::begin_forward, kNoGil)
+      .def("with_other_parameters", &with_other_parameters)
+      .def("begin_forward", &begin_forward)
       .def(
           "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
       .def("end_forward", &HookedModel::end_forward, kNoGil)
-      .def(
-          "end_call", [](HookedModel& model, ShownUnit& unit) { return model.end_call(*unit.hooked()); }, kNoGil)
       .def("enter",
            [](HookedModel& model, ShownUnit& unit, bool begins_call) {
              const OutsideTransforms outside;
@@ -343,6 +393,8 @@ void bind_hooks(py::module_& module) {
              }
              unit.show();
            })
+      .def("leave", &leave)
+      .def("show_gradients", &show_gradients)
       .def("watch",
            [](HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs) { model.watch(unit.hooked(), outputs); })
       .def("collect_gradients", &collect_gradients)
