@@ -163,7 +163,7 @@ fuzz: | $(STAMP)-build $(STAMP)-clang  ## Random input for the readers of files,
 	done
 
 tidy: $(BUILD_DIR)/build.ninja $(STAMP)-tidy  ## clang-tidy over the library's sources
-	printf '%s\n' src/*/*.cpp | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
+	find src -name '*.cpp' | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD_DIR) --quiet
 
 torch-compat:  ## The unit tests in C++ and the tests in Python with another torch, TORCH=2.15.0, and all that is made for it in $BUILD_DIR-torch-2.15.0
 	@[ -n "$(TORCH)" ] || { echo "make torch-compat: give TORCH=, a version of torch" >&2; exit 2; }

@@ -7,10 +7,10 @@
 #include "bindings/fake_communicator.h"
 #include "bindings/python_communicator.h"
 #include "bindings/visible_communicator.h"
-#include "comm/device_mesh_state.h"
-#include "comm/endings.h"
-#include "comm/ranks.h"
-#include "comm/store_mesh.h"
+#include "comm/launch/endings.h"
+#include "comm/mesh/device_mesh_state.h"
+#include "comm/mesh/ranks.h"
+#include "comm/mesh/store_mesh.h"
 
 namespace py = pybind11;
 

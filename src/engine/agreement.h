@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/on_host.h"
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 #include "fsdp/error.h"
 
 namespace fsdp::engine {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/tensor_over.h"
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 #include "engine/buffer.h"
 #include "fsdp/error.h"
 #include "fsdp/gather_format.h"

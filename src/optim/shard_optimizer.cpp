@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/after_error.h"
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "memory/device_memory.h"

@@ -9,7 +9,7 @@
 #include "api/registry.h"
 #include "base/exception_text.h"
 #include "comm/communicator.h"
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 #include "deferred/deferred_record.h"
 #include "engine/agreement.h"
 #include "fsdp/error.h"

@@ -13,7 +13,7 @@
 #include "base/any_strides.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 #include "deferred/deferred_init.h"
 #include "engine/tensor_bytes.h"
 #include "fsdp/error.h"

@@ -3,16 +3,16 @@
     includes.py ROOT    fails if a file includes what its folder may not, if the table allows what no file uses, or if
                         the table has a cycle
 
-The table has a row per folder of src/: its public headers in include/fsdp/, and the folders that it may include from.
-A public header belongs to the folder that implements it.
+The table has a row per folder of src/, at whatever depth (their last names differ): its public headers in
+include/fsdp/, and the folders that it may include from. A public header belongs to the folder that implements it.
 """
 
 import re
 import sys
 from pathlib import Path
 
-ROW = re.compile(r"^\| `src/(\w+)/` \|.*\|(?P<headers>[^|]*)\|(?P<below>[^|]*)\|$")
-INCLUDE = re.compile(r'^#include [<"](\w+)/(\w+\.h)[>"]', re.MULTILINE)
+ROW = re.compile(r"^\| `src/(?:\w+/)*(\w+)/` \|.*\|(?P<headers>[^|]*)\|(?P<below>[^|]*)\|$")
+INCLUDE = re.compile(r'^#include [<"](?:\w+/)*(\w+)/(\w+\.h)[>"]', re.MULTILINE)
 UMBRELLA = "fsdp.h"
 
 
@@ -57,7 +57,7 @@ def cycle_in(may: dict[str, set[str]]) -> list[str]:
 def faults(root: Path) -> list[str]:
     may, owner = read_table(root / "docs" / "design.md")
     found = []
-    folders = {path.name for path in (root / "src").iterdir() if path.is_dir()}
+    folders = {path.parent.name for path in (root / "src").rglob("*.*")}
     public = {path.name for path in (root / "include" / "fsdp").iterdir()} - {UMBRELLA}
     found += [f"src/{folder} has no row in the table" for folder in sorted(folders - may.keys())]
     found += [f"the table has a row for src/{folder}, which is not there" for folder in sorted(may.keys() - folders)]
@@ -68,7 +68,7 @@ def faults(root: Path) -> list[str]:
         found.append("the table has a cycle among " + ", ".join(cycle))
 
     uses: dict[str, set[str]] = {folder: set() for folder in may}
-    sources = [(path.parent.name, path) for path in sorted((root / "src").glob("*/*.*"))]
+    sources = [(path.parent.name, path) for path in sorted((root / "src").rglob("*.*"))]
     headers = sorted((root / "include" / "fsdp").glob("*.h"))
     sources += [(owner[path.name], path) for path in headers if path.name in owner]
     for folder, path in sources:

@@ -1,4 +1,4 @@
-#include "comm/group_communicator.h"
+#include "comm/collectives/group_communicator.h"
 
 #include <unistd.h>
 
@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 #include "fsdp/device_mesh.h"
 #include "support/collective_checks.h"
 #include "support/messages.h"

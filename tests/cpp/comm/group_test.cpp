@@ -1,4 +1,4 @@
-#include "comm/group.h"
+#include "comm/collectives/group.h"
 
 #include <signal.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 #include "fsdp/device_mesh.h"
 #include "support/collective_checks.h"
 #include "support/meshes.h"

@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/endings.h"
-#include "comm/launch.h"
+#include "comm/launch/endings.h"
+#include "comm/launch/launch.h"
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
 #include "fsdp/launch.h"

@@ -1,4 +1,4 @@
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 
 #include <sys/resource.h>
 #include <sys/types.h>

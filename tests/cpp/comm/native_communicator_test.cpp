@@ -1,4 +1,4 @@
-#include "comm/native_communicator.h"
+#include "comm/collectives/native_communicator.h"
 
 #include <memory>
 #include <stdexcept>
@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/pairwise_communicator.h"
-#include "comm/rendezvous.h"
+#include "comm/collectives/pairwise_communicator.h"
+#include "comm/mesh/rendezvous.h"
 #include "support/collective_checks.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"

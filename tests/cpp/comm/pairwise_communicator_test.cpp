@@ -1,4 +1,4 @@
-#include "comm/pairwise_communicator.h"
+#include "comm/collectives/pairwise_communicator.h"
 
 #include <csignal>
 #include <memory>

@@ -1,4 +1,4 @@
-#include "comm/ranks.h"
+#include "comm/mesh/ranks.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,4 +1,4 @@
-#include "comm/shared_communicator.h"
+#include "comm/collectives/shared_communicator.h"
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -156,7 +156,7 @@ TEST_P(SharedCommunicatorOfSize, APendingThatIsDroppedStillServesThePeers) {
   });
 }
 
-// As long as rank 0 waits for its collectives, the others wait for messages of it: they serve nevertheless.
+// As long as rank 0 waits for its collectives, the others wait for messages of it: they advance theirs nevertheless.
 TEST_P(SharedCommunicatorOfSize, WhoWaitsForMessagesServes) {
   run_ranks(GetParam(), [](int rank) {
     const auto communicator = world();

@@ -22,9 +22,9 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "comm/launch.h"
-#include "comm/neighbourhood.h"
-#include "comm/store_mesh.h"
+#include "comm/host_memory/host_memory.h"
+#include "comm/launch/launch.h"
+#include "comm/mesh/store_mesh.h"
 #include "fsdp/device_mesh.h"
 #include "support/collective_checks.h"
 #include "support/messages.h"
@@ -236,27 +236,27 @@ TEST_F(SharedFailures, EachRowDecidesForItself) {
 }
 
 // A thread of the parent may hold its locks when a child is forked.
-TEST_F(SharedFailures, AForkedChildMayDropWhatItHasOfTheNeighbourhood) {
+TEST_F(SharedFailures, AForkedChildMayDropWhatItHasOfTheHostsMemory) {
   run_ranks(1, [] {
-    const auto neighbourhood = Neighbourhood::open();
+    const auto host_memory = HostMemory::open();
     std::atomic<bool> stop{false};
     std::thread other([&] {
-      while (!stop) neighbourhood->peers();
+      while (!stop) host_memory->peers();
     });
     for (int i = 0; i < 100; ++i) {
-      auto block = neighbourhood->borrow(100);
-      auto mailbox = neighbourhood->heap().allocate(100);
+      auto block = host_memory->borrow(100);
+      auto mailbox = host_memory->heap().allocate(100);
       const pid_t child = fork();
       if (child == 0) {
         alarm(20);
-        neighbourhood->give_back(std::move(block));
-        neighbourhood->bury(std::move(mailbox));
+        host_memory->give_back(std::move(block));
+        host_memory->keep_for_late_peers(std::move(mailbox));
         _exit(0);
       }
       int status = -1;
       waitpid(child, &status, 0);
       EXPECT_EQ(status, 0);
-      neighbourhood->give_back(std::move(block));
+      host_memory->give_back(std::move(block));
     }
     stop = true;
     other.join();

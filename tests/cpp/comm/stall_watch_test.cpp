@@ -1,4 +1,4 @@
-#include "comm/stall_watch.h"
+#include "comm/collectives/stall_watch.h"
 
 #include <signal.h>
 #include <unistd.h>
@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 #include "support/collective_checks.h"
 #include "support/meshes.h"
 #include "support/messages.h"

@@ -1,4 +1,4 @@
-#include "comm/symmetric_memory.h"
+#include "comm/collectives/symmetric_memory.h"
 
 #include <cstring>
 #include <memory>
@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "comm/native_communicator.h"
+#include "comm/collectives/native_communicator.h"
 #include "support/collective_checks.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"

@@ -1,4 +1,4 @@
-#include "comm/two_level_sum.h"
+#include "comm/collectives/two_level_sum.h"
 
 #include <algorithm>
 #include <memory>
@@ -7,9 +7,9 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
-#include "comm/native_communicator.h"
-#include "comm/rendezvous.h"
-#include "comm/store_mesh.h"
+#include "comm/collectives/native_communicator.h"
+#include "comm/mesh/rendezvous.h"
+#include "comm/mesh/store_mesh.h"
 #include "support/collective_checks.h"
 #include "support/hosts.h"
 #include "support/logging_device.h"

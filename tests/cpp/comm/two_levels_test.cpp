@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/launch.h"
+#include "comm/collectives/shared_communicator.h"
+#include "comm/launch/launch.h"
 #include "comm/rank_order_sum.h"
-#include "comm/shared_communicator.h"
 #include "fsdp/device_mesh.h"
 #include "support/collective_checks.h"
 #include "support/hosts.h"

@@ -1,4 +1,4 @@
-#include "comm/world.h"
+#include "comm/launch/world.h"
 
 #include <gtest/gtest.h>
 

@@ -12,9 +12,9 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
-#include "comm/native_communicator.h"
-#include "comm/rendezvous.h"
-#include "comm/works.h"
+#include "comm/collectives/coalesced_works.h"
+#include "comm/collectives/native_communicator.h"
+#include "comm/mesh/rendezvous.h"
 #include "fsdp/fsdp.h"
 #include "host_clock.h"
 #include "optim/norm.h"
@@ -224,12 +224,12 @@ TEST(DeviceRules, AnExceptionEndsWhatIsPostedTogether) {
     auto own = at::full({2}, rank, sim::device(rank));
     auto gathered = at::empty({4}, own.options());
     try {
-      fsdp::comm::Works works(*all.backend, /*several=*/true);
+      fsdp::comm::CoalescedWorks works(*all.backend, /*several=*/true);
       works.add(all.backend->_allgather_base(gathered, own));
       throw std::runtime_error("planned failure");
     } catch (const std::runtime_error&) {
     }
-    fsdp::comm::Works works(*all.backend, /*several=*/true);
+    fsdp::comm::CoalescedWorks works(*all.backend, /*several=*/true);
     works.add(all.backend->_allgather_base(gathered, own));
     fsdp::comm::wait_all(works.end());
     EXPECT_EQ(gathered.sum().item<float>(), 2);

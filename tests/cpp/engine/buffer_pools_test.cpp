@@ -7,8 +7,8 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
-#include "comm/rendezvous.h"
-#include "comm/store_mesh.h"
+#include "comm/mesh/rendezvous.h"
+#include "comm/mesh/store_mesh.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/meshes.h"

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 #include "fsdp/fsdp.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"

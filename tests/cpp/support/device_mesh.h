@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "collectives.h"
-#include "comm/rendezvous.h"
+#include "comm/mesh/rendezvous.h"
 #include "fsdp/device_mesh.h"
 #include "support/on_device.h"
 

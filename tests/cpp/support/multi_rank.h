@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 
 // Tests that need several ranks. A failed EXPECT_* or an exception in a rank fails the test of the parent:
 //

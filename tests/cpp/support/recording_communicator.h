@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/device_mesh_state.h"
+#include "comm/mesh/device_mesh_state.h"
 #include "fsdp/device_mesh.h"
 #include "memory/device_memory.h"
 

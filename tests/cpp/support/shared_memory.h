@@ -13,7 +13,7 @@
 #include <system_error>
 #include <utility>
 
-#include "comm/shared_communicator.h"
+#include "comm/collectives/shared_communicator.h"
 #include "fsdp/device_mesh.h"
 #include "memory/shared_heap.h"
 #include "support/messages.h"
@@ -66,7 +66,7 @@ inline int traces_of_heaps() {
   return traces;
 }
 
-/// The thread that serves lets go of what it listens to a moment later.
+/// The thread that advances collectives lets go of what it listens to a moment later.
 inline bool leaves_no_trace() {
   for (int i = 0; i < 500; ++i) {
     if (traces_of_heaps() == 0) return true;

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/device_mesh_state.h"
+#include "comm/mesh/device_mesh_state.h"
 #include "fsdp/device_mesh.h"
 
 // A communicator that takes all the liberties that comm/communicator.h leaves it, and watches that its caller takes none.

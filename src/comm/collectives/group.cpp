@@ -1,0 +1,373 @@
+#include "comm/collectives/group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "base/exception_text.h"
+#include "comm/collectives/stall_watch.h"
+#include "comm/host_memory/progress.h"
+#include "comm/launch/endings.h"
+
+namespace fsdp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+const char* way_out(const std::string& c10d_text) {
+  if (c10d_text.find("imed out") != std::string::npos || c10d_text.find("imeout") != std::string::npos) {
+    return "A peer did not take part in time: see whether it failed or does something else (FSDP_DEBUG=1 compares every collective), or "
+           "raise MeshOptions::timeout.";
+  }
+  return "That rank has failed or ended: its own message says why, if there is one. FSDP_DEBUG=1 compares every collective.";
+}
+
+at::Tensor bytes_of(const Call& call) {
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(sizeof(Call))}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), &call, sizeof(Call));
+  return bytes;
+}
+
+c10::intrusive_ptr<c10d::Work> send_bytes(c10d::Backend& backend, const at::Tensor& bytes, int peer, int tag) {
+  std::vector<at::Tensor> argument = {bytes};
+  try {
+    return backend.send(argument, peer, tag);
+  } catch (...) {
+    throw std::runtime_error(current_exception_text() + " (sending to rank " + std::to_string(peer) + ")");
+  }
+}
+
+// Of a work whose wait was aborted: the message may have been on its last step.
+bool is_complete(c10d::Work& work) {
+  try {
+    return work.wait(milliseconds(1));
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+std::string describe(const Label& label) { return label.operation + of_unit(label.unit); }
+
+Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data, std::shared_ptr<SharedRow> shared,
+             Ends ends, Compares compares)
+    : row(std::move(row)),
+      control(std::move(control)),
+      data(std::move(data)),
+      shared(std::move(shared)),
+      compares(this->control == nullptr ? Compares::kFirst : compares),
+      ends_(ends) {
+  if (this->control == nullptr) return;
+  for (int peer = 0; peer < this->row.size(); ++peer) {
+    const bool own = peer == this->row.rank;
+    alarms_.push_back(own ? Message{} : receive(kAlarmBytes, peer, tags::kAlarm));
+    sentinels_.push_back(own ? Message{} : receive(1, peer, tags::kSentinel));
+  }
+  if (this->compares == Compares::kLate) beside_ = std::make_unique<MessageThread>([this] { look_for_alarm(); });
+}
+
+Group::~Group() {
+  if (beside_ != nullptr) beside_->wait_for_all_but(0);  // The neighbour has what this rank has sent.
+  if (ends_ == Ends::kElsewhere || data == nullptr || failed() || getpid() != process_) return;
+  try {
+    data->shutdown();
+  } catch (...) {  // Nobody needs it any more.
+  }
+}
+
+Group::Message Group::receive(std::int64_t bytes, int peer, int tag) {
+  std::vector<at::Tensor> argument = {at::empty({bytes}, at::kByte)};
+  try {
+    auto work = control->recv(argument, peer, tag);
+    return {std::move(argument[0]), std::move(work)};
+  } catch (...) {
+    throw std::runtime_error(current_exception_text() + " (receiving from rank " + std::to_string(peer) + ")");
+  }
+}
+
+// The child has the sockets, but none of the threads that serve them: it would wait for ever.
+void Group::check_process(const Label& label) const {
+  if (control == nullptr || getpid() == process_) return;
+  throw Error(describe(label) + ": this process was forked from " + describe_rank() +
+              " after the mesh was made, and has none of its connections. Use mesh and model in the rank alone, or fork before "
+              "init_device_mesh.");
+}
+
+Call Group::begin(const Label& label, std::int64_t bytes, std::uint64_t sizes) {
+  check_process(label);
+  if (failed()) {
+    throw CommError(describe(label) + " on " + describe_rank() +
+                    " was not started, because an earlier collective failed: " + first_failure_);
+  }
+  return make_call(++calls_, label, bytes, sizes);
+}
+
+void Group::send_header(const Call& call, const Label& label) {
+  if (control == nullptr) return;
+  const int next = (row.rank + 1) % row.size();
+  const int previous = (row.rank + row.size() - 1) % row.size();
+  try {
+    if (shared != nullptr) {
+      advance_all_until(call.number - 1, [this] { return shared->has_room(); });
+      shared->publish(call);
+    }
+    if (is_one_host()) return;
+    Header header{.mine = call, .received = receive(sizeof(Call), previous, tags::header(call.number)), .sent = {bytes_of(call), {}}};
+    header.sent.work = send_bytes(*control, header.sent.bytes, next, tags::header(call.number));
+    if (beside_ == nullptr) {
+      headers_.push_back(std::move(header));
+    } else {
+      auto kept = std::make_shared<Header>(std::move(header));
+      beside_->add(kept.get(), [this, kept] { compare_beside(*kept); });
+    }
+  } catch (...) {
+    throw failure(label);
+  }
+}
+
+void Group::compare_headers(const Call& call) {
+  if (shared != nullptr) advance_all_until(call.number, [&] { return shared->compare(call.number); });
+  if (is_one_host()) return;
+  if (beside_ != nullptr) return compare_headers();  // None is later.
+  while (!headers_.empty() && headers_.front().mine.number <= call.number) {
+    compare(headers_.front());
+    headers_.pop_front();
+  }
+}
+
+void Group::compare_headers() {
+  if (beside_ == nullptr) return;
+  beside_->wait_for_all_but(0);
+  if (failed()) throw RowFailure(first_failure_);
+}
+
+void Group::compare_in_time(const Call& call) {
+  if (beside_ == nullptr) return compare_headers(call);
+  beside_->wait_for_all_but(kUncomparedHeaders);
+}
+
+void Group::compare(Header& header) {
+  const int next = (row.rank + 1) % row.size();
+  const int previous = (row.rank + row.size() - 1) % row.size();
+  wait(*header.received.work, previous, "receiving from");
+  Call theirs;
+  std::memcpy(&theirs, header.received.bytes.const_data_ptr(), sizeof(Call));
+  if (theirs != header.mine) throw RowFailure(describe_divergence(header.mine, row.rank, theirs, previous));
+  wait(*header.sent.work, next, "sending to");
+}
+
+/// On the thread.
+void Group::compare_beside(Header& header) noexcept {
+  if (failed()) return;
+  try {
+    compare(header);
+  } catch (...) {
+    failure({.operation = header.mine.operation, .unit = header.mine.unit});
+  }
+}
+
+/// On the thread. Who has a header that is due learns from it; the others may wait for their device, which waits for a rank that has gone.
+void Group::look_for_alarm() noexcept {
+  if (failed() || !has_alarm()) return;
+  try {
+    throw std::runtime_error("Connection closed by peer");
+  } catch (...) {
+    failure({.operation = "what the device waits for", .unit = {}});
+  }
+}
+
+void Group::advance_all_until(std::uint64_t number, const std::function<bool()>& ready) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto is_done = [&](int peer) { return shared->is_done(peer - shared->first(), number); };
+  const auto look = [&]() -> std::optional<std::string> {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (int peer = 0; peer < row.size(); ++peer) {
+      if (peer == row.rank || !is_closed(peer)) continue;
+      // Of another host's rank that has left, others may have all that they need: who has not, raises an alarm.
+      if ((!is_neighbour(peer) || is_done(peer)) && !has_alarm(peer)) continue;
+      return "Connection closed by peer (waiting for rank " + std::to_string(peer) + ")";
+    }
+    if (std::chrono::steady_clock::now() - begin < shared->timeout()) return std::nullopt;
+    const std::string text = "Timed out waiting " + std::to_string(shared->timeout().count()) + "ms";
+    // Who has not come yet, rather than who waits for that one, too.
+    int late = -1;
+    const auto has_come = [&](int peer) { return shared->call_of(peer - shared->first(), number) != nullptr; };
+    for (int peer = shared->first() + shared->size() - 1; peer >= shared->first(); --peer) {
+      if (peer == row.rank || is_done(peer)) continue;
+      if (late < 0 || !has_come(peer) || has_come(late)) late = peer;
+    }
+    return late < 0 ? text : text + " (receiving from rank " + std::to_string(late) + ")";
+  };
+  comm::advance_all_until(shared->host_memory(), ready, look);
+}
+
+void Group::wait(c10d::Work& work, int peer, const char* direction) {
+  std::string text = "Connection closed by peer";
+  try {
+    const StallWatch watch(*this, work, peer);
+    if (work.wait() || is_complete(work)) return;
+  } catch (...) {
+    text = current_exception_text();
+  }
+  throw std::runtime_error(text + " (" + direction + " rank " + std::to_string(peer) + ")");
+}
+
+bool Group::is_hopeless(int peer) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed(peer)) return true;
+  }
+  return has_alarm();
+}
+
+bool Group::has_alarm() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (int peer = 0; peer < row.size(); ++peer) {
+    if (has_alarm(peer)) return true;
+  }
+  return false;
+}
+
+bool Group::is_neighbour(int peer) const { return shared != nullptr && peer >= shared->first() && peer < shared->first() + shared->size(); }
+
+bool Group::is_closed(int peer) { return has_no_connection(peer) || (is_neighbour(peer) && shared->has_ended(peer - shared->first())); }
+
+// A wait that is aborted returns at once: false, or with the exception that has ended the connection.
+bool Group::has_no_connection(int peer) {
+  c10d::Work& work = *sentinels_[static_cast<std::size_t>(peer)].work;
+  try {
+    work.abort();
+    work.wait();
+    return false;
+  } catch (...) {
+    return true;
+  }
+}
+
+// A rank sends its alarm before it closes the connection: afterwards it is here, or never comes, which is an exception.
+bool Group::has_alarm(int peer) {
+  if (peer == row.rank || !has_no_connection(peer)) return false;
+  c10d::Work& work = *alarms_[static_cast<std::size_t>(peer)].work;
+  try {
+    work.abort();
+    work.wait();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+std::optional<std::string> Group::received_alarm() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // When a connection ends, Gloo's thread tells those who wait, one by one. A further receive has to wait until it has told all.
+  for (int peer = 0; peer < static_cast<int>(alarms_.size()); ++peer) {
+    if (peer == row.rank) continue;
+    try {
+      receive(1, peer, tags::kSentinel);
+    } catch (...) {
+    }
+  }
+  for (int peer = 0; peer < static_cast<int>(alarms_.size()); ++peer) {
+    if (has_alarm(peer)) return std::string(static_cast<const char*>(alarms_[static_cast<std::size_t>(peer)].bytes.const_data_ptr()));
+  }
+  return std::nullopt;
+}
+
+CommError Group::failure(const Label& label) {
+  const std::string start = describe(label) + " on " + describe_rank() + " failed";
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (failed()) return CommError(start + ", because an earlier collective failed: " + first_failure_);
+  std::string text;   // Of the error.
+  std::string alarm;  // For the others.
+  try {
+    throw;
+  } catch (const RowFailure& failure) {
+    text = alarm = failure.what();
+  } catch (...) {
+    if (const auto received = received_alarm()) {
+      text = alarm = *received;
+    } else {
+      text = current_exception_text();
+      const auto ended = ended_peers();
+      text.append(". ").append(ended.empty() ? way_out(text) : describe_ended(ended));
+    }
+  }
+  CommError error(start + ": " + text);
+  first_failure_ = error.what();
+  failed_ = true;
+  if (shared != nullptr) shared->revoke();
+  raise_alarm(alarm.empty() ? "another rank failed first: " + first_failure_ : alarm);
+  close_connections();
+  abort_data();
+  return error;
+}
+
+// The alarm that follows tells the others, too.
+std::vector<std::int64_t> Group::ended_peers() {
+  std::vector<std::int64_t> gone;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (int peer = 0; peer < static_cast<int>(sentinels_.size()); ++peer) {
+      if (peer != row.rank && is_closed(peer)) gone.push_back(row.global_ranks[static_cast<std::size_t>(peer)]);
+    }
+  }
+  return returned_among(gone);
+}
+
+void Group::raise_alarm(const std::string& text) noexcept {
+  try {
+    at::Tensor bytes = at::zeros({kAlarmBytes}, at::kByte);
+    std::memcpy(bytes.mutable_data_ptr(), text.data(), std::min(text.size(), static_cast<std::size_t>(kAlarmBytes - 1)));
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (int peer = 0; peer < static_cast<int>(alarms_.size()); ++peer) {
+      if (peer == row.rank) continue;
+      try {
+        works.push_back(send_bytes(*control, bytes, peer, tags::kAlarm));
+      } catch (...) {  // That one has gone.
+      }
+    }
+    for (const auto& work : works) {
+      try {
+        work->wait(milliseconds(1000));  // The receive is posted, so only a machine that hangs takes long.
+      } catch (...) {
+      }
+    }
+  } catch (...) {  // The others see a closed connection.
+  }
+}
+
+// c10d has no call for this, but Gloo closes all connections of a group when a wait times out.
+void Group::close_connections() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Message& sentinel : sentinels_) {
+    if (sentinel.work == nullptr) continue;
+    try {
+      sentinel.work->wait(milliseconds(1));
+    } catch (...) {
+    }
+  }
+}
+
+/// A peer that has failed takes no part in what the device has begun, which would go on writing into buffers that others have by then.
+void Group::abort_data() noexcept {
+  if (data == control) return;
+  try {
+    data->abort();
+  } catch (...) {  // A backend that can't has nothing of that kind.
+  }
+}
+
+std::string Group::describe_rank() const {
+  std::string text = "rank " + std::to_string(row.rank) + " of " + std::to_string(row.size());
+  if (row.size() != row.world_size) {
+    text += " of '" + row.dim + "' (global rank " + std::to_string(row.global_ranks[static_cast<std::size_t>(row.rank)]) + ")";
+  }
+  return text;
+}
+
+}  // namespace fsdp::comm

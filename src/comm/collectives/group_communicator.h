@@ -1,0 +1,101 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+
+#include "comm/collectives/group.h"
+#include "comm/collectives/transfers.h"
+#include "comm/communicator.h"
+
+namespace fsdp::comm {
+
+/// Pending's contract (idempotent, waits when destroyed) around the steps of a collective, whose header has been sent. A subclass is final
+/// and calls settle() in its destructor. What its steps throw ends the row, as peers may wait; in a row of one, it ends this collective
+/// alone, and start() or wait() passes it on as it is.
+class GroupPending : public Pending {
+ public:
+  GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label) : group_(std::move(group)), call_(call), label_(label) {}
+  void start();  ///< Call once, first.
+  void wait() final;
+  void wait_unconfirmed() final;
+
+ protected:
+  virtual void post() = 0;           ///< Sends the collective on its way.
+  virtual void finish() = 0;         ///< Waits for it and does the local rest. Called once.
+  virtual void forget() noexcept {}  ///< After a failure: let go of messages in flight, so that the buffers are free.
+  void settle() noexcept;
+  const std::shared_ptr<Group> group_;
+  const Call call_;
+
+ private:
+  enum class State { kStarted, kDone, kFailed };  // kStarted -> kFailed in start(); kStarted -> kDone | kFailed in wait().
+
+  template <typename Compare>
+  void wait_after(const Compare& compare);
+  [[noreturn]] void fail();               ///< Throws CommError. Call it inside a catch block, or if group_->failed().
+  [[noreturn]] void fail_by_exception();  ///< Call it inside a catch block.
+
+  const Label label_;
+  State state_ = State::kStarted;
+  std::string error_;
+};
+
+/// Control plane and error handling of communicators over c10d groups; collectives of tensors are the subclass's. See Group for the
+/// backends.
+class GroupCommunicator : public Communicator {
+ public:
+  GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
+                    std::shared_ptr<SharedRow> shared = nullptr, Group::Ends ends = Group::Ends::kElsewhere,
+                    Group::Compares compares = Group::Compares::kFirst);
+  ~GroupCommunicator() override;  ///< In debug mode, tells the peers that this rank makes no more calls, and prints if they go on.
+
+  int rank() const final { return group_->row.rank; }
+  int size() const final { return group_->row.size(); }
+
+  at::Tensor exchange(const at::Tensor& value, const Label& label) final;
+  std::string broadcast(const std::string& text, int root, const Label& label) final;
+  std::string gather(const std::string& text, const Label& label) final;
+  void expect_equal(const std::string& text, const Label& label) final;
+  void barrier() final;
+  void confirm() final;
+  std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
+  std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) final;
+  std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) final;
+
+ protected:
+  virtual std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) = 0;
+  virtual std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
+                                                    double scale) = 0;
+  virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
+                                                     int root) = 0;
+
+  /// What this rank sends in a gather or a reduction, bytes.
+  struct Sent {
+    std::int64_t wire = 0;
+    std::int64_t shared_memory = 0;  ///< What peers read from its memory.
+  };
+  /// `bytes` of a shard of all parts; `summed_bytes` of its sums before they are rounded.
+  virtual Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const { return {.wire = (size() - 1) * bytes}; }
+
+  const std::shared_ptr<Group>& group() const { return group_; }
+
+ private:
+  /// Every collective starts here. `sizes` is a hash of what must agree beside label and bytes. Throws CommError if an earlier one failed,
+  /// or (debug mode) if the ranks are about to do different things.
+  Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
+  at::Tensor exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label);
+  void send(Transfers& transfers, const at::Tensor& bytes, int peer, int tag);
+  void compare_calls(const Call& mine, const Label& label);
+
+  const std::shared_ptr<Group> group_;
+  const bool debug_;
+  const int exceptions_at_construction_;
+};
+
+}  // namespace fsdp::comm

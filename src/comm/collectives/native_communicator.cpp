@@ -1,0 +1,333 @@
+#include "comm/collectives/native_communicator.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "comm/collectives/coalesced_works.h"
+#include "comm/collectives/symmetric_memory.h"
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
+
+namespace fsdp::comm {
+namespace {
+
+bool backend_sums(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
+
+/// NCCL and its like: a stream waits for their collectives, not the host, and they divide as they add up.
+bool is_like_nccl(const c10d::Backend& backend) { return backend.getBackendName().ends_with("ccl"); }
+
+Group::Compares when_compared(const c10d::Backend* backend) {
+  return backend != nullptr && is_like_nccl(*backend) ? Group::Compares::kLate : Group::Compares::kFirst;
+}
+
+/// Gradients that the backend would add up in their own dtype.
+bool needs_sum_here(const ReducePart& part) { return !backend_sums(part.unreduced.scalar_type()); }
+
+class NativeGather final : public GroupPending {
+ public:
+  NativeGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()) {}
+  ~NativeGather() override { settle(); }
+
+ protected:
+  void post() override {
+    if (group_->data == nullptr) {
+      for (const GatherPart& part : parts_) copy_own_shard(part, 0);
+      return;
+    }
+    find_peers();
+    CoalescedWorks works(*group_->data, parts_.size() > 1);
+    for (const GatherPart& part : parts_) {
+      if (part.shard.numel() == 0) continue;
+      at::Tensor full = flat_view(part.full, 0, part.full.numel());
+      at::Tensor shard = flat_view(part.shard, 0, part.shard.numel());
+      works.add(group_->data->_allgather_base(full, shard));
+    }
+    works_ = works.end();
+  }
+  void finish() override { wait_all(works_); }
+  void forget() noexcept override { works_.clear(); }
+
+ private:
+  void find_peers() {
+    for (GatherPart& part : parts_) {
+      if (!symmetric_memory::find_peers(part.full, group_->data->getGroupUid())) continue;
+      copy_own_shard(part, group_->row.rank);  // What is sent has to lie there, too.
+      part.shard = flat_view(part.full, group_->row.rank * part.shard.numel(), part.shard.numel());
+    }
+  }
+
+  std::vector<GatherPart> parts_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+/// Whether two tensors share memory.
+bool overlaps(const at::Tensor& a, const at::Tensor& b) {
+  const auto* begin_a = static_cast<const char*>(a.const_data_ptr());
+  const auto* begin_b = static_cast<const char*>(b.const_data_ptr());
+  return begin_a < begin_b + b.nbytes() && begin_b < begin_a + a.nbytes();
+}
+
+/// Sums of all ranks on a device: each is scaled where it lies, and copied, or added, to the part's `out`, if it is not there already. A
+/// kernel does so for all that are alike.
+class ArrivedSums {
+ public:
+  void add(const ReducePart& part, at::Tensor sum, double scale) {
+    // A rank that is alone may have collected its gradients there, too.
+    const bool is_there =
+        !part.accumulate && sum.const_data_ptr() == part.out.const_data_ptr() && sum.scalar_type() == part.out.scalar_type();
+    const auto fits = [&](const Group& group) {
+      return group.scale == scale && group.accumulate == part.accumulate && group.is_there == is_there &&
+             group.sums.front().scalar_type() == sum.scalar_type() && group.outs.front().scalar_type() == part.out.scalar_type();
+    };
+    const auto found = std::find_if(groups_.begin(), groups_.end(), fits);
+    auto& group =
+        found == groups_.end() ? groups_.emplace_back(Group{.scale = scale, .accumulate = part.accumulate, .is_there = is_there}) : *found;
+    group.sums.push_back(std::move(sum));
+    group.outs.push_back(part.out);
+  }
+
+  /// Rounds as rank_order_sum does: after scaling, and after adding.
+  void deliver() {
+    const at::NoGradGuard no_grad;
+    for (const Group& group : groups_) {
+      if (group.scale != 1.0) at::_foreach_mul_(group.sums, group.scale);
+      if (group.is_there) continue;
+      group.accumulate ? at::_foreach_add_(group.outs, group.sums) : at::_foreach_copy_(group.outs, group.sums);
+    }
+  }
+
+ private:
+  struct Group {
+    double scale = 1.0;
+    bool accumulate = false;
+    bool is_there = false;
+    std::vector<at::Tensor> sums = {};
+    std::vector<at::Tensor> outs = {};
+  };
+  std::vector<Group> groups_;
+};
+
+class NativeReduce final : public GroupPending {
+ public:
+  NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
+               std::shared_ptr<TwoLevelSum> levels)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale), levels_(std::move(levels)) {}
+  ~NativeReduce() override { settle(); }
+
+ protected:
+  void post() override {
+    if (group_->data == nullptr) return;
+    const auto first = std::find_if(parts_.begin(), parts_.end(), [&](const ReducePart& part) { return in_two_levels(part); });
+    if (first == parts_.end()) {
+      works_ = send_unreduced(/*several=*/parts_.size() > 1);
+      return;
+    }
+    const c10::StreamGuard beside(levels_->stream_behind_current(first->out.device()));
+    wait_all(send_unreduced(/*several=*/true));
+    for (const ReducePart& part : parts_) {
+      if (in_two_levels(part)) levels_->sum_neighbours(part);
+    }
+    CoalescedWorks works(*group_->data, /*several=*/true);
+    for (const ReducePart& part : parts_) {
+      if (in_two_levels(part)) levels_->send_sums(part, works);
+    }
+    works_ = works.end();
+  }
+  void finish() override {
+    wait_all(works_);
+    ArrivedSums arrived;
+    for (const ReducePart& part : parts_) {
+      if (part.out.numel() == 0) continue;
+      if (part.out.is_cpu()) {
+        rank_order_sum(pieces_of_ranks(part), part.out, scale_, part.accumulate);
+      } else {
+        arrived.add(part, sum_on_device(part), is_averaged(part) ? 1.0 : scale_);
+      }
+    }
+    arrived.deliver();
+  }
+  void forget() noexcept override { works_.clear(); }
+
+ private:
+  bool in_two_levels(const ReducePart& part) const { return levels_ != nullptr && needs_sum_here(part) && part.out.numel() > 0; }
+
+  /// To who sums it next: the backend, all ranks, or the neighbours.
+  std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced(bool several) {
+    c10d::Backend& backend = *group_->data;
+    CoalescedWorks works(backend, several);
+    std::vector<std::int64_t> equal_parts;
+    for (const ReducePart& part : parts_) {
+      if (part.out.numel() == 0) continue;
+      if (in_two_levels(part)) {
+        levels_->send_unreduced(part, works);
+        continue;
+      }
+      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
+      at::Tensor output = needs_sum_here(part) ? flat_view(part.staging, 0, input.numel()) : received_by_backend(part);
+      if (needs_sum_here(part)) {
+        works.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
+      } else {
+        c10d::ReduceScatterOptions options;
+        options.reduceOp = is_averaged(part) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+        works.add(backend._reduce_scatter_base(output, input, options));
+      }
+    }
+    return works.end();
+  }
+
+  /// What was received of each rank, or of each host, in their order; one tensor if the backend added up.
+  std::vector<at::Tensor> pieces_of_ranks(const ReducePart& part) {
+    const std::int64_t numel = part.out.numel();
+    if (group_->data == nullptr) return {part.unreduced};
+    if (!needs_sum_here(part)) return {received_by_backend(part)};
+    if (in_two_levels(part)) return levels_->sums(part);
+    std::vector<at::Tensor> pieces;
+    for (int rank = 0; rank < group_->row.size(); ++rank) pieces.push_back(flat_view(part.staging, rank * numel, numel));
+    return pieces;
+  }
+
+  /// The ranks' sum, not scaled; in `out` itself if it can be made there.
+  at::Tensor sum_on_device(const ReducePart& part) {
+    auto pieces = pieces_of_ranks(part);
+    const auto precise = sum_dtype(part.unreduced.scalar_type());
+    if (pieces.size() == 1) return scale_ == 1.0 ? pieces.front() : pieces.front().to(precise);
+    const bool in_place = !part.accumulate && part.out.scalar_type() == precise && !overlaps(part.out, part.staging);
+    const auto total = in_place ? part.out : at::empty({part.out.numel()}, part.out.options().dtype(precise));
+    sum_in_rank_order(pieces, total);
+    return total;
+  }
+
+  /// The backend divides as it adds up, without a pass of its own. By a power of two the result is the same.
+  bool is_averaged(const ReducePart& part) const {
+    const int size = group_->row.size();
+    return group_->data != nullptr && size > 1 && std::has_single_bit(static_cast<unsigned>(size)) && scale_ == 1.0 / size &&
+           !needs_sum_here(part) && is_like_nccl(*group_->data);
+  }
+
+  /// The backend sums where the result is to be, if nothing has to be added to what is there.
+  at::Tensor received_by_backend(const ReducePart& part) const {
+    const bool in_place = !part.out.is_cpu() && !part.accumulate && part.out.scalar_type() == part.unreduced.scalar_type() &&
+                          !overlaps(part.out, part.unreduced);
+    return in_place ? flat_view(part.out, 0, part.out.numel()) : flat_view(part.staging, 0, part.out.numel());
+  }
+
+  const std::vector<ReducePart> parts_;
+  const double scale_;
+  const std::shared_ptr<TwoLevelSum> levels_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+class NativeScatter final : public GroupPending {
+ public:
+  NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root,
+                std::function<void(c10::Device)> connect)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), root_(root), connect_(std::move(connect)) {}
+  ~NativeScatter() override { settle(); }
+
+ protected:
+  void post() override {
+    if (group_->row.size() == 1) {
+      for (const ScatterPart& part : parts_) copy_root_shard(part, root_);
+      return;
+    }
+    if (!parts_.empty()) connect_(parts_.front().into.device());
+    // By messages, as the shards may differ in size; in bytes, as backends have messages of few dtypes. Each is a tensor of a list, as c10d
+    // takes them. Single messages would have NCCL connect each pair of ranks for itself.
+    std::vector<at::Tensor> argument(1);
+    CoalescedWorks works(*group_->data, /*several=*/true);
+    for (const ScatterPart& part : parts_) {
+      if (group_->row.rank != root_) {
+        if (part.into.numel() == 0) continue;
+        argument[0] = flat_view(part.into, 0, part.into.numel()).view(at::kByte);
+        works.add(group_->data->recv(argument, root_, /*tag=*/0));
+        continue;
+      }
+      for (int peer = 0; peer < group_->row.size(); ++peer) {
+        const at::Tensor& shard = part.shards[static_cast<std::size_t>(peer)];
+        if (peer == root_ || shard.numel() == 0) continue;
+        argument[0] = flat_view(shard, 0, shard.numel()).view(at::kByte);
+        works.add(group_->data->send(argument, peer, /*tag=*/0));
+      }
+      copy_root_shard(part, root_);
+    }
+    works_ = works.end();
+  }
+  void finish() override { wait_all(works_); }
+  void forget() noexcept override { works_.clear(); }
+
+ private:
+  const std::vector<ScatterPart> parts_;
+  const int root_;
+  const std::function<void(c10::Device)> connect_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace
+
+NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control,
+                                       int ranks_per_host, Group::Ends ends)
+    : GroupCommunicator(std::move(row), std::move(control), backend, /*shared=*/nullptr, ends, when_compared(backend.get())),
+      levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
+
+bool NativeCommunicator::is_alone() const { return size() == 1 && group()->data == nullptr; }
+
+std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
+  if (group()->data == nullptr) return 0;
+  if (backend_sums(wire_dtype)) return shard_numel;
+  return (levels_ != nullptr ? levels_->staging_per_element() : size()) * shard_numel;
+}
+
+GroupCommunicator::Sent NativeCommunicator::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
+  if (levels_ == nullptr) return {.wire = (size() - 1) * bytes};
+  const std::int64_t narrow = summed_bytes - bytes;  // Their sums need twice as many.
+  return {.wire = (size() - 1) * (bytes - narrow) + levels_->unreduced_per_element() * narrow + levels_->sums_per_element() * 2 * narrow};
+}
+
+MemorySource NativeCommunicator::use_memory(c10::Device device, BufferMemory memory) {
+  const auto& backend = group()->data;
+  if (backend == nullptr) return {};
+  if (memory == BufferMemory::kGroup && backend->supportsTensorAlloc(device.index())) {
+    connect(device);
+    return [backend, device](std::int64_t bytes) {
+      return memory_of(backend->allocateTensor(bytes, at::TensorOptions().dtype(at::kByte).device(device)));
+    };
+  }
+  if (memory == BufferMemory::kSymmetric && symmetric_memory::exists(device)) {
+    connect(device);
+    return symmetric_memory::source(device);
+  }
+  return {};
+}
+
+/// NCCL's communicator is made by the first collective, in which all ranks must take part: it registers memory, and sends messages to some.
+void NativeCommunicator::connect(c10::Device device) {
+  if (is_connected_) return;
+  c10d::BarrierOptions options;
+  if (device.has_index()) options.device_ids = {device.index()};  // Else NCCL guesses one.
+  group()->data->barrier(options)->wait();
+  is_connected_ = true;
+}
+
+std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
+  return std::make_unique<NativeGather>(group(), call, label, parts);
+}
+
+std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
+                                                              double scale) {
+  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, levels_);
+}
+
+std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
+                                                               int root) {
+  return std::make_unique<NativeScatter>(group(), call, label, parts, root, [this](c10::Device device) { connect(device); });
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <memory>
+
+#include "comm/collectives/group_communicator.h"
+#include "comm/collectives/two_level_sum.h"
+
+namespace fsdp::comm {
+
+/// Collectives by the backend's own all-gather, reduce-scatter and all-to-all, without waiting on the host where the device has streams:
+/// for NCCL (any c10d backend does). The first gather into a block of symmetric memory finds the peers' blocks, for which the host waits.
+/// fp32 and fp64 are summed by the backend; bfloat16 and half, which it would also add up in bfloat16 and half, travel by all-to-all and
+/// are summed here, in fp32 and rank order. Where hosts have more than two ranks each, they do so in two levels (TwoLevelSum).
+class NativeCommunicator final : public GroupCommunicator {
+ public:
+  /// `backend` moves tensors, `control` (Gloo) the small CPU messages. In a row of one `control` is null, and so is `backend` where
+  /// nothing is moved. `ranks_per_host`: as the function of that name counts them. `ends`: whether the backend is shut down with this.
+  NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control, int ranks_per_host = 1,
+                     Group::Ends ends = Group::Ends::kElsewhere);
+
+  bool is_alone() const override;
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return staging_numel(shard_numel, at::kHalf); }
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
+  MemorySource use_memory(c10::Device device, BufferMemory memory) override;  ///< Its collectives need nothing beside the caller's buffers.
+
+ private:
+  std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
+  std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
+  std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts, int root) override;
+  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override;
+
+  void connect(c10::Device device);
+
+  const std::shared_ptr<TwoLevelSum> levels_;  // null where one is enough
+  bool is_connected_ = false;
+};
+
+}  // namespace fsdp::comm

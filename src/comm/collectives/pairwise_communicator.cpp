@@ -1,0 +1,249 @@
+#include "comm/collectives/pairwise_communicator.h"
+
+#include <ATen/ops/empty.h>
+
+#include <cstring>
+#include <vector>
+
+#include "comm/collectives/packed_parts.h"
+#include "comm/collectives/transfers.h"
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
+
+namespace fsdp::comm {
+namespace {
+
+// Rank r first exchanges with its neighbours, then with those further away: no rank is everybody's first peer.
+int nth_source(const Row& row, int k) { return (row.rank + k) % row.size(); }
+int nth_target(const Row& row, int k) { return (row.rank + row.size() - k) % row.size(); }
+
+/// Bytes [rank * bytes, (rank + 1) * bytes) of a 1-D tensor of one dtype or another.
+char* region_of(const at::Tensor& tensor, int rank, std::int64_t bytes) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + rank * bytes;
+}
+
+at::Tensor bytes_for(const PackedParts& packed, int ranks) { return at::empty({ranks * packed.bytes()}, at::kByte); }
+
+/// What gathers and reductions share: each peer sends one message with the small parts together, and one for each other part.
+class PairwisePending : public GroupPending {
+ protected:
+  /// `bytes`: of each part, from one rank.
+  PairwisePending(std::shared_ptr<Group> group, const Call& call, const Label& label, const std::vector<std::int64_t>& bytes)
+      : GroupPending(std::move(group), call, label),
+        transfers_(*group_),
+        packed_(bytes, group_->row.size()),
+        together_(tags::data(call_, bytes.size())) {}
+
+  /// Posts all receives. `place(i, peer)` is where the peer's message with part i belongs.
+  template <typename Place>
+  void receive(const Place& place) {
+    const Row& row = group_->row;
+    const std::size_t messages = (packed_.alone().size() + 1) * static_cast<std::size_t>(row.size() - 1);
+    transfers_.reserve(messages, messages);
+    if (packed_.bytes() > 0) {
+      received_ = bytes_for(packed_, row.size());
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(flat_view(received_, peer * packed_.bytes(), packed_.bytes()), peer, together_);
+      }
+    }
+    for (const auto i : packed_.alone()) {
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_source(row, k);
+        transfers_.receive(place(i, peer), peer, tags::data(call_, i));
+      }
+    }
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+  Transfers transfers_;
+  const PackedParts packed_;
+  const int together_;   // the tag of the packed messages
+  at::Tensor received_;  // the packed messages of all ranks, in rank order, with a place for this one's
+};
+
+class PairwiseGather final : public PairwisePending {
+ public:
+  PairwiseGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts)
+      : PairwisePending(std::move(group), call, label, shard_bytes(parts)), parts_(parts.begin(), parts.end()) {}
+  ~PairwiseGather() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    receive([&](std::size_t i, int peer) {
+      const std::int64_t numel = parts_[i].shard.numel();
+      return flat_view(parts_[i].full, peer * numel, numel);
+    });
+    if (packed_.bytes() > 0) {
+      const auto mine = flat_view(received_, row.rank * packed_.bytes(), packed_.bytes());
+      for (const auto& [i, offset, bytes] : packed_.together()) {
+        std::memcpy(region_of(mine, 0, 0) + offset, parts_[i].shard.const_data_ptr(), static_cast<std::size_t>(bytes));
+      }
+      for (int k = 1; k < row.size(); ++k) transfers_.send(mine, nth_target(row, k), together_);
+    }
+    for (const auto i : packed_.alone()) {
+      const auto shard = flat_view(parts_[i].shard, 0, parts_[i].shard.numel());
+      for (int k = 1; k < row.size(); ++k) transfers_.send(shard, nth_target(row, k), tags::data(call_, i));
+    }
+    for (const GatherPart& part : parts_) copy_own_shard(part, row.rank);  // While the messages travel.
+  }
+  void finish() override {
+    const Row& row = group_->row;
+    transfers_.wait_receives();
+    for (const auto& [i, offset, bytes] : packed_.together()) {
+      for (int peer = 0; peer < row.size(); ++peer) {
+        if (peer == row.rank) continue;
+        std::memcpy(region_of(parts_[i].full, peer, bytes), region_of(received_, peer, packed_.bytes()) + offset,
+                    static_cast<std::size_t>(bytes));
+      }
+    }
+    transfers_.wait_sends();
+  }
+
+ private:
+  static std::vector<std::int64_t> shard_bytes(std::span<const GatherPart> parts) {
+    std::vector<std::int64_t> bytes;
+    for (const auto& part : parts) bytes.push_back(static_cast<std::int64_t>(part.shard.nbytes()));
+    return bytes;
+  }
+
+  const std::vector<GatherPart> parts_;
+};
+
+class PairwiseReduce final : public PairwisePending {
+ public:
+  PairwiseReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale)
+      : PairwisePending(std::move(group), call, label, shard_bytes(parts)),
+        parts_(parts.begin(), parts.end()),
+        sources_(static_cast<std::size_t>(group_->row.size())),
+        scale_(scale) {}
+  ~PairwiseReduce() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    receive([&](std::size_t i, int peer) {
+      const std::int64_t numel = parts_[i].out.numel();
+      return flat_view(parts_[i].staging, staging_slot(peer) * numel, numel);
+    });
+    if (packed_.bytes() > 0) {
+      sent_ = bytes_for(packed_, row.size());
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_target(row, k);
+        const auto theirs = flat_view(sent_, peer * packed_.bytes(), packed_.bytes());
+        for (const auto& [i, offset, bytes] : packed_.together()) {
+          std::memcpy(region_of(theirs, 0, 0) + offset, region_of(parts_[i].unreduced, peer, bytes), static_cast<std::size_t>(bytes));
+        }
+        transfers_.send(theirs, peer, together_);
+      }
+    }
+    for (const auto i : packed_.alone()) {
+      const std::int64_t numel = parts_[i].out.numel();
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_target(row, k);
+        transfers_.send(flat_view(parts_[i].unreduced, peer * numel, numel), peer, tags::data(call_, i));
+      }
+    }
+  }
+
+  // Sums each part as soon as it is here, while those behind it travel.
+  void finish() override {
+    const Row& row = group_->row;
+    const auto peers = static_cast<std::size_t>(row.size() - 1);
+    std::size_t receives = 0;
+    if (packed_.bytes() > 0) {
+      transfers_.wait_receives(receives += peers);
+      for (const auto& [i, offset, bytes] : packed_.together()) {
+        sum(parts_[i], [&, offset = offset](int peer) { return region_of(received_, peer, packed_.bytes()) + offset; });
+      }
+    }
+    for (const auto i : packed_.alone()) {
+      transfers_.wait_receives(receives += peers);
+      const auto bytes = shard_bytes(parts_[i]);
+      sum(parts_[i], [&](int peer) { return region_of(parts_[i].staging, staging_slot(peer), bytes); });
+    }
+    transfers_.wait_sends();
+  }
+
+ private:
+  // Staging holds the peers' parts in rank order, without a hole for this rank's.
+  int staging_slot(int peer) const { return peer < group_->row.rank ? peer : peer - 1; }
+
+  static std::int64_t shard_bytes(const ReducePart& part) {
+    return part.out.numel() * static_cast<std::int64_t>(part.unreduced.itemsize());
+  }
+  static std::vector<std::int64_t> shard_bytes(std::span<const ReducePart> parts) {
+    std::vector<std::int64_t> bytes;
+    for (const auto& part : parts) bytes.push_back(shard_bytes(part));
+    return bytes;
+  }
+
+  template <typename FromPeer>
+  void sum(const ReducePart& part, const FromPeer& from_peer) {
+    const int own = group_->row.rank;
+    for (int rank = 0; rank < group_->row.size(); ++rank) {
+      sources_[static_cast<std::size_t>(rank)] = rank == own ? region_of(part.unreduced, own, shard_bytes(part)) : from_peer(rank);
+    }
+    rank_order_sum(sources_, part.unreduced.scalar_type(), part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), scale_,
+                   part.accumulate);
+  }
+
+  const std::vector<ReducePart> parts_;
+  at::Tensor sent_;  // the packed messages for all ranks, in rank order
+  std::vector<const void*> sources_;
+  const double scale_;
+};
+
+class PairwiseScatter final : public GroupPending {
+ public:
+  PairwiseScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root)
+      : GroupPending(std::move(group), call, label), transfers_(*group_), parts_(parts.begin(), parts.end()), root_(root) {}
+  ~PairwiseScatter() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      const ScatterPart& part = parts_[i];
+      if (row.rank != root_) {
+        if (part.into.numel() > 0) transfers_.receive(flat_view(part.into, 0, part.into.numel()), root_, tags::data(call_, i));
+        continue;
+      }
+      for (int k = 1; k < row.size(); ++k) {
+        const int peer = nth_target(row, k);
+        const at::Tensor& shard = part.shards[static_cast<std::size_t>(peer)];
+        if (shard.numel() > 0) transfers_.send(flat_view(shard, 0, shard.numel()), peer, tags::data(call_, i));
+      }
+      copy_root_shard(part, root_);
+    }
+  }
+  void finish() override {
+    transfers_.wait_receives();
+    transfers_.wait_sends();
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+ private:
+  Transfers transfers_;
+  const std::vector<ScatterPart> parts_;
+  const int root_;
+};
+
+}  // namespace
+
+std::unique_ptr<GroupPending> PairwiseCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
+  return std::make_unique<PairwiseGather>(group(), call, label, parts);
+}
+
+std::unique_ptr<GroupPending> PairwiseCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
+                                                                double scale) {
+  return std::make_unique<PairwiseReduce>(group(), call, label, parts, scale);
+}
+
+std::unique_ptr<GroupPending> PairwiseCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
+                                                                 int root) {
+  return std::make_unique<PairwiseScatter>(group(), call, label, parts, root);
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,378 @@
+#include "comm/collectives/shared_communicator.h"
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/parallel_copy.h"
+#include "comm/collectives/transfers.h"
+#include "comm/host_memory/progress.h"
+#include "comm/host_memory/shared_row.h"
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
+
+namespace fsdp::comm {
+namespace {
+
+/// A stretch of this rank's memory that peers read.
+struct Stretch {
+  const void* data;
+  std::int64_t bytes;
+};
+
+/// What gathers and reductions in shared memory have in common. A subclass is final and calls end() in its destructor.
+class SharedPending : public GroupPending, public AdvancingCollective {
+ public:
+  SharedPending(std::shared_ptr<Group> group, const Call& call, const Label& label, std::shared_ptr<MessageThread> message_thread)
+      : GroupPending(std::move(group), call, label),
+        shared_(*group_->shared),
+        transfers_(*group_),
+        has_arrived_(hosts() == 1),
+        message_thread_(std::move(message_thread)) {}
+
+  void advance() final {
+    try {
+      if (state_ == State::kReading && read_all()) {
+        shared_.set_done(call_.number);
+        state_ = State::kRead;
+      }
+    } catch (...) {
+      lose(std::current_exception());
+    }
+    if (state_ == State::kRead && has_arrived_ && shared_.all_done(call_.number)) state_ = State::kDone;
+  }
+
+ protected:
+  /// After the messages of other hosts were asked for.
+  void begin_waiting() {
+    begin_advancing();
+    if (hosts() > 1) message_thread_->add(this, [this] { await_messages(); });
+  }
+
+  /// Says where this rank's stretches lie. Those outside of its shared heap are copied there.
+  void offer(std::span<const Stretch> stretches) {
+    HostMemory& host_memory = shared_.host_memory();
+    const auto& heap = host_memory.heap();
+    const std::int64_t table_bytes = aligned(static_cast<std::int64_t>(stretches.size_bytes()));
+    std::vector<std::optional<std::int64_t>> offsets;
+    std::int64_t bytes = table_bytes;
+    for (const Stretch& stretch : stretches) {
+      offsets.push_back(heap.offset_of(stretch.data));
+      if (!offsets.back()) bytes += aligned(stretch.bytes);
+    }
+    block_ = host_memory.borrow(bytes);
+    auto* const block = static_cast<char*>(block_.memory.get());
+    const std::int64_t begin = *heap.offset_of(block);
+    std::int64_t end = table_bytes;
+    for (std::size_t i = 0; i < stretches.size(); ++i) {
+      reinterpret_cast<std::int64_t*>(block)[i] = offsets[i].value_or(begin + end);
+      if (offsets[i] || stretches[i].bytes == 0) continue;
+      parallel_copy(block + end, stretches[i].data, stretches[i].bytes);
+      end += aligned(stretches[i].bytes);
+    }
+    shared_.publish_parts(call_.number, begin);
+  }
+
+  /// Reads what is there. True if that was all; then it is not called again.
+  virtual bool read_all() = 0;
+  /// The rest, when the peers need nothing more of this rank. By the thread that waits.
+  virtual void conclude() {}
+
+  /// Where a neighbour's stretches lie; null if that is not known yet, or is none of this rank's business.
+  const std::int64_t* parts_of(int neighbour) {
+    const Call* const theirs = shared_.call_of(neighbour, call_.number);
+    if (theirs == nullptr || shared_.is_revoked(neighbour)) return nullptr;
+    if (*theirs == call_) return shared_.parts_of(neighbour, call_.number);
+    lose(std::make_exception_ptr(RowFailure(describe_divergence(call_, row().rank, *theirs, shared_.first() + neighbour))));
+    return nullptr;
+  }
+
+  /// After reading from a neighbour: what was read is what it had published.
+  bool is_sound(int neighbour) {
+    if (!shared_.is_revoked(neighbour)) return true;
+    state_ = State::kLost;  // Its alarm will say why.
+    return false;
+  }
+
+  void finish() final {
+    try {
+      group_->advance_until(call_.number, [this] { return state_ == State::kDone || failure_ != nullptr; });
+    } catch (...) {
+      // If the message thread has waited too long, Gloo has closed all connections: that is why.
+      if (message_thread_ != nullptr) message_thread_->remove(this);
+      if (failure_ == nullptr) throw;
+    }
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+    conclude();
+    transfers_.wait_sends();
+    leave();
+  }
+  void forget() noexcept final {
+    leave();
+    transfers_.forget();
+  }
+
+  void end() noexcept {
+    settle();
+    leave();
+  }
+
+  const Row& row() const { return group_->row; }
+  int hosts() const { return row().size() / shared_.size(); }
+  int own_host() const { return row().rank / shared_.size(); }
+  /// The rank of equal place on a host.
+  int equal_on(int host) const { return host * shared_.size() + shared_.rank(); }
+  /// The k-th of the other hosts to send to, from 1, and the one whose k-th this is: no host is everybody's first.
+  int nth_target(int k) const { return (own_host() + hosts() - k) % hosts(); }
+  int nth_source(int k) const { return (own_host() + k) % hosts(); }
+
+  SharedRow& shared_;
+  Transfers transfers_;  // with other hosts; the message thread waits for what is received
+  bool has_arrived_;     // what other hosts send; under the lock of all that advance
+
+ private:
+  enum class State { kReading, kRead, kDone, kLost };  // kReading -> kRead -> kDone; kReading or kRead -> kLost
+
+  static std::int64_t aligned(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  void lose(std::exception_ptr failure) {
+    if (failure_ == nullptr) failure_ = std::move(failure);
+    state_ = State::kLost;
+  }
+
+  void await_messages() {
+    std::exception_ptr failure;
+    try {
+      transfers_.wait_receives();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    change([&] {
+      has_arrived_ = failure == nullptr;
+      if (failure != nullptr) lose(failure);
+    });
+    advance_all_and_wake(shared_.host_memory());
+  }
+
+  void leave() noexcept {
+    if (message_thread_ != nullptr) message_thread_->remove(this);
+    end_advancing();
+    shared_.host_memory().give_back(std::exchange(block_, {}));
+  }
+
+  const std::shared_ptr<MessageThread> message_thread_;  // null on one host
+  State state_ = State::kReading;                        // This, the next, and what read_all() writes: under the lock of all that advance.
+  std::exception_ptr failure_;                           // None where a peer's alarm will say why.
+  HostMemory::Block block_;                              // the offsets, and the copies behind them
+};
+
+class SharedGather final : public SharedPending {
+ public:
+  SharedGather(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const GatherPart> parts,
+               std::shared_ptr<MessageThread> message_thread)
+      : SharedPending(std::move(group), call, label, std::move(message_thread)),
+        parts_(parts.begin(), parts.end()),
+        read_(static_cast<std::size_t>(shared_.size()), false) {}
+  ~SharedGather() override { end(); }
+
+ protected:
+  void post() override {
+    shared_.announce_parts();
+    for (int k = 1; k < hosts(); ++k) {
+      const int peer = equal_on(nth_source(k));
+      for (std::size_t i = 0; i < parts_.size(); ++i) {
+        const std::int64_t numel = parts_[i].shard.numel();
+        if (numel > 0) transfers_.receive(flat_view(parts_[i].full, peer * numel, numel), peer, tags::data(call_, i));
+      }
+    }
+    for (int k = 1; k < hosts(); ++k) {
+      for (std::size_t i = 0; i < parts_.size(); ++i) {
+        const std::int64_t numel = parts_[i].shard.numel();
+        if (numel > 0) transfers_.send(flat_view(parts_[i].shard, 0, numel), equal_on(nth_target(k)), tags::data(call_, i));
+      }
+    }
+    for (const GatherPart& part : parts_) copy_own_shard(part, row().rank);
+    if (hosts() == 1) offer_shards();
+    begin_waiting();
+  }
+
+  bool read_all() override {
+    if (!has_arrived_) return false;
+    if (!offered_) offer_shards();
+    bool all = true;
+    for (int k = 1; k < shared_.size(); ++k) {
+      const int neighbour = (shared_.rank() + k) % shared_.size();  // no rank is everybody's first
+      if (!read_[static_cast<std::size_t>(neighbour)]) all = read(neighbour) && all;
+    }
+    return all;
+  }
+
+ private:
+  /// Of each part, this rank's shard and those of the ranks of equal place, by host.
+  void offer_shards() {
+    std::vector<Stretch> stretches;
+    for (const GatherPart& part : parts_) {
+      const auto bytes = static_cast<std::int64_t>(part.shard.nbytes());
+      const auto* const full = static_cast<const char*>(part.full.const_data_ptr());
+      const bool is_shared = shared_.host_memory().heap().offset_of(full).has_value();
+      for (int host = 0; host < hosts(); ++host) {
+        const bool own = host == own_host() && !is_shared;
+        stretches.push_back({.data = own ? part.shard.const_data_ptr() : full + equal_on(host) * bytes, .bytes = bytes});
+      }
+    }
+    offer(stretches);
+    offered_ = true;
+  }
+
+  bool read(int neighbour) {
+    const std::int64_t* const offsets = parts_of(neighbour);
+    if (offsets == nullptr) return false;
+    std::size_t stretch = 0;
+    for (const GatherPart& part : parts_) {
+      const std::size_t bytes = part.shard.nbytes();
+      char* const full = static_cast<char*>(part.full.mutable_data_ptr());
+      for (int host = 0; host < hosts(); ++host, ++stretch) {
+        if (bytes == 0) continue;
+        const char* const theirs = shared_.part_of(neighbour, offsets, stretch, static_cast<std::int64_t>(bytes));
+        parallel_copy(full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes, theirs, static_cast<std::int64_t>(bytes));
+      }
+    }
+    read_[static_cast<std::size_t>(neighbour)] = is_sound(neighbour);
+    return read_[static_cast<std::size_t>(neighbour)];
+  }
+
+  const std::vector<GatherPart> parts_;
+  std::vector<bool> read_;
+  bool offered_ = false;
+};
+
+class SharedReduce final : public SharedPending {
+ public:
+  SharedReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
+               std::shared_ptr<MessageThread> message_thread)
+      : SharedPending(std::move(group), call, label, std::move(message_thread)),
+        parts_(parts.begin(), parts.end()),
+        offsets_(static_cast<std::size_t>(shared_.size())),
+        sources_(static_cast<std::size_t>(std::max(shared_.size(), hosts()))),
+        scale_(scale) {}
+  ~SharedReduce() override { end(); }
+
+ protected:
+  void post() override {
+    shared_.announce_parts();
+    for (int k = 1; k < hosts(); ++k) {
+      const int host = nth_source(k);
+      for (std::size_t i = 0; i < parts_.size(); ++i) {
+        if (parts_[i].out.numel() > 0) transfers_.receive(sums(parts_[i], received_slot(host)), equal_on(host), tags::data(call_, i));
+      }
+    }
+    std::vector<Stretch> stretches;
+    for (const ReducePart& part : parts_) {
+      stretches.push_back({.data = part.unreduced.const_data_ptr(), .bytes = static_cast<std::int64_t>(part.unreduced.nbytes())});
+    }
+    offer(stretches);
+    begin_waiting();
+  }
+
+  bool read_all() override {
+    for (int neighbour = 0; neighbour < shared_.size(); ++neighbour) {
+      auto& offsets = offsets_[static_cast<std::size_t>(neighbour)];
+      if (neighbour != shared_.rank() && offsets == nullptr) offsets = parts_of(neighbour);
+      if (neighbour != shared_.rank() && offsets == nullptr) return false;
+    }
+    for (std::size_t i = 0; i < parts_.size(); ++i) sum_neighbours(i);
+    for (int neighbour = 0; neighbour < shared_.size(); ++neighbour) {
+      if (neighbour != shared_.rank() && !is_sound(neighbour)) return false;
+    }
+    for (int k = 1; k < hosts(); ++k) {
+      const int host = nth_target(k);
+      for (std::size_t i = 0; i < parts_.size(); ++i) {
+        if (parts_[i].out.numel() > 0) transfers_.send(sums(parts_[i], host), equal_on(host), tags::data(call_, i));
+      }
+    }
+    return true;
+  }
+
+  void conclude() override {
+    if (hosts() == 1) return;
+    for (const ReducePart& part : parts_) {
+      for (int host = 0; host < hosts(); ++host) {
+        sources_[static_cast<std::size_t>(host)] = sums(part, host == own_host() ? host : received_slot(host)).const_data_ptr();
+      }
+      rank_order_sum(std::span(sources_).first(static_cast<std::size_t>(hosts())), sum_dtype(part.unreduced.scalar_type()),
+                     part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), scale_, part.accumulate);
+    }
+  }
+
+ private:
+  /// Where the sums from a host lie: behind those for each host.
+  int received_slot(int host) const { return hosts() + (host < own_host() ? host : host - 1); }
+
+  /// A slot of the staging memory, which has sums of this part for one rank, or from one.
+  static at::Tensor sums(const ReducePart& part, int slot) {
+    const auto wire_dtype = part.unreduced.scalar_type();
+    const auto numel = part.out.numel() * static_cast<std::int64_t>(elementSize(sum_dtype(wire_dtype)) / elementSize(wire_dtype));
+    return flat_view(part.staging, slot * numel, numel);
+  }
+
+  /// On one host, that is all; else for each rank of equal place.
+  void sum_neighbours(std::size_t i) {
+    const ReducePart& part = parts_[i];
+    const std::int64_t numel = part.out.numel();
+    if (numel == 0) return;
+    const auto dtype = part.unreduced.scalar_type();
+    const auto bytes = static_cast<std::int64_t>(part.unreduced.nbytes());
+    const auto neighbours = std::span(sources_).first(static_cast<std::size_t>(shared_.size()));
+    for (int host = 0; host < hosts(); ++host) {
+      const std::int64_t begin = bytes / row().size() * equal_on(host);
+      for (int neighbour = 0; neighbour < shared_.size(); ++neighbour) {
+        const auto n = static_cast<std::size_t>(neighbour);
+        neighbours[n] = neighbour == shared_.rank() ? static_cast<const char*>(part.unreduced.const_data_ptr()) + begin
+                                                    : shared_.part_of(neighbour, offsets_[n], i, bytes) + begin;
+      }
+      if (hosts() == 1) {
+        rank_order_sum(neighbours, dtype, part.out.mutable_data_ptr(), part.out.scalar_type(), numel, scale_, part.accumulate);
+      } else {
+        rank_order_sum(neighbours, dtype, sums(part, host).mutable_data_ptr(), sum_dtype(dtype), numel, 1, false);
+      }
+    }
+  }
+
+  const std::vector<ReducePart> parts_;
+  std::vector<const std::int64_t*> offsets_;  // of each neighbour's parts
+  std::vector<const void*> sources_;
+  const double scale_;
+};
+
+}  // namespace
+
+SharedCommunicator::SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared)
+    : PairwiseCommunicator(std::move(row), gloo, std::move(shared)),
+      message_thread_(hosts() > 1 ? std::make_shared<MessageThread>() : nullptr) {}
+
+std::int64_t SharedCommunicator::staging_numel(std::int64_t shard_numel) const {
+  return staging_numel(shard_numel, at::kHalf);  // the smallest elements, and so the most of them
+}
+
+std::int64_t SharedCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
+  if (hosts() == 1) return 0;
+  return (2 * hosts() - 1) * shard_numel * static_cast<std::int64_t>(elementSize(sum_dtype(wire_dtype)) / elementSize(wire_dtype));
+}
+
+GroupCommunicator::Sent SharedCommunicator::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
+  return {.wire = (hosts() - 1) * summed_bytes, .shared_memory = (group()->shared->size() - 1) * hosts() * bytes};
+}
+
+std::unique_ptr<GroupPending> SharedCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
+  return std::make_unique<SharedGather>(group(), call, label, parts, message_thread_);
+}
+
+std::unique_ptr<GroupPending> SharedCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
+                                                              double scale) {
+  return std::make_unique<SharedReduce>(group(), call, label, parts, scale, message_thread_);
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "comm/collectives/message_thread.h"
+#include "comm/collectives/pairwise_communicator.h"
+
+namespace fsdp::comm {
+
+/// Collectives of ranks that share memory, with all of their row or with those of their host.
+///
+/// On one host, a gather copies each peer's shard from where it lies, and a reduction adds up the peers' unreduced buffers where they lie,
+/// in rank order, so that it needs no staging. What does not lie in the rank's shared heap is copied there first. Scatters and small
+/// exchanges are messages, as a PairwiseCommunicator's. See the note in shared_row.h.
+///
+/// [Note: Two levels]
+/// Where a row has several hosts, each with as many ranks, messages travel between ranks of equal place only, and every byte crosses once
+/// per host. A gather first gets the shards of the ranks of equal place, and then those that the neighbours have got. A reduction first
+/// sums what the neighbours have for each rank of equal place, sends these sums (fp32, fp64 for double), and adds up what it gets, in the
+/// order of the hosts. These are the bits of one sum over all ranks where a host has a power of two of them (see rank_order_sum.h).
+class SharedCommunicator final : public PairwiseCommunicator {
+ public:
+  SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared);
+
+  std::int64_t staging_numel(std::int64_t shard_numel) const override;
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
+
+ private:
+  std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
+  std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
+  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override;
+  int hosts() const { return size() / group()->shared->size(); }
+
+  const std::shared_ptr<MessageThread> message_thread_;  // null on one host
+};
+
+}  // namespace fsdp::comm

@@ -1,0 +1,56 @@
+#include "comm/collectives/stall_watch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/collectives/group.h"
+
+namespace fsdp::comm {
+
+class StallWatch::Thread {
+ public:
+  Thread() { std::thread(&Thread::run, this).detach(); }
+
+  void add(StallWatch& wait) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waits_.push_back(&wait);
+  }
+
+  void remove(StallWatch& wait) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waits_.erase(std::find(waits_.begin(), waits_.end(), &wait));
+  }
+
+ private:
+  [[noreturn]] void run() {
+    for (;;) {
+      std::this_thread::sleep_for(kInterval);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (StallWatch* wait : waits_) {
+        // A wait that has only begun may yet find its message complete.
+        if (std::exchange(wait->seen_, true) && wait->group_.is_hopeless(wait->peer_)) wait->work_.abort();
+      }
+    }
+  }
+
+  static constexpr std::chrono::milliseconds kInterval{200};
+
+  std::mutex mutex_;
+  std::vector<StallWatch*> waits_;
+};
+
+// Never destroyed: its thread lives as long as the process.
+StallWatch::Thread& StallWatch::thread() {
+  static Thread& thread = *new Thread();
+  return thread;
+}
+
+StallWatch::StallWatch(Group& group, c10d::Work& work, int peer) : group_(group), work_(work), peer_(peer) { thread().add(*this); }
+
+StallWatch::~StallWatch() { thread().remove(*this); }
+
+}  // namespace fsdp::comm

@@ -1,0 +1,112 @@
+#include "comm/collectives/two_level_sum.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
+
+namespace fsdp::comm {
+namespace {
+
+/// Of the same rank, messages arrive in the order in which they were sent.
+constexpr int kTag = 0;
+
+}  // namespace
+
+std::shared_ptr<TwoLevelSum> TwoLevelSum::make(const Row& row, const c10::intrusive_ptr<c10d::Backend>& backend, int ranks_per_host) {
+  if (ranks_per_host <= 2 || ranks_per_host == row.size()) return nullptr;
+  return std::shared_ptr<TwoLevelSum>(new TwoLevelSum(row, backend, ranks_per_host));
+}
+
+TwoLevelSum::TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, int ranks_per_host)
+    : backend_(std::move(backend)),
+      ranks_(ranks_per_host),
+      hosts_(row.size() / ranks_per_host),
+      host_(row.rank / ranks_per_host),
+      place_(row.rank % ranks_per_host) {}
+
+c10::Stream TwoLevelSum::stream_behind_current(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  if (!stream_) stream_ = guard.getStreamFromGlobalPool(device);
+  // Marks the gradients, which the current stream computes.
+  c10::Event until_here(device.type());
+  until_here.record(guard.getStream(device));
+  until_here.block(*stream_);
+  return *stream_;
+}
+
+void TwoLevelSum::send_unreduced(const ReducePart& part, CoalescedWorks& works) const {
+  const std::int64_t numel = part.out.numel();
+  std::vector<at::Tensor> argument(1);
+  for (std::int64_t k = 1; k < ranks_; ++k) {
+    const std::int64_t from = (place_ + k) % ranks_;  // No rank is everybody's first.
+    const std::int64_t to = (place_ + ranks_ - k) % ranks_;
+    const at::Tensor received = of_neighbour(part, from);
+    for (std::int64_t host = 0; host < hosts_; ++host) {
+      argument[0] = flat_view(received, host * numel, numel);
+      works.add(backend_->recv(argument, rank_of(host_, from), kTag));
+      argument[0] = flat_view(part.unreduced, rank_of(host, to) * numel, numel);
+      works.add(backend_->send(argument, rank_of(host_, to), kTag));
+    }
+  }
+}
+
+void TwoLevelSum::sum_neighbours(const ReducePart& part) const {
+  const std::int64_t numel = part.out.numel();
+  // By host, one row each.
+  const at::Tensor own = flat_view(part.unreduced, 0, part.unreduced.numel()).view({hosts_, ranks_, numel}).select(1, place_);
+  const at::Tensor sums = flat_view(part.staging, 0, hosts_ * kSumElements * numel).view(at::kFloat).view({hosts_, numel});
+  const std::int64_t together = std::max<std::int64_t>(1, kSummedTogether / numel);
+  for (std::int64_t host = 0; host < hosts_; host += together) {
+    const std::int64_t count = std::min(together, hosts_ - host);
+    std::vector<at::Tensor> sources;
+    for (std::int64_t place = 0; place < ranks_; ++place) {
+      const at::Tensor rows = place == place_ ? own : of_neighbour(part, place).view({hosts_, numel});
+      sources.push_back(rows.narrow(0, host, count));
+    }
+    rank_order_sum_by_operators(sources, sums.narrow(0, host, count), 1, false);
+  }
+}
+
+void TwoLevelSum::send_sums(const ReducePart& part, CoalescedWorks& works) const {
+  std::vector<at::Tensor> argument(1);
+  for (std::int64_t k = 1; k < hosts_; ++k) {
+    const std::int64_t from = (host_ + k) % hosts_;
+    const std::int64_t to = (host_ + hosts_ - k) % hosts_;
+    argument[0] = sum_of(part, from);
+    works.add(backend_->recv(argument, rank_of(from, place_), kTag));
+    argument[0] = sum_for(part, to);
+    works.add(backend_->send(argument, rank_of(to, place_), kTag));
+  }
+}
+
+std::vector<at::Tensor> TwoLevelSum::sums(const ReducePart& part) const {
+  std::vector<at::Tensor> sums;
+  for (std::int64_t host = 0; host < hosts_; ++host) sums.push_back(sum_of(part, host));
+  return sums;
+}
+
+at::Tensor TwoLevelSum::sum_for(const ReducePart& part, std::int64_t host) const {
+  const std::int64_t numel = kSumElements * part.out.numel();
+  return flat_view(part.staging, host * numel, numel).view(at::kFloat);
+}
+
+at::Tensor TwoLevelSum::sum_of(const ReducePart& part, std::int64_t host) const {
+  if (host == host_) return sum_for(part, host);
+  const std::int64_t numel = kSumElements * part.out.numel();
+  return flat_view(part.staging, (hosts_ + (host < host_ ? host : host - 1)) * numel, numel).view(at::kFloat);
+}
+
+at::Tensor TwoLevelSum::of_neighbour(const ReducePart& part, std::int64_t place) const {
+  const std::int64_t numel = part.out.numel();
+  const std::int64_t behind_sums = kSumElements * hosts_ * numel;
+  return flat_view(part.staging, behind_sums + (place < place_ ? place : place - 1) * hosts_ * numel, hosts_ * numel);
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,101 @@
+#include "comm/launch/endings.h"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/stable_hash.h"
+
+namespace fsdp::comm {
+namespace {
+
+constexpr const char* kReturnedText = "returned";
+constexpr std::chrono::milliseconds kBetweenAsks{50};
+constexpr std::chrono::seconds kUntilItsWord{2};  // from the end of a function that owns the model to that of the program
+
+struct EndingBoard {
+  std::mutex mutex;
+  c10::intrusive_ptr<c10d::Store> store;
+  std::int64_t rank = 0;
+  bool told = false;
+};
+
+// Never destroyed: ranks end while static objects go.
+EndingBoard& board() {
+  static EndingBoard& board = *new EndingBoard();
+  return board;
+}
+
+std::string ending_key(std::int64_t rank) { return "fsdp/ending/" + std::to_string(rank); }
+
+}  // namespace
+
+void tell_endings_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank) {
+  const std::lock_guard<std::mutex> lock(board().mutex);
+  board().store = std::move(store);
+  board().rank = rank;
+}
+
+void tell_ending(Ending ending) noexcept {
+  try {
+    const std::lock_guard<std::mutex> lock(board().mutex);
+    if (board().store == nullptr || std::exchange(board().told, true)) return;
+    board().store->set(ending_key(board().rank), ending == Ending::kReturned ? kReturnedText : "failed");
+  } catch (...) {  // Whoever served the store has gone.
+  }
+}
+
+bool is_first_to_say(const std::string& text) noexcept {
+  try {
+    const std::lock_guard<std::mutex> lock(board().mutex);
+    return board().store == nullptr || board().store->add("fsdp/said/" + std::to_string(stable_hash(text)), 1) == 1;
+  } catch (...) {
+    return true;
+  }
+}
+
+std::vector<std::int64_t> returned_among(const std::vector<std::int64_t>& ranks) noexcept {
+  std::vector<std::int64_t> returned;
+  try {
+    const std::lock_guard<std::mutex> lock(board().mutex);
+    if (board().store == nullptr || ranks.empty()) return returned;
+    // A connection of its own: another thread may wait for something else by the same store, and keep it.
+    const auto store = board().store->clone();
+    const auto until = std::chrono::steady_clock::now() + kUntilItsWord;
+    for (std::vector<std::int64_t> silent = ranks; !silent.empty() && returned.empty();) {
+      std::erase_if(silent, [&](std::int64_t rank) {
+        if (!store->check({ending_key(rank)})) return false;
+        if (store->get_to_str(ending_key(rank)) == kReturnedText) returned.push_back(rank);
+        return true;
+      });
+      if (std::chrono::steady_clock::now() > until) break;
+      if (!silent.empty() && returned.empty()) std::this_thread::sleep_for(kBetweenAsks);
+    }
+  } catch (...) {  // Whoever served the store has gone.
+  }
+  return returned;
+}
+
+std::string names_of_ranks(std::vector<std::int64_t> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size();) {
+    std::size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+    if (last > i) text.append(1, '-').append(std::to_string(ranks[last]));
+    i = last + 1;
+  }
+  return text;
+}
+
+std::string describe_ended(const std::vector<std::int64_t>& ranks) {
+  return names_of_ranks(ranks) + " had ended " + (ranks.size() == 1 ? "its" : "their") +
+         " training: the ranks take different numbers of steps, or some of them alone make a call that all must make, such as a save. "
+         "FSDP_DEBUG=1 compares every collective.";
+}
+
+}  // namespace fsdp::comm

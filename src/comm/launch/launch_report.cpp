@@ -1,0 +1,80 @@
+#include "comm/launch/launch_report.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "comm/launch/endings.h"
+
+namespace fsdp::comm {
+namespace {
+
+/// What follows the rank's name.
+std::string describe(const RankProcess& process, std::size_t call) {
+  if (!process.returned() && !process.ending().empty()) return " failed: " + std::string(process.ending().substr(1));
+  if (WIFSIGNALED(process.status)) {
+    const int signal = WTERMSIG(process.status);
+    return " was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
+  }
+  const std::string code = std::to_string(WEXITSTATUS(process.status));
+  if (process.returned()) return " failed: exit code " + code;
+  if (process.collected_elsewhere) return " ended before its function returned";
+  std::string text = " left by exit(" + code + ") before its function returned";
+  if (call != 0 && !process.began()) {
+    text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(call);
+  }
+  return text;
+}
+
+struct FailureMessage {
+  std::string text;
+  std::vector<std::int64_t> ranks;
+};
+
+void add_message(std::vector<FailureMessage>& messages, std::int64_t rank, std::string text) {
+  const auto same = std::find_if(messages.begin(), messages.end(), [&](const FailureMessage& message) { return message.text == text; });
+  // "rank 1 was ..., rank 2 was ...": only what reads well of several ranks is joined.
+  if (same != messages.end() && text.starts_with(" failed: ")) {
+    same->ranks.push_back(rank);
+  } else {
+    messages.push_back({.text = std::move(text), .ranks = {rank}});
+  }
+}
+
+}  // namespace
+
+int report_failures(const std::vector<RankProcess>& ranks, const std::vector<RankProcess*>& failures, std::size_t call,
+                    std::chrono::milliseconds grace) {
+  const auto own = [](const RankProcess* process) { return !process->stopped_by_us && !process->noticed_a_peer(); };
+  const bool any_own = std::any_of(failures.begin(), failures.end(), own);
+  int result = 0;
+  std::vector<FailureMessage> messages;
+  bool noticed = false;
+  for (const RankProcess* process : failures) {
+    if (process->stopped_by_us) {
+      std::ostringstream text;
+      text << " did not end within " << std::chrono::duration<double>(grace).count() << " s after the first failure and was stopped";
+      add_message(messages, process->rank, text.str());
+    } else if (own(process) || !any_own) {
+      noticed = noticed || process->noticed_a_peer();
+      add_message(messages, process->rank, describe(*process, call));
+      const int code = WIFEXITED(process->status) ? WEXITSTATUS(process->status) : 1;
+      if (result == 0 || result == 1) result = std::max(code, 1);
+    }
+  }
+  for (const auto& [text, of] : messages) std::cerr << names_of_ranks(of) << text << "\n";
+  if (noticed) {
+    std::vector<std::int64_t> ended;
+    for (const RankProcess& process : ranks) {
+      if (!process.failed()) ended.push_back(process.rank);
+    }
+    if (!ended.empty()) std::cerr << describe_ended(ended) << "\n";
+  }
+  std::cerr.flush();
+  return result;
+}
+
+}  // namespace fsdp::comm

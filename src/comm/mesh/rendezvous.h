@@ -1,0 +1,64 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/collectives/group_communicator.h"
+#include "comm/launch/world.h"
+
+namespace gloo::transport {
+class Device;
+}
+
+// How the ranks of a world find each other and form groups.
+namespace fsdp::comm {
+
+/// Makes the groups of one mesh. All ranks make the same groups in the same order; `prefix` keeps their keys in the store apart
+/// from those of other meshes. Throws CommError where the ranks can't meet.
+class Rendezvous {
+ public:
+  Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout);
+  /// Of ranks that share a store already.
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::int64_t world_size, std::string prefix,
+             std::chrono::milliseconds timeout);
+
+  /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
+  c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
+  /// The same, of whoever moves tensors of this device: see register_device_groups().
+  c10::intrusive_ptr<c10d::Backend> device_group(const Row& row, const std::string& name, c10::Device device);
+
+ private:
+  template <typename Make>
+  c10::intrusive_ptr<c10d::Backend> group(const Row& row, const std::string& name, const Make& make);
+
+  const World world_;
+  const std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
+};
+
+/// Of a group whose collectives nobody waits for, but a watchdog that ends the process (NCCL's), where messages have `timeout`: whoever
+/// waits for a message meets the peer that is missing first, and can say which one it is.
+std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout);
+
+/// A row's group for one device; `name` is for logs.
+struct DeviceGroupOptions {
+  c10::intrusive_ptr<c10d::Store> store;
+  const Row& row;
+  std::string name;
+  c10::Device device;
+  std::chrono::milliseconds timeout;
+};
+using MakeDeviceGroup = std::function<c10::intrusive_ptr<c10d::Backend>(const DeviceGroupOptions& options)>;
+
+/// Who moves tensors of this type of device; its collectives make streams wait, not the host. A build with NCCL registers it for CUDA.
+void register_device_groups(c10::DeviceType type, MakeDeviceGroup make);
+/// The type of this name ("cuda"), if it is known who moves its tensors.
+std::optional<c10::DeviceType> device_type_of(const std::string& name);
+
+}  // namespace fsdp::comm
