@@ -30,7 +30,7 @@
 #include <utility>
 
 #include "base/no_autocast_cache.h"
-#include "engine/autograd_phase.h"
+#include "trigger/autograd_phase.h"
 #include "fsdp/error.h"
 
 namespace fsdp {
@@ -303,7 +303,7 @@ class ActivationCheckpointBackward final : public Node {
   /// that collects gradients has put its own exit there.)
   bool accumulates_within(std::size_t k) const {
     Node& node = *next_edges_[k].function;
-    return leaf(node) != nullptr && engine::is_for_all_leaves() && node.tensor_pre_hooks().empty() && node.pre_hooks().empty() &&
+    return leaf(node) != nullptr && trigger::is_for_all_leaves() && node.tensor_pre_hooks().empty() && node.pre_hooks().empty() &&
            node.post_hooks().empty();
   }
 

@@ -17,7 +17,6 @@
 
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bindings/python_value.h"
 #include "checkpoint/boxes.h"
 #include "checkpoint/checked_files.h"
 #include "checkpoint/commit.h"
@@ -29,10 +28,15 @@
 #include "state/snapshot.h"
 #include "state/source.h"
 #include "state/take_newest.h"
+#include "torch_python/python_value.h"
 
 namespace py = pybind11;
 
 namespace fsdp::bindings {
+
+using torch_python::object_of;
+using torch_python::value_from;
+
 namespace {
 
 using Sizes = std::vector<std::int64_t>;

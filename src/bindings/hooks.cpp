@@ -10,17 +10,21 @@
 #include "base/outside_transforms.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bindings/python_gather_extension.h"
-#include "bindings/shown_unit.h"
-#include "engine/autograd_phase.h"
 #include "engine/buffer.h"
 #include "engine/tensor_bytes.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
+#include "torch_python/python_gather_extension.h"
+#include "torch_python/shown_unit.h"
+#include "trigger/autograd_phase.h"
 
 namespace py = pybind11;
 
 namespace fsdp::bindings {
+
+using torch_python::PythonGatherExtension;
+using torch_python::ShownUnit;
+
 namespace {
 
 using hooks::HookedModel;
@@ -438,7 +442,7 @@ void bind_hooks(py::module_& module) {
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
   module.def("note_step", &note_step, "An optimizer that has parameters of these units is about to step.");
   module.def("checksum", &engine::checksum, kNoGil, "Of a tensor's bytes, or of so many elements that are spread over it. Never 0.");
-  module.def("inside_backward", &engine::inside_backward, "True inside of a backward.");
+  module.def("inside_backward", &trigger::inside_backward, "True inside of a backward.");
 }
 
 }  // namespace fsdp::bindings

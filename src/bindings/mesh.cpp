@@ -4,17 +4,22 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings/bindings.h"
-#include "bindings/fake_communicator.h"
-#include "bindings/python_communicator.h"
-#include "bindings/visible_communicator.h"
 #include "comm/launch/endings.h"
 #include "comm/mesh/device_mesh_state.h"
 #include "comm/mesh/ranks.h"
 #include "comm/mesh/store_mesh.h"
+#include "torch_python/fake_communicator.h"
+#include "torch_python/python_communicator.h"
+#include "torch_python/visible_communicator.h"
 
 namespace py = pybind11;
 
 namespace fsdp::bindings {
+
+using torch_python::FakeCommunicator;
+using torch_python::PythonCommunicator;
+using torch_python::VisibleCommunicator;
+
 namespace {
 
 using BackendOf = decltype(comm::StoreMesh::backend_of);

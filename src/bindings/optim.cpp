@@ -13,15 +13,20 @@
 #include <utility>
 
 #include "bindings/bindings.h"
-#include "bindings/optimized.h"
 #include "optim/adamw_8bit_step.h"
 #include "optim/fused.h"
 #include "optim/muon_exchange.h"
 #include "optim/norm.h"
+#include "torch_python/optimized.h"
 
 namespace py = pybind11;
 
 namespace fsdp::bindings {
+
+using torch_python::local_of;
+using torch_python::optimized;
+using torch_python::OptimizedGroup;
+
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;

@@ -144,7 +144,7 @@ void Engine::enter(std::span<Unit* const> units, Phase phase) {
 void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
   std::erase(ahead_, &unit);  // Also where it has stayed, or arrived meanwhile (flush_writes): read_ahead() must not evict what is in use.
   const bool within = current_ != nullptr && encloses(unit, *current_);
-  if (within && unit.state == ParameterState::kPresent) {
+  if (within && unit.state() == ParameterState::kPresent) {
     occupy(unit, phase);  // back in an enclosing unit, which has stayed: the enclosed one stays as well
     prefetch_listed(unit);
     return;
@@ -224,7 +224,7 @@ void Engine::read_ahead() {
   });
   for (const auto index : expected) {
     Unit& unit = *units_[index];
-    if (unit.state != ParameterState::kSharded) continue;
+    if (unit.state() != ParameterState::kSharded) continue;
     gatherer_.start(unit);
     ahead_.push_back(&unit);
   }
@@ -235,7 +235,7 @@ void Engine::read_ahead() {
 void Engine::prefetch_listed(Unit& unit) {
   for (const auto index : unit.prefetch[static_cast<std::size_t>(schedule_.phase())]) {
     Unit& listed = *units_[index];
-    if (listed.state == ParameterState::kPresent) continue;
+    if (listed.state() == ParameterState::kPresent) continue;
     gatherer_.start(listed);
     std::erase(ahead_, &listed);
     if (listed.use != UseState::kPinned) set_use(listed, UseState::kListed);
@@ -391,7 +391,7 @@ void Engine::finalize_backward(bool wait) {
 void Engine::set_keeps_storage(Unit& unit, bool keeps) {
   const auto lock = this->lock();
   unit.options.keeps_storage = keeps;
-  if (keeps || unit.replicated_parameters() || unit.state != ParameterState::kSharded) return;
+  if (keeps || unit.replicated_parameters() || unit.state() != ParameterState::kSharded) return;
   unit.free_whole();
   if (unit.extension) unit.extension->free();
 }
@@ -412,7 +412,7 @@ void Engine::unshard(Unit& unit) {
     gatherer_.finish(unit);
     if (!is_confirmed_later()) confirm();
   });
-  set_use(unit, UseState::kPinned);
+  set_use(unit, UseState::kPinned);  // [Pins last until use]
   std::erase(ahead_, &unit);
 }
 

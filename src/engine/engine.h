@@ -32,8 +32,8 @@ namespace fsdp::engine {
 ///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
-/// Whether a backward is for all leaves, or for chosen tensors (torch::autograd::grad, backward with inputs). In the latter, units are used
-/// whose gradients nobody asked for: none is reduced on departure, what came is reduced at the end.
+/// Whether a backward is for all leaves, or for chosen tensors (torch::autograd::grad, backward with inputs). A backward for chosen tensors
+/// passes through units of which it gives no gradients. It therefore reduces no unit on departure; what it gave is reduced at its end.
 enum class BackwardOf : std::uint8_t { kAllLeaves, kChosenTensors };
 
 struct EngineOptions {
@@ -49,8 +49,9 @@ struct EngineOptions {
 /// when backward departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
 ///
-/// All public methods lock: a backward may run on another thread than the forward. The lock is held while a collective is waited
-/// for, since nothing else could proceed then. Every rank must enter units in the same order [Order is collective].
+/// All public methods that change something lock, as a backward may run on another thread than the forward. Those that do not lock read
+/// what never changes, but for follows_current_stream(). The lock is held while a collective is waited for, since nothing else could
+/// proceed then. Every rank must enter units in the same order [Order is collective].
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const EngineOptions& options);
@@ -119,7 +120,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const auto lock = this->lock();
     main_parameters_.expose();
   }
-  bool main_is_exposed() const { return main_parameters_.exposed(); }
+  bool main_is_exposed() {
+    const auto lock = this->lock();
+    return main_parameters_.exposed();
+  }
   /// From now on the main parameters are partly one model's and partly another's, as a load is going to replace the values of these names:
   /// the next forward, summon and flush_writes are Errors. No names: a load has replaced all that was torn.
   void set_torn(std::set<std::string> names);
@@ -162,7 +166,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     pools_.set_memory(units_, memory);
   }
   /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
-  void set_manual_finalization(bool manual) { facts_.manual_finalization = manual; }
+  void set_manual_finalization(bool manual) {
+    const auto lock = this->lock();
+    facts_.manual_finalization = manual;
+  }
   /// Between backwards: reduces all that is collected in units that require synchronization now, on whatever rank it is, and what backwards
   /// have left under way goes on. With `wait` it has ended when this returns; else finish_gradient_sync waits. Collective. Throws Error
   /// inside of a backward.
@@ -170,9 +177,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Whether the unit's whole parameters keep their memory, and so their addresses, while they are resharded.
   void set_keeps_storage(Unit& unit, bool keeps);
   /// With false, the ends of backwards leave reductions under way.
-  void set_is_last_backward(bool last) { facts_.is_last_backward = last; }
+  void set_is_last_backward(bool last) {
+    const auto lock = this->lock();
+    facts_.is_last_backward = last;
+  }
   /// With false, each reduction has ended before backward goes on.
-  void set_overlaps_reductions(bool overlaps) { reducer_.set_overlaps(overlaps); }
+  void set_overlaps_reductions(bool overlaps) {
+    const auto lock = this->lock();
+    reducer_.set_overlaps(overlaps);
+  }
   /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: the unit has
   /// none then, as after zero_grad(). Empty if nothing was reduced. For triggers whose users hold gradients themselves; call it between
   /// backwards, when nothing is under way.

@@ -10,7 +10,8 @@ namespace fsdp::engine {
 /// (FSDP2's fsdp_pre_all_gather and fsdp_post_all_gather). Their main and whole parameters are its own, in memory of its own; the engine
 /// moves the bytes, together with the unit's other parameters, and reduces the gradients.
 ///
-/// Called by Gatherer only, under the engine's lock, with gradients disabled. What it does itself must not ask the engine for anything.
+/// Called under the engine's lock, with gradients disabled: by Gatherer, and with nothing under way by the front end that made it. What it
+/// does itself must not ask the engine for anything.
 class GatherExtension {
  public:
   virtual ~GatherExtension() = default;

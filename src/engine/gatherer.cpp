@@ -11,7 +11,7 @@
 namespace fsdp::engine {
 
 void Gatherer::start(Unit& unit) {
-  if (unit.state != ParameterState::kSharded) return;
+  if (unit.state() != ParameterState::kSharded) return;
   RECORD_USER_SCOPE("FSDP::all_gather (" + unit.name + ")");
   const at::NoGradGuard no_grad;
   std::vector<comm::GatherPart> parts;
@@ -22,7 +22,7 @@ void Gatherer::start(Unit& unit) {
     give_up(unit);
     throw;
   }
-  unit.state = ParameterState::kGathering;
+  unit.set_state(ParameterState::kGathering);
 }
 
 /// `parts`: of the unit's extension, beside which the others travel.
@@ -79,7 +79,7 @@ void Gatherer::encode_main(Unit& unit, std::size_t k, const at::Tensor& place) {
 
 void Gatherer::finish(Unit& unit) {
   start(unit);
-  if (unit.state != ParameterState::kGathering) return;
+  if (unit.state() != ParameterState::kGathering) return;
   if (unit.gather) unit.gather->wait_unconfirmed();
   unit.gather.reset();
   if (unit.post_forward.live()) {
@@ -88,7 +88,7 @@ void Gatherer::finish(Unit& unit) {
     widen(unit);
   }
   finish_extension(unit);
-  unit.state = ParameterState::kPresent;
+  unit.set_state(ParameterState::kPresent);
 }
 
 void Gatherer::finish_extension(Unit& unit) {
@@ -98,7 +98,7 @@ void Gatherer::finish_extension(Unit& unit) {
     unit.extension->finish();
   } catch (...) {
     // What has arrived is given up: the unit is gathered anew when it is next used.
-    unit.state = ParameterState::kSharded;
+    unit.set_state(ParameterState::kSharded);
     if (!unit.replicated_parameters() && !unit.options.keeps_storage) unit.free_whole();
     after_error([&] { unit.extension->free(); });
     throw;
@@ -122,7 +122,7 @@ bool Gatherer::leave_forward(Unit& unit) {
     kept_bytes_ += unit.full.bytes;
     return true;
   }
-  if (unit.communicators.post_forward && unit.state == ParameterState::kPresent) keep_part(unit);
+  if (unit.communicators.post_forward && unit.state() == ParameterState::kPresent) keep_part(unit);
   free(unit);
   return false;
 }
@@ -146,21 +146,21 @@ void Gatherer::evict(Unit& unit) {
 
 /// Writes back and frees the whole parameters.
 void Gatherer::free(Unit& unit) {
-  if (unit.state == ParameterState::kSharded) return;
-  if (unit.state == ParameterState::kGathering) finish(unit);
+  if (unit.state() == ParameterState::kSharded) return;
+  if (unit.state() == ParameterState::kGathering) finish(unit);
   write_back(unit);
   if (unit.replicated_parameters()) return;
-  unit.state = ParameterState::kSharded;
+  unit.set_state(ParameterState::kSharded);
   if (unit.options.keeps_storage) return;
   unit.free_whole();
   if (unit.extension) unit.extension->free();
 }
 
 void Gatherer::drop(Unit& unit) {
-  if (unit.state != ParameterState::kGathering) return;
+  if (unit.state() != ParameterState::kGathering) return;
   unit.gather.reset();  // waits; a failed peer's error was reported where it was first seen
   unit.wire.release();
-  unit.state = unit.replicated_parameters() ? ParameterState::kSharded : ParameterState::kPresent;
+  unit.set_state(unit.replicated_parameters() ? ParameterState::kSharded : ParameterState::kPresent);
 }
 
 void Gatherer::write_back(Unit& unit) {
@@ -221,7 +221,7 @@ void Gatherer::await_shards(Unit& unit) {
 }
 
 void Gatherer::stop_sending(Unit& unit) {
-  if (unit.state == ParameterState::kGathering) finish(unit);
+  if (unit.state() == ParameterState::kGathering) finish(unit);
   await_shards(unit);
 }
 
@@ -230,14 +230,14 @@ void Gatherer::outdate_copies(Unit& unit) {
   unit.last_backward = LastBackward::kNone;
   outdate_silently(unit);
   for (const auto& parameter : unit.parameters) {
-    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();
+    if (const auto tensor = parameter.tensor.lock()) tensor->bump_version();  // [Stale graphs fail]
   }
 }
 
 void Gatherer::outdate_silently(Unit& unit) {
   evict(unit);
   // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
-  if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.state = ParameterState::kSharded;
+  if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.set_state(ParameterState::kSharded);
   unit.shards_outdated = unit.options.outer_sharded_optimizer;
 }
 

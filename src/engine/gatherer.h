@@ -14,7 +14,7 @@
 namespace fsdp::engine {
 
 /// The life of parameters: a unit's shards are all-gathered into a slot, stay there while the unit is used, and are written back, if an
-/// operator wrote to them, before the slot is freed. Called by Engine only, under its lock; moves ParameterState.
+/// operator wrote to them, before the slot is freed. Called under the engine's lock, by Engine and MainParameters.
 ///
 /// A gather takes up to two hops: over the outer ranks, where the optimizer is sharded over them as well, and over the inner ranks.
 class Gatherer {

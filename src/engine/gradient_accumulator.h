@@ -39,7 +39,7 @@ struct GradientBuffer : Buffer {
 };
 
 /// The gradients of one unit on their way from autograd to its main gradients: buffers, and what is known of each parameter. Owned by
-/// Reducer, which alone changes it.
+/// Reducer; gradient_usage.h writes what ranks tell each other of it.
 struct GradientAccumulator {
   /// What this rank knows of one parameter's gradient.
   struct OfParameter {

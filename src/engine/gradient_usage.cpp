@@ -45,8 +45,8 @@ class BitReader {
 at::Tensor any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any(); }
 
 std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients) {
-  // For each unit, has it unreduced gradients, and came its last gradient after the first departure, the second, ...; for each parameter,
-  // had this rank a gradient.
+  // A bit tells of each unit whether it has unreduced gradients. The next ones tell whether its last gradient came after the first
+  // departure, after the second, and so on. Then each of its parameters has a bit, which tells whether this rank had a gradient of it.
   BitWriter mine;
   for (const auto* of_unit : gradients) {
     mine.append(of_unit->collects());

@@ -1,7 +1,6 @@
 #include "engine/reducer.h"
 
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <string>
@@ -166,7 +165,7 @@ void Reducer::report_nan() const {
   if (options_.report_nan) engine::report_nan(gradients_, options_.rank);
 }
 
-// A reduction, hop by hop.
+// A reduction.
 
 // [Order is collective] Reductions begin at moments that all ranks share, and so do the later hops of those that began before: all but the
 // newest go on.
@@ -201,144 +200,10 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   if (!overlaps_) drain();
 }
 
+// [Hops start together]
 void Reducer::begin(Reduction reduction) {
   advance_all_but(1);
   start(reductions_.emplace_back(std::move(reduction)));
-}
-
-void Reducer::start(Reduction& reduction) {
-  auto& gradients = *reduction.gradients;
-  Unit& unit = gradients.unit;
-  std::vector<comm::ReducePart> reduced;
-  std::vector<comm::GatherPart> gathered;
-  const auto own_piece = [&](std::size_t k) { return unit.main_region(gradients.reduced[k], unit.own_pieces()); };
-  const auto inner_region = [&](std::size_t k) { return unit.main_region(gradients.reduced[k], unit.inner_pieces()); };
-  const auto sub_buffers = gradients.reduced.size();
-  const bool accumulate = unit.main_gradient_valid;
-  switch (reduction.hop) {
-    case Hop::kInnerReduce: {
-      RECORD_USER_SCOPE("FSDP::post_backward_reduce (" + unit.name + ")");
-      if (unit.communicators.outer) {
-        gradients.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
-      } else if (!reduction.in_place) {
-        allocate_reduced(gradients);
-      }
-      gradients.staging.acquire(pool_, memory::Kind::kCommunication);
-      for (std::size_t k = 0; k < sub_buffers; ++k) {
-        const auto& unreduced = gradients.wire.parts[k];
-        reduced.push_back({.unreduced = unreduced,
-                           .staging = gradients.staging.parts[k],
-                           .out = unit.communicators.outer ? gradients.partial_shards(k)
-                                  : reduction.in_place     ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
-                                                           : inner_region(k),
-                           .accumulate = unit.communicators.outer ? gradients.holds_partial : accumulate});
-      }
-      reduction.pending = unit.communicators.reduce->reduce_scatter(reduced, unit.gradient_scale(), unit.label("reduce-scatter"));
-      break;
-    }
-    case Hop::kOuterReduce: {
-      if (unit.outer_cuts()) allocate_reduced(gradients);
-      gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);
-      gradients.outer_staging.acquire(pool_, memory::Kind::kCommunication);
-      Copies conversions;
-      for (std::size_t k = 0; k < sub_buffers; ++k) {
-        const auto& partial = gradients.partial.parts[k];
-        const auto& wire = gradients.partial_wire.parts[k];
-        if (wire.defined()) conversions.add(wire, partial);
-        reduced.push_back({.unreduced = wire.defined() ? wire : partial,
-                           .staging = gradients.outer_staging.parts[k],
-                           .out = unit.outer_cuts() ? own_piece(k) : gradients.own_share(k),
-                           .accumulate = unit.outer_cuts() && accumulate});
-      }
-      conversions.run();
-      reduction.pending = unit.communicators.outer->reduce_scatter(reduced, 1.0, unit.label("outer reduce-scatter"));
-      break;
-    }
-    case Hop::kOuterGather:
-      for (std::size_t k = 0; k < sub_buffers; ++k) {
-        gathered.push_back(unit.outer_cuts() ? comm::GatherPart{.full = inner_region(k), .shard = own_piece(k)}
-                                             : comm::GatherPart{.full = gradients.partial.parts[k], .shard = gradients.own_share(k)});
-      }
-      reduction.pending = unit.communicators.outer->all_gather(gathered, unit.label("outer all-gather of gradients"));
-      break;
-    case Hop::kInnerGather:
-      for (std::size_t k = 0; k < sub_buffers; ++k) gathered.push_back({.full = gradients.reduced[k], .shard = inner_region(k)});
-      reduction.pending = unit.communicators.reduce->all_gather(gathered, unit.label("all-gather of gradients"));
-      break;
-  }
-}
-
-void Reducer::complete(Reduction& reduction) {
-  if (!reduction.pending) return;
-  reduction.pending->wait_unconfirmed();
-  reduction.pending.reset();
-  auto& gradients = *reduction.gradients;
-  const bool has_outer = gradients.unit.communicators.outer != nullptr;
-  if (reduction.hop == Hop::kInnerReduce) {
-    if (reduction.in_place) take_result(gradients);
-    release_unreduced(gradients);
-    if (has_outer) gradients.holds_partial = true;
-  } else if (reduction.hop == Hop::kOuterReduce) {
-    if (gradients.unit.outer_cuts()) gradients.partial.release();
-    gradients.holds_partial = false;
-    gradients.partial_wire.release();
-    gradients.outer_staging.release();
-  } else if (reduction.hop == Hop::kOuterGather && !gradients.unit.outer_cuts()) {
-    take_sums(gradients);
-  }
-  const bool is_partial = reduction.hop == Hop::kInnerReduce && has_outer;
-  if (!is_partial && !next_hop(reduction)) deliver(gradients);
-}
-
-/// The sums of replicas that cut nothing reach the main gradients.
-void Reducer::take_sums(GradientAccumulator& gradients) {
-  Unit& unit = gradients.unit;
-  allocate_reduced(gradients);
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    const auto region = unit.main_region(gradients.reduced[k], unit.inner_pieces());
-    unit.main_gradient_valid ? region.add_(gradients.partial_shards(k)) : region.copy_(gradients.partial_shards(k));
-  }
-  gradients.partial.release();
-}
-
-/// What a reduction in place has left in the unreduced buffer becomes the main gradients.
-void Reducer::take_result(GradientAccumulator& gradients) {
-  Unit& unit = gradients.unit;
-  gradients.staging.release();
-  allocate_main_gradient(unit);
-  Copies results;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    results.add(unit.main_region(gradients.reduced[k], unit.inner_pieces()),
-                Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
-  }
-  results.run();
-}
-
-std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
-  const Unit& unit = reduction.gradients->unit;
-  switch (reduction.hop) {
-    case Hop::kInnerReduce:
-      if (unit.communicators.outer) return reduction.over_outer ? std::optional(Hop::kOuterReduce) : std::nullopt;
-      break;
-    case Hop::kOuterReduce:
-      if (unit.options.outer_sharded_optimizer) return std::nullopt;
-      return Hop::kOuterGather;
-    case Hop::kOuterGather:
-      break;
-    case Hop::kInnerGather:
-      return std::nullopt;
-  }
-  const bool gathers = unit.replicated_optimizer() && !unit.communicators.gather->is_alone();
-  return gathers ? std::optional(Hop::kInnerGather) : std::nullopt;
-}
-
-bool Reducer::advance(Reduction& reduction) {
-  complete(reduction);
-  const auto next = next_hop(reduction);
-  if (!next) return true;
-  reduction.hop = *next;
-  start(reduction);
-  return false;
 }
 
 void Reducer::advance_all_but(std::size_t newest) {

@@ -106,6 +106,10 @@ class Reducer {
   void reduce_at_end(GradientAccumulator& gradients);
   void begin(Reduction reduction);
   void start(Reduction& reduction);
+  std::unique_ptr<comm::Pending> reduce_over_inner_ranks(GradientAccumulator& gradients, bool in_place);
+  std::unique_ptr<comm::Pending> reduce_over_outer_ranks(GradientAccumulator& gradients);
+  static std::unique_ptr<comm::Pending> gather_over_outer_ranks(const GradientAccumulator& gradients);
+  static std::unique_ptr<comm::Pending> gather_over_inner_ranks(const GradientAccumulator& gradients);
   void complete(Reduction& reduction);
   void take_sums(GradientAccumulator& gradients);
   void take_result(GradientAccumulator& gradients);

@@ -214,8 +214,18 @@ void Unit::allocate_main(memory::Accounting& accounting) {
   if (replicated_parameters()) {
     allocate(full, replica_memory, alone ? memory::Kind::kMainParameters : memory::Kind::kGatheredParameters);
     // What every rank fills for itself is there at once; copies in another dtype are made at the first use.
-    state = has_separate_main() ? ParameterState::kSharded : ParameterState::kPresent;
+    set_state(has_separate_main() ? ParameterState::kSharded : ParameterState::kPresent);
   }
+}
+
+void Unit::set_state(ParameterState state) {
+  const bool legal = state == ParameterState::kSharded || (state == ParameterState::kGathering && state_ == ParameterState::kSharded) ||
+                     (state == ParameterState::kPresent && (state_ == ParameterState::kGathering || replicated_parameters()));
+  if (!legal) {
+    throw Error("internal: unit '" + name + "' can't go from parameter state " + std::to_string(static_cast<int>(state_)) + " to " +
+                std::to_string(static_cast<int>(state)));
+  }
+  state_ = state;
 }
 
 bool encloses(const Unit& outer, const Unit& inner) {

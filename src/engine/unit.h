@@ -30,11 +30,11 @@
 
 namespace fsdp::engine {
 
-/// Where a unit's whole parameters are. Transitions, all made by Engine:
+/// Where a unit's whole parameters are. Transitions, all made by Unit::set_state, which refuses others:
 ///   kSharded -> kGathering  an all-gather was started (read ahead, or about to be used)
 ///   kGathering -> kPresent  it completed
-///   kPresent -> kSharded    evicted; or, for replicated parameters, outdated by an optimizer step
-///   kGathering -> kSharded  a read-ahead that nobody used, reset, or the unit's extension could not make the whole parameters
+///   kSharded -> kPresent    the unit is made, and its parameters are replicated and need no gather
+///   any -> kSharded         evicted, or given up; or, for replicated parameters, outdated by a write to the main ones
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 
 /// What the computation, or the user, has to do with a unit in the running pass (a forward, or a backward): departures act on it. All
@@ -50,7 +50,7 @@ enum class UseState : std::uint8_t {
   kPinned,    ///< Unsharded by the user: stays until it is used or resharded, or the parameters change.
   kListed,    ///< Gathered for a list of set_modules_to_forward_prefetch or backward_prefetch: stays until it is used, or backward ends.
   kInUse,     ///< The computation is in it: entering it changes nothing. The only state that the fast path of a trigger reads.
-  kRepeated,  ///< As kInUse for the forward that is repeated; to the backward proper, entering it is news.
+  kRepeated,  ///< As kInUse for the forward that is repeated. The backward proper still has to enter it.
   kLeft,      ///< The computation has moved on. If it is present, an option says so.
   kKept,      ///< As kLeft, and present within keep_gathered_bytes.
 };
@@ -168,7 +168,6 @@ struct Unit {
 
   // Whole parameters. `full.storage` is what the modules' parameters view; it has bytes only while gathering or present
   // (always, if parameters are replicated).
-  ParameterState state = ParameterState::kSharded;
   std::atomic<UseState> use = UseState::kUnused;
   bool written = false;  ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
   LastBackward last_backward = LastBackward::kNone;
@@ -202,6 +201,10 @@ struct Unit {
   std::shared_ptr<void> trigger;
 
   std::uint64_t layout_hash = 0;  ///< Of describe() and of where the parameters lie.
+
+  ParameterState state() const { return state_; }
+  /// Throws Error if the transition is none of ParameterState's.
+  void set_state(ParameterState state);
 
   /// Entering the unit changes nothing. Any thread may ask.
   bool in_use(Phase phase) const {
@@ -280,6 +283,9 @@ struct Unit {
   /// Gives what is persistent memory, set to zero: the main parameters, and `shards` or replicated parameters. Memory that is there already
   /// (main_memory and its like) is taken as it is.
   void allocate_main(memory::Accounting& accounting);
+
+ private:
+  ParameterState state_ = ParameterState::kSharded;
 };
 
 /// True if `inner` is `outer` or lies within it.

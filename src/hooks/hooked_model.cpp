@@ -2,9 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -13,35 +11,29 @@
 #include <iterator>
 #include <utility>
 
-#include "engine/autograd_phase.h"
 #include "fsdp/error.h"
+#include "trigger/autograd_phase.h"
+#include "trigger/gradient_hook.h"
+#include "trigger/watch_backward.h"
 
 namespace fsdp::hooks {
 namespace {
 
 std::atomic<std::uint64_t> updates_of_optimizers{0};
 
-/// Hands the accumulated gradient of a leaf to the engine. Owned by the leaf.
-class GradientHook : public torch::autograd::PostAccumulateGradHook {
- public:
-  GradientHook(std::weak_ptr<HookedModel> model, std::weak_ptr<HookedUnit> unit, std::size_t index,
-               std::function<at::Tensor(const at::Tensor&)> local)
-      : model_(std::move(model)), unit_(std::move(unit)), index_(index), local_(std::move(local)) {}
+/// Hands the accumulated gradient of a leaf to the engine, and keeps neither.
+struct DeliverToModel {
+  std::weak_ptr<HookedModel> model;
+  std::weak_ptr<HookedUnit> unit;
+  std::size_t index;
+  std::function<at::Tensor(const at::Tensor&)> local;
 
-  void operator()(const torch::autograd::Variable& leaf) override {
-    // Taken first: a gradient that is refused must not stay, to be added to the next one.
-    const auto gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
-    const auto model = model_.lock();
-    const auto unit = unit_.lock();
-    if (!gradient.defined() || !model || !unit) return;
-    model->in_autograd([&] { model->gradient(*unit, index_, local_ ? local_(gradient) : gradient); });
+  void operator()(const at::Tensor& gradient) const {
+    const auto to = model.lock();
+    const auto of = unit.lock();
+    if (!to || !of) return;
+    to->in_autograd([&] { to->gradient(*of, index, local ? local(gradient) : gradient); });
   }
-
- private:
-  std::weak_ptr<HookedModel> model_;
-  std::weak_ptr<HookedUnit> unit_;
-  std::size_t index_;
-  std::function<at::Tensor(const at::Tensor&)> local_;
 };
 
 }  // namespace
@@ -79,7 +71,7 @@ void note_update() { ++updates_of_optimizers; }
 // [Current when forward begins] What tells of writes counts for the copies alone that the user keeps; the others go in any case.
 void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
-  if (!engine::inside_backward()) engine_->recover();
+  if (!trigger::inside_backward()) engine_->recover();
   notice_writes();
   const auto updates = updates_of_optimizers.load();
   const bool updated = std::exchange(updates_, updates) != updates;
@@ -91,7 +83,7 @@ void HookedModel::begin_forward() {
 }
 
 void HookedModel::prepare_unshard(HookedUnit& unit) {
-  if (!engine::inside_backward()) engine_->recover();
+  if (!trigger::inside_backward()) engine_->recover();
   if (notice_writes()) return;
   const bool updated = updates_ != updates_of_optimizers.load();
   if (updated || last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit(), updated);
@@ -123,11 +115,11 @@ bool HookedModel::end_call(HookedUnit& unit) {
 }
 
 void HookedModel::enter(HookedUnit& unit) {
-  if (engine::inside_backward()) {
+  if (trigger::inside_backward()) {
     watch_backward();
     unit.entered_in_backward = true;
   }
-  const auto phase = engine::current_phase();
+  const auto phase = trigger::current_phase();
   RECORD_USER_SCOPE((phase == engine::Phase::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
   if (unit.unit().in_use(phase) && engine_->follows_current_stream()) return;
   const std::array<engine::Unit*, 1> units{&unit.unit()};
@@ -158,7 +150,8 @@ void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vect
 
 void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,
                                     std::function<at::Tensor(const at::Tensor&)> local) {
-  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<GradientHook>(weak_from_this(), unit, i, std::move(local)));
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      leaf, std::make_unique<trigger::GradientHook<DeliverToModel>>(DeliverToModel{weak_from_this(), unit, i, std::move(local)}));
 }
 
 void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {
@@ -167,23 +160,18 @@ void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gr
   engine_->gradient(unit.unit(), i, unit.as_stored(i, gradient));
 }
 
-/// Announces a backward that the engine does not know yet, and queues its end as autograd's final callback. The callback, and with it the
-/// token, lives exactly as long as the backward: autograd drops it unrun if the backward throws.
 void HookedModel::watch_backward() {
-  if (!engine::inside_backward() || engine_->in_backward()) return;
-  const auto alive = std::make_shared<char>();
-  const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
-  if (!engine_->begin_backward(alive, of)) return;
-  last_forward_ = LastForward::kDone;
-  if (!to_agree_on_.empty()) {
-    const auto warning = engine::agree(engine_->units(), to_agree_on_);
-    to_agree_on_.clear();
-    if (!warning.empty()) TORCH_WARN(warning);
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), alive] {
+  const auto begin = [&](const std::shared_ptr<char>& alive, engine::BackwardOf of) { return engine_->begin_backward(alive, of); };
+  const bool announced = trigger::watch_backward(*engine_, begin, [self = shared_from_this()](engine::BackwardOf) {
     RECORD_USER_SCOPE("FSDP::root_post_backward_callback");
     self->in_autograd([&] { self->end_backward(); });
   });
+  if (!announced) return;
+  last_forward_ = LastForward::kDone;
+  if (to_agree_on_.empty()) return;
+  const auto warning = engine::agree(engine_->units(), to_agree_on_);
+  to_agree_on_.clear();
+  if (!warning.empty()) TORCH_WARN(warning);
 }
 
 void HookedModel::end_backward() {

@@ -1,27 +1,24 @@
 #include "paging/backward.h"
 
-#include <torch/csrc/autograd/engine.h>
-
-#include "engine/autograd_phase.h"
 #include "paging/paged_model.h"
 #include "paging/warnings.h"
+#include "trigger/autograd_phase.h"
+#include "trigger/watch_backward.h"
 
 namespace fsdp::paging {
 
 void watch_backward(const std::shared_ptr<engine::Engine>& engine) {
   auto& gate = PagedModel::of(*engine).gate;
-  if (!engine::inside_backward()) {
+  if (!trigger::inside_backward()) {
     gate.alone([&] { engine->recover(); });
     return;
   }
-  if (engine->in_backward()) return;
-  // The callback, and with it the token, lives exactly as long as the backward: autograd drops it unrun if the backward throws.
-  const auto alive = std::make_shared<char>();
-  const auto of = engine::is_for_all_leaves() ? engine::BackwardOf::kAllLeaves : engine::BackwardOf::kChosenTensors;
-  bool begun = false;
-  gate.alone([&] { begun = engine->begin_backward(alive, of); });
-  if (!begun) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([engine, alive, of] {
+  const auto begin = [&](const std::shared_ptr<char>& alive, engine::BackwardOf of) {
+    bool begun = false;
+    gate.alone([&] { begun = engine->begin_backward(alive, of); });
+    return begun;
+  };
+  trigger::watch_backward(*engine, begin, [engine](engine::BackwardOf of) {
     auto& model = PagedModel::of(*engine);
     model.gate.alone([&] { engine->end_backward(); });
     model.validated = false;

@@ -1,6 +1,5 @@
 #include "paging/paged_storage.h"
 
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
@@ -12,36 +11,28 @@
 #include "fsdp/error.h"
 #include "paging/backward.h"
 #include "paging/warnings.h"
+#include "trigger/gradient_hook.h"
 
 namespace fsdp::paging {
 namespace {
 
-/// Hands a parameter's accumulated gradient to the engine. Owned by the parameter, and holds the engine: a model that dies takes its
-/// engine along.
-class GradientHook : public torch::autograd::PostAccumulateGradHook {
- public:
-  GradientHook(std::shared_ptr<engine::Engine> engine, engine::Unit& unit, std::size_t index)
-      : engine_(std::move(engine)), unit_(unit), index_(index) {}
+/// Hands a parameter's accumulated gradient to the engine. Holds the engine: a model that dies takes its engine along.
+struct DeliverToEngine {
+  std::shared_ptr<engine::Engine> engine;
+  engine::Unit& unit;
+  std::size_t index;
 
-  void operator()(const torch::autograd::Variable& parameter) override {
-    // Taken first: a gradient that is refused must not stay, to be added to the next one.
-    auto gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
-    if (!gradient.defined()) return;  // a checkpoint's backward has delivered it already
-    const auto& info = unit_.parameters[index_];
+  void operator()(at::Tensor gradient) const {
+    const auto& info = unit.parameters[index];
     if (!info.trainable) {
-      throw Error("parameter '" + info.name + "' of unit '" + unit_.name +
+      throw Error("parameter '" + info.name + "' of unit '" + unit.name +
                   "' got a gradient, but did not require one when fully_shard was called; set requires_grad before sharding");
     }
-    watch_backward(engine_);
+    watch_backward(engine);
     // A parameter, or a view of one, is gathered like any other use: now, not under the engine's lock.
     if (gradient.key_set().has(kTrapKey)) gradient = gradient.clone();
-    engine_->gradient(unit_, index_, gradient);
+    engine->gradient(unit, index, gradient);
   }
-
- private:
-  std::shared_ptr<engine::Engine> engine_;
-  engine::Unit& unit_;
-  std::size_t index_;
 };
 
 /// What autograd keeps of a paged parameter. Notices who asks for its gradient outside of a backward: torch's optimizers, say.
@@ -96,7 +87,7 @@ void notice_grad(const at::Tensor& parameter, const std::shared_ptr<engine::Engi
 void asked_for_address(c10::StorageImpl* storage) {
   if (c10::impl::tls_is_dispatch_key_excluded(kTrapKey)) return;  // an operator, which the trap has seen
   auto* paged = static_cast<PagedStorage*>(storage);
-  if (paged->unit == nullptr || paged->unit->state != engine::ParameterState::kPresent) return;  // the engine, which gathers it
+  if (paged->unit == nullptr || paged->unit->state() != engine::ParameterState::kPresent) return;  // the engine, which gathers it
   paged->engine->wrote(*paged->unit);
 }
 
@@ -148,7 +139,8 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
     handle.set_data(at::Tensor(paged_impl(unit, index)));
   }
   notice_grad(handle, engine, unit.parameters[index]);
-  torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(engine, unit, index));
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      handle, std::make_unique<trigger::GradientHook<DeliverToEngine>>(DeliverToEngine{engine, unit, index}));
 }
 
 // Not set_data, which would make the parameter forget what accumulates its gradient: a graph from before still refers to that.

@@ -16,11 +16,11 @@
 #include "base/trap_key.h"
 #include "deferred/deferred_record.h"
 #include "deferred/deferred_storage.h"
-#include "engine/autograd_phase.h"
 #include "fsdp/error.h"
 #include "paging/backward.h"
 #include "paging/operator_arguments.h"
 #include "paging/paged_storage.h"
+#include "trigger/autograd_phase.h"
 
 namespace fsdp::paging {
 namespace {
@@ -92,7 +92,7 @@ class Running {
 
   /// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
   void enter(const Touched& touched) {
-    const auto phase = engine::current_phase();
+    const auto phase = trigger::current_phase();
     c10::SmallVector<engine::Engine*, 2> engines;
     for (const auto& use : touched.uses) {
       if (std::find(engines.begin(), engines.end(), use.engine) == engines.end()) engines.push_back(use.engine);

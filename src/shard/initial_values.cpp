@@ -34,7 +34,7 @@ void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vect
   deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
     if (checksums != nullptr) (*checksums)[i] = engine::checksum(value);
     const auto flat = value.reshape({-1});
-    if (unit.state == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
+    if (unit.state() == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
       const auto& placement = unit.layout.placements()[i];
       unit.full.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
     } else {
@@ -112,7 +112,7 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) main_of(unit, unit.main_slice(i)).copy_(held.values[i]);
   // The rest of a replica is gathered at its first use.
-  if (!unit.replicated_optimizer()) unit.state = engine::ParameterState::kSharded;
+  if (!unit.replicated_optimizer()) unit.set_state(engine::ParameterState::kSharded);
   if (failure) std::rethrow_exception(failure);
 }
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 // What a torch.optim.Optimizer holds, seen from C++: this rank's part of parameters, gradients and state.
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 /// Of one group, in the order of its parameters: those that have a gradient.
 struct OptimizedGroup {
@@ -29,4 +29,4 @@ OptimizedGroup optimized(const std::string& optimizer, const pybind11::dict& gro
 /// This rank's part of a DTensor; any other tensor itself.
 at::Tensor local_of(const pybind11::handle& tensor);
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

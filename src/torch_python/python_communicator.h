@@ -10,7 +10,7 @@
 
 #include "comm/communicator.h"
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 /// Collectives over whatever torch.distributed can do: each one is a call of `collectives`, an object of Python
 /// (libfsdp._collectives.Collectives), with one flat tensor in and one out. So process groups written in Python serve, and each unit's
@@ -49,4 +49,4 @@ class PythonCommunicator final : public comm::Communicator, public std::enable_s
   bool uses_own_memory_ = false;
 };
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

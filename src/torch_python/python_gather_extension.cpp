@@ -1,10 +1,10 @@
-#include "bindings/python_gather_extension.h"
+#include "torch_python/python_gather_extension.h"
 
 #include <utility>
 
 namespace py = pybind11;
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 PythonGatherExtension::PythonGatherExtension(py::function start, py::function finish, py::function free)
     : start_(std::move(start)), finish_(std::move(finish)), free_(std::move(free)) {}
@@ -34,4 +34,4 @@ void PythonGatherExtension::free() {
   free_();
 }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

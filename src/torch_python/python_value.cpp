@@ -1,4 +1,4 @@
-#include "bindings/python_value.h"
+#include "torch_python/python_value.h"
 
 #include <cstdint>
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace py = pybind11;
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 namespace {
 
 using ckpt::PythonValue;
@@ -84,4 +84,4 @@ py::object object_of(const PythonValue& value) {
       value.value);
 }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

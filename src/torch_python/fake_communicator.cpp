@@ -1,11 +1,11 @@
-#include "bindings/fake_communicator.h"
+#include "torch_python/fake_communicator.h"
 
 #include <array>
 
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 std::unique_ptr<comm::Pending> FakeCommunicator::all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) {
   for (const auto& part : parts) comm::copy_own_shard(part, rank());
@@ -22,4 +22,4 @@ std::unique_ptr<comm::Pending> FakeCommunicator::reduce_scatter(std::span<const 
   return NullCommunicator::reduce_scatter(parts, scale, label);
 }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

@@ -1,4 +1,4 @@
-#include "bindings/optimized.h"
+#include "torch_python/optimized.h"
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -9,7 +9,7 @@
 
 namespace py = pybind11;
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 namespace {
 
 /// Names that are looked up for each parameter.
@@ -139,4 +139,4 @@ OptimizedGroup optimized(const std::string& optimizer, const py::dict& group, st
   return found;
 }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

@@ -1,10 +1,10 @@
-#include "bindings/shown_unit.h"
+#include "torch_python/shown_unit.h"
 
 #include <utility>
 
 namespace py = pybind11;
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 namespace {
 
 /// Null where there is none.
@@ -149,4 +149,4 @@ bool ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients)
   return has_hooks;
 }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

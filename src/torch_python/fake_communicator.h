@@ -5,7 +5,7 @@
 
 #include "comm/null_communicator.h"
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 /// Stands for torch's "fake" process group, whose peers are not there: a gather fills this rank's own region and leaves the others as they
 /// are, a reduction sums this rank's own terms. (torch's fills all regions with this rank's shard, at a cost that grows with the ranks.)
@@ -18,4 +18,4 @@ class FakeCommunicator final : public comm::NullCommunicator {
   std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
 };
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

@@ -3,11 +3,11 @@
 #include "engine/schedule.h"
 
 // What autograd does on this thread right now, as triggers need to know it.
-namespace fsdp::engine {
+namespace fsdp::trigger {
 
 /// Which phase the operators of this thread belong to. Those of a backward run without grad mode; with it, a forward is repeated within the
 /// backward (activation checkpointing), or the backward is being recorded to be differentiated itself.
-Phase current_phase();
+engine::Phase current_phase();
 
 /// True inside of a backward.
 bool inside_backward();
@@ -15,4 +15,4 @@ bool inside_backward();
 /// True inside of a backward for all leaves, and not for tensors that were chosen (grad(), or backward() with inputs).
 bool is_for_all_leaves();
 
-}  // namespace fsdp::engine
+}  // namespace fsdp::trigger

@@ -6,7 +6,7 @@
 
 #include "comm/communicator.h"
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 /// Collectives by the engine's own connections, except while somebody looks: under a dispatch mode (CommDebugMode counts collectives), or
 /// where a program has replaced functions of torch.distributed. Then each of them is one call there, as FSDP2's are. All ranks must look,
@@ -48,4 +48,4 @@ bool collectives_are_visible();
 /// Programs have replaced functions of torch.distributed (or no more).
 void set_collectives_replaced(bool replaced);
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

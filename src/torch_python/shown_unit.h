@@ -10,7 +10,7 @@
 #include "hooks/hooked_model.h"
 #include "hooks/hooked_unit.h"
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 /// Which form of a unit's parameters its modules have. Transitions: show(), show_kept() and hide(), from any to any.
 enum class Shown : std::uint8_t {
@@ -89,4 +89,4 @@ class ShownUnit {
   Shown shown_ = Shown::kShards;
 };
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

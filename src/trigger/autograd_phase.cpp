@@ -1,17 +1,19 @@
-#include "engine/autograd_phase.h"
+#include "trigger/autograd_phase.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-namespace fsdp::engine {
+namespace fsdp::trigger {
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-Phase current_phase() { return inside_backward() && !at::GradMode::is_enabled() ? Phase::kBackward : Phase::kForward; }
+engine::Phase current_phase() {
+  return inside_backward() && !at::GradMode::is_enabled() ? engine::Phase::kBackward : engine::Phase::kForward;
+}
 
 bool is_for_all_leaves() {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   return chosen != nullptr && chosen->empty();
 }
 
-}  // namespace fsdp::engine
+}  // namespace fsdp::trigger

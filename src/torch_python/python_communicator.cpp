@@ -1,4 +1,4 @@
-#include "bindings/python_communicator.h"
+#include "torch_python/python_communicator.h"
 
 #include <algorithm>
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace py = pybind11;
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 namespace {
 
 /// Waits for a work of Python's (or for nothing, where the call was complete), and then does the local rest.
@@ -232,4 +232,4 @@ void PythonCommunicator::barrier() {
   call({.operation = "barrier", .unit = {}}, [&] { collectives_.attr("barrier")(); });
 }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

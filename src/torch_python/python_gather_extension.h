@@ -6,7 +6,7 @@
 
 #include "engine/gather_extension.h"
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 
 /// A gather extension whose three calls are functions of Python: start() gives pairs of tensors (whole, this rank's part). Takes the GIL
 /// for them. What they raise is the caller's exception.
@@ -25,4 +25,4 @@ class PythonGatherExtension final : public engine::GatherExtension {
   pybind11::function free_;
 };
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

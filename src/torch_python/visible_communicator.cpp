@@ -1,10 +1,10 @@
-#include "bindings/visible_communicator.h"
+#include "torch_python/visible_communicator.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <atomic>
 
-namespace fsdp::bindings {
+namespace fsdp::torch_python {
 namespace {
 
 std::atomic<bool> replaced = false;  // any thread may ask
@@ -65,4 +65,4 @@ void VisibleCommunicator::barrier() { own_->barrier(); }
 
 void VisibleCommunicator::confirm() { own_->confirm(); }
 
-}  // namespace fsdp::bindings
+}  // namespace fsdp::torch_python

@@ -1,0 +1,181 @@
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include "base/copies.h"
+#include "engine/reducer.h"
+
+// A reduction, hop by hop: Reducer's functions that start and complete one.
+namespace fsdp::engine {
+
+void Reducer::start(Reduction& reduction) {
+  switch (reduction.hop) {
+    case Hop::kInnerReduce:
+      reduction.pending = reduce_over_inner_ranks(*reduction.gradients, reduction.in_place);
+      break;
+    case Hop::kOuterReduce:
+      reduction.pending = reduce_over_outer_ranks(*reduction.gradients);
+      break;
+    case Hop::kOuterGather:
+      reduction.pending = gather_over_outer_ranks(*reduction.gradients);
+      break;
+    case Hop::kInnerGather:
+      reduction.pending = gather_over_inner_ranks(*reduction.gradients);
+      break;
+  }
+}
+
+namespace {
+
+/// Of the main gradients of sub-buffer k, or of what becomes them: the piece of this rank, and those of this inner rank.
+at::Tensor own_piece(const GradientAccumulator& gradients, std::size_t k) {
+  return gradients.unit.main_region(gradients.reduced[k], gradients.unit.own_pieces());
+}
+at::Tensor inner_region(const GradientAccumulator& gradients, std::size_t k) {
+  return gradients.unit.main_region(gradients.reduced[k], gradients.unit.inner_pieces());
+}
+
+}  // namespace
+
+/// From the unreduced gradients into the main gradients; where there are outer ranks, into `partial`. `in_place`: into this rank's region
+/// of the unreduced ones.
+std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumulator& gradients, bool in_place) {
+  const Unit& unit = gradients.unit;
+  RECORD_USER_SCOPE("FSDP::post_backward_reduce (" + unit.name + ")");
+  const bool has_outer = unit.communicators.outer != nullptr;
+  const bool accumulate = has_outer ? gradients.holds_partial : unit.main_gradient_valid;
+  if (has_outer) {
+    gradients.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
+  } else if (!in_place) {
+    allocate_reduced(gradients);
+  }
+  gradients.staging.acquire(pool_, memory::Kind::kCommunication);
+  std::vector<comm::ReducePart> parts;
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    const auto& unreduced = gradients.wire.parts[k];
+    parts.push_back({.unreduced = unreduced,
+                     .staging = gradients.staging.parts[k],
+                     .out = has_outer  ? gradients.partial_shards(k)
+                            : in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
+                                       : inner_region(gradients, k),
+                     .accumulate = accumulate});
+  }
+  return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
+}
+
+/// From `partial` into the main gradients, or into this replica's share of it.
+std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumulator& gradients) {
+  const Unit& unit = gradients.unit;
+  const bool accumulate = unit.main_gradient_valid;
+  if (unit.outer_cuts()) allocate_reduced(gradients);
+  gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);
+  gradients.outer_staging.acquire(pool_, memory::Kind::kCommunication);
+  std::vector<comm::ReducePart> parts;
+  Copies conversions;
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    const auto& partial = gradients.partial.parts[k];
+    const auto& wire = gradients.partial_wire.parts[k];
+    if (wire.defined()) conversions.add(wire, partial);
+    parts.push_back({.unreduced = wire.defined() ? wire : partial,
+                     .staging = gradients.outer_staging.parts[k],
+                     .out = unit.outer_cuts() ? own_piece(gradients, k) : gradients.own_share(k),
+                     .accumulate = unit.outer_cuts() && accumulate});
+  }
+  conversions.run();
+  return unit.communicators.outer->reduce_scatter(parts, 1.0, unit.label("outer reduce-scatter"));
+}
+
+/// Replicas get each other's sums: into the main gradients, or into `partial`.
+std::unique_ptr<comm::Pending> Reducer::gather_over_outer_ranks(const GradientAccumulator& gradients) {
+  const Unit& unit = gradients.unit;
+  std::vector<comm::GatherPart> parts;
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    parts.push_back(unit.outer_cuts() ? comm::GatherPart{.full = inner_region(gradients, k), .shard = own_piece(gradients, k)}
+                                      : comm::GatherPart{.full = gradients.partial.parts[k], .shard = gradients.own_share(k)});
+  }
+  return unit.communicators.outer->all_gather(parts, unit.label("outer all-gather of gradients"));
+}
+
+/// Replicated gradients become whole.
+std::unique_ptr<comm::Pending> Reducer::gather_over_inner_ranks(const GradientAccumulator& gradients) {
+  const Unit& unit = gradients.unit;
+  std::vector<comm::GatherPart> parts;
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    parts.push_back({.full = gradients.reduced[k], .shard = inner_region(gradients, k)});
+  }
+  return unit.communicators.reduce->all_gather(parts, unit.label("all-gather of gradients"));
+}
+
+void Reducer::complete(Reduction& reduction) {
+  if (!reduction.pending) return;
+  reduction.pending->wait_unconfirmed();
+  reduction.pending.reset();
+  auto& gradients = *reduction.gradients;
+  const bool has_outer = gradients.unit.communicators.outer != nullptr;
+  if (reduction.hop == Hop::kInnerReduce) {
+    if (reduction.in_place) take_result(gradients);
+    release_unreduced(gradients);
+    if (has_outer) gradients.holds_partial = true;
+  } else if (reduction.hop == Hop::kOuterReduce) {
+    if (gradients.unit.outer_cuts()) gradients.partial.release();
+    gradients.holds_partial = false;
+    gradients.partial_wire.release();
+    gradients.outer_staging.release();
+  } else if (reduction.hop == Hop::kOuterGather && !gradients.unit.outer_cuts()) {
+    take_sums(gradients);
+  }
+  const bool is_partial = reduction.hop == Hop::kInnerReduce && has_outer;
+  if (!is_partial && !next_hop(reduction)) deliver(gradients);
+}
+
+/// The sums of replicas that cut nothing reach the main gradients.
+void Reducer::take_sums(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  allocate_reduced(gradients);
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    const auto region = unit.main_region(gradients.reduced[k], unit.inner_pieces());
+    unit.main_gradient_valid ? region.add_(gradients.partial_shards(k)) : region.copy_(gradients.partial_shards(k));
+  }
+  gradients.partial.release();
+}
+
+/// What a reduction in place has left in the unreduced buffer becomes the main gradients.
+void Reducer::take_result(GradientAccumulator& gradients) {
+  Unit& unit = gradients.unit;
+  gradients.staging.release();
+  allocate_main_gradient(unit);
+  Copies results;
+  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    results.add(unit.main_region(gradients.reduced[k], unit.inner_pieces()),
+                Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
+  }
+  results.run();
+}
+
+std::optional<Reducer::Hop> Reducer::next_hop(const Reduction& reduction) {
+  const Unit& unit = reduction.gradients->unit;
+  switch (reduction.hop) {
+    case Hop::kInnerReduce:
+      if (unit.communicators.outer) return reduction.over_outer ? std::optional(Hop::kOuterReduce) : std::nullopt;
+      break;
+    case Hop::kOuterReduce:
+      if (unit.options.outer_sharded_optimizer) return std::nullopt;
+      return Hop::kOuterGather;
+    case Hop::kOuterGather:
+      break;
+    case Hop::kInnerGather:
+      return std::nullopt;
+  }
+  const bool gathers = unit.replicated_optimizer() && !unit.communicators.gather->is_alone();
+  return gathers ? std::optional(Hop::kInnerGather) : std::nullopt;
+}
+
+bool Reducer::advance(Reduction& reduction) {
+  complete(reduction);
+  const auto next = next_hop(reduction);
+  if (!next) return true;
+  reduction.hop = *next;
+  start(reduction);
+  return false;
+}
+
+}  // namespace fsdp::engine
