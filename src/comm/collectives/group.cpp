@@ -113,7 +113,7 @@ void Group::send_header(const Call& call, const Label& label) {
   const int previous = (row.rank + row.size() - 1) % row.size();
   try {
     if (shared != nullptr) {
-      advance_all_until(call.number - 1, [this] { return shared->has_room(); });
+      advance_until(call.number - 1, [this] { return shared->has_room(); });
       shared->publish(call);
     }
     if (is_one_host()) return;
@@ -131,7 +131,7 @@ void Group::send_header(const Call& call, const Label& label) {
 }
 
 void Group::compare_headers(const Call& call) {
-  if (shared != nullptr) advance_all_until(call.number, [&] { return shared->compare(call.number); });
+  if (shared != nullptr) advance_until(call.number, [&] { return shared->compare(call.number); });
   if (is_one_host()) return;
   if (beside_ != nullptr) return compare_headers();  // None is later.
   while (!headers_.empty() && headers_.front().mine.number <= call.number) {
@@ -181,7 +181,7 @@ void Group::look_for_alarm() noexcept {
   }
 }
 
-void Group::advance_all_until(std::uint64_t number, const std::function<bool()>& ready) {
+void Group::advance_until(std::uint64_t number, const std::function<bool()>& ready) {
   const auto begin = std::chrono::steady_clock::now();
   const auto is_done = [&](int peer) { return shared->is_done(peer - shared->first(), number); };
   const auto look = [&]() -> std::optional<std::string> {

@@ -94,10 +94,10 @@ class Group {
   /// Waits for a message of `control`. Throws std::runtime_error, for failure().
   void wait(c10d::Work& work, int peer, const char* direction);
 
-  /// Serves what this process has under way until `ready()`, which the collective `number` needs (see advance_all_until); `shared` is not
+  /// Advances what this process has under way until `ready()`, which the collective `number` needs (see advance_all_until); `shared` is not
   /// null. Throws std::runtime_error, for failure(), when a peer has gone that is not done with that collective, an alarm was raised, or
   /// the time-out is over.
-  void advance_all_until(std::uint64_t number, const std::function<bool()>& ready);
+  void advance_until(std::uint64_t number, const std::function<bool()>& ready);
 
   /// True when a message from or to a peer can't be completed any more: the connection is closed, or some rank has raised an alarm. Any
   /// thread.
