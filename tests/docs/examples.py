@@ -4,7 +4,8 @@
     examples.py check FILE...         fails if a block of C++, a link into the project or a table is not in order
 
 A block marked ```cpp is a whole program with a `main`, which the build compiles and CTest runs. A block marked
-```cpp fragment is a piece that can't stand alone.
+```cpp fragment is a piece that can't stand alone. One marked ```cpp from FILE, or ```python from FILE, is an excerpt:
+its lines stand in that file, in this order and next to each other except where `// ...` or `# ...` leaves some out.
 """
 
 import re
@@ -15,6 +16,9 @@ from pathlib import Path
 
 FENCE = re.compile(r"^\s*```+\s*(.*?)\s*$")
 MAIN = re.compile(r"\bint main\(")
+EXCERPT = re.compile(r"(?:cpp|python) from (\S+)")
+LEFT_OUT = re.compile(r"^ *(?://|#) \.\.\.$")
+ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ +(.*?) *$")
 BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
@@ -113,12 +117,33 @@ def faults_of_tables(file: Path) -> list[str]:
     return faults
 
 
+def fault_of_excerpt(block: Block, source: Path) -> str | None:
+    """What an excerpt has that the source has not, if anything."""
+    if not source.is_file():
+        return f"there is no {source}"
+    lines = source.read_text(encoding="utf-8").splitlines()
+    begin, piece = 0, []
+    for line in [*block.text.splitlines(), "// ..."]:
+        if not LEFT_OUT.match(line):
+            piece.append(line)
+            continue
+        starts = range(begin, len(lines) - len(piece) + 1)
+        found = next((at for at in starts if lines[at : at + len(piece)] == piece), None)
+        if found is None:
+            return f"{source.relative_to(ROOT)} has not, in this place: {piece[0].strip()} ... {piece[-1].strip()}"
+        begin, piece = found + len(piece), []
+    return None
+
+
 def check(files: list[Path]) -> int:
     faults = []
     for file in files:
         for block in blocks_of(file):
             if block.is_program and not MAIN.search(block.text):
                 faults.append(f"{file}:{block.line}: C++ without main; mark it ```cpp fragment, or make it a program")
+            elif excerpt := EXCERPT.fullmatch(block.info):
+                if fault := fault_of_excerpt(block, ROOT / excerpt[1]):
+                    faults.append(f"{file}:{block.line}: {fault}")
             elif block.info.startswith("cpp") and block.info not in ("cpp", "cpp fragment"):
                 faults.append(f"{file}:{block.line}: unknown mark ```{block.info}")
         faults += faults_of_links(file)
