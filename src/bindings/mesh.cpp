@@ -19,6 +19,8 @@ namespace fsdp::bindings {
 using torch_python::FakeCommunicator;
 using torch_python::PythonCommunicator;
 using torch_python::VisibleCommunicator;
+using torch_python::collectives_are_visible;
+using torch_python::set_collectives_replaced;
 
 namespace {
 

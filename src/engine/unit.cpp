@@ -12,6 +12,7 @@
 #include "base/stable_hash.h"
 #include "comm/call.h"
 #include "comm/parts.h"
+#include "fsdp/error.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 

@@ -85,7 +85,7 @@ void ShownUnit::hide() {
 }
 
 void ShownUnit::settle() {
-  if (shown_ == Shown::kWhole && hooked_->unit().state == engine::ParameterState::kPresent) return train_as_shards(shown_);
+  if (shown_ == Shown::kWhole && hooked_->unit().state() == engine::ParameterState::kPresent) return train_as_shards(shown_);
   hide();
 }
 
