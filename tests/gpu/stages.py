@@ -85,10 +85,10 @@ STAGES = {
         "two ranks over Gloo",
         180,
         [
-            tests("test_clip_grad_norm.py", "", "two", 30, OVER_GLOO),
-            tests("test_parity_fsdp2.py", "equals", "equals and mlp-default", 60, OVER_GLOO),
-            tests("test_megatron_strategies.py", "", "two_ranks", 60, OVER_GLOO),
-            tests("test_parity_fsdp2.py", "test_two_ranks", "test_two_ranks and mlp-default", 60, OVER_GLOO),
+            tests("fsdp2/test_clip_grad_norm.py", "", "two", 30, OVER_GLOO),
+            tests("fsdp2/test_parity_fsdp2.py", "equals", "equals and mlp-default", 60, OVER_GLOO),
+            tests("megatron/test_megatron_strategies.py", "", "two_ranks", 60, OVER_GLOO),
+            tests("fsdp2/test_parity_fsdp2.py", "test_two_ranks", "test_two_ranks and mlp-default", 60, OVER_GLOO),
         ],
     ),
     5: Stage("compute-sanitizer on a small step", 60, [sanitized("memcheck"), sanitized("racecheck")]),
@@ -99,7 +99,7 @@ STAGES = {
         180,
         [
             Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50, needed=True),
-            tests("test_parity_fsdp2.py", "equals", "equals and mlp-default", 90, OVER_NCCL),
+            tests("fsdp2/test_parity_fsdp2.py", "equals", "equals and mlp-default", 90, OVER_NCCL),
             Program(python("bench/one_gpu.py", "--ranks", "2"), OVER_NCCL, most=70),
         ],
     ),

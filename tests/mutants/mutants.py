@@ -9,8 +9,8 @@ A mutant is a file under tests/mutants: a few `key: value` lines, then the text 
     promise: docs/design.md, Reduce in full precision    what it breaks
     file: src/comm/rank_order_sum.cpp                    where
     test: test_comm RankOrderSum.IsBitExact              who must notice: a test program and a filter, or `adversaries`
-                                                         and a name (tests/adversaries), or `pytest` and a file of
-                                                         tests/python with the name of a test; one or more
+                                                         and a name (tests/adversaries), or `pytest` and a file in a
+                                                         folder of tests/python with the name of a test; one or more
     --- old
     ...                                                    whole lines, which occur exactly once in the file
     --- new
@@ -101,7 +101,7 @@ def sources_of(root: Path, program: str) -> list[Path]:
     """The sources of a test program."""
     if program == PYTEST:
         folder = root / "tests" / "python"
-        return sorted([*folder.glob("test_*.py"), *folder.glob("support/*.py")])
+        return sorted({*folder.glob("*/test_*.py"), *folder.glob("support/*.py")})
     folder = root / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp/" + program.removeprefix("test_"))
     return sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
 
@@ -217,8 +217,9 @@ class Workshop:
             environment["PYTHONPATH"] = f"{self.build_dir / 'python'}:{self.build_dir / 'tests' / 'device'}"
             if pattern.startswith("test_simulated_device.py"):
                 environment["FSDP_TEST_DEVICE"] = "sim"
-            test = str(self.tree / "tests" / "python" / pattern)
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+            file, mark, name = pattern.partition("::")
+            (path,) = (self.tree / "tests" / "python").glob(f"*/{file}")
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{path}{mark}{name}"]
         else:
             folder = self.build_dir / "tests" / (ADVERSARIES if program == ADVERSARIES else "cpp")
             # A test with parameters has more around its name.

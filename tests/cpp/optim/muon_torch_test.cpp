@@ -1,4 +1,4 @@
-// Muon against torch.optim.Muon itself, which tests/python/muon_peer.py runs.
+// Muon against torch.optim.Muon itself, which tests/cpp/peers/muon_peer.py runs.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

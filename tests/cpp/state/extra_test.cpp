@@ -30,7 +30,7 @@ using fsdp::testing::run_ranks;
 
 using Extra = fsdp::testing::CheckpointTest;
 
-/// As extra_values() of tests/python/state_peer.py.
+/// As extra_values() of tests/cpp/peers/state_peer.py.
 ExtraState values() {
   const ExtraDict warm{{{"on", true}, {"order", at::arange(4)}}};
   return {{"step", std::int64_t{7}},

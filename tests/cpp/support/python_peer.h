@@ -14,7 +14,7 @@
 
 namespace fsdp::testing {
 
-/// Runs a command of tests/python/checkpoint_peer.py on a folder.
+/// Runs a command of tests/cpp/peers/checkpoint_peer.py on a folder.
 inline void run_python(const std::string& command, const std::filesystem::path& folder) {
   const std::string line = kPython + " -W ignore " + kCheckpointPeer + " " + command + " " + folder.string();
   ASSERT_EQ(std::system(line.c_str()), 0) << line;

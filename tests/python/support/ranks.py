@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_of_rank import end_rank
 
 from support import device
+from support.end_of_rank import end_rank
 
 LIMIT = 120.0  # Seconds for one call, on a busy machine.
 AFTER_FAILURE = 5.0  # Seconds that the other ranks have to say what they have seen of a failure.

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))  # its support
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from end_of_rank import end_rank
 from stack import Block, Stack, loss_of
+from support.end_of_rank import end_rank
 
 PREFIX = "module."
 
@@ -41,7 +42,7 @@ def load(names: str, source: str, model: Any, optimizer: torch.optim.Optimizer) 
 
 def main(names: str, source: str, target: str, first: int, steps: int) -> None:
     """Loads, trains and saves."""
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
     package = importlib.import_module("megatron_on_cpu").peer()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -14,10 +14,11 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))  # its support
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from end_of_rank import end_rank
+from support.end_of_rank import end_rank
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.device_mesh import init_device_mesh

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import support.comparison  # noqa: F401  # MKL's rounding
+
 from differential.features import PROFILES, features
 from differential.generate import generate
 from differential.program import readable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
 DIFF = re.compile(r"^```diff\n( import .*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = ["README.md", "docs/python-guide.md", "docs/migrating-from-megatron-fsdp.md", "docs/megatron-v2.md"]

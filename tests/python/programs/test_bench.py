@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 
 import history
 import instructions
@@ -196,7 +196,7 @@ def test_history_keeps_a_line_for_each_commit(tmp_path: Path) -> None:
 
 
 def test_the_documented_targets_are_the_ones_that_are_checked() -> None:
-    document = (Path(__file__).resolve().parents[2] / "docs/benchmarks.md").read_text(encoding="utf-8")
+    document = (Path(__file__).resolve().parents[3] / "docs/benchmarks.md").read_text(encoding="utf-8")
     section = document.split("## Targets\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\S+) \|$", section, re.MULTILINE)
     written = [

@@ -453,7 +453,7 @@ def test_no_more_memory_than_fsdp2(compared_ranks: ComparedRanks) -> None:
 )
 def test_a_step_launches_what_the_documents_say() -> None:
     """docs/gpu.md has the table of kernels, waits and simulated time as it is counted."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     counted = subprocess.run(
         (sys.executable, root / "tests" / "device" / "python" / "counts.py"), capture_output=True, text=True, check=True
     )

@@ -8,12 +8,14 @@ Exits with 0 if all went well.
 """
 
 import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))  # its support
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from end_of_rank import end_rank
 from stack import Stack, loss_of
+from support.end_of_rank import end_rank
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAMS = Path(os.environ.get("FSDP_EXAMPLES", ROOT / "build" / "examples"))
 # What each prints beside its losses.
 SHOWS = {

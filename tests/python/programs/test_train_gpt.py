@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[3]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 COMMAND = [*TORCHRUN, str(SOURCE / "examples" / "train_gpt.py")]
 

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))  # its support
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from end_of_rank import end_rank
+from support.end_of_rank import end_rank
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata

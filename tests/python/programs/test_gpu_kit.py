@@ -11,7 +11,7 @@ from typing import Any
 
 import libfsdp
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 PATHS = (Path(libfsdp.__file__).parents[1], TESTS / "python", TESTS / "gpu")
 ENVIRONMENT = {
     **os.environ,

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPE = re.compile(r"^```python\n(# restart\.py\n.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[3]
 BUILD = os.environ.get("FSDP_WHEEL_BUILD_DIR")
 
 pytestmark = [

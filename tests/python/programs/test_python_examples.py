@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.ranks import StartRanks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def example(name: str) -> Any:

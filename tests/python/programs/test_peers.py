@@ -9,7 +9,7 @@ from pathlib import Path
 
 import libfsdp
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 OF_A_PEER = """
 from torch.distributed.fsdp import fully_shard
