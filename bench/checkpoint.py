@@ -22,9 +22,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from fleet import BenchError, Contender, Fleet, Launch
-from gpt import GPTConfig
-from measure import ModelCase
+from contenders.gpt import GPTConfig
+from harness.fleet import BenchError, Contender, Fleet, Launch
+from harness.measure import ModelCase
 from run import ROOT, describe_machine
 
 RANKS = 2
@@ -86,10 +86,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Times, int]:
     """Times, and the bytes of the state."""
     config = QUICK if arguments.quick else CONFIG
     sizes = ModelCase("checkpoint", config, RANKS).arguments()
-    program = str(Path(__file__).with_name("checkpoint_contender.py"))
     launches = [
         Launch("libfsdp", (str(arguments.binary), "libfsdp", *sizes), RANKS),
-        Launch("dcp", (sys.executable, program, "fsdp2", *sizes), RANKS),
+        Launch("dcp", (sys.executable, "-m", "contenders.checkpoint_contender", "fsdp2", *sizes), RANKS),
     ]
     times: Times = defaultdict(list)
     with Fleet(launches) as contenders:
@@ -146,6 +145,8 @@ def main() -> int:
     machine = describe_machine()
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.folder))
     os.environ["BENCH_CHECKPOINTS"] = str(folder)
+    path = (str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # All contenders inherit it.
     try:
         times, size = measure(arguments, folder)
     except BenchError as error:

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cases import MODELS, PacedModel
-from fleet import BenchError, Fleet, Launch
-from measure import RANKS, Turn, check_losses, flat, interleave, paired, warm_up
+from harness.cases import MODELS, PacedModel
+from harness.fleet import BenchError, Fleet, Launch
+from harness.measure import RANKS, Turn, check_losses, flat, interleave, paired, warm_up
 
 ROOT = Path(__file__).resolve().parent.parent
 

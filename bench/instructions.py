@@ -17,9 +17,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from cases import host
-from fleet import BenchError
-from measure import WARM_UP_STEPS, ModelCase, Pace
+from harness.cases import host
+from harness.fleet import BenchError
+from harness.measure import WARM_UP_STEPS, ModelCase, Pace
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARDED, PLAIN = "*::sharded_step*", "*::plain_step*"  # Of contender.cpp.

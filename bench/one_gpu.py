@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch
+from contenders.gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

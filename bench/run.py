@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import report
 import torch
-from cases import MODELS, VARIANTS_OF_STEPS
-from fleet import BenchError
-from measure import (
+from harness import report
+from harness.cases import MODELS, VARIANTS_OF_STEPS
+from harness.fleet import BenchError
+from harness.measure import (
     RANKS,
     Pace,
     Programs,
@@ -145,10 +145,10 @@ def measure_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
 
 
 def main() -> int:
-    """Measures, writes the files, prints the table."""
+    """Measures, writes the files, prints the page."""
     args = parse_arguments()
     torch.set_num_threads(1)
-    path = (str(args.package.resolve()), os.environ.get("PYTHONPATH", ""))
+    path = (str(args.package.resolve()), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # All contenders inherit it.
     machine = describe_machine()
     rows, failed = measure_all(args)

@@ -133,7 +133,7 @@ case $target in
     ;;
   bench)
     need_python_packages matplotlib
-    # The peer of bench/megatron_on_cpu.py; it would bring a torch of its own.
+    # The peer of bench/contenders/megatron_on_cpu.py; it would bring a torch of its own.
     need_python_packages --no-deps megatron-fsdp==0.6.1 einops
     ;;
   docs)

@@ -1,5 +1,6 @@
-"""hosts_test.py PROGRAM: ranks on several hosts (bench/hosts.py) train what one process would, and send what they should.
+"""PYTHONPATH=bench hosts_test.py PROGRAM: ranks on several hosts (bench/harness/hosts.py) train what one process would.
 
+They send what they should, and no more.
 Ends with 77, and says why, where this machine can't make hosts.
 """
 
@@ -16,9 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-
-from hosts import DEVICE, Hosts, HostsUnavailable
+from harness.hosts import DEVICE, Hosts, HostsUnavailable
 
 SKIPPED = 77
 MBIT = 1000

@@ -43,7 +43,7 @@ def load(names: str, source: str, model: Any, optimizer: torch.optim.Optimizer) 
 def main(names: str, source: str, target: str, first: int, steps: int) -> None:
     """Loads, trains and saves."""
     sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
-    package = importlib.import_module("megatron_on_cpu").peer()
+    package = importlib.import_module("contenders.megatron_on_cpu").peer()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -21,14 +21,12 @@ import pytest
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 
-import history
 import instructions
-import measure
-import report
 import run
-from fleet import used_kib
-from gpt import GPTConfig
-from intervals import is_below_resolution, median_interval
+from contenders.gpt import GPTConfig
+from harness import history, measure, report
+from harness.fleet import used_kib
+from harness.intervals import is_below_resolution, median_interval
 
 
 def rounds(*values: float) -> measure.Rounds:
@@ -53,6 +51,22 @@ def test_noise_that_is_larger_than_a_difference_is_named() -> None:
     clear = measure.row("d512", "ddp", "step_overhead", "x", [0.5, 0.6, 0.55])
     text = report.markdown(report.Result("run", {"cpu": "a"}, [noisy, clear]))
     assert text.count("below resolution") == 1
+
+
+def test_the_page_has_a_table_for_each_question_and_the_json_all_rows(tmp_path: Path) -> None:
+    rows = [
+        measure.row("d256", "ddp", "step_ms", "ms", [2.0, 2.1, 2.2]),
+        measure.row("d512", "ddp", "step_ms", "ms", [4.0]),
+        measure.row("d512", "libfsdp", "step_ms", "ms", [3.0]),
+        measure.row("d512", "libfsdp", "step_ratio_to_ddp", "x", [0.75]),
+    ]
+    report.write(report.Result("run", {"cpu": "a", "torch": "b"}, rows), tmp_path / "latest.json")
+    tables = (tmp_path / "latest.md").read_text().split("\n## ")[1:]
+    assert [table.partition("\n")[0] for table in tables] == ["How long does a step take? In ms", "Where"]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables[0].splitlines() if line.startswith("|")]
+    assert cells[0] == ["", "d256", "d512"]
+    assert cells[2:] == [["ddp", "2.1 (2 to 2.2)", "4"], ["libfsdp", "", "3"]]
+    assert len(json.loads((tmp_path / "latest.json").read_text())["rows"]) == len(rows)
 
 
 def test_pairs_cancel_what_slows_a_whole_round_down() -> None:

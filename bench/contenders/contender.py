@@ -22,14 +22,15 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from gpt import BatchPlace, GPTConfig
-from optimizer_steps import OPTIONS, WORLD, OptimizerSteps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from workloads import OTHERS, Batch, Workload, gpt
+
+from contenders.gpt import BatchPlace, GPTConfig
+from contenders.optimizer_steps import OPTIONS, WORLD, OptimizerSteps
+from contenders.workloads import OTHERS, Batch, Workload, gpt
 
 Reply = dict[str, Any]
 CONTENDERS = (
@@ -235,7 +236,7 @@ def fully_shard_of(contender: str) -> Callable[..., Any]:
 def megatron_of(contender: str) -> Any:
     """The package with Megatron-FSDP's names, its own or libfsdp's; None for other contenders."""
     if contender == "megatron_fsdp":
-        return importlib.import_module("megatron_on_cpu").peer()
+        return importlib.import_module("contenders.megatron_on_cpu").peer()
     return importlib.import_module("libfsdp.megatron") if contender == "libfsdp_megatron" else None
 
 
@@ -303,7 +304,7 @@ def tune(model: Any, units: Sequence[Any], ahead: int) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The sizes come from bench/cases.py; the C++ contenders take the same."""
+    """The sizes come from bench/harness/cases.py; the C++ contenders take the same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("--model", choices=tuple(chain(("gpt",), OTHERS)), default="gpt")

@@ -1,4 +1,4 @@
-"""The results as JSON, as a table and as a plot."""
+"""The results as JSON, as a page of tables and as a plot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import history
-from intervals import is_below_resolution
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from measure import Row
+
+from harness import history
+from harness.intervals import is_below_resolution
+from harness.measure import Row
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Result:
         """The rows of a metric, one per contender."""
         return [row for row in self.rows if (row.case, row.metric) == (case, metric)]
 
+    def of(self, metric: str) -> list[Row]:
+        """The rows of a metric, of all cases."""
+        return [row for row in self.rows if row.metric == metric]
+
     def targets(self) -> list[dict[str, Any]]:
         """Each target whose row was measured, with the median and whether it is met."""
         return [
@@ -71,6 +76,20 @@ class Result:
             for row in self.find(target.case, target.metric)
             if row.contender == target.contender
         ]
+
+
+# What a reader asks, and the metric that answers.
+QUESTIONS = (
+    ("How long does a step take? In ms", "step_ms"),
+    ("What does sharding add to a step of plain training? As a fraction of it", "step_overhead"),
+    ("How long is a step beside the faster of FSDP2's settings? As a ratio", "step_ratio_to_fsdp2_best"),
+    ("How much memory does a step need at its peak? In MiB; pages that processes share count once", "peak_memory_mib"),
+    ("What does a step send over the links between hosts? In MiB", "link_mib_per_step"),
+    ("How much processor time does sharding add? In µs per unit and step", "host_us_per_unit"),
+    ("How long does a step of AdamW over many small parameters take? In ms", "optimizer_ms"),
+    ("How long does an all-gather take? In ms", "all_gather_ms"),
+    ("How long does a reduce-scatter take? In ms", "reduce_scatter_ms"),
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,7 @@ OTHER_COLOUR = "#999999"  # Limits: plain training, theory, memcpy.
 
 
 def write(result: Result, json_path: Path) -> None:
-    """Writes the JSON file, and the table and the plot beside it."""
+    """Writes the JSON file, and the page and the plot beside it."""
     json_path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "command": result.command,
@@ -145,7 +164,7 @@ def remember(result: Result, folder: Path) -> None:
 
 
 def markdown(result: Result) -> str:
-    """Targets, then all rows (units without their explanation), then where it was measured."""
+    """Targets, then a table for each question, then where it was measured."""
     target_lines = [
         (
             *(t[key] for key in ("case", "contender", "metric")),
@@ -155,28 +174,34 @@ def markdown(result: Result) -> str:
         )
         for t in result.targets()
     ]
-    row_lines = [
-        (r.case, r.contender, r.metric, median_of(r), interval_of(r), number(r.min), number(r.max), str(r.n), r.unit.split(":")[0])
-        for r in result.rows
-    ]
     parts = [
         "# Benchmark",
         f"`{result.command}`",
+        "Medians, with the 95 % interval of each. The JSON that is written beside this page has all rows: more ratios, ranges and counts.",
         table(("case", "contender", "metric", "at most", "median", ""), target_lines) if target_lines else "",
-        table(("case", "contender", "metric", "median", "95 %", "min", "max", "n", "unit"), row_lines),
+        *(f"## {question}\n\n{answer(rows)}" for question, metric in QUESTIONS if (rows := result.of(metric))),
+        "## Where",
         table(("machine", ""), list(result.machine.items())),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def median_of(row: Row) -> str:
-    """The median, unless the noise is larger."""
-    return "below resolution" if is_below_resolution(row.low, row.high) else number(row.median)
+def answer(rows: list[Row]) -> str:
+    """A line for each contender, a column for each case."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    found = {(row.contender, row.case): row for row in rows}
+    lines = [
+        (contender, *(cell(found[contender, case]) if (contender, case) in found else "" for case in cases))
+        for contender in dict.fromkeys(row.contender for row in rows)
+    ]
+    return table(("", *cases), lines)
 
 
-def interval_of(row: Row) -> str:
-    """Where the median lies."""
-    return f"{number(row.low)} to {number(row.high)}" if row.n > 1 else ""
+def cell(row: Row) -> str:
+    """The median and where it lies; without the median where the noise is larger."""
+    if is_below_resolution(row.low, row.high):
+        return f"below resolution ({number(row.low)} to {number(row.high)})"
+    return f"{number(row.median)} ({number(row.low)} to {number(row.high)})" if row.n > 1 else number(row.median)
 
 
 def verdict(met: bool) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpt import GPTConfig
-from measure import ModelCase, Pace
-from workloads import OTHERS
+from contenders.gpt import GPTConfig
+from contenders.workloads import OTHERS
+
+from harness.measure import ModelCase, Pace
 
 VOCAB, CONTEXT, SEQUENCES = 4096, 128, 4
 

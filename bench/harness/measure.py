@@ -12,12 +12,13 @@ from operator import truediv
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from fleet import BenchError, Contender, Fleet, Launch
-from gpt import GPTConfig
-from hosts import Hosts, HostsUnavailable
-from intervals import median_interval
-from optimizer_steps import OPTIONS
-from theory import FORMULA, least_link_mib, theory_mib
+from contenders.gpt import GPTConfig
+from contenders.optimizer_steps import OPTIONS
+
+from harness.fleet import BenchError, Contender, Fleet, Launch
+from harness.hosts import Hosts, HostsUnavailable
+from harness.intervals import median_interval
+from harness.theory import FORMULA, least_link_mib, theory_mib
 
 RANKS = 2
 WARM_UP_STEPS = 3
@@ -100,7 +101,7 @@ class Programs:
 
     def launches(self, contenders: dict[str, tuple[str, str]], arguments: Sequence[str], ranks: int) -> list[Launch]:
         """How to start those of the contenders that take part."""
-        commands = {"cpp": (str(self.binary),), "python": (self.python, str(Path(__file__).with_name("contender.py")))}
+        commands = {"cpp": (str(self.binary),), "python": (self.python, "-m", "contenders.contender")}
         return [
             Launch(name, (*commands[program], kind, *arguments), ranks)
             for name, (program, kind) in contenders.items()

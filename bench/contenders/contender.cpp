@@ -1,7 +1,7 @@
 // One rank of a C++ contender: this library, plain training, or the library's collectives.
 //
 // bench/run.py starts the ranks with torchrun's variables and drives each through stdin: a line `VERB COUNT` is answered by one line
-// of JSON on stdout. Between two lines the process sleeps in a read. bench/contender.py speaks the same protocol.
+// of JSON on stdout. Between two lines the process sleeps in a read. bench/contenders/contender.py speaks the same protocol.
 
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>

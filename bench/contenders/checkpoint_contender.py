@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from contender import Reply, Trainer, parse_arguments, timed
 from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from contenders.contender import Reply, Trainer, parse_arguments, timed
 
 BLOCK = 1 << 20
 

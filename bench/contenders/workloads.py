@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch, fill_parameters
 from torch import Tensor, nn
+
+from contenders.gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch, fill_parameters
 
 Batch = tuple[Tensor, Tensor]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from hosts import Hosts
+from harness.hosts import Hosts
 
 Reply = dict[str, Any]
 REPLY_TIMEOUT_S = 300.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch
+from contenders.gpt import GPT, BatchPlace, GPTConfig, cross_entropy, draw_batch
 from torch import Tensor, nn
 
 MIB = 1024.0 * 1024.0
