@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH, GPU_PYTHON, CUDA_VENV.
+# Every target sets up what it needs on its own; see docs/develop/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH, GPU_PYTHON, CUDA_VENV.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -174,7 +174,7 @@ CUDA_VENV ?= .venv-cuda
 nccl = $(BUILD_DIR)-cuda/nccl-$(NCCL)
 gpu-kit: export VENV := $(CUDA_VENV)
 gpu-kit: export PATH := $(abspath $(CUDA_VENV))/bin:$(PATH)
-gpu-kit:  ## Pack gpu-kit/ for a machine with a GPU and no network (docs/gpu.md): TORCH=2.11.0 GPU_PYTHON=python3.12 NCCL=2.32.3
+gpu-kit:  ## Pack gpu-kit/ for a machine with a GPU and no network (docs/run/gpu.md): TORCH=2.11.0 GPU_PYTHON=python3.12 NCCL=2.32.3
 	[ -e $(VENV)/.setup-cuda ] || { TORCH=$(TORCH) GPU_PYTHON=$(GPU_PYTHON) scripts/setup.sh cuda && touch $(VENV)/.setup-cuda; }
 	$(configure) -DFSDP_CUDA=ON -DFSDP_BUILD_BENCH=OFF -DFSDP_BUILD_TOOLS=OFF -DFSDP_SENTENCEPIECE_LIBRARY=NO --preset release -B $(BUILD_DIR)-cuda
 	cmake --build $(BUILD_DIR)-cuda -j $(JOBS) --target fsdp_python train_gpt finetune_llama

@@ -1,4 +1,4 @@
-"""Conan's recipe: `conan create . --test-folder tests/package`; see docs/building.md, Packages.
+"""Conan's recipe: `conan create . --test-folder tests/package`; see docs/develop/building.md, Packages.
 
 torch, Gloo's headers and nlohmann_json are none of its requirements: the library has to be built with the very torch that the Python in
 front on PATH has, and with the headers that fit it.

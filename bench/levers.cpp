@@ -1,5 +1,5 @@
 // What each lever of fully_shard costs and saves: the same training with one thing changed, all variants alive in the same ranks and taking
-// turns, so that what disturbs the machine hits all of them. Prints the table of docs/tuning.md, which also says how to read it.
+// turns, so that what disturbs the machine hits all of them. Prints the table of docs/use/tuning.md, which also says how to read it.
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fsdp/fsdp.h>

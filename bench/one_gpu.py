@@ -1,4 +1,4 @@
-"""Steps of a Llama-like model on one GPU: plain, by FSDP2, and by libfsdp with and without collectives (docs/gpu.md).
+"""Steps of a Llama-like model on one GPU: plain, by FSDP2, and by libfsdp with and without collectives (docs/run/gpu.md).
 
     one_gpu.py             (the kit's stage 2; GPU_KIT_ROWS and GPU_KIT_OUT name where rows and traces go)
     one_gpu.py --ranks 2   (its stage 8: ranks that share the GPU, where NCCL allows that)

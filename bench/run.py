@@ -1,4 +1,4 @@
-"""Measures this library against FSDP2, DDP and c10d, interleaved; docs/benchmarks.md says how and what rows mean."""
+"""Measures this library against FSDP2, DDP and c10d, interleaved; docs/develop/benchmarks.md says how and what rows mean."""
 
 from __future__ import annotations
 

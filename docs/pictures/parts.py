@@ -1,4 +1,4 @@
-"""Prints the folders of src/ and which of them may include from which, by the table in docs/design.md, as a graph for Graphviz.
+"""Prints the folders of src/ and which of them may include from which, by the table in docs/develop/design.md, as a graph for Graphviz.
 
 python docs/pictures/parts.py | tred | dot -Tsvg -o docs/pictures/parts.svg
 """
@@ -21,4 +21,4 @@ def graph(below: dict[str, set[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(graph(read_table(ROOT / "docs" / "design.md")[0]))
+    print(graph(read_table(ROOT / "docs" / "develop" / "design.md")[0]))

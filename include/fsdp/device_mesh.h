@@ -84,10 +84,10 @@ class DeviceMesh {
   std::shared_ptr<State> state_;
 };
 
-/// Connects the ranks that torchrun, mpirun, srun or launch_local started (docs/launch.md lists the variables that are read) and arranges
-/// them in a mesh. Without any such variable, this process is the only rank. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, on the device
-/// LOCAL_RANK, or the only visible one). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a name is
-/// empty or repeated, or the device type has no backend in this build; CommError if the ranks can't meet.
+/// Connects the ranks that torchrun, mpirun, srun or launch_local started (docs/run/launch.md lists the variables that are read) and
+/// arranges them in a mesh. Without any such variable, this process is the only rank. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, on the
+/// device LOCAL_RANK, or the only visible one). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a
+/// name is empty or repeated, or the device type has no backend in this build; CommError if the ranks can't meet.
 DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options = {});
 
 /// A mesh of any size as one of its ranks sees it. Its collectives move no data and return at once, and no other process is needed. It is

@@ -6,7 +6,7 @@
 namespace fsdp {
 
 /// Bad input or misuse. The message names the parameter, unit and rank concerned and says what to do instead. It is thrown as early as
-/// possible, and on every rank if all ranks can see the fault. See docs/errors.md.
+/// possible, and on every rank if all ranks can see the fault. See docs/run/errors.md.
 class Error : public std::runtime_error {
  public:
   /// With this message.

@@ -126,7 +126,7 @@ struct FullyShardOptions {
   /// Settings of single units, by name ("" for the root) and module. Give the same on every rank, except that meshes may have other ranks.
   std::function<UnitSettings(const std::string& name, const torch::nn::Module& module)> unit_settings = {};
   /// True looks for NaN in every parameter's gradient, before and after its reduction. If there is one, all ranks throw an Error at the end
-  /// of backward that names parameter, unit and ranks. This reads all gradients twice more; docs/tuning.md says what that costs.
+  /// of backward that names parameter, unit and ranks. This reads all gradients twice more; docs/use/tuning.md says what that costs.
   /// (Megatron-FSDP's option.)
   bool report_nan_in_param_grad = false;
   /// True gives reductions a process group of their own, so that they and all-gathers do not wait for each other.

@@ -1,4 +1,4 @@
-"""Follows docs/tutorial.md in an empty folder, as somebody would who has the library installed.
+"""Follows docs/start/tutorial.md in an empty folder, as somebody would who has the library installed.
 
     tutorial.py TUTORIAL FOLDER PREFIX PACKAGE GENERATOR    PREFIX: where the library is installed; PACKAGE: a folder for PYTHONPATH
 

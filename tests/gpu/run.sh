@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs stages of the kit (docs/gpu.md) on a machine with a GPU. Nothing is fetched: it needs python3 with torch, and a compiler only if this
-# machine's Python or torch are not those that the kit was built for.
+# Runs stages of the kit (docs/run/gpu.md) on a machine with a GPU. Nothing is fetched: it needs python3 with torch, and a compiler only if
+# this machine's Python or torch are not those that the kit was built for.
 #
 #   gpu-kit/run.sh [--out FOLDER] [--work FOLDER] [--python PYTHON] [--device cpu] [--patience N] [--compile] [--mps] [--only TEXT] STAGE...
 #

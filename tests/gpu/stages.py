@@ -1,4 +1,4 @@
-"""Runs stages of the kit, one after the other: each has a time limit, and ends in a table. See docs/gpu.md.
+"""Runs stages of the kit, one after the other: each has a time limit, and ends in a table. See docs/run/gpu.md.
 
     stages.py --out FOLDER [--patience N] [--only TEXT] STAGE...
 

@@ -6,7 +6,7 @@
 
 A mutant is a file under tests/mutants: a few `key: value` lines, then the text that it replaces and the new one.
 
-    promise: docs/design.md, Reduce in full precision    what it breaks
+    promise: docs/develop/design.md, Reduce in full precision    what it breaks
     file: src/comm/rank_order_sum.cpp                    where
     test: test_comm RankOrderSum.IsBitExact              who must notice: a test program and a filter, or `adversaries`
                                                          and a name (tests/adversaries), or `pytest` and a file in a

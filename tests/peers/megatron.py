@@ -1,4 +1,4 @@
-"""Megatron-FSDP's own tests against Megatron-FSDP and against libfsdp, on CPU and Gloo; see docs/building.md.
+"""Megatron-FSDP's own tests against Megatron-FSDP and against libfsdp, on CPU and Gloo; see docs/develop/building.md.
 
     PYTHONPATH=tests:build/python python -m peers.megatron --checkout DIR [--implementation megatron libfsdp] [FILE ...]
 

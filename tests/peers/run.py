@@ -1,4 +1,4 @@
-"""PyTorch's own tests of FSDP2 against FSDP2 and against libfsdp, on CPU and Gloo; see docs/building.md.
+"""PyTorch's own tests of FSDP2 against FSDP2 and against libfsdp, on CPU and Gloo; see docs/develop/building.md.
 
     PYTHONPATH=tests:build/python python -m peers.run --tests DIR [--implementation fsdp2 libfsdp] [--subset FILE]
 

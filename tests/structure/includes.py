@@ -1,4 +1,4 @@
-"""Holds the includes of the sources against the table of folders in docs/design.md.
+"""Holds the includes of the sources against the table of folders in docs/develop/design.md.
 
     includes.py ROOT    fails if a file includes what its folder may not, if the table allows what no file uses, or if
                         the table has a cycle
@@ -55,7 +55,7 @@ def cycle_in(may: dict[str, set[str]]) -> list[str]:
 
 
 def faults(root: Path) -> list[str]:
-    may, owner = read_table(root / "docs" / "design.md")
+    may, owner = read_table(root / "docs" / "develop" / "design.md")
     found = []
     folders = {path.parent.name for path in (root / "src").rglob("*.*")}
     public = {path.name for path in (root / "include" / "fsdp").iterdir()} - {UMBRELLA}

@@ -19,7 +19,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def documents(root: Path) -> list[Path]:
-    return [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
 def faults(root: Path) -> list[str]:

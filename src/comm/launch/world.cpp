@@ -43,7 +43,7 @@ std::optional<std::int64_t> optional_number(const Getenv& env, const char* name,
 std::int64_t number(const Getenv& env, const char* launcher, const char* name, std::int64_t low, std::int64_t high) {
   if (const auto value = optional_number(env, name, low, high)) return *value;
   throw Error(std::string("environment variable ") + name + " is not set, although this process was started by " + launcher +
-              ". Start the program through the launcher, or unset the launcher's variables. See docs/launch.md.");
+              ". Start the program through the launcher, or unset the launcher's variables. See docs/run/launch.md.");
 }
 
 constexpr std::int64_t kMaxRanks = 1 << 24;
@@ -100,7 +100,7 @@ void read_meeting_point(const Getenv& env, World& world) {
     world.master_addr = first_host(*nodelist);
   } else {
     throw Error("environment variable MASTER_ADDR is not set: " + world.launcher + " started " + std::to_string(world.size) +
-                " ranks that have to meet at rank 0's machine. Set it to that machine's name. See docs/launch.md.");
+                " ranks that have to meet at rank 0's machine. Set it to that machine's name. See docs/run/launch.md.");
   }
 
   if (port) {
@@ -112,7 +112,7 @@ void read_meeting_point(const Getenv& env, World& world) {
     world.master_port = derived_port(stable_hash(*mpi_job));
   } else {
     throw Error("environment variable MASTER_PORT is not set: " + world.launcher + " started " + std::to_string(world.size) +
-                " ranks that have to meet. Set it to a free port of rank 0's machine, the same for all ranks. See docs/launch.md.");
+                " ranks that have to meet. Set it to a free port of rank 0's machine, the same for all ranks. See docs/run/launch.md.");
   }
 }
 

@@ -34,7 +34,7 @@ struct World {
 };
 
 /// Reads the variables of torchrun, Open MPI's and MPICH's (and Intel's) mpirun, and srun, in this order; a world of one without any.
-/// Throws Error that names the variable if one is missing or malformed. docs/launch.md lists them.
+/// Throws Error that names the variable if one is missing or malformed. docs/run/launch.md lists them.
 World read_world(const Getenv& env);
 
 /// True if torchrun's agent serves the store of its ranks, which then outlives them.

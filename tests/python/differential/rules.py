@@ -12,7 +12,7 @@ FORWARDS = ("forward", "evaluate", "fail")
 class Rules:
     """Of one model's life so far.
 
-    What docs/python-guide.md says of writes decides: to whole parameters that modules show they are lost; quiet ones are not
+    What docs/use/python-guide.md says of writes decides: to whole parameters that modules show they are lost; quiet ones are not
     noticed where the user keeps whole parameters by an option.
     """
 

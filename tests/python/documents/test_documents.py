@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
 DIFF = re.compile(r"^```diff\n( import .*?)^```$", re.DOTALL | re.MULTILINE)
-DOCUMENTS = ["README.md", "docs/python-guide.md", "docs/migrating-from-megatron-fsdp.md", "docs/megatron-v2.md"]
+DOCUMENTS = ["README.md", "docs/use/python-guide.md", "docs/migrate/from-megatron-fsdp.md", "docs/migrate/megatron-per-module.md"]
 
 
 def programs() -> list[tuple[str, str]]:
@@ -48,7 +48,7 @@ def run(program: str, folder: Path) -> list[str]:
 
 
 def test_the_program_before_migrating_prints_the_same(tmp_path: Path) -> None:
-    (diff,) = DIFF.findall((ROOT / "docs/migrating-from-fsdp2.md").read_text(encoding="utf-8"))
+    (diff,) = DIFF.findall((ROOT / "docs/migrate/from-fsdp2.md").read_text(encoding="utf-8"))
     lines = diff.splitlines()
     before = [line[1:] for line in lines if not line.startswith("+")]
     after = [line[1:] for line in lines if not line.startswith("-")]

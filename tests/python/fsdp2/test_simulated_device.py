@@ -452,12 +452,12 @@ def test_no_more_memory_than_fsdp2(compared_ranks: ComparedRanks) -> None:
     not torch.__version__.startswith("2.13"), reason="the table is of what FSDP2 launches in torch 2.13"
 )
 def test_a_step_launches_what_the_documents_say() -> None:
-    """docs/gpu.md has the table of kernels, waits and simulated time as it is counted."""
+    """docs/run/gpu.md has the table of kernels, waits and simulated time as it is counted."""
     root = Path(__file__).parents[3]
     counted = subprocess.run(
         (sys.executable, root / "tests" / "device" / "python" / "counts.py"), capture_output=True, text=True, check=True
     )
     rows = [line for line in counted.stdout.splitlines() if line.startswith(("| FSDP2", "| libfsdp"))]
     assert len(rows) == 4
-    documented = (root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    documented = (root / "docs" / "run" / "gpu.md").read_text(encoding="utf-8")
     assert [row for row in rows if row not in documented] == []

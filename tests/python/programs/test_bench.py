@@ -210,7 +210,7 @@ def test_history_keeps_a_line_for_each_commit(tmp_path: Path) -> None:
 
 
 def test_the_documented_targets_are_the_ones_that_are_checked() -> None:
-    document = (Path(__file__).resolve().parents[3] / "docs/benchmarks.md").read_text(encoding="utf-8")
+    document = (Path(__file__).resolve().parents[3] / "docs/develop/benchmarks.md").read_text(encoding="utf-8")
     section = document.split("## Targets\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\S+) \|$", section, re.MULTILINE)
     written = [

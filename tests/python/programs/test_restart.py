@@ -1,4 +1,4 @@
-"""The recipe of docs/launch.md: torchrun goes on with fewer ranks after one was lost."""
+"""The recipe of docs/run/launch.md: torchrun goes on with fewer ranks after one was lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def children_of(process: int) -> list[int]:
 
 def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     """Two agents of torchrun stand for two machines; one of them is lost."""
-    document = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs/run/launch.md").read_text(encoding="utf-8")
     (program,) = RECIPE.findall(document)
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in document
     # At step 12, ranks tell how many they are, and wait until one has been lost.
