@@ -13,6 +13,7 @@
 namespace fsdp::comm {
 namespace pairwise_communicator_test {
 
+using testing::check_many_in_flight;
 using testing::Gather;
 using testing::kGather;
 using testing::kReduce;
@@ -109,26 +110,9 @@ TEST_P(PairwiseCommunicatorOfSize, ScattersFromAnyRank) {
 }
 
 TEST_P(PairwiseCommunicatorOfSize, ManyCollectivesMayBeInFlight) {
-  run_ranks(GetParam(), [](int rank) {
+  run_ranks(GetParam(), [](int) {
     const auto communicator = world();
-    std::vector<Gather> gathers;
-    std::vector<Reduce> reduces;
-    for (int i = 0; i < 20; ++i) {
-      gathers.emplace_back(*communicator,
-                           std::vector<PieceShape>{{.numel = 1000 + i, .dtype = at::kFloat}, {.numel = 3, .dtype = at::kHalf}}, 10 * i,
-                           i % 2 == 0);
-      reduces.emplace_back(*communicator, std::vector<PieceShape>{{.numel = 500 + i, .dtype = at::kBFloat16}}, 10 * i, 0.5);
-    }
-    std::vector<std::unique_ptr<Pending>> pending;
-    for (std::size_t i = 0; i < gathers.size(); ++i) {
-      pending.push_back(communicator->all_gather(gathers[i].parts, kGather));
-      pending.push_back(communicator->reduce_scatter(reduces[i].parts, 0.5, kReduce));
-    }
-    // Waited for in another order than started, and not the same on all ranks.
-    if (rank % 2 == 0) std::reverse(pending.begin(), pending.end());
-    for (const auto& each : pending) each->wait();
-    for (const Gather& gather : gathers) gather.check();
-    for (const Reduce& reduce : reduces) reduce.check();
+    check_many_in_flight(*communicator, *communicator, 20, at::kBFloat16, true);
   });
 }
 

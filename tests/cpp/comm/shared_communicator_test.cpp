@@ -3,7 +3,6 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -21,6 +20,7 @@
 namespace fsdp::comm {
 namespace shared_communicator_test {
 
+using testing::check_many_in_flight;
 using testing::Gather;
 using testing::has;
 using testing::in_heap;
@@ -116,28 +116,9 @@ TEST_P(SharedCommunicatorOfSize, GathersLargeShards) {
 
 // More than a mailbox has room for, on two communicators, waited for in another order on each rank.
 TEST_P(SharedCommunicatorOfSize, ManyCollectivesMayBeInFlight) {
-  run_ranks(GetParam(), [](int rank) {
+  run_ranks(GetParam(), [](int) {
     const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = true});
-    const auto one = mesh.communicator("dp_shard");
-    const auto other = mesh.new_communicator("dp_shard");
-    std::vector<Gather> gathers;
-    std::vector<Reduce> reduces;
-    for (int i = 0; i < 70; ++i) {
-      gathers.emplace_back(*one, std::vector<PieceShape>{{.numel = 1000 + i, .dtype = at::kFloat}, {.numel = 3, .dtype = at::kHalf}},
-                           10 * i, i % 2 == 0);
-      reduces.emplace_back(*one, std::vector<PieceShape>{{.numel = 500 + i, .dtype = at::kBFloat16}}, 10 * i, 0.5);
-    }
-    std::vector<std::unique_ptr<Pending>> pending;
-    for (std::size_t i = 0; i < gathers.size(); ++i) {
-      const bool swapped = i % 3 == 0;
-      pending.push_back((swapped ? one : other)->all_gather(gathers[i].parts, kGather));
-      pending.push_back((swapped ? other : one)->reduce_scatter(reduces[i].parts, 0.5, kReduce));
-    }
-    if (rank % 2 == 0) std::reverse(pending.begin(), pending.end());
-    std::rotate(pending.begin(), pending.begin() + 10 * rank, pending.end());
-    for (const auto& each : pending) each->wait();
-    for (const Gather& gather : gathers) gather.check();
-    for (const Reduce& reduce : reduces) reduce.check();
+    check_many_in_flight(*mesh.communicator("dp_shard"), *mesh.new_communicator("dp_shard"), 70, at::kBFloat16, true);
   });
 }
 

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -161,5 +163,30 @@ struct Reduce {
   std::vector<comm::ReducePart> parts;
   std::vector<at::Tensor> expected;
 };
+
+/// Collectives that are all in flight at once, 2 * `count` of them on two communicators of the same ranks, or on one and the same. Each
+/// rank waits for them in an order of its own. `in_rank_order`: whether these communicators' sums are, and so can be checked.
+inline void check_many_in_flight(comm::Communicator& one, comm::Communicator& other, int count, at::ScalarType reduced,
+                                 bool in_rank_order) {
+  std::vector<Gather> gathers;
+  std::vector<Reduce> reduces;
+  for (int i = 0; i < count; ++i) {
+    gathers.emplace_back(one, std::vector<PieceShape>{{.numel = 1000 + i, .dtype = at::kFloat}, {.numel = 3, .dtype = at::kHalf}}, 10 * i,
+                         i % 2 == 0);
+    reduces.emplace_back(one, std::vector<PieceShape>{{.numel = 500 + i, .dtype = reduced}}, 10 * i, 0.5);
+  }
+  std::vector<std::unique_ptr<comm::Pending>> pending;
+  for (std::size_t i = 0; i < gathers.size(); ++i) {
+    const bool swapped = i % 3 == 0;
+    pending.push_back((swapped ? one : other).all_gather(gathers[i].parts, kGather));
+    pending.push_back((swapped ? other : one).reduce_scatter(reduces[i].parts, 0.5, kReduce));
+  }
+  if (one.rank() % 2 == 0) std::reverse(pending.begin(), pending.end());
+  std::rotate(pending.begin(), pending.begin() + 10 * one.rank(), pending.end());
+  for (const auto& each : pending) each->wait();
+  for (const Gather& gather : gathers) gather.check();
+  if (!in_rank_order) return;
+  for (const Reduce& reduce : reduces) reduce.check();
+}
 
 }  // namespace fsdp::testing
