@@ -10,9 +10,9 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
-#include "comm/device_mesh_state.h"
-#include "comm/native_communicator.h"
-#include "comm/rendezvous.h"
+#include "comm/mesh/device_mesh_state.h"
+#include "comm/collectives/native_communicator.h"
+#include "comm/mesh/rendezvous.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/device_mesh.h"
