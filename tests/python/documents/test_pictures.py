@@ -25,7 +25,7 @@ def test_the_picture_of_the_parts_is_the_tables() -> None:
     while len(further := below | {(a, d) for a, b in below for c, d in drawn if b == c}) > len(below):
         below = further
     assert below >= allowed  # What is allowed and not drawn follows.
-    assert {a for a, _ in drawn} | {b for _, b in drawn} == {folder.name for folder in (ROOT / "src").iterdir()}
+    assert {a for a, _ in drawn} | {b for _, b in drawn} == {path.parent.name for path in (ROOT / "src").rglob("*.*")}
 
 
 def test_the_picture_of_a_step_can_be_drawn_again(tmp_path: Path) -> None:
