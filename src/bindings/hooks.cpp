@@ -127,22 +127,10 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, boo
   const auto gradients = model.engine().take_gradients(unit);
   if (gradients.empty()) return taken;
   const at::NoGradGuard no_grad;
-  Copies rounded;
-  Copies back;
   for (std::size_t i = 0; i < has_gradient.size(); ++i) {
     if (!has_gradient[i]) continue;
-    const auto gradient = hooked.gradient_shard(gradients, i);
-    // As FSDP2's: the sum has the dtype in which it was made, there on the wire. (Ours was added up in fp32.)
-    const auto& format = unit.formats[unit.layout.placements()[i].sub_buffer];
-    if (hooked.spec().rounds_gradients && c10::elementSize(format.wire_gradient) < c10::elementSize(format.main_gradient)) {
-      const auto narrow = at::empty_like(gradient, gradient.options().dtype(format.wire_gradient));
-      rounded.add(narrow, gradient);
-      back.add(gradient, narrow);
-    }
-    taken.of_parameters[i] = gradient;
+    taken.of_parameters[i] = hooked.gradient_shard(gradients, i);
   }
-  rounded.run();
-  back.run();
   if (!together) return taken;
   const auto& first = gradients.front();
   const auto alike = [&](const at::Tensor& part) { return part.scalar_type() == first.scalar_type(); };

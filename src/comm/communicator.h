@@ -46,13 +46,14 @@ struct GatherPart {
 /// One sub-buffer of a reduce-scatter. `unreduced` has size * out.numel() elements; `staging` has staging_numel(out.numel())
 /// elements of unreduced's dtype (undefined if that is 0); `out` may have another dtype. When the collective is done,
 /// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in
-/// fp32 (fp64 for double) pairwise in the order of the ranks. `unreduced` and `staging` must stay alive and untouched until wait()
-/// returned.
+/// fp32 (fp64 for double) pairwise in the order of the ranks, and is then, if `rounded`, rounded to unreduced's dtype. `unreduced` and
+/// `staging` must stay alive and untouched until wait() returned.
 struct ReducePart {
   at::Tensor unreduced;
   at::Tensor staging;
   at::Tensor out;
   bool accumulate = false;
+  bool rounded = false;
 };
 
 /// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root looks at, has what each rank gets: as many

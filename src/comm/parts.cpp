@@ -106,6 +106,12 @@ std::uint64_t sizes_of(std::span<const ReducePart> parts) {
   return hash;
 }
 
+bool overlaps(const at::Tensor& a, const at::Tensor& b) {
+  const auto* begin_a = static_cast<const char*>(a.const_data_ptr());
+  const auto* begin_b = static_cast<const char*>(b.const_data_ptr());
+  return begin_a < begin_b + b.nbytes() && begin_b < begin_a + a.nbytes();
+}
+
 void copy_root_shard(const ScatterPart& part, int root) {
   const at::Tensor& shard = part.shards[static_cast<std::size_t>(root)];
   if (shard.numel() == 0 || shard.const_data_ptr() == part.into.const_data_ptr()) return;

@@ -19,6 +19,9 @@ std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Com
 std::uint64_t sizes_of(std::span<const GatherPart> parts);
 std::uint64_t sizes_of(std::span<const ReducePart> parts);
 
+/// Whether two tensors, each dense, share memory.
+bool overlaps(const at::Tensor& a, const at::Tensor& b);
+
 /// Fills the root's own `into`, unless it is its shard.
 void copy_root_shard(const ScatterPart& part, int root);
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "base/copies.h"
+#include "engine/arrived_gradients.h"
 #include "engine/buffer.h"
 #include "engine/unit.h"
 
@@ -60,9 +60,12 @@ struct GradientAccumulator {
   std::unique_ptr<GradientBuffer> own_local;  ///< Null where the wire's dtypes are the main gradients'.
   GradientBuffer& local() { return own_local ? *own_local : wire; }
   GradientBuffer& collected() { return collected_in == CollectedIn::kWire ? wire : local(); }
-  /// Of small gradients into the buffer, not made yet: on a GPU they are copied together. Made before anything reads the buffer, and at the
-  /// end of backward.
-  Copies arrived;
+  /// Copied or lent before anything reads the buffer, and copied at the end of backward.
+  ArrivedGradients arrived;
+  at::Tensor unreduced(std::size_t k) const {
+    auto lent = arrived.lent(k);
+    return lent.defined() ? lent : wire.parts[k];
+  }
   /// Gradients of this rank wait in a buffer.
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
 

@@ -40,10 +40,10 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   auto& target = gradients.parameters[parameter];
   const auto& view = gradients.collected().views[parameter];
   if (target.seen) {
-    gradients.arrived.run();
+    gradients.arrived.copy();
     view.add_(gradient);
   } else if (!view.is_cpu() && static_cast<std::int64_t>(view.nbytes()) <= kCopiedTogether) {
-    gradients.arrived.add(view, gradient);
+    gradients.arrived.add(parameter, view, gradient);
   } else if (!copy_bytes(gradient, view)) {
     view.copy_(gradient);
   }
@@ -113,7 +113,6 @@ bool Reducer::reduced_on_departure(const GradientAccumulator& gradients, int n) 
 }
 
 void Reducer::finish() {
-  for (const auto& gradients : gradients_) gradients->arrived.run();
   // Units on the same ranks speak together.
   std::vector<std::vector<GradientAccumulator*>> neighbours;
   for (const auto& gradients : gradients_) {
@@ -145,6 +144,7 @@ void Reducer::finish() {
                !under_way(*gradients)) {
       begin({.gradients = gradients.get(), .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
     }
+    gradients->arrived.copy();
   }
 }
 
@@ -167,12 +167,12 @@ void Reducer::report_nan() const {
 
 // A reduction.
 
-// [Order is collective] Reductions begin at moments that all ranks share, and so do the later hops of those that began before: all but the
-// newest go on.
+// [Order is collective] Reductions begin at moments that all ranks share, and so do later hops of those before: all but the newest go on.
 void Reducer::reduce(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   auto& buffer = gradients.collected();
-  gradients.arrived.run();
+  const bool may_lend = gradients.collected_in == CollectedIn::kWire && !options_.report_nan && !pool_.has_source();
+  if (gradients.arrived.settle(unit.layout, buffer, may_lend)) buffer.release();
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     auto& parameter = gradients.parameters[i];
     if (unit.parameters[i].trainable && !parameter.seen) zero_bytes(buffer.views[i]);

@@ -51,13 +51,14 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
   gradients.staging.acquire(pool_, memory::Kind::kCommunication);
   std::vector<comm::ReducePart> parts;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    const auto& unreduced = gradients.wire.parts[k];
+    const auto unreduced = gradients.unreduced(k);
     parts.push_back({.unreduced = unreduced,
                      .staging = gradients.staging.parts[k],
                      .out = has_outer  ? gradients.partial_shards(k)
                             : in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
                                        : inner_region(gradients, k),
-                     .accumulate = accumulate});
+                     .accumulate = accumulate,
+                     .rounded = !has_outer && unit.formats[k].rounds_sums});
   }
   return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
 }
@@ -78,7 +79,8 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumula
     parts.push_back({.unreduced = wire.defined() ? wire : partial,
                      .staging = gradients.outer_staging.parts[k],
                      .out = unit.outer_cuts() ? own_piece(gradients, k) : gradients.own_share(k),
-                     .accumulate = unit.outer_cuts() && accumulate});
+                     .accumulate = unit.outer_cuts() && accumulate,
+                     .rounded = unit.formats[k].rounds_sums});
   }
   conversions.run();
   return unit.communicators.outer->reduce_scatter(parts, 1.0, unit.label("outer reduce-scatter"));

@@ -83,6 +83,7 @@ struct SubBufferFormat {
   at::ScalarType main = at::kFloat;                 ///< Of the main parameters and the optimizer state.
   at::ScalarType main_gradient = at::kFloat;        ///< Of the main gradients.
   at::ScalarType wire_gradient = at::kFloat;        ///< In which gradients travel.
+  bool rounds_sums = false;                         ///< To the wire's dtype, though they are made in fp32.
   std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
   bool extended = false;                            ///< Unit::extension has its main and whole parameters; they lie in no buffer.
 

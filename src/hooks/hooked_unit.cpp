@@ -78,6 +78,7 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
     format.compute = parameter.param_dtype.value_or(spec.param_dtype.value_or(own));
     format.wire_gradient = spec.reduce_dtype.value_or(parameter.grad_dtype.value_or(format.compute));
     format.main_gradient = parameter.grad_dtype.value_or(own);
+    format.rounds_sums = spec.rounds_gradients;
   }
   if (parameter.float8_block > 0) format.gather = std::make_shared<GatherFormat>(float8_blocks(parameter.float8_block));
   format.extended = parameter.extended;

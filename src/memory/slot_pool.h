@@ -93,6 +93,7 @@ class SlotPool {
   /// are given back: those that are free now, those that are lent when they come back.
   using Source = std::function<c10::DataPtr(std::int64_t bytes)>;
   void set_source(Source source);
+  bool has_source() const { return source_ != nullptr; }
 
   /// A step has ended. Does nothing while slots are lent: then the step goes on, unrecorded from kMaxRecord requests on.
   void end_step();

@@ -17,7 +17,7 @@ std::unique_ptr<comm::Pending> FakeCommunicator::reduce_scatter(std::span<const 
   for (const auto& part : parts) {
     const auto numel = part.out.numel();
     const std::array<at::Tensor, 1> own = {comm::flat_view(part.unreduced, rank() * numel, numel)};
-    comm::rank_order_sum(own, part.out, scale, part.accumulate);
+    comm::rank_order_sum(own, part.out, comm::sum_end(part, scale));
   }
   return NullCommunicator::reduce_scatter(parts, scale, label);
 }

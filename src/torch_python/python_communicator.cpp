@@ -147,7 +147,8 @@ std::unique_ptr<comm::Pending> PythonCommunicator::reduce_scatter(std::span<cons
     if (part.out.numel() > 0) parts.push_back(part);
   }
   const auto deliver = [scale](const comm::ReducePart& part, const at::Tensor& sum) {
-    const auto result = sum.to(part.out.scalar_type()).mul(scale);
+    auto result = sum.to(part.out.scalar_type()).mul(scale);
+    if (part.rounded) result = result.to(part.unreduced.scalar_type());
     part.accumulate ? part.out.add_(result) : part.out.copy_(result);
   };
   if (parts.empty() || size_ == 1) {

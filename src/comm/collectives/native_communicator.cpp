@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -68,53 +69,6 @@ class NativeGather final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-/// Whether two tensors share memory.
-bool overlaps(const at::Tensor& a, const at::Tensor& b) {
-  const auto* begin_a = static_cast<const char*>(a.const_data_ptr());
-  const auto* begin_b = static_cast<const char*>(b.const_data_ptr());
-  return begin_a < begin_b + b.nbytes() && begin_b < begin_a + a.nbytes();
-}
-
-/// Sums of all ranks on a device: each is scaled where it lies, and copied, or added, to the part's `out`, if it is not there already. A
-/// kernel does so for all that are alike.
-class ArrivedSums {
- public:
-  void add(const ReducePart& part, at::Tensor sum, double scale) {
-    // A rank that is alone may have collected its gradients there, too.
-    const bool is_there =
-        !part.accumulate && sum.const_data_ptr() == part.out.const_data_ptr() && sum.scalar_type() == part.out.scalar_type();
-    const auto fits = [&](const Group& group) {
-      return group.scale == scale && group.accumulate == part.accumulate && group.is_there == is_there &&
-             group.sums.front().scalar_type() == sum.scalar_type() && group.outs.front().scalar_type() == part.out.scalar_type();
-    };
-    const auto found = std::find_if(groups_.begin(), groups_.end(), fits);
-    auto& group =
-        found == groups_.end() ? groups_.emplace_back(Group{.scale = scale, .accumulate = part.accumulate, .is_there = is_there}) : *found;
-    group.sums.push_back(std::move(sum));
-    group.outs.push_back(part.out);
-  }
-
-  /// Rounds as rank_order_sum does: after scaling, and after adding.
-  void deliver() {
-    const at::NoGradGuard no_grad;
-    for (const Group& group : groups_) {
-      if (group.scale != 1.0) at::_foreach_mul_(group.sums, group.scale);
-      if (group.is_there) continue;
-      group.accumulate ? at::_foreach_add_(group.outs, group.sums) : at::_foreach_copy_(group.outs, group.sums);
-    }
-  }
-
- private:
-  struct Group {
-    double scale = 1.0;
-    bool accumulate = false;
-    bool is_there = false;
-    std::vector<at::Tensor> sums = {};
-    std::vector<at::Tensor> outs = {};
-  };
-  std::vector<Group> groups_;
-};
-
 class NativeReduce final : public GroupPending {
  public:
   NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
@@ -132,27 +86,22 @@ class NativeReduce final : public GroupPending {
     }
     const c10::StreamGuard beside(levels_->stream_behind_current(first->out.device()));
     wait_all(send_unreduced(/*several=*/true));
-    for (const ReducePart& part : parts_) {
-      if (in_two_levels(part)) levels_->sum_neighbours(part);
-    }
+    std::vector<ReducePart> summed;
+    std::ranges::copy_if(parts_, std::back_inserter(summed), [&](const ReducePart& part) { return in_two_levels(part); });
+    levels_->sum_neighbours(summed);
     CoalescedWorks works(*group_->data, /*several=*/true);
-    for (const ReducePart& part : parts_) {
-      if (in_two_levels(part)) levels_->send_sums(part, works);
-    }
+    for (const ReducePart& part : summed) levels_->send_sums(part, works);
     works_ = works.end();
   }
   void finish() override {
     wait_all(works_);
-    ArrivedSums arrived;
+    std::vector<RankOrderSum> sums;
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;
-      if (part.out.is_cpu()) {
-        rank_order_sum(pieces_of_ranks(part), part.out, scale_, part.accumulate);
-      } else {
-        arrived.add(part, sum_on_device(part), is_averaged(part) ? 1.0 : scale_);
-      }
+      const double scale = is_averaged(part) ? 1.0 : scale_;
+      sums.push_back({.sources = pieces_of_ranks(part), .out = part.out, .end = sum_end(part, scale)});
     }
-    arrived.deliver();
+    rank_order_sums(sums);
   }
   void forget() noexcept override { works_.clear(); }
 
@@ -194,18 +143,7 @@ class NativeReduce final : public GroupPending {
     return pieces;
   }
 
-  /// The ranks' sum, not scaled; in `out` itself if it can be made there.
-  at::Tensor sum_on_device(const ReducePart& part) {
-    auto pieces = pieces_of_ranks(part);
-    const auto precise = sum_dtype(part.unreduced.scalar_type());
-    if (pieces.size() == 1) return scale_ == 1.0 ? pieces.front() : pieces.front().to(precise);
-    const bool in_place = !part.accumulate && part.out.scalar_type() == precise && !overlaps(part.out, part.staging);
-    const auto total = in_place ? part.out : at::empty({part.out.numel()}, part.out.options().dtype(precise));
-    sum_in_rank_order(pieces, total);
-    return total;
-  }
-
-  /// The backend divides as it adds up, without a pass of its own. By a power of two the result is the same.
+  /// NCCL and its like divide as they add up, without a pass of their own. By a power of two the result is the same.
   bool is_averaged(const ReducePart& part) const {
     const int size = group_->row.size();
     return group_->data != nullptr && size > 1 && std::has_single_bit(static_cast<unsigned>(size)) && scale_ == 1.0 / size &&

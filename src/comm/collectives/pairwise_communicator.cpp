@@ -185,8 +185,8 @@ class PairwiseReduce final : public PairwisePending {
     for (int rank = 0; rank < group_->row.size(); ++rank) {
       sources_[static_cast<std::size_t>(rank)] = rank == own ? region_of(part.unreduced, own, shard_bytes(part)) : from_peer(rank);
     }
-    rank_order_sum(sources_, part.unreduced.scalar_type(), part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), scale_,
-                   part.accumulate);
+    rank_order_sum(sources_, part.unreduced.scalar_type(), part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(),
+                   sum_end(part, scale_));
   }
 
   const std::vector<ReducePart> parts_;

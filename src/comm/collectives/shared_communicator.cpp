@@ -303,7 +303,7 @@ class SharedReduce final : public SharedPending {
         sources_[static_cast<std::size_t>(host)] = sums(part, host == own_host() ? host : received_slot(host)).const_data_ptr();
       }
       rank_order_sum(std::span(sources_).first(static_cast<std::size_t>(hosts())), sum_dtype(part.unreduced.scalar_type()),
-                     part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), scale_, part.accumulate);
+                     part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), sum_end(part, scale_));
     }
   }
 
@@ -334,9 +334,9 @@ class SharedReduce final : public SharedPending {
                                                     : shared_.part_of(neighbour, offsets_[n], i, bytes) + begin;
       }
       if (hosts() == 1) {
-        rank_order_sum(neighbours, dtype, part.out.mutable_data_ptr(), part.out.scalar_type(), numel, scale_, part.accumulate);
+        rank_order_sum(neighbours, dtype, part.out.mutable_data_ptr(), part.out.scalar_type(), numel, sum_end(part, scale_));
       } else {
-        rank_order_sum(neighbours, dtype, sums(part, host).mutable_data_ptr(), sum_dtype(dtype), numel, 1, false);
+        rank_order_sum(neighbours, dtype, sums(part, host).mutable_data_ptr(), sum_dtype(dtype), numel, {});
       }
     }
   }

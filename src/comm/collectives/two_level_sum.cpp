@@ -5,8 +5,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
+#include "comm/device_sums.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
 
@@ -57,7 +59,19 @@ void TwoLevelSum::send_unreduced(const ReducePart& part, CoalescedWorks& works) 
   }
 }
 
-void TwoLevelSum::sum_neighbours(const ReducePart& part) const {
+void TwoLevelSum::sum_neighbours(std::span<const ReducePart> parts) const {
+  const auto device = parts.front().out.device();
+  if (device.is_cpu() || device_sums().of(device.type()) == nullptr) {
+    for (const ReducePart& part : parts) sum_neighbours_by_operators(part);
+    return;
+  }
+  std::vector<RankOrderSum> all;
+  for (const ReducePart& part : parts) std::ranges::move(sums_of_neighbours(part), std::back_inserter(all));
+  rank_order_sums(all);
+}
+
+/// Sums of several hosts are made together: fewer kernels.
+void TwoLevelSum::sum_neighbours_by_operators(const ReducePart& part) const {
   const std::int64_t numel = part.out.numel();
   // By host, one row each.
   const at::Tensor own = flat_view(part.unreduced, 0, part.unreduced.numel()).view({hosts_, ranks_, numel}).select(1, place_);
@@ -65,13 +79,26 @@ void TwoLevelSum::sum_neighbours(const ReducePart& part) const {
   const std::int64_t together = std::max<std::int64_t>(1, kSummedTogether / numel);
   for (std::int64_t host = 0; host < hosts_; host += together) {
     const std::int64_t count = std::min(together, hosts_ - host);
-    std::vector<at::Tensor> sources;
+    RankOrderSum sum{.sources = {}, .out = sums.narrow(0, host, count)};
     for (std::int64_t place = 0; place < ranks_; ++place) {
       const at::Tensor rows = place == place_ ? own : of_neighbour(part, place).view({hosts_, numel});
-      sources.push_back(rows.narrow(0, host, count));
+      sum.sources.push_back(rows.narrow(0, host, count));
     }
-    rank_order_sum_by_operators(sources, sums.narrow(0, host, count), 1, false);
+    sum_by_operators({&sum, 1});
   }
+}
+
+std::vector<RankOrderSum> TwoLevelSum::sums_of_neighbours(const ReducePart& part) const {
+  const std::int64_t numel = part.out.numel();
+  std::vector<RankOrderSum> sums;
+  for (std::int64_t host = 0; host < hosts_; ++host) {
+    auto& sum = sums.emplace_back(RankOrderSum{.sources = {}, .out = sum_for(part, host)});
+    for (std::int64_t place = 0; place < ranks_; ++place) {
+      sum.sources.push_back(place == place_ ? flat_view(part.unreduced, rank_of(host, place) * numel, numel)
+                                            : flat_view(of_neighbour(part, place), host * numel, numel));
+    }
+  }
+  return sums;
 }
 
 void TwoLevelSum::send_sums(const ReducePart& part, CoalescedWorks& works) const {

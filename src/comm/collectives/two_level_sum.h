@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "comm/collectives/coalesced_works.h"
 #include "comm/collectives/group.h"
 #include "comm/communicator.h"
+#include "comm/rank_order_sum.h"
 
 namespace fsdp::comm {
 
@@ -37,7 +39,7 @@ class TwoLevelSum {
   /// To the neighbours: what each has to sum, for the ranks of equal place.
   void send_unreduced(const ReducePart& part, CoalescedWorks& works) const;
   /// What has arrived of them, and this rank's own. On the current stream.
-  void sum_neighbours(const ReducePart& part) const;
+  void sum_neighbours(std::span<const ReducePart> parts) const;
   /// To the ranks of equal place: these sums.
   void send_sums(const ReducePart& part, CoalescedWorks& works) const;
   /// After those have arrived: the sums of the hosts, in order.
@@ -49,6 +51,9 @@ class TwoLevelSum {
   static constexpr std::int64_t kSumElements = 2;  // of bfloat16 or half that have room for a sum in fp32
   // Sums of several hosts are made together up to so many elements: fewer kernels, for a few temporary tensors of that size.
   static constexpr std::int64_t kSummedTogether = std::int64_t{1} << 22;
+
+  std::vector<RankOrderSum> sums_of_neighbours(const ReducePart& part) const;
+  void sum_neighbours_by_operators(const ReducePart& part) const;
 
   int rank_of(std::int64_t host, std::int64_t place) const { return static_cast<int>(host * ranks_ + place); }
   at::Tensor sum_for(const ReducePart& part, std::int64_t host) const;  ///< This host's sum for the rank of equal place there.

@@ -27,20 +27,23 @@ TEST_P(RankOrderSum, IsBitExact) {
       std::vector<at::Tensor> sources;
       for (int r = 0; r < ranks; ++r) sources.push_back(numbers(numel, 31 + r, source_dtype));
       for (const bool accumulate : {false, true}) {
-        const at::Tensor old = numbers(numel, 5, out_dtype);
-        const double scale = 1.0 / 3;
-        const at::Tensor expected = expected_sum(sources, old, scale, accumulate);
-        const at::Tensor out = old.clone();
-        rank_order_sum(sources, out, scale, accumulate);
-        EXPECT_TRUE(same_bits(out, expected)) << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
-        const at::Tensor in_rows = at::cat(sources);
-        std::vector<at::Tensor> rows;
-        for (int r = 0; r < ranks; ++r) rows.push_back(in_rows.narrow(0, r * numel, numel));
-        for (const auto& of_ranks : {sources, rows}) {
-          const at::Tensor by_operators = old.clone();
-          rank_order_sum_by_operators(of_ranks, by_operators, scale, accumulate);
-          EXPECT_TRUE(same_bits(by_operators, expected))
-              << "operators: " << numel << " elements, " << ranks << " ranks, accumulate " << accumulate;
+        for (const auto rounded : {at::ScalarType::Undefined, at::kBFloat16, at::kHalf}) {
+          const at::Tensor old = numbers(numel, 5, out_dtype);
+          const SumEnd end{.scale = 1.0 / 3, .rounded = rounded, .accumulate = accumulate};
+          const at::Tensor expected = expected_sum(sources, old, end);
+          const auto what = std::to_string(numel) + " elements, " + std::to_string(ranks) + " ranks, accumulate " +
+                            std::to_string(accumulate) + ", rounded to " + c10::toString(rounded);
+          const at::Tensor out = old.clone();
+          rank_order_sum(sources, out, end);
+          EXPECT_TRUE(same_bits(out, expected)) << what;
+          const at::Tensor in_rows = at::cat(sources);
+          std::vector<at::Tensor> rows;
+          for (int r = 0; r < ranks; ++r) rows.push_back(in_rows.narrow(0, r * numel, numel));
+          for (const auto& of_ranks : {sources, rows}) {
+            const comm::RankOrderSum sum{.sources = of_ranks, .out = old.clone(), .end = end};
+            sum_by_operators({&sum, 1});
+            EXPECT_TRUE(same_bits(sum.out, expected)) << "operators: " << what;
+          }
         }
       }
     }
@@ -59,10 +62,10 @@ TEST(RankOrderSum, ThreadsGiveTheSameBits) {
       std::vector<at::Tensor> sources;
       for (int r = 0; r < ranks; ++r) sources.push_back(numbers(kNumel, 31 + r, at::kBFloat16));
       const at::Tensor old = numbers(kNumel, 5, at::kFloat);
-      const at::Tensor expected = expected_sum(sources, old, 0.3, /*accumulate=*/true);
+      const at::Tensor expected = expected_sum(sources, old, {.scale = 0.3, .accumulate = true});
       at::set_num_threads(3);
       const at::Tensor out = old.clone();
-      rank_order_sum(sources, out, 0.3, /*accumulate=*/true);
+      rank_order_sum(sources, out, {.scale = 0.3, .accumulate = true});
       at::set_num_threads(1);
       EXPECT_TRUE(same_bits(out, expected)) << ranks << " ranks";
     }
@@ -74,7 +77,7 @@ TEST(RankOrderSum, SumsPairwiseInRankOrder) {
     std::vector<at::Tensor> sources;
     for (const float value : values) sources.push_back(torch::tensor({value}));
     const at::Tensor out = torch::zeros({1});
-    rank_order_sum(sources, out, 1, false);
+    rank_order_sum(sources, out, {});
     return out.item<float>();
   };
   EXPECT_EQ(sum({1e8f, -1e8f, 1.f}), 1.f);  // (0 + 1) + 2
@@ -90,15 +93,15 @@ TEST(RankOrderSum, IsTheSumOverRowsOfSumsWithinThem) {
   std::vector<at::Tensor> sources;
   for (int r = 0; r < 8; ++r) sources.push_back(numbers(100, 7 + r, at::kFloat));
   const at::Tensor all = torch::zeros({100});
-  rank_order_sum(sources, all, 1, false);
+  rank_order_sum(sources, all, {});
   for (const std::size_t row : {2, 4}) {
     std::vector<at::Tensor> rows;
     for (std::size_t begin = 0; begin < 8; begin += row) {
       rows.push_back(torch::zeros({100}));
-      rank_order_sum(std::span(sources).subspan(begin, row), rows.back(), 1, false);
+      rank_order_sum(std::span(sources).subspan(begin, row), rows.back(), {});
     }
     const at::Tensor of_rows = torch::zeros({100});
-    rank_order_sum(rows, of_rows, 1, false);
+    rank_order_sum(rows, of_rows, {});
     EXPECT_TRUE(same_bits(of_rows, all)) << row;
   }
 }
@@ -108,7 +111,7 @@ TEST(RankOrderSum, SumsHalfPrecisionInFp32) {
   std::vector<at::Tensor> sources = {torch::full({3000}, 256, at::kBFloat16)};
   for (int i = 0; i < 3; ++i) sources.push_back(torch::ones({3000}, at::kBFloat16));
   const at::Tensor out = torch::zeros({3000});
-  rank_order_sum(sources, out, 1, false);
+  rank_order_sum(sources, out, {});
   EXPECT_TRUE(at::equal(out, torch::full({3000}, 259.f)));
 }
 
@@ -120,8 +123,8 @@ TEST(RankOrderSum, OutMayBeASource) {
       auto aliased = sources;
       const at::Tensor out = sources[static_cast<std::size_t>(own)].clone();
       aliased[static_cast<std::size_t>(own)] = out;
-      const at::Tensor expected = expected_sum(sources, out.clone(), 0.5, false);
-      rank_order_sum(aliased, out, 0.5, false);
+      const at::Tensor expected = expected_sum(sources, out.clone(), {.scale = 0.5});
+      rank_order_sum(aliased, out, {.scale = 0.5});
       EXPECT_TRUE(same_bits(out, expected)) << ranks << " ranks, own " << own;
     }
   }
@@ -132,7 +135,7 @@ TEST(RankOrderSum, KeepsInfinitiesAndNans) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<at::Tensor> sources = {torch::tensor({kInfinity, kNan, -0.f, 3.4e38f}), torch::tensor({1.f, 1.f, -0.f, 3.4e38f})};
   const at::Tensor out = torch::zeros({4}, at::kBFloat16);
-  rank_order_sum(sources, out, 1, false);
+  rank_order_sum(sources, out, {});
   EXPECT_EQ(out[0].item<float>(), kInfinity);
   EXPECT_TRUE(std::isnan(out[1].item<float>()));
   EXPECT_TRUE(std::signbit(out[2].item<float>()));
@@ -141,7 +144,7 @@ TEST(RankOrderSum, KeepsInfinitiesAndNans) {
 
 TEST(RankOrderSum, RefusesOtherDtypes) {
   const std::vector<at::Tensor> sources = {torch::zeros({4}, at::kLong)};
-  EXPECT_THROW(rank_order_sum(sources, torch::zeros({4}), 1, false), Error);
+  EXPECT_THROW(rank_order_sum(sources, torch::zeros({4}), {}), Error);
 }
 
 }  // namespace rank_order_sum_test

@@ -100,9 +100,9 @@ class TwoLevelSumOfHosts : public ::testing::TestWithParam<Hosts> {
 at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Tensor& old, int ranks, double scale, bool accumulate) {
   std::vector<at::Tensor> of_hosts;
   for (auto first = sources.begin(); first != sources.end(); first += ranks) {
-    of_hosts.push_back(testing::expected_sum({first, first + ranks}, at::zeros({old.numel()}, at::kFloat), 1, false));
+    of_hosts.push_back(testing::expected_sum({first, first + ranks}, at::zeros({old.numel()}, at::kFloat), {}));
   }
-  return testing::expected_sum(of_hosts, old, scale, accumulate);
+  return testing::expected_sum(of_hosts, old, {.scale = scale, .accumulate = accumulate});
 }
 
 TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {

@@ -123,9 +123,9 @@ at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Ten
   for (std::size_t first = 0; first < sources.size(); first += static_cast<std::size_t>(ranks)) {
     const std::vector<at::Tensor> of_host(sources.begin() + static_cast<std::ptrdiff_t>(first),
                                           sources.begin() + static_cast<std::ptrdiff_t>(first) + ranks);
-    of_hosts.push_back(testing::expected_sum(of_host, at::zeros({old.numel()}, precise), 1, false));
+    of_hosts.push_back(testing::expected_sum(of_host, at::zeros({old.numel()}, precise), {}));
   }
-  return testing::expected_sum(of_hosts, old, scale, accumulate);
+  return testing::expected_sum(of_hosts, old, {.scale = scale, .accumulate = accumulate});
 }
 
 TEST_P(TwoLevels, ReducesInTheOrderOfTheHosts) {

@@ -9,7 +9,6 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
 #include "comm/collectives/coalesced_works.h"
@@ -19,6 +18,7 @@
 #include "host_clock.h"
 #include "optim/norm.h"
 #include "support/device_mesh.h"
+#include "support/device_row.h"
 #include "support/stack.h"
 #include "support/temporary_folder.h"
 
@@ -28,6 +28,7 @@ namespace rules_test {
 using fsdp::testing::current_stream;
 using fsdp::testing::device_mesh;
 using fsdp::testing::make_stack;
+using fsdp::testing::OfAllRanks;
 using fsdp::testing::run_ranks_on_device;
 using fsdp::testing::Stack;
 using fsdp::testing::stack_input;
@@ -202,20 +203,6 @@ TEST(DeviceRules, PrefetchingHidesCommunication) {
     EXPECT_LT(static_cast<double>(with), 0.9 * static_cast<double>(without));
   });
 }
-
-/// A row of all ranks, whose backend is the device's.
-struct OfAllRanks {
-  OfAllRanks(const TemporaryFolder& folder, int rank, int size)
-      : row{.dim = "dp_shard", .rank = rank, .global_ranks = {}, .world_size = size},
-        rendezvous(c10::make_intrusive<c10d::FileStore>(folder.path() / "store", size), rank, size, "row", std::chrono::seconds(60)) {
-    for (int other = 0; other < size; ++other) row.global_ranks.push_back(other);
-    backend = sim::make_collectives(rendezvous.gloo_group(row, "data"));
-  }
-
-  fsdp::comm::Row row;
-  fsdp::comm::Rendezvous rendezvous;
-  c10::intrusive_ptr<c10d::Backend> backend;
-};
 
 TEST(DeviceRules, AnExceptionEndsWhatIsPostedTogether) {
   const TemporaryFolder folder;

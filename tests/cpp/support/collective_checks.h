@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/rank_order_sum.h"
 #include "support/same_bits.h"
 
 // Data that every rank can compute for every other rank, and what the collectives should make of it.
@@ -41,8 +42,7 @@ std::vector<T> elements(const at::Tensor& tensor) {
 
 /// Element by element: what rank_order_sum promises.
 template <typename Acc>
-at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, at::ScalarType out_dtype, double scale,
-                     bool accumulate) {
+at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, at::ScalarType out_dtype, const comm::SumEnd& end) {
   at::Tensor out = at::empty({sources[0].numel()}, out_dtype);
   std::vector<std::vector<Acc>> terms;
   terms.reserve(sources.size());
@@ -50,7 +50,7 @@ at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& o
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_dtype, "plain_sum", [&] {
     // Old values are added as double to double, and as float to all others.
     using Old = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-    const std::vector<Old> before = accumulate ? elements<Old>(old) : std::vector<Old>();
+    const std::vector<Old> before = end.accumulate ? elements<Old>(old) : std::vector<Old>();
     auto* data = out.mutable_data_ptr<scalar_t>();
     std::vector<Acc> sums(terms.size());
     for (std::size_t i = 0; i < terms[0].size(); ++i) {
@@ -58,16 +58,19 @@ at::Tensor plain_sum(const std::vector<at::Tensor>& sources, const at::Tensor& o
       for (std::size_t count = sums.size(); count > 1; count = (count + 1) / 2) {  // Neighbours in pairs, again and again.
         for (std::size_t r = 0; r < count; r += 2) sums[r / 2] = r + 1 < count ? sums[r] + sums[r + 1] : sums[r];
       }
-      const Acc sum = sums[0] * static_cast<Acc>(scale);
-      data[i] = accumulate ? c10::convert<scalar_t>(before[i] + sum) : c10::convert<scalar_t>(sum);
+      Acc sum = sums[0] * static_cast<Acc>(end.scale);
+      const bool has_digits = std::is_same_v<Acc, float> && sizeof(scalar_t) > 2;
+      if (has_digits && end.rounded == at::kBFloat16) sum = c10::convert<Acc>(c10::convert<at::BFloat16>(sum));
+      if (has_digits && end.rounded == at::kHalf) sum = c10::convert<Acc>(c10::convert<at::Half>(sum));
+      data[i] = end.accumulate ? c10::convert<scalar_t>(before[i] + sum) : c10::convert<scalar_t>(sum);
     }
   });
   return out;
 }
 
-inline at::Tensor expected_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, double scale, bool accumulate) {
-  if (sources[0].scalar_type() == at::kDouble) return plain_sum<double>(sources, old, old.scalar_type(), scale, accumulate);
-  return plain_sum<float>(sources, old, old.scalar_type(), scale, accumulate);
+inline at::Tensor expected_sum(const std::vector<at::Tensor>& sources, const at::Tensor& old, const comm::SumEnd& end) {
+  if (sources[0].scalar_type() == at::kDouble) return plain_sum<double>(sources, old, old.scalar_type(), end);
+  return plain_sum<float>(sources, old, old.scalar_type(), end);
 }
 
 struct PieceShape {
@@ -148,7 +151,7 @@ struct Reduce {
         sources.push_back(of_rank.narrow(0, own * numel, numel));
       }
       const at::Tensor out = numbers(numel, seed - 1, out_dtype);
-      expected.push_back(numel == 0 ? out.clone() : expected_sum(sources, out, scale, accumulate));
+      expected.push_back(numel == 0 ? out.clone() : expected_sum(sources, out, {.scale = scale, .accumulate = accumulate}));
       parts.push_back({.unreduced = unreduced,
                        .staging = at::empty({communicator.staging_numel(numel, dtype)}, dtype),
                        .out = out,

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <c10/core/DeviceType.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+
+namespace fsdp {
+
+/// Who launches a kernel of ours, by type of device: null where torch's operators have to do. Those of CUDA register themselves in builds
+/// with a compiler for CUDA; that of the simulated device is the tests'. From any thread.
+template <typename Function>
+class DeviceFunctions {
+ public:
+  Function* of(c10::DeviceType type) const { return functions_[index(type)].load(std::memory_order_acquire); }
+  /// Returns what there was.
+  Function* set(c10::DeviceType type, Function* function) { return functions_[index(type)].exchange(function, std::memory_order_acq_rel); }
+
+ private:
+  static std::size_t index(c10::DeviceType type) { return static_cast<std::size_t>(type); }
+
+  std::array<std::atomic<Function*>, static_cast<std::size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> functions_{};
+};
+
+}  // namespace fsdp

@@ -1,0 +1,16 @@
+#pragma once
+
+// Marks functions that a kernel of a GPU calls as well as a loop on the CPU. Such a function is the arithmetic of an element, or what one
+// thread of a kernel does: tests without a GPU run it.
+#if defined(__CUDACC__)
+#define FSDP_HOST_DEVICE __host__ __device__
+#else
+#define FSDP_HOST_DEVICE
+#endif
+
+// Before a loop of a few rounds, whose arrays a GPU then has in registers.
+#if defined(__CUDA_ARCH__)
+#define FSDP_UNROLL _Pragma("unroll")
+#else
+#define FSDP_UNROLL
+#endif

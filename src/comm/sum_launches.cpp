@@ -1,0 +1,94 @@
+#include "comm/sum_launches.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <optional>
+
+namespace fsdp::comm {
+namespace {
+
+/// By how many elements the sources follow each other, one of them left out. Nothing if they don't.
+std::optional<std::int64_t> stride_of(const std::vector<at::Tensor>& sources, std::int64_t left_out) {
+  const auto itemsize = static_cast<std::int64_t>(sources.front().itemsize());
+  std::optional<std::int64_t> stride;
+  const char* before = nullptr;
+  for (std::int64_t k = 0; k < static_cast<std::int64_t>(sources.size()); ++k) {
+    if (k == left_out) continue;
+    const auto* const address = static_cast<const char*>(sources[static_cast<std::size_t>(k)].const_data_ptr());
+    if (before != nullptr) {
+      const std::int64_t bytes = address - before;
+      if (bytes % itemsize != 0 || (stride && *stride != bytes / itemsize)) return {};
+      stride = bytes / itemsize;
+    }
+    before = address;
+  }
+  return stride.value_or(0);
+}
+
+/// Of a rank's own piece, which may lie among what it sends, the others follow each other where they were received.
+std::optional<DevicePart> part_of(const RankOrderSum& sum) {
+  const auto count = static_cast<std::int64_t>(sum.sources.size());
+  if (count > DeviceSum::kMostPieces) return {};
+  DevicePart part{.out = sum.out.mutable_data_ptr(), .numel = sum.out.numel(), .count = static_cast<std::int32_t>(count)};
+  for (std::int64_t apart = -1; apart < count; ++apart) {
+    const auto stride = stride_of(sum.sources, apart);
+    if (!stride) continue;
+    part.stride = *stride;
+    part.apart = static_cast<std::int32_t>(apart);
+    part.first = sum.sources[apart == 0 && count > 1 ? 1 : 0].const_data_ptr();
+    if (apart >= 0) part.apart_piece = sum.sources[static_cast<std::size_t>(apart)].const_data_ptr();
+    return part;
+  }
+  return {};
+}
+
+}  // namespace
+
+DeviceFunctions<LaunchSum>& device_sums() {
+  static DeviceFunctions<LaunchSum> functions;
+  return functions;
+}
+
+bool DeviceSums::add(const RankOrderSum& sum) {
+  const auto device = sum.out.device();
+  if (device_sums().of(device.type()) == nullptr) return false;
+  const auto source = sum.sources.front().scalar_type();
+  const auto out = sum.out.scalar_type();
+  check_summable(source);
+  check_summable(out);
+  if (sum.out.numel() == 0) return true;
+  if (sum.sources.size() == 1 && sum.sources.front().const_data_ptr() == sum.out.const_data_ptr() && changes_nothing(source, out, sum.end))
+    return true;
+  const auto part = part_of(sum);
+  if (!part) return false;
+  const auto rounding = rounding_of(source, out, sum.end);
+  const auto fits = [&](const Launch& launch) {
+    const DeviceSum& other = launch.sum;
+    return launch.device == device && other.source == source && other.out == out && other.scale == sum.end.scale &&
+           other.accumulate == sum.end.accumulate && other.rounding == rounding && other.count < DeviceSum::kMostParts;
+  };
+  auto found = std::find_if(launches_.begin(), launches_.end(), fits);
+  if (found == launches_.end()) {
+    Launch launch{.device = device, .sum = {}};
+    launch.sum.source = source;
+    launch.sum.out = out;
+    launch.sum.scale = sum.end.scale;
+    launch.sum.accumulate = sum.end.accumulate;
+    launch.sum.rounding = rounding;
+    found = launches_.insert(launches_.end(), launch);
+  }
+  found->sum.parts[found->sum.count++] = *part;
+  return true;
+}
+
+void DeviceSums::launch() const {
+  for (const Launch& launch : launches_) {
+    const c10::DeviceGuard guard(launch.device);
+    const auto stream = c10::impl::VirtualGuardImpl(launch.device.type()).getStream(launch.device);
+    device_sums().of(launch.device.type())(launch.sum, stream);
+  }
+}
+
+}  // namespace fsdp::comm

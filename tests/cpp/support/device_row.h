@@ -1,0 +1,26 @@
+#pragma once
+
+#include <chrono>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include "collectives.h"
+#include "comm/mesh/rendezvous.h"
+#include "support/temporary_folder.h"
+
+namespace fsdp::testing {
+
+/// A row of all ranks, whose backend is the device's.
+struct OfAllRanks {
+  OfAllRanks(const TemporaryFolder& folder, int rank, int size)
+      : row{.dim = "dp_shard", .rank = rank, .global_ranks = {}, .world_size = size},
+        rendezvous(c10::make_intrusive<c10d::FileStore>(folder.path() / "store", size), rank, size, "row", std::chrono::seconds(60)) {
+    for (int other = 0; other < size; ++other) row.global_ranks.push_back(other);
+    backend = sim::make_collectives(rendezvous.gloo_group(row, "data"));
+  }
+
+  comm::Row row;
+  comm::Rendezvous rendezvous;
+  c10::intrusive_ptr<c10d::Backend> backend;
+};
+
+}  // namespace fsdp::testing
