@@ -28,13 +28,15 @@ struct AdamW8bitOptions {
 ///     fsdp::fully_shard(*model, {.units = ..., .granularity = [](const auto&, const auto&) { return fsdp::Granularity::blocks(256); }});
 ///     fsdp::AdamW8bit optimizer(*model, {.lr = 1e-3});
 ///
-/// Parameters of double precision keep their state in full precision, too. This optimizer works on the CPU only.
+/// Parameters of double precision keep their state in full precision, too. It works on the CPU, and on GPUs in builds with
+/// kernels (docs/gpu.md).
 class AdamW8bit : public Optimizer {
  public:
   /// Elements that share a largest magnitude.
   static constexpr std::int64_t kBlock = 256;
 
-  /// Throws Error if an option is out of range, if a parameter with 8-bit state is cut within a block, or on another device than the CPU.
+  /// Throws Error if an option is out of range, if a parameter with 8-bit state is cut within a block, or on a device without a kernel for
+  /// it.
   AdamW8bit(torch::nn::Module& module, AdamW8bitOptions options = {}, std::vector<ParamGroup> groups = {});
 };
 

@@ -247,6 +247,7 @@ void bind_optim(py::module_& module) {
   module.def("step_adam", &step_adam);
   module.def("step_sgd", &step_sgd);
   module.def("step_adamw_8bit", &step_adamw_8bit);
+  module.def("steps_adamw_8bit_on", [](const c10::Device& device) { return optim::steps_adamw_8bit_on(device.type()); });
   py::class_<MuonStep>(module, "MuonStep", "A step of Muon, between its two exchanges.")
       .def(py::init<const std::string&, const py::dict&, std::size_t, const py::dict&, const Matrices&, std::int64_t, std::int64_t>())
       .def_property_readonly("to_prepare", &MuonStep::to_prepare)

@@ -1,19 +1,27 @@
 #include "optim/adamw_8bit_step.h"
 
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <type_traits>
 
 #include "base/parallel_for.h"
 #include "fsdp/adamw_8bit.h"
 #include "optim/block_adamw.h"
+#include "optim/device_adamw.h"
 #include "optim/dynamic_map.h"
 
 namespace fsdp::optim {
 namespace {
 
 static_assert(AdamW8bit::kBlock == kBlock);
+static_assert(std::is_trivially_copyable_v<DynamicMap>);
 
 const DynamicMap& first_map() {
   static const DynamicMap map(/*is_signed=*/true);
@@ -59,10 +67,52 @@ BlockAdamW coefficients_of(const AdamStep& step, std::int64_t steps) {
           .second_scale = static_cast<float>(1 / std::sqrt(correction2))};
 }
 
+/// Copies of both maps, made once for each device.
+const DynamicMap* maps_on(c10::Device device) {
+  static std::mutex mutex;
+  static auto* const copies = new std::map<c10::DeviceIndex, at::Tensor>;  // Which live as long as the device.
+  const std::lock_guard lock(mutex);
+  auto& copy = (*copies)[device.index()];
+  if (!copy.defined()) {
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(DynamicMap));
+    const auto here = at::empty({2, kBytes}, at::kByte);
+    std::memcpy(here[0].mutable_data_ptr(), &first_map(), sizeof(DynamicMap));
+    std::memcpy(here[1].mutable_data_ptr(), &second_map(), sizeof(DynamicMap));
+    copy = here.to(device);
+  }
+  return static_cast<const DynamicMap*>(copy.const_data_ptr());
+}
+
+void step_on_device(const QuantizedPart& part, const BlockAdamW& coefficients) {
+  const auto device = part.value.device();
+  const auto* const maps = maps_on(device);
+  const c10::DeviceGuard guard(device);
+  const DeviceAdamW8bit step{
+      .values = part.value.mutable_data_ptr(),
+      .gradients = part.gradient.const_data_ptr(),
+      .dtype = part.value.scalar_type(),
+      .gradient_dtype = part.gradient.scalar_type(),
+      .numel = part.value.numel(),
+      .first = {.map = maps, .codes = part.state[0].mutable_data_ptr<std::uint8_t>(), .largest = part.state[1].mutable_data_ptr<float>()},
+      .second = {.map = maps + 1,
+                 .codes = part.state[2].mutable_data_ptr<std::uint8_t>(),
+                 .largest = part.state[3].mutable_data_ptr<float>()},
+      .adamw = coefficients};
+  device_adamw_8bit().of(device.type())(step, c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
 }  // namespace
+
+DeviceFunctions<LaunchAdamW8bit>& device_adamw_8bit() {
+  static DeviceFunctions<LaunchAdamW8bit> functions;
+  return functions;
+}
+
+bool steps_adamw_8bit_on(c10::DeviceType type) { return type == c10::DeviceType::CPU || device_adamw_8bit().of(type) != nullptr; }
 
 void step_adamw_8bit(const QuantizedPart& part, const AdamStep& step, std::int64_t steps) {
   const auto coefficients = coefficients_of(step, steps);
+  if (!part.value.is_cpu()) return step_on_device(part, coefficients);
   const auto load_gradient = load_of(part.gradient.scalar_type());
   const auto load_value = load_of(part.value.scalar_type());
   const auto store_value = store_of(part.value.scalar_type());

@@ -25,12 +25,11 @@ FSDP_INLINE void decode(const BlockMoment& moment, std::int64_t numel, float* __
 
 FSDP_INLINE void encode(const BlockMoment& moment, std::int64_t numel, float* __restrict from) {
   std::fill(from + numel, from + kBlock, 0.0F);
-  // As integers, magnitudes are in the same order, and the largest may be found in any; NaN wins.
   std::int32_t bits = 0;
-  for (std::int64_t i = 0; i < kBlock; ++i) bits = std::max(bits, std::bit_cast<std::int32_t>(from[i]) & 0x7FFFFFFF);
+  for (std::int64_t i = 0; i < kBlock; ++i) bits = std::max(bits, magnitude_bits(from[i]));
   const auto largest = std::bit_cast<float>(bits);
   *moment.largest = largest;
-  const float divisor = largest > 0 ? largest : 1;
+  const float divisor = divisor_for(largest);
   const DynamicMap& map = *moment.map;
   std::int32_t wide[kBlock];
   for (std::int64_t i = 0; i < kBlock; ++i) wide[i] = map.encode(from[i] / divisor);
@@ -48,10 +47,10 @@ FSDP_INLINE void update(const BlockAdamW& adamw, const Block& gradient, Block& v
   const float* __restrict g = gradient.data();
   float* __restrict p = value.data();
   for (std::int64_t i = 0; i < kBlock; ++i) {
-    first[i] = c.beta1 * first[i] + (1 - c.beta1) * g[i];
-    second[i] = c.beta2 * second[i] + (1 - c.beta2) * (g[i] * g[i]);
-    const float denominator = std::sqrt(second[i]) * c.second_scale + c.eps;
-    p[i] = p[i] * c.decay - c.step_size * (first[i] / denominator);
+    const auto updated = update_element(c, g[i], {p[i], first[i], second[i]});
+    first[i] = updated.first;
+    second[i] = updated.second;
+    p[i] = updated.value;
   }
   encode(first_moment, numel, first);
   encode(second_moment, numel, second);

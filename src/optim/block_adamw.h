@@ -1,8 +1,11 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
+#include "base/host_device.h"
 #include "optim/dynamic_map.h"
 
 namespace fsdp::optim {
@@ -20,6 +23,28 @@ struct BlockAdamW {
   float step_size = 0;     ///< lr over the first moment's bias correction.
   float second_scale = 0;  ///< One over the root of the second moment's bias correction.
 };
+
+/// The arithmetic of one element, without contracted products (see sum_arithmetic.h).
+struct AdamWElement {
+  float value;
+  float first;
+  float second;
+};
+FSDP_HOST_DEVICE inline AdamWElement update_element(const BlockAdamW& c, float gradient, AdamWElement element) {
+  element.first = c.beta1 * element.first + (1 - c.beta1) * gradient;
+  element.second = c.beta2 * element.second + (1 - c.beta2) * (gradient * gradient);
+  const float denominator = std::sqrt(element.second) * c.second_scale + c.eps;
+  element.value = element.value * c.decay - c.step_size * (element.first / denominator);
+  return element;
+}
+
+/// As integers, magnitudes are in the same order, and the largest may be found in any; NaN wins.
+FSDP_HOST_DEVICE inline std::int32_t magnitude_bits(float x) {
+  std::int32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & 0x7FFFFFFF;
+}
+FSDP_HOST_DEVICE inline float divisor_for(float largest) { return largest > 0 ? largest : 1; }
 
 /// One of the two moments of a block: codes for its elements divided by the largest magnitude, whose sign it has not.
 struct BlockMoment {

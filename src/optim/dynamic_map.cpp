@@ -1,7 +1,9 @@
 #include "optim/dynamic_map.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -25,19 +27,19 @@ DynamicMap::DynamicMap(bool is_signed)
     }
   }
   std::sort(values.begin(), values.end());
-  for (std::size_t code = 0; code < values_.size(); ++code) values_[code] = static_cast<float>(values[code]);
+  for (std::size_t code = 0; code < std::size(values_); ++code) values_[code] = static_cast<float>(values[code]);
 
-  for (std::size_t code = 0; code + 1 < values_.size(); ++code) {
+  for (std::size_t code = 0; code + 1 < std::size(values_); ++code) {
     // Exact in double; rounded down, so that a float is beyond it if and only if it is beyond the middle.
     const double middle = (static_cast<double>(values_[code]) + static_cast<double>(values_[code + 1])) / 2;
     auto bound = static_cast<float>(middle);
     if (static_cast<double>(bound) > middle) bound = std::nextafter(bound, -std::numeric_limits<float>::infinity());
     upper_[code] = bound;
   }
-  upper_.back() = std::numeric_limits<float>::infinity();
+  upper_[std::size(upper_) - 1] = std::numeric_limits<float>::infinity();
 
   const auto nearest = [&](float x) {
-    return static_cast<std::int32_t>(std::lower_bound(upper_.begin(), upper_.end(), x) - upper_.begin());
+    return static_cast<std::int32_t>(std::lower_bound(std::begin(upper_), std::end(upper_), x) - std::begin(upper_));
   };
   for (std::int32_t bucket = 0; bucket <= last_; ++bucket) {
     const std::int32_t least = (first_ + bucket) << dropped_;

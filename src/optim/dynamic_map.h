@@ -1,9 +1,10 @@
 #pragma once
 
-#include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+#include "base/host_device.h"
 
 namespace fsdp::optim {
 
@@ -14,20 +15,21 @@ class DynamicMap {
  public:
   explicit DynamicMap(bool is_signed);
 
-  float decode(std::uint8_t code) const { return values_[code]; }
+  FSDP_HOST_DEVICE float decode(std::uint8_t code) const { return values_[code]; }
 
   /// The code of the nearest number; of two that are as near, the lower. x must lie in the map's range (any code comes of NaN).
   ///
   /// Two small tables instead of a search: the leading bits of x (sign, exponent, some of the mantissa) lead to the lowest code of all
   /// floats that begin so. These lie closer together than the bounds between codes do, so x has that code or the next one, which one
   /// comparison decides. Without branches, and from 4-byte tables: a compiler can do it for a vector register at a time.
-  std::int32_t encode(float x) const {
-    const auto bits = std::bit_cast<std::int32_t>(x);
+  FSDP_HOST_DEVICE std::int32_t encode(float x) const {
+    std::int32_t bits = 0;
+    std::memcpy(&bits, &x, sizeof bits);
     std::int32_t bucket = ((bits & 0x7FFFFFFF) >> dropped_) - first_;
     bucket = bucket < 0 ? 0 : bucket;  // everything below the first bucket is nearest to zero, too
     bucket = bucket > last_ ? last_ : bucket;
-    const std::int32_t code = lowest_.data()[bucket + ((bits >> 31) & negative_)];
-    return code + static_cast<std::int32_t>(x > upper_.data()[code]);
+    const std::int32_t code = lowest_[bucket + ((bits >> 31) & negative_)];
+    return code + static_cast<std::int32_t>(x > upper_[code]);
   }
 
  private:
@@ -36,13 +38,14 @@ class DynamicMap {
   static constexpr int kBinades = 23;
   static constexpr std::size_t kBuckets = (kBinades << 7) + 1;
 
-  std::array<float, 256> values_{};
-  std::array<float, 256> upper_{};                   // the largest float that belongs to a code
-  std::array<std::int32_t, kBuckets + 1> lowest_{};  // by bucket; negative numbers' buckets come second
-  std::int32_t dropped_;                             // bits of mantissa that a bucket does not tell apart
-  std::int32_t first_;                               // leading bits of the first bucket
-  std::int32_t last_;                                // index of the last bucket
-  std::int32_t negative_;                            // where negative numbers' buckets begin; 0 in the unsigned map
+  // Plain arrays: a kernel reads the copy of a map on its device.
+  float values_[256] = {};
+  float upper_[256] = {};                   // the largest float that belongs to a code
+  std::int32_t lowest_[kBuckets + 1] = {};  // by bucket; negative numbers' buckets come second
+  std::int32_t dropped_;                    // bits of mantissa that a bucket does not tell apart
+  std::int32_t first_;                      // leading bits of the first bucket
+  std::int32_t last_;                       // index of the last bucket
+  std::int32_t negative_;                   // where negative numbers' buckets begin; 0 in the unsigned map
 };
 
 }  // namespace fsdp::optim

@@ -1,8 +1,13 @@
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <vector>
 
+#include "base/block_format.h"
 #include "comm/device_sums.h"
 #include "memory.h"
+#include "optim/device_adamw.h"
 #include "streams.h"
 
 // libfsdp's own kernels: each is one, and does what its threads would do on a GPU.
@@ -49,8 +54,74 @@ void launch_sum(const fsdp::comm::DeviceSum& given, const c10::Stream& stream) {
   });
 }
 
+template <bool kEncodes>
+void launch_conversion(const fsdp::BlockedPieces& given, const c10::Stream& stream) {
+  const auto value_bytes = given.pieces * given.numel * static_cast<std::int64_t>(c10::elementSize(given.dtype));
+  std::vector<Range> ranges;
+  add_range(ranges, given.values, value_bytes, /*write=*/!kEncodes);
+  add_range(ranges, given.wire, given.pieces * given.wire_bytes(), /*write=*/kEncodes);
+  launch(stream, kEncodes ? "fsdp::encode" : "fsdp::decode", ranges);
+  auto here = given;
+  here.values = pointer_behind(given.values);
+  here.wire = pointer_behind(given.wire);
+  fsdp::with_real_type(given.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int thread = 0; thread < kThreads; ++thread) {
+      kEncodes ? fsdp::encode_blocks<T>(here, thread, kThreads) : fsdp::decode_blocks<T>(here, thread, kThreads);
+    }
+  });
+}
+
+template <typename Value, typename Gradient>
+void step_adamw_8bit(const fsdp::optim::DeviceAdamW8bit& step) {
+  using fsdp::optim::kBlock;
+  std::array<fsdp::optim::AdamWElement, kBlock> updated;
+  for (std::int64_t begin = 0; begin < step.numel; begin += kBlock) {
+    const auto count = static_cast<std::size_t>(std::min(kBlock, step.numel - begin));
+    const auto at = [&](std::size_t i) { return begin + static_cast<std::int64_t>(i); };
+    std::int32_t first = 0;
+    std::int32_t second = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      updated[i] = fsdp::optim::update_at<Value, Gradient>(step, at(i));
+      first = std::max(first, fsdp::optim::magnitude_bits(updated[i].first));
+      second = std::max(second, fsdp::optim::magnitude_bits(updated[i].second));
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      fsdp::optim::encode_at(step.first, at(i), updated[i].first, std::bit_cast<float>(first));
+      fsdp::optim::encode_at(step.second, at(i), updated[i].second, std::bit_cast<float>(second));
+    }
+  }
+}
+
+void launch_adamw_8bit(const fsdp::optim::DeviceAdamW8bit& given, const c10::Stream& stream) {
+  const auto blocks = (given.numel + fsdp::optim::kBlock - 1) / fsdp::optim::kBlock;
+  std::vector<Range> ranges;
+  add_range(ranges, given.gradients, given.numel * static_cast<std::int64_t>(c10::elementSize(given.gradient_dtype)), /*write=*/false);
+  add_range(ranges, given.first.map, 2 * sizeof(fsdp::optim::DynamicMap), /*write=*/false);
+  for (const bool write : {false, true}) {
+    add_range(ranges, given.values, given.numel * static_cast<std::int64_t>(c10::elementSize(given.dtype)), write);
+    for (const auto& moment : {given.first, given.second}) {
+      add_range(ranges, moment.codes, given.numel, write);
+      add_range(ranges, moment.largest, blocks * static_cast<std::int64_t>(sizeof(float)), write);
+    }
+  }
+  launch(stream, "fsdp::adamw_8bit", ranges);
+  auto here = given;
+  here.values = pointer_behind(given.values);
+  here.gradients = pointer_behind(given.gradients);
+  for (auto* const moment : {&here.first, &here.second}) {
+    *moment = {.map = pointer_behind(moment->map), .codes = pointer_behind(moment->codes), .largest = pointer_behind(moment->largest)};
+  }
+  fsdp::with_real_type(given.dtype, [&](auto value) {
+    fsdp::with_real_type(given.gradient_dtype, [&](auto gradient) { step_adamw_8bit<decltype(value), decltype(gradient)>(here); });
+  });
+}
+
 [[maybe_unused]] const bool kRegistered = [] {
   fsdp::comm::device_sums().set(kType, &launch_sum);
+  fsdp::device_encoders().set(kType, &launch_conversion<true>);
+  fsdp::device_decoders().set(kType, &launch_conversion<false>);
+  fsdp::optim::device_adamw_8bit().set(kType, &launch_adamw_8bit);
   return true;
 }();
 

@@ -26,7 +26,7 @@ _QUANTIZED = ("state1", "absmax1", "state2", "absmax2")
 
 
 class AdamW8bit(BeginsAnew):
-    """AdamW with 2 + 8/256 bytes of state per element instead of 8, stepped in C++, on the CPU.
+    """AdamW with 2 + 8/256 bytes of state per element instead of 8, stepped in C++: on the CPU, or on a GPU by a kernel.
 
     Of each block of 256 elements the largest magnitude of a moment is kept in fp32 (``absmax1``, ``absmax2``), and each element,
     divided by it, as one of 256 numbers (``state1``, ``state2``): the state and the arithmetic of the C++ library's ``AdamW8bit``.
@@ -79,7 +79,7 @@ class AdamW8bit(BeginsAnew):
             What the closure returned.
 
         Raises:
-            ValueError: if ranks have parts of one block, or a parameter is not on the CPU.
+            ValueError: if ranks have parts of one block, or a parameter is on a device without a kernel for it.
         """
         loss = loss_of(closure)
         tell_settings(self)
@@ -102,9 +102,9 @@ class AdamW8bit(BeginsAnew):
             return
         if state:
             return
-        if parameter.device.type != "cpu":
+        if not _C.steps_adamw_8bit_on(parameter.device):
             raise ValueError(
-                f"AdamW8bit: {name} is on {parameter.device}, but 8-bit state is for the CPU only; use AdamW"
+                f"AdamW8bit: {name} is on {parameter.device}, for which this build of libfsdp has no kernel of it; use AdamW"
             )
         state["step"] = torch.zeros(())
         for moment in ("1", "2"):

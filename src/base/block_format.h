@@ -1,0 +1,116 @@
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <c10/util/Float8_e4m3fn.h>
+
+#include <cstdint>
+
+#include "base/device_functions.h"
+#include "base/element.h"
+#include "base/host_device.h"
+
+// The 8-bit format of gathers (float8_blocks), block by block: for the loop on the CPU and for a kernel.
+namespace fsdp {
+
+/// Pieces of `numel` elements each, whole blocks, and their bytes: of each piece its elements, then the scales of its blocks.
+struct BlockedPieces {
+  void* values = nullptr;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  std::uint8_t* wire = nullptr;
+  std::int64_t pieces = 0;
+  std::int64_t numel = 0;
+  std::int64_t block = 0;
+
+  FSDP_HOST_DEVICE std::int64_t blocks() const { return pieces * (numel / block); }
+  FSDP_HOST_DEVICE std::int64_t wire_bytes() const { return numel + numel / block; }  ///< Of a piece.
+  FSDP_HOST_DEVICE std::uint8_t* codes_of(std::int64_t number) const {
+    const std::int64_t in_piece = numel / block;
+    return wire + number / in_piece * wire_bytes() + number % in_piece * block;
+  }
+  FSDP_HOST_DEVICE std::uint8_t* scale_of(std::int64_t number) const {
+    const std::int64_t in_piece = numel / block;
+    return wire + number / in_piece * wire_bytes() + numel + number % in_piece;
+  }
+};
+
+/// Puts the conversion on the stream, whose device is the current one.
+using LaunchConversion = void(const BlockedPieces& pieces, const c10::Stream& stream);
+DeviceFunctions<LaunchConversion>& device_encoders();
+DeviceFunctions<LaunchConversion>& device_decoders();
+
+/// Of float8_e4m3fn.
+inline constexpr float kLargestFloat8 = 448;
+/// A scale's byte (e8m0) stands for 2^(byte - 127); this one for NaN.
+inline constexpr std::uint8_t kNanScale = 255;
+
+FSDP_HOST_DEVICE inline float scale_value(std::uint8_t byte) {
+  if (byte == kNanScale) return float_of(0x7fc00000u);
+  return float_of(byte == 0 ? 0x00400000u : static_cast<std::uint32_t>(byte) << 23);
+}
+
+/// The smallest power of two by which the largest magnitude of a block, whose bits are given, fits. The least one is 2^-127.
+FSDP_HOST_DEVICE inline std::uint8_t scale_for(std::uint32_t largest) {
+  if (largest >= 0x7f800000u) return kNanScale;
+  const std::uint32_t bits = bits_of(float_of(largest) / kLargestFloat8);
+  const std::uint32_t exponent = bits >> 23;
+  const std::uint32_t mantissa = bits & 0x7fffffu;
+  if (exponent == 0) return mantissa > 0x400000u ? 1 : 0;
+  return static_cast<std::uint8_t>(exponent + (mantissa != 0 ? 1u : 0u));
+}
+
+template <typename T>
+FSDP_HOST_DEVICE inline std::uint8_t encoded(T value, float scale) {
+  const float scaled = static_cast<float>(value) / scale;
+  return scaled == scaled ? c10::Float8_e4m3fn(scaled).x : std::uint8_t{0x7f};
+}
+template <typename T>
+FSDP_HOST_DEVICE inline T decoded(std::uint8_t code, float scale) {
+  return rounded_to<T>(static_cast<float>(c10::Float8_e4m3fn(code, c10::Float8_e4m3fn::from_bits())) * scale);
+}
+
+/// By one thread: the block's second reading comes from the nearest cache.
+template <typename T>
+FSDP_HOST_DEVICE inline void encode_block(const BlockedPieces& given, std::int64_t number) {
+  const T* const values = static_cast<const T*>(given.values) + number * given.block;
+  std::uint32_t largest = 0;  // As integers, magnitudes are in the same order; NaN wins.
+  for (std::int64_t i = 0; i < given.block; ++i) {
+    const std::uint32_t magnitude = bits_of(static_cast<float>(values[i])) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const std::uint8_t byte = scale_for(largest);
+  const float scale = scale_value(byte);
+  std::uint8_t* const codes = given.codes_of(number);
+  for (std::int64_t i = 0; i < given.block; ++i) codes[i] = encoded(values[i], scale);
+  *given.scale_of(number) = byte;
+}
+
+/// `kPack` elements, which lie in one block.
+template <typename T>
+FSDP_HOST_DEVICE inline void decode_pack(const BlockedPieces& given, std::int64_t pack) {
+  const std::int64_t at = pack * kPack;
+  const std::int64_t number = at / given.block;
+  const float scale = scale_value(*given.scale_of(number));
+  const std::uint8_t* const codes = given.codes_of(number) + at % given.block;
+  Pack<T> result{};
+  FSDP_UNROLL
+  for (int i = 0; i < kPack; ++i) result.values[i] = decoded<T>(codes[i], scale);
+  T* const values = static_cast<T*>(given.values) + at;
+  if (is_aligned<T>(values)) {
+    *reinterpret_cast<Pack<T>*>(values) = result;
+  } else {
+    for (int i = 0; i < kPack; ++i) values[i] = result.values[i];
+  }
+}
+
+/// What thread number `thread` of `threads` does.
+template <typename T>
+FSDP_HOST_DEVICE inline void encode_blocks(const BlockedPieces& given, std::int64_t thread, std::int64_t threads) {
+  for (std::int64_t number = thread; number < given.blocks(); number += threads) encode_block<T>(given, number);
+}
+template <typename T>
+FSDP_HOST_DEVICE inline void decode_blocks(const BlockedPieces& given, std::int64_t thread, std::int64_t threads) {
+  const std::int64_t packs = given.pieces * given.numel / kPack;
+  for (std::int64_t pack = thread; pack < packs; pack += threads) decode_pack<T>(given, pack);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,121 @@
+#include <c10/core/StreamGuard.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <string>
+
+#include "base/block_format.h"
+#include "fsdp/gather_format.h"
+#include "streams.h"
+#include "support/collective_checks.h"
+#include "support/on_device.h"
+
+// Gathers in eight bits, whose conversions are kernels of ours.
+namespace formats_test {
+
+using fsdp::testing::numbers;
+using fsdp::testing::order;
+using fsdp::testing::same_bits;
+using fsdp::testing::side_stream;
+
+using Kernels = std::map<std::string, std::int64_t>;
+
+/// While it lives, operators convert.
+class WithoutKernels {
+ public:
+  WithoutKernels() : encode_(fsdp::device_encoders().set(sim::kType, nullptr)), decode_(fsdp::device_decoders().set(sim::kType, nullptr)) {}
+  ~WithoutKernels() {
+    fsdp::device_encoders().set(sim::kType, encode_);
+    fsdp::device_decoders().set(sim::kType, decode_);
+  }
+  WithoutKernels(const WithoutKernels&) = delete;
+  WithoutKernels& operator=(const WithoutKernels&) = delete;
+
+ private:
+  fsdp::LaunchConversion* const encode_;
+  fsdp::LaunchConversion* const decode_;
+};
+
+/// What travels, and what arrives, of these pieces.
+struct Travelled {
+  Travelled(const at::Tensor& main, std::int64_t block, at::ScalarType compute) {
+    const auto format = fsdp::float8_blocks(block);
+    const auto pieces = main.size(0);
+    const auto bytes = main.size(1) / block * format.block_bytes;
+    wire = at::zeros({pieces, bytes}, main.options().dtype(at::kByte));
+    // Behind one element, where no pack begins.
+    whole = at::zeros({main.numel() + 1}, main.options().dtype(compute)).narrow(0, 1, main.numel()).view(main.sizes());
+    sim::reset_stats();
+    format.pre_all_gather(main, wire);
+    format.post_all_gather(wire, whole);
+    kernels = sim::stats().kernels;
+  }
+
+  at::Tensor wire;
+  at::Tensor whole;
+  Kernels kernels;
+};
+
+/// Of all magnitudes, and blocks of zeros, of powers of two and of the least numbers.
+at::Tensor values(std::int64_t pieces, std::int64_t block, at::ScalarType dtype) {
+  auto all = numbers(pieces * 6 * block, 3, at::kDouble).view({pieces, 6 * block});
+  all.narrow(1, 0, block).zero_();
+  all.narrow(1, block, block).fill_(std::ldexp(448.0, 3));
+  all.narrow(1, 2 * block, block).mul_(std::ldexp(1.0, -126));
+  all.narrow(1, 3 * block, block).fill_(std::numeric_limits<float>::denorm_min());
+  return all.to(dtype);
+}
+
+class DeviceFormats : public ::testing::TestWithParam<at::ScalarType> {};
+
+TEST_P(DeviceFormats, HaveTheBytesOfTheHost) {
+  for (const std::int64_t block : {16, 32, 48}) {
+    for (const std::int64_t pieces : {1, 3}) {
+      const auto main = values(pieces, block, GetParam());
+      for (const auto compute : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+        const Travelled host(main, block, compute);
+        const auto there = main.to(sim::device());
+        const Travelled device(there, block, compute);
+        EXPECT_EQ(device.kernels, (Kernels{{"fsdp::decode", 1}, {"fsdp::encode", 1}}));
+        EXPECT_TRUE(at::equal(device.wire.cpu(), host.wire)) << block;
+        EXPECT_TRUE(same_bits(device.whole.cpu(), host.whole)) << block;
+        const WithoutKernels by_operators;
+        const Travelled operators(there, block, compute);
+        EXPECT_EQ(operators.kernels.count("fsdp::encode"), 0U);
+        EXPECT_TRUE(at::equal(operators.wire.cpu(), host.wire)) << block;
+        EXPECT_TRUE(same_bits(operators.whole.cpu(), host.whole)) << block;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllDtypes, DeviceFormats, ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+TEST(DeviceFormat, WhatIsNotFiniteArrivesAsNaN) {
+  const auto main = at::ones({1, 64});
+  main[0][3] = INFINITY;
+  main[0][40] = -NAN;
+  const Travelled device(main.to(sim::device()), 32, at::kFloat);
+  const auto whole = device.whole.cpu();
+  EXPECT_TRUE(std::isnan(whole[0][3].item<float>()));
+  EXPECT_TRUE(std::isnan(whole[0][40].item<float>()));
+}
+
+TEST(DeviceFormat, ConversionsThatNobodyOrderedAreReported) {
+  const auto main = at::ones({1, 64}, sim::device());
+  const auto side = side_stream();
+  {
+    const c10::StreamGuard on_side(side);
+    const Travelled device(main, 32, at::kFloat);
+  }
+  const auto reports = sim::take_reports();
+  ASSERT_EQ(reports.size(), 1U);
+  EXPECT_NE(reports[0].find("read after write: 'fsdp::encode'"), std::string::npos) << reports[0];
+  order(side, fsdp::testing::current_stream());
+}
+
+}  // namespace formats_test
