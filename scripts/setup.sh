@@ -150,9 +150,9 @@ case $target in
     need_headers
     need_venv "${GPU_PYTHON:-$(first_python python3.12)}"
     need_python_packages "torch==${TORCH:-2.11.0}" numpy safetensors 'cmake>=3.25' ninja 'pytest>=8' 'transformers>=5'
-    # Headers that torch's own wheels include and do not bring, of torch's version of CUDA.
+    # Headers that torch's own wheels include and do not bring, and the compiler for kernels, of torch's version of CUDA.
     cuda=$("$venv/bin/python" -c 'import torch; print(torch.version.cuda)')
-    need_python_packages "nvidia-cuda-crt==$cuda.*" "nvidia-cuda-cccl==$cuda.*"
+    need_python_packages "nvidia-cuda-crt==$cuda.*" "nvidia-cuda-cccl==$cuda.*" "nvidia-cuda-nvcc==$cuda.*" "nvidia-nvvm==$cuda.*"
     ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;

@@ -29,7 +29,7 @@ struct AdamW8bitOptions {
 ///     fsdp::AdamW8bit optimizer(*model, {.lr = 1e-3});
 ///
 /// Parameters of double precision keep their state in full precision, too. It works on the CPU, and on GPUs in builds with
-/// kernels (docs/gpu.md).
+/// kernels (docs/run/gpu.md).
 class AdamW8bit : public Optimizer {
  public:
   /// Elements that share a largest magnitude.

@@ -91,7 +91,11 @@ STAGES = {
             tests("fsdp2/test_parity_fsdp2.py", "test_two_ranks", "test_two_ranks and mlp-default", 60, OVER_GLOO),
         ],
     ),
-    5: Stage("compute-sanitizer on a small step", 60, [sanitized("memcheck"), sanitized("racecheck")]),
+    5: Stage(
+        "libfsdp's kernels against the CPU; compute-sanitizer on a small step",
+        90,
+        [Program(python("tests/gpu/kernels.py"), most=40), sanitized("memcheck"), sanitized("racecheck")],
+    ),
     6: Stage("Megatron's front end, HSDP, 8-bit gathers, memory of NCCL", 60, [Program(python("tests/gpu/features.py"), COLLECTIVES)]),
     7: Stage("CUDA graphs of a step", 60, [Program(python("tests/gpu/graphs.py"))]),
     8: Stage(

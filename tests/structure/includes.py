@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROW = re.compile(r"^\| `src/(?:\w+/)*(\w+)/` \|.*\|(?P<headers>[^|]*)\|(?P<below>[^|]*)\|$")
-INCLUDE = re.compile(r'^#include [<"](?:\w+/)*(\w+)/(\w+\.h)[>"]', re.MULTILINE)
+INCLUDE = re.compile(r'^#include (?:"|<(?=fsdp/))(?:\w+/)*(\w+)/(\w+\.h)[>"]', re.MULTILINE)
 UMBRELLA = "fsdp.h"
 
 
