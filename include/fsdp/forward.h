@@ -14,7 +14,8 @@ namespace fsdp {
 
 namespace detail {
 
-/// Floating-point tensors, alone or in tuples, pairs and vectors, in another dtype; everything else as it is. Undefined tensors stay so.
+/// Converts floating-point tensors, alone or in tuples, pairs and vectors, to another dtype. Returns everything else unchanged, undefined
+/// tensors included.
 template <typename T>
 T converted(T value, at::ScalarType dtype) {
   return value;

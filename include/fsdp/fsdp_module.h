@@ -26,12 +26,12 @@ class Engine;
 
 /// This rank's part of a tensor (1-D, a view into the engine's memory, possibly empty), with its name and its place in the whole.
 struct Shard {
-  std::string name;                         ///< Fully qualified, as named_parameters() gives it.
-  at::Tensor value;                         ///< 1-D, `numel` elements.
-  std::vector<std::int64_t> shape;          ///< Of the whole parameter (of a tensor-parallel one: of this rank's piece).
-  std::int64_t offset = 0;                  ///< Of value[0] in the flattened parameter, in elements.
-  std::vector<std::int64_t> global_shape;   ///< Of the tensor-parallel whole; otherwise `shape`.
-  std::vector<std::int64_t> global_offset;  ///< Where this rank's piece begins in it; otherwise zeros.
+  std::string name;                 ///< Fully qualified, as named_parameters() gives it.
+  at::Tensor value;                 ///< 1-D, `numel` elements.
+  std::vector<std::int64_t> shape;  ///< The shape of the whole parameter; of a tensor-parallel parameter, the shape of this rank's piece.
+  std::int64_t offset = 0;          ///< The position of value[0] in the flattened parameter, in elements.
+  std::vector<std::int64_t> global_shape;   ///< The shape of the tensor-parallel whole; otherwise `shape`.
+  std::vector<std::int64_t> global_offset;  ///< Where this rank's piece begins in that whole; otherwise zeros.
 };
 
 /// A started all-gather of a unit's parameters.
@@ -80,8 +80,9 @@ class FSDPModule {
   /// Sets FullyShardOptions::prefetch_depth for all units of the model. Throws Error if negative.
   void set_prefetch_depth(int depth);
   /// With true, the buffers of the model's collectives come from the process group's own allocator, where its backend has one (NCCL's user
-  /// buffers), from when they are needed next. Units share their buffers, so that one group's allocator serves all of them. Backends
-  /// without one, Gloo among them, are as before. The same on all ranks. (FSDP2's method of this name; Megatron-FSDP's nccl_ub.)
+  /// buffers), from the next time that they are needed. Units share their buffers, so one group's allocator serves all of them. Backends
+  /// without such an allocator, Gloo among them, keep the ordinary one. Call it with the same value on all ranks. (FSDP2's method of this
+  /// name; Megatron-FSDP's nccl_ub.)
   void set_allocate_memory_from_process_group_for_comm(bool enable);
   /// Sets the units whose all-gathers start when this handle's unit is entered in forward. By default (an empty list) these are the units
   /// that came next in the last pass. They stay until they are used, or until backward ends. Give the same list on every rank.
@@ -101,8 +102,8 @@ class FSDPModule {
   /// This rank's shards of the main parameters, of all units, in main_params_dtype. After writing through them, call
   /// `main_parameters_changed()`.
   std::vector<Shard> parameter_shards() const;
-  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. Who holds a `value` can read it after
-  /// zero_grad(), too; without zero_grad(), the next backward adds to it.
+  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. A program that holds a `value` can read
+  /// it after zero_grad(), too; without zero_grad(), the next backward adds to it.
   std::vector<Shard> gradient_shards() const;
   /// fsdp::clip_grad_norm of the whole model (fsdp/gradient_norm.h, which has the options). Collective.
   double clip_grad_norm(double max_norm);
@@ -114,7 +115,7 @@ class FSDPModule {
 
   /// Whole main parameters by name, in the order of named_parameters(). Collective. They take as much memory as the model, on every rank.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
-  /// The same of their gradients.
+  /// The same for the gradients.
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
   /// All units of the model, enclosing ones first: `std::cout << sharded.units()` prints them as a table.
@@ -123,14 +124,14 @@ class FSDPModule {
   /// The policy of this handle's unit, if it has one.
   std::optional<MixedPrecisionPolicy> mixed_precision() const;
 
-  MemoryStats memory_stats() const;  ///< Of the whole model, on this rank.
+  MemoryStats memory_stats() const;  ///< The memory of the whole model on this rank.
   void reset_peak_memory_stats();    ///< Peaks begin at what is live now.
-  WireStats wire_stats() const;      ///< Of the whole model, on this rank, since the start or the last reset.
+  WireStats wire_stats() const;      ///< What the whole model has sent on this rank since the start or the last reset.
   void reset_wire_stats();           ///< All counts begin at 0 again.
 
   // For the library's own use.
-  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }  ///< The model's.
-  std::size_t unit() const { return unit_; }                                 ///< The unit's number there.
+  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }  ///< The model's engine.
+  std::size_t unit() const { return unit_; }                                 ///< The unit's number in that engine.
   /// The handle of a unit.
   FSDPModule(std::shared_ptr<engine::Engine> engine, std::size_t unit) : engine_(std::move(engine)), unit_(unit) {}
 
@@ -146,7 +147,7 @@ FSDPModule handle(const torch::nn::Module& module);
 /// its former setting. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
 class NoSync {
  public:
-  /// Of all units of the module. Throws Error if it is not sharded.
+  /// Applies to all units of the module. Throws Error if the module is not sharded.
   explicit NoSync(const torch::nn::Module& module);
   ~NoSync();
   NoSync(const NoSync&) = delete;

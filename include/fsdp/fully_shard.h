@@ -65,15 +65,15 @@ struct UnitSettings {
   DeviceMesh mesh = {};
   /// The number by which the sum of the gradients of its mesh's ranks is divided. 0 stands for the number of these ranks.
   double gradient_divide_factor = 0;
-  std::optional<bool> reshard_after_forward = {};            ///< By default the options'.
-  std::optional<MixedPrecisionPolicy> mixed_precision = {};  ///< By default the options'.
+  std::optional<bool> reshard_after_forward = {};            ///< By default, the value in FullyShardOptions.
+  std::optional<MixedPrecisionPolicy> mixed_precision = {};  ///< By default, the value in FullyShardOptions.
 };
 
 /// Describes a parameter that is one piece of a larger whole (tensor parallelism). The whole consists of the pieces of the ranks of `mesh`,
 /// in their order, along `dim`. The sizes of the pieces along it may differ.
 struct TensorParallel {
   DeviceMesh mesh;       ///< One dimension; the same for all parameters of a model.
-  std::int64_t dim = 0;  ///< Of the parameter.
+  std::int64_t dim = 0;  ///< The dimension of the parameter along which it is divided.
 };
 
 /// How fully_shard divides and trains a model. The defaults are FSDP2's. Give the same options on all ranks.

@@ -13,16 +13,16 @@ namespace fsdp {
 
 /// Defaults are torch.amp.GradScaler's.
 struct GradScalerOptions {
-  double init_scale = 65'536;           ///< Of the first step.
-  double growth_factor = 2;             ///< Of the scale, after `growth_interval` steps in a row without an infinite or NaN gradient.
-  double backoff_factor = 0.5;          ///< Of the scale, after a step with one.
+  double init_scale = 65'536;  ///< The scale of the first step.
+  double growth_factor = 2;  ///< The scale is multiplied by it after `growth_interval` steps in a row without an infinite or NaN gradient.
+  double backoff_factor = 0.5;          ///< The scale is multiplied by it after a step with an infinite or NaN gradient.
   std::int64_t growth_interval = 2000;  ///< In steps.
   bool enabled = true;                  ///< False makes every call do only what it would do without a scaler.
 };
 
 /// The state of a GradScaler, which a checkpoint keeps.
 struct GradScalerState {
-  double scale = 0;                  ///< The current one.
+  double scale = 0;                  ///< The current scale.
   double growth_factor = 0;          ///< As in the options.
   double backoff_factor = 0;         ///< As in the options.
   std::int64_t growth_interval = 0;  ///< As in the options.
@@ -68,7 +68,7 @@ class GradScaler {
 
   /// For a checkpoint; see SaveOptions::grad_scaler.
   GradScalerState state_dict() const { return state_; }
-  /// Throws Error as the constructor.
+  /// Restores a saved state. Throws Error in the same cases as the constructor.
   void load_state_dict(const GradScalerState& state);
 
  private:

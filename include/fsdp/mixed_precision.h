@@ -10,8 +10,8 @@ namespace fsdp {
 /// MixedPrecisionPolicy (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs) and of Megatron-FSDP's (main_params_dtype,
 /// main_grads_dtype, grad_comm_dtype).
 struct MixedPrecisionPolicy {
-  /// The dtype in which forward and backward compute, which the module's parameters have once it is sharded. By default their own. Inputs
-  /// must have it, too: fsdp::forward converts them, where it calls the module.
+  /// The dtype in which forward and backward compute. The module's parameters have it once the module is sharded. By default, each
+  /// parameter keeps its own dtype. Inputs must have this dtype, too; fsdp::forward converts them.
   std::optional<at::ScalarType> param_dtype = {};
   /// The dtype of the main parameters, which the optimizer updates, and of its state. Without a value, it is the parameter's own. Frozen
   /// parameters always keep their own, because they are stored once.

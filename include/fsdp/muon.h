@@ -22,13 +22,13 @@ enum class AdjustLR : std::uint8_t {
 
 /// Options of Muon for the matrices, and of AdamW for all other parameters.
 struct MuonOptions {
-  double lr = 0.02;                                                   ///< Learning rate, before `adjust_lr`.
-  double weight_decay = 0;                                            ///< Times the learning rate.
-  double momentum = 0.95;                                             ///< Of the gradients of the steps before.
-  bool nesterov = true;                                               ///< Nesterov's form of momentum.
-  AdjustLR adjust_lr = AdjustLR::kOriginal;                           ///< What a matrix's shape does to the learning rate.
-  int ns_steps = 5;                                                   ///< Newton-Schulz iterations.
-  std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};  ///< Of x, x^3 and x^5.
+  double lr = 0.02;                          ///< Learning rate, before `adjust_lr`.
+  double weight_decay = 0;                   ///< Times the learning rate.
+  double momentum = 0.95;                    ///< The factor by which the sum of earlier gradients is multiplied before a new one is added.
+  bool nesterov = true;                      ///< Nesterov's form of momentum.
+  AdjustLR adjust_lr = AdjustLR::kOriginal;  ///< What a matrix's shape does to the learning rate.
+  int ns_steps = 5;                          ///< Newton-Schulz iterations.
+  std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};  ///< The coefficients of x, x^3 and x^5.
   double eps = 1e-7;                                                  ///< The least norm that an update is divided by.
   /// The dtype of the iterations. The default is bfloat16, which is accurate enough. On the CPU it is float32, since few processors
   /// multiply bfloat16 as fast, and others take five times as long for it.

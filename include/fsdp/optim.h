@@ -44,7 +44,7 @@ class Optimizer {
   /// Multiplies every group's base learning rate (as given at construction, or to set_lr) by a factor, such as a schedule's, from the next
   /// step on.
   void set_lr_factor(double factor);
-  /// The same of one group alone, until the next set_lr_factor(factor). Groups are numbered from 0 as they were given; those of a
+  /// The same for one group alone, until the next set_lr_factor(factor). Groups are numbered from 0 as they were given; those of a
   /// WrappedOptimizer are torch's param_groups(). Throws Error if there is no such group.
   void set_lr_factor(std::size_t group, double factor);
   /// Sets the base learning rate of the parameters that no ParamGroup matches (of a WrappedOptimizer's first group; of Muon's matrices)
@@ -57,7 +57,7 @@ class Optimizer {
   /// The same of one group.
   double lr(std::size_t group) const;
 
-  const std::shared_ptr<engine::Engine>& engine() const;  ///< Of its module. For the library's own use.
+  const std::shared_ptr<engine::Engine>& engine() const;  ///< The engine of its module. For the library's own use.
 
   /// For the library's own use.
   struct State;
@@ -65,7 +65,7 @@ class Optimizer {
 
  protected:
   explicit Optimizer(std::unique_ptr<State> state);  ///< For the optimizers of this library.
-  std::unique_ptr<State> state_;                     ///< What it keeps of its parameters.
+  std::unique_ptr<State> state_;                     ///< Its parameters and what it keeps for them.
 };
 
 /// Defaults are torch.optim.AdamW's.
@@ -86,7 +86,7 @@ class AdamW : public Optimizer {
 /// Defaults are torch.optim.SGD's.
 struct SGDOptions {
   double lr = 1e-3;         ///< Learning rate.
-  double momentum = 0;      ///< Of the gradients of the steps before; 0 keeps none.
+  double momentum = 0;      ///< The factor of the sum of earlier gradients; with 0, no sum is kept.
   double dampening = 0;     ///< The part of a new gradient that does not enter the momentum.
   double weight_decay = 0;  ///< L2 penalty: times the parameter, added to the gradient.
   bool nesterov = false;    ///< Needs momentum, and no dampening.
@@ -95,7 +95,7 @@ struct SGDOptions {
 /// Stochastic gradient descent with momentum through ATen's fused kernel.
 class SGD : public Optimizer {
  public:
-  /// As AdamW's.
+  /// Takes and throws the same as AdamW's constructor.
   SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> groups = {});
 };
 

@@ -73,13 +73,13 @@ enum class Phase : std::uint8_t {
   kPrune,    ///< save: older checkpoints are removed.
   kOpen,     ///< load: metadata are read, names and shapes compared, small values read.
   kCheck,    ///< load: what this rank needs is read and compared with its checksums. Nothing (0 bytes) where one reading is enough.
-  kAssign,   ///< load: it is read, into the model, and compared. Begins when all ranks have checked.
+  kAssign,   ///< load: the data are read into the model, and compared with their checksums. Begins when all ranks have checked.
 };
 
 /// A phase that has ended on this rank.
 struct PhaseReport {
   Phase phase = Phase::kCollect;  ///< Which one.
-  std::int64_t bytes = 0;         ///< Of values on this rank; written, in kWrite, of its file.
+  std::int64_t bytes = 0;         ///< The bytes of this rank's values; in kWrite, the bytes that were written to its file.
   double seconds = 0;             ///< How long it took.
 };
 /// Called on every rank at the end of each of its phases, on the thread that saves or loads. After kCollect, that is AsyncSaver's own
@@ -155,8 +155,8 @@ struct Loaded {
     return get_extra<T>(extra, name);
   }
 
-  std::string path;                     ///< The checkpoint's.
-  ExtraState extra;                     ///< The saved one.
+  std::string path;                     ///< The path of the checkpoint.
+  ExtraState extra;                     ///< The values that were saved.
   ExtraState rank_extra;                ///< This rank's own, if as many ranks saved theirs. Otherwise see read_rank_extra().
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
   std::vector<std::string> unexpected;  ///< The reverse, within what was asked for (the model, or also the optimizer).
@@ -210,7 +210,8 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
 /// The path of the newest complete checkpoint of this library in a folder: the one that was saved last, of those whose names end in a
 /// number. Nothing if there is none. Not collective.
 std::optional<std::string> latest(const std::string& folder);
-/// Of the same ones, that with the least SaveOptions::metric, of equal ones the newest; nothing if none has one. Not collective.
+/// The path of the checkpoint with the least SaveOptions::metric among those that latest() chooses from. If several have the same metric,
+/// it is the newest of them. Nothing if none has a metric. Not collective.
 std::optional<std::string> best(const std::string& folder);
 
 /// Saves in the background (DCP's async_save). A thread copies this rank's shards to host memory, which is kept for the next save, and then

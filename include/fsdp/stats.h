@@ -19,7 +19,7 @@ struct MemoryStats {
   MemoryUse unreduced_gradients;      ///< Whole units' gradients before reduction.
   MemoryUse communication;            ///< Receive staging of reductions.
   MemoryUse optimizer_state;          ///< Moments, and what else the optimizer keeps per element.
-  MemoryUse total;                    ///< Of all of the above; its peak is the peak of the sum.
+  MemoryUse total;                    ///< The sum of all of the above; its peak is the peak of the sum.
   MemoryUse host;                     ///< Offloaded main parameters, main gradients and optimizer state. Counted nowhere else.
   MemoryUse slots;                    ///< Bytes that the slot pool holds from the allocator, in use or free for reuse.
   MemoryUse shared_slots;             ///< The part of `slots` that peers on this host read directly. Each rank counts its own only.
@@ -36,7 +36,7 @@ struct WireStats {
   std::int64_t shared_memory_bytes = 0;
   std::int64_t all_gathers = 0;      ///< Started by this rank.
   std::int64_t reduce_scatters = 0;  ///< Started by this rank; all-reduces, too.
-  std::int64_t scatters = 0;         ///< Of first values.
+  std::int64_t scatters = 0;         ///< Scatters of first values, started by this rank.
 };
 
 }  // namespace fsdp

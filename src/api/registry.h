@@ -14,8 +14,9 @@ class Module;
 
 namespace fsdp::api {
 
-/// Which modules are units of which engine. Engines are held by their parameters' hooks, not from here. An entry whose module has died is
-/// no other module's at its address, though a parameter or a graph may keep the engine alive; it is swept later.
+/// Which modules are units of which engine. The hooks of parameters own the engines; the registry does not. An entry whose module has been
+/// destroyed is not found for another module at the same address, even if a parameter or a graph still keeps the engine alive. Such entries
+/// are removed later.
 class Registry {
  public:
   static Registry& instance();
@@ -30,7 +31,7 @@ class Registry {
     std::weak_ptr<engine::Engine> engine;
     std::size_t unit = 0;
     std::weak_ptr<const torch::nn::Module> module;
-    bool owned = false;  ///< By a shared pointer, so that `module` expires with it. A module on the stack has none.
+    bool owned = false;  ///< Whether a shared pointer owns the module, so that `module` expires with it. A module on the stack has none.
   };
   static bool is_of(const Entry& entry, const torch::nn::Module& module, const engine::Engine& engine);
 

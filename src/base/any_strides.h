@@ -2,14 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
-// Tensors of users, such as buffers: transposed, channels-last, expanded, lazily conjugated.
+// Helpers for tensors of users, such as buffers, which may be transposed, channels-last, expanded or lazily conjugated.
 namespace fsdp {
 
-/// The values, dense in row-major order: the tensor itself if it is so.
+/// Returns the values, dense in row-major order. Returns the tensor itself if its memory is laid out in this way.
 at::Tensor row_major(const at::Tensor& tensor);
 
-/// Gives `to` these values, of its sizes. Where several of its elements share memory (expanded) and `values` differ there, it gets memory
-/// of its own in place of what it had, as torch::load gives it.
+/// Copies `values`, which have the sizes of `to`, into `to`. If elements of `to` share memory (an expanded tensor) but get different
+/// values, `to` first gets new memory of its own, as it does in torch::load.
 void assign_values(const at::Tensor& to, const at::Tensor& values);
 
 }  // namespace fsdp

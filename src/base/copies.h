@@ -6,13 +6,13 @@
 
 namespace fsdp {
 
-/// Copies of tensors that are made together: one kernel on a GPU for all that have the same dtypes, where one copy_() each would launch as
-/// many as there are tensors.
+/// Collects copies between tensors, and makes them together. On a GPU, one kernel copies all tensors of the same dtypes, whereas a copy_()
+/// for each tensor would launch a kernel for each.
 class Copies {
  public:
-  /// `to` gets the values of `from`, of its sizes, once run() is called. From pinned memory the host does not wait.
+  /// When run() is called, `to` gets the values of `from`, which has the same sizes. The host does not wait for copies from pinned memory.
   void add(const at::Tensor& to, const at::Tensor& from);
-  /// All that were added, on the current stream; then there are none.
+  /// Makes all copies that were added, on the current stream, and forgets them.
   void run();
   void clear() { groups_.clear(); }
 

@@ -4,7 +4,7 @@
 
 namespace fsdp {
 
-/// As long as it is there, autocast's cache of cast weights takes nothing and gives nothing; unless `wanted` is false.
+/// A guard. During its lifetime, autocast does not use its cache of cast weights. With `wanted` = false it does nothing.
 class NoAutocastCache {
  public:
   explicit NoAutocastCache(bool wanted = true) : restore_(wanted && at::autocast::is_autocast_cache_enabled()) {

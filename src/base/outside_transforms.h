@@ -5,8 +5,8 @@
 
 namespace fsdp {
 
-/// While it lives, operators of this thread compute what they say, although a transformation of torch.func (grad, jvp, vmap) is under way:
-/// what moves parameters and gradients is no part of the function that is transformed.
+/// A guard. During its lifetime, transformations of torch.func (grad, jvp, vmap) do not apply to operators of this thread, because what
+/// moves parameters and gradients is no part of the function that is transformed.
 class OutsideTransforms {
  public:
   OutsideTransforms()

@@ -4,8 +4,9 @@
 
 namespace fsdp {
 
-/// Whether what is put on the stream now is recorded, to be replayed later as a graph, in place of being run. Torch tells so of any device
-/// from 2.13 on; before, only builds with FSDP_CUDA know, of CUDA's streams. False where nobody knows.
+/// Whether a graph is being captured on the stream: work that is put on the stream now is then recorded instead of run. Torch tells this
+/// for any device from 2.13 on. With older versions, only builds with FSDP_CUDA can tell, for CUDA's streams. Returns false where it cannot
+/// be told.
 bool is_capturing(const c10::Stream& stream);
 
 }  // namespace fsdp

@@ -2,8 +2,9 @@
 
 #include <pybind11/pybind11.h>
 
-/// What the parts of `libfsdp._C` add to it: functions `void bind_xxx(pybind11::module_&)`, each in a file of its own. `module.cpp` calls
-/// all of them when Python loads the extension, with the GIL held; there is no rank, no mesh and no process group yet.
+/// The functions that add classes and functions to `libfsdp._C`: each is a `void bind_xxx(pybind11::module_&)` in a file of its own.
+/// `module.cpp` calls all of them when Python loads the extension, with the GIL held. At that time there is no rank, mesh or process group
+/// yet.
 namespace fsdp::bindings {
 
 void bind_mesh(pybind11::module_& module);

@@ -30,14 +30,14 @@ Box whole(Shape shape);
 void check_within(const Box& box, std::span<const std::int64_t> shape);
 
 /// Elements [offset, offset + numel) of a tensor's row-major order as boxes that follow one another in that order, as few as there can be:
-/// for a matrix part of a row, whole rows, part of a row; in general at most 2 * dimensions - 1, and none for numel = 0. Each box's
-/// data is therefore a part of the slice, and where it begins is the sum of the sizes before it.
+/// for a matrix part of a row, whole rows, part of a row; in general at most 2 * dimensions - 1, and none for numel = 0. The data of each
+/// box are therefore a contiguous part of the slice, which begins at the sum of the sizes of the boxes before it.
 std::vector<Box> boxes_of_slice(std::span<const std::int64_t> shape, std::int64_t offset, std::int64_t numel);
 
 /// The same for elements [offset, offset + numel) of a box, as boxes of the tensor that it is a part of.
 std::vector<Box> boxes_of_slice(const Box& box, std::int64_t offset, std::int64_t numel);
 
-/// What two boxes of one tensor share; nothing if that has no element.
+/// The box of elements that two boxes of one tensor share; nothing if they share none.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
 /// Elements that lie side by side in two places, counted from the beginning of each.
@@ -49,10 +49,11 @@ struct Run {
   bool operator==(const Run&) const = default;
 };
 
-/// How the elements of box `source` get to box `destination` of the same tensor: the fewest runs, ascending in both.
+/// Returns the runs that copy the elements of box `source` to box `destination` of the same tensor: as few as possible, in ascending order
+/// in both.
 std::vector<Run> runs_to_box(const Box& source, const Box& destination);
 
-/// The same for a destination that is a slice of the tensor or of a box of it: what boxes_of_slice() gives.
+/// The same for a destination that is a slice of the tensor, or of a box of it, given by the boxes that boxes_of_slice() returns for it.
 std::vector<Run> runs_to_slice(const Box& source, std::span<const Box> slice);
 
 }  // namespace fsdp::ckpt

@@ -14,7 +14,7 @@
 
 namespace fsdp::ckpt {
 
-/// A file of a DCP checkpoint, written record by record, and what the metadata say of it. One thread at a time.
+/// Writes a file of a DCP checkpoint, record by record, and collects its metadata. One thread at a time.
 class DcpFile {
  public:
   using Append = std::function<void(std::span<const char> data)>;
@@ -23,15 +23,15 @@ class DcpFile {
 
   /// Bytes so far.
   std::int64_t size() const { return file_.size(); }
-  /// Adds a tensor, of which add_box() adds boxes: none, where other files have them all.
+  /// Adds a tensor, whose boxes are then added by add_box(). It may have no boxes, if other files contain all of them.
   void add_tensor(const std::string& name, const DcpPath& path, Dtype dtype, const Shape& shape);
-  /// Of the tensor that was added last. `write` appends all its data, row-major.
+  /// Adds a box of the tensor that was added last. `write` appends all data of the box, in row-major order.
   void add_box(const Box& box, const std::function<void(const Append& append)>& write);
   void add_value(const std::string& name, const DcpPath& path, const PythonValue& value);
 
-  /// Of what was added; after this, nothing can be.
+  /// Returns the metadata of all that was added. Nothing can be added after this call.
   DcpMetadata take_metadata();
-  /// Syncs and closes it.
+  /// Syncs and closes the file.
   ListedFile finish() { return file_.finish(); }
 
  private:
@@ -40,7 +40,7 @@ class DcpFile {
   DcpMetadata metadata_;
 };
 
-/// Writes what makes files a checkpoint: `.metadata`, and the sidecar that lists `files` and it.
+/// Makes a folder of files a checkpoint: writes `.metadata`, and the sidecar, which lists `listed` and `.metadata`.
 void seal_dcp(const std::filesystem::path& folder, const DcpMetadata& metadata, std::vector<ListedFile> listed,
               FileSystem& files = FileSystem::current());
 

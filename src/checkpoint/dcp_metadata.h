@@ -14,7 +14,7 @@ namespace fsdp::ckpt {
 
 /// The file of a DCP folder that says what is in it and where.
 inline constexpr std::string_view kMetadataFile = ".metadata";
-/// Bytes; a larger one is taken for a mistake.
+/// The largest accepted size of that file, bytes. A larger one is taken for a mistake.
 inline constexpr std::int64_t kMostMetadata = std::int64_t{1} << 32;
 
 /// The record of one item: `length` bytes at `offset` of a file of the folder.
@@ -49,7 +49,7 @@ struct DcpObject {
   bool operator==(const DcpObject&) const = default;
 };
 
-/// A tensor that this library cannot read, of a dtype that it does not know, say.
+/// A tensor that this library cannot read, for example because it does not know its dtype.
 struct DcpUnreadable {
   std::string why;
 
@@ -63,23 +63,25 @@ struct DcpItem {
   bool operator==(const DcpItem&) const = default;
 };
 
-/// How a name came from a nested state dict: {"model": {"layers": [w]}} became "model.layers.0" by the path model, layers, 0.
+/// The path by which a nested state dict leads to an item. In {"model": {"layers": [w]}}, the item "model.layers.0" has the path model,
+/// layers, 0.
 using DcpPath = std::vector<std::variant<std::string, std::int64_t>>;
 
 struct DcpMetadata {
-  /// In the state dict's order, each name once.
+  /// The items in the order of the state dict, each name once.
   std::vector<DcpItem> items;
   std::vector<std::pair<std::string, DcpPath>> paths;
 
   bool operator==(const DcpMetadata&) const = default;
 };
 
-/// Reads the text of a `.metadata` file, as torch 2.11 and later write it. Checked: that boxes lie in their tensors, that each has a record
-/// (one without elements may have none), and that records name files of the folder itself. Whether the boxes cover a tensor, and whether
-/// the files are there, shows at reading. A tensor of an unknown dtype is a DcpUnreadable. Throws Error, which begins with `file`.
+/// Reads the text of a `.metadata` file, as torch 2.11 and later write it. It checks that boxes lie in their tensors, that each box has a
+/// record (a box without elements may have none), and that records name files of the folder itself. It does not check whether the boxes
+/// cover a tensor and whether the files exist; reading them shows that. A tensor of an unknown dtype is a DcpUnreadable. Throws Error,
+/// which begins with `file`.
 DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file);
 
-/// The text for what torch.distributed.checkpoint's FileSystemReader reads. Throws Error for a DcpUnreadable.
+/// Returns the text of a `.metadata` file that torch.distributed.checkpoint's FileSystemReader reads. Throws Error for a DcpUnreadable.
 std::string write_dcp_metadata(const DcpMetadata& metadata);
 
 }  // namespace fsdp::ckpt

@@ -13,7 +13,7 @@ namespace fsdp::ckpt {
 
 // Numbers in the text of sidecars, owner files and hidden names.
 
-/// The number that all of `text` is, in digits of `base`; nothing if it is none, is negative, or does not fit.
+/// Parses all of `text` as a number in digits of `base`. Nothing if it is not a number, is negative, or does not fit the type.
 template <typename Number>
 std::optional<Number> number_in(std::string_view text, int base = 10) {
   Number number = 0;
@@ -25,7 +25,7 @@ std::optional<Number> number_in(std::string_view text, int base = 10) {
 
 namespace detail {
 inline std::string padded(std::uint64_t number, std::size_t width, int base) {
-  char digits[20];  // of 2^64 - 1
+  char digits[20];  // as many as 2^64 - 1 has
   const auto result = std::to_chars(digits, digits + sizeof(digits), number, base);
   const auto length = static_cast<std::size_t>(result.ptr - digits);
   return std::string(length < width ? width - length : 0, '0').append(digits, length);
@@ -35,12 +35,12 @@ inline std::string padded(std::uint64_t number, std::size_t width, int base) {
 /// Decimal digits, with zeros before them up to `width`.
 inline std::string padded(std::uint64_t number, std::size_t width) { return detail::padded(number, width, 10); }
 
-/// What hexadecimal() gives is so long.
+/// The length of the text that hexadecimal() returns.
 inline constexpr std::size_t kHexDigits = 8;
-/// 7 is "00000007".
+/// Returns eight hexadecimal digits: "00000007" for 7.
 inline std::string hexadecimal(std::uint32_t number) { return detail::padded(number, kHexDigits, 16); }
 
-/// hexadecimal() of a number that the system draws.
+/// Returns hexadecimal() of a random number, which the system draws.
 inline std::string random_digits() {
   static thread_local std::random_device random;
   return hexadecimal(random());

@@ -28,16 +28,17 @@ enum class Dtype : std::uint8_t {
   float8_e4m3fnuz,
   float8_e5m2fnuz,
   float8_e8m0fnu,
-  float4_e2m1fn_x2,  ///< Two numbers in a byte, which is an element of it.
+  float4_e2m1fn_x2,  ///< An element is a byte with two numbers.
 };
 
 /// What the formats call a dtype.
 struct DtypeNames {
   Dtype dtype;
-  std::int64_t itemsize;         ///< Bytes of an element.
-  std::string_view name;         ///< torch's, as in "float32".
-  std::string_view storage;      ///< torch's class of typed storage; empty for the newer dtypes, which torch.save writes without one.
-  std::string_view safetensors;  ///< Empty where that format has none.
+  std::int64_t itemsize;  ///< Bytes of an element.
+  std::string_view name;  ///< torch's name, such as "float32".
+  std::string_view
+      storage;  ///< The name of torch's class of typed storage; empty for the newer dtypes, which torch.save writes without such a class.
+  std::string_view safetensors;  ///< The name in safetensors files; empty if that format has no such dtype.
 };
 
 std::span<const DtypeNames> dtypes();

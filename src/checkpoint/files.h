@@ -15,21 +15,21 @@
 
 namespace fsdp::ckpt {
 
-/// The system refused a call. Whether what was looked for is there can be told from it only if is_missing().
+/// The system refused a call. Only if is_missing() is true does it say that the file does not exist; otherwise the file may exist.
 class SystemError : public Error {
  public:
   SystemError(const std::string& message, int code) : Error(message), code_(code) {}
   /// errno as it was.
   int code() const { return code_; }
-  /// There is no such file, rather than one that could not be looked at.
+  /// True if there is no such file; false if the file could not be examined.
   bool is_missing() const;
 
  private:
   int code_;
 };
 
-/// The system calls below everything here, with their own conventions: -1 and errno. Tests replace some, to have full disks and broken
-/// ones. Called from any thread.
+/// The system calls that all code in this folder uses. They follow the system's conventions (-1 and errno). Tests replace some of them to
+/// simulate full and broken disks. Any thread may call them.
 class FileSystem {
  public:
   FileSystem() = default;
@@ -39,7 +39,7 @@ class FileSystem {
 
   /// The operating system's.
   static FileSystem& real();
-  /// What is used where nothing else is asked for: the operating system's, unless a ReplacedFileSystem is there.
+  /// The default: the operating system's calls, unless a ReplacedFileSystem exists.
   static FileSystem& current();
 
   virtual int open(const char* path, int flags, mode_t mode);
@@ -61,8 +61,8 @@ class FileSystem {
   virtual int list(const char* path, std::vector<std::string>& names);
 };
 
-/// While it lives, this process's saves and loads go through `files`: for tests of what is above the files. One at a time, and none while
-/// a save or load is under way.
+/// A guard. During its lifetime, this process's saves and loads go through `files`. Tests of higher layers use it. Only one may exist at a
+/// time, and none may begin or end while a save or load is under way.
 class ReplacedFileSystem {
  public:
   explicit ReplacedFileSystem(FileSystem& files);
@@ -71,7 +71,7 @@ class ReplacedFileSystem {
   ReplacedFileSystem& operator=(const ReplacedFileSystem&) = delete;
 };
 
-/// Where bytes are read from: fills `to` from `offset` of a file, or throws Error.
+/// A source of bytes: a function that fills `to` with the bytes of a file from `offset` on, or throws Error.
 using ReadAt = std::function<void(std::int64_t offset, std::span<char> to)>;
 
 /// An open file. All methods but close() may be called from several threads at once; all throw Error, which names the file and the reason.
@@ -85,19 +85,20 @@ class File {
   static File open(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
   File(File&& other) noexcept;
   File& operator=(File&&) = delete;
-  /// Closes; an error goes unnoticed then. Who has written calls sync() and close().
+  /// Closes the file. Errors are ignored here, so code that has written calls sync() and close() before.
   ~File();
 
   const std::filesystem::path& path() const { return path_; }
-  /// Of a file that was opened, as it was then; of one that is written, now.
+  /// The size in bytes: for a file that is being written, the current one; for others, the size when the file was opened.
   std::int64_t size() const;
   void write_at(std::int64_t offset, std::span<const char> data);
-  /// Throws if the file ends before `to` is full.
+  /// Reads as many bytes as `to` has. Throws if the file ends before.
   void read_at(std::int64_t offset, std::span<char> to) const;
   ReadAt reader() const;
-  /// Lets the system begin with what sync() waits for, so that a disk is busy while a file is still being made. A wish.
+  /// Asks the system to start writing this range to the disk, for which sync() waits later. The disk then works while the rest of the file
+  /// is being made. A failure has no effect.
   void start_writing(std::int64_t offset, std::int64_t length);
-  /// Returns when the bytes would survive a loss of power.
+  /// Returns once the bytes would survive a loss of power.
   void sync();
   void close();
 
@@ -110,40 +111,41 @@ class File {
   int file_ = -1;
 };
 
-/// The whole of a file of at most `most` bytes; a larger one is an Error.
+/// Reads a whole file of at most `most` bytes. Throws Error for a larger one.
 std::string read_whole(const std::filesystem::path& path, std::int64_t most, FileSystem& files = FileSystem::current());
 
 /// Creates a file with this content, and syncs it.
 void write_whole(const std::filesystem::path& path, std::string_view content, FileSystem& files = FileSystem::current());
 
-/// The parent must be there, the folder not.
+/// Makes a folder. Its parent must exist, and the folder must not.
 void make_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
-/// What was created, renamed and removed in the folder survives a loss of power after this.
+/// After this call, files that were created, renamed and removed in the folder stay so after a loss of power.
 void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
-/// Names in a folder, in order. Throws if it cannot be read, e.g. is not there.
+/// Returns the sorted names in a folder. Throws if the folder cannot be read, for example because it does not exist.
 std::vector<std::string> list_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
-/// In a folder that a step is written into, and in the step: who wrote it (lease.h). What has it is this library's to remove.
+/// The file that says which process writes, or has written, a step's folder (lease.h). This library may remove folders that contain it.
 inline constexpr std::string_view kOwnerFile = ".fsdp-owner";
 
-/// A folder with all that is in it, the owner file last; or a file. Nothing there is no error. Links are removed, not followed. Where NFS
-/// keeps what a process has open, under names `.nfs...`, these, the owner file and the folder stay, for the next time; no error either.
+/// Removes a file, or a folder with all that it contains, the owner file last. It is no error if nothing exists at the path. Links are
+/// removed, not followed. If NFS keeps files that a process has open, under names `.nfs...`, then these, the owner file and the folder
+/// stay, to be removed another time. This is no error either.
 void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
-/// The same, as far as it goes: while another error is on its way.
+/// The same, but errors are ignored. For use while another error is being reported.
 void remove_quietly(const std::filesystem::path& path, FileSystem& files = FileSystem::current()) noexcept;
 
-/// A file, a folder, or a link, wherever that leads. Throws if that cannot be told.
+/// True if a file, a folder or a link (whatever its target) exists at the path. Throws if the system does not allow to find out.
 bool is_there(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
-/// A folder, or a link to one. Throws if that cannot be told.
+/// True if the path is a folder or a link to one. Throws if the system does not allow to find out.
 bool is_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
-/// FileSystem::rename(). Throws Error.
+/// Calls FileSystem::rename(). Throws Error.
 void rename_to(const std::filesystem::path& from, const std::filesystem::path& to, unsigned flags,
                FileSystem& files = FileSystem::current());
 
-/// SystemError: "cannot <doing> <path>: <errno's text>", for errno as it is now.
+/// Throws SystemError with the message "cannot <doing> <path>: <text of errno>", for the present value of errno.
 [[noreturn]] void throw_errno(const std::string& doing, const std::filesystem::path& path);
 
 }  // namespace fsdp::ckpt

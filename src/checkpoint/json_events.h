@@ -8,8 +8,8 @@
 
 namespace fsdp::ckpt {
 
-/// Parses JSON of a known form as it comes, without a tree of it: in time and memory that grow with the text and no faster, whatever is in
-/// it. Keys of an object must differ, and nothing is nested deeper than the form is. Errors begin with the name of the file.
+/// Parses JSON of a known form as a stream of events, without building a tree. Time and memory grow linearly with the text, whatever it
+/// contains. Keys of an object must differ, and nothing is nested deeper than the form is. Errors begin with the name of the file.
 class JsonEvents : private nlohmann::json_sax<nlohmann::json> {
  public:
   using Json = nlohmann::json;
@@ -21,16 +21,16 @@ class JsonEvents : private nlohmann::json_sax<nlohmann::json> {
   JsonEvents(std::string file, std::size_t deepest) : file_(std::move(file)), deepest_(deepest) {}
   ~JsonEvents() override = default;
 
-  /// A value that is no object and no array.
+  /// Called for a value that is neither an object nor an array.
   virtual void on_value(Json value) = 0;
-  /// An object or an array begins, which depth() counts already.
+  /// Called when an object or an array begins; depth() counts it already.
   virtual void on_begin(bool is_object) = 0;
-  /// It ends; depth() counts it still.
+  /// Called when it ends; depth() still counts it.
   virtual void on_end() = 0;
 
-  /// Objects and arrays that have begun and not ended.
+  /// The number of objects and arrays that have begun and not ended.
   std::size_t depth() const { return levels_.size(); }
-  /// The key, in the object or array `level` (from 1), of what comes now; empty in an array.
+  /// The key of the present event in the object at depth `level` (from 1); empty if there is an array at that depth.
   const std::string& key_in(std::size_t level) const;
   [[noreturn]] void fail(const std::string& why) const;
 
@@ -54,10 +54,10 @@ class JsonEvents : private nlohmann::json_sax<nlohmann::json> {
 
   std::string file_;
   std::size_t deepest_;
-  std::vector<std::vector<std::string>> levels_;  // the keys so far of what has begun
+  std::vector<std::vector<std::string>> levels_;  // for each object or array that has begun: its keys so far
 };
 
-/// A name or a value from a file, for a message: no longer than a line.
+/// Shortens a name or a value from a file to at most a line, for a message.
 std::string shown(std::string_view text);
 
 }  // namespace fsdp::ckpt

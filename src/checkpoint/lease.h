@@ -10,17 +10,18 @@
 namespace fsdp::ckpt {
 
 struct LeaseTimes {
-  std::chrono::milliseconds renewed = std::chrono::minutes(1);  ///< So often.
-  std::chrono::milliseconds lasts = std::chrono::minutes(30);   ///< So long after a renewal. Clocks may differ by half of it.
+  std::chrono::milliseconds renewed = std::chrono::minutes(1);  ///< The time between renewals.
+  std::chrono::milliseconds lasts =
+      std::chrono::minutes(30);  ///< How long a lease is valid after a renewal. Clocks may differ by half of this time.
 };
 
-/// Says by the folder's owner file (kOwnerFile) that it is being written, as long as this lives: to other threads, other processes, and
-/// other machines, which cannot be asked. A thread of its own renews the stamp; a renewal that fails is left out. Movable.
+/// During its lifetime, the folder's owner file (kOwnerFile) tells other threads, processes and machines that the folder is being written.
+/// A thread of its own renews the time stamp in the file; failures of a renewal are ignored. Movable.
 class Lease {
  public:
   /// Writes the file. Throws Error.
   explicit Lease(const std::filesystem::path& folder, FileSystem& files = FileSystem::current(), LeaseTimes times = {});
-  /// The file stays.
+  /// Ends the lease. The file stays.
   ~Lease();
   Lease(Lease&&) noexcept;
   Lease& operator=(Lease&&) noexcept;
@@ -31,11 +32,12 @@ class Lease {
 };
 
 enum class Owner : std::uint8_t {
-  kUnknown,  ///< No owner file of this library can be read there: somebody else's folder, perhaps.
+  kUnknown,  ///< The folder has no readable owner file of this library, so it may belong to something else.
   kWriting,  ///< A lease is held.
   kGone,     ///< The writer has finished, or its process has ended, or it has not renewed its lease in time.
 };
-/// A writer of this machine is looked up; of one elsewhere, the stamp decides.
+/// Finds out whether the folder is being written. If the writer is on this machine, its process is looked up; otherwise the time stamp
+/// decides.
 Owner owner_of(const std::filesystem::path& folder, FileSystem& files = FileSystem::current(), LeaseTimes times = {},
                std::chrono::system_clock::time_point now = std::chrono::system_clock::now());
 

@@ -16,7 +16,8 @@ namespace fsdp::ckpt {
 
 class Pickle;
 
-/// A node of what a pickle describes. Its accessors throw Error, which names the file, the position and what is there instead.
+/// A node of the graph that a pickle describes. Its accessors throw Error if the node has another type; the message names the file, the
+/// position and the actual type.
 ///
 /// The nodes of a malicious pickle may form cycles, or a graph of exponentially many paths: follow them to a fixed depth, or count.
 class PickleValue {
@@ -47,28 +48,29 @@ class PickleValue {
   /// UTF-8, as Python wrote it. This and bytes() are views into the pickle's data.
   std::string_view string() const;
   std::string_view bytes() const;
-  /// Of a tuple, a list or a set; of an object, what was appended to it.
+  /// The elements of a tuple, a list or a set; for an object, the elements that were appended to it.
   std::span<const PickleValue* const> items() const;
-  /// Of a dict, key and value alternate; of an object (OrderedDict), what was assigned to its keys.
+  /// The keys and values of a dict, alternating; for an object (OrderedDict), the items that were assigned to it.
   std::span<const PickleValue* const> entries() const;
-  /// The value of a string key of a dict; null if there is none. The last one, as in Python, where a key is there twice.
+  /// The value of a string key of a dict; null if there is none. If a key occurs twice, this is the last value, as in Python.
   const PickleValue* find(std::string_view key) const;
   const PickleValue& at(std::string_view key) const;
 
-  /// "module.name" of a global.
+  /// The name of a global, as "module.name".
   std::string_view global() const;
-  /// An object is what `callable(*arguments)` would return, with `state` assigned. Nothing is called here.
+  /// True for an object of this class or callable. An object stands for the result of `callable(*arguments)` with `state` assigned; nothing
+  /// is called here.
   bool is_object_of(std::string_view global) const;
   const PickleValue& callable() const;
   const PickleValue& arguments() const;
-  /// Null for an object without one.
+  /// The state of an object; null if it has none.
   const PickleValue* state() const;
-  /// What a persistent id stands for is the caller's business; here it is the id.
+  /// The value of a persistent id. What it stands for, the caller decides.
   const PickleValue& persistent_id() const;
 
-  /// An Error of this place: "<file>, byte <position>: expected <expected>, found <this>".
+  /// Throws the Error "<file>, byte <position>: expected <expected>, found <this>".
   [[noreturn]] void throw_unexpected(const std::string& expected) const;
-  /// For messages: "a list of 3", "the string 'x'".
+  /// A description for messages, such as "a list of 3" or "the string 'x'".
   std::string description() const;
 
  private:
@@ -92,8 +94,8 @@ class PickleValue {
   Kind kind_;
 };
 
-/// A pickle of protocol 2 to 5, read without running anything. A few nodes' worth of memory per byte of the input at most, and no
-/// recursion.
+/// Reads a pickle of protocol 2 to 5 without running anything. It needs memory for at most a few nodes per byte of the input, and does not
+/// recurse.
 class Pickle {
  public:
   /// `data` must outlive this object. `file` is for messages only. `allowed` lists the globals ("module.name") that may occur; "module.*"
@@ -104,10 +106,10 @@ class Pickle {
   Pickle& operator=(const Pickle&) = delete;
 
   const PickleValue& root() const { return *root_; }
-  /// The globals that occur, as they are first met.
+  /// The globals that occur, in the order of their first occurrence.
   const std::vector<std::string_view>& globals() const { return globals_; }
   const std::string& file() const { return file_; }
-  /// Of the input, in bytes.
+  /// The size of the input, in bytes.
   std::size_t size() const { return size_; }
 
  private:
@@ -115,17 +117,17 @@ class Pickle {
 
   std::string file_;
   std::size_t size_;
-  // All nodes go together, with millions of small arrays.
+  // All nodes, and millions of small arrays, are freed together.
   std::pmr::monotonic_buffer_resource memory_;
   // A deque: nodes point to each other. They are destroyed one by one, cycles or not.
   std::pmr::deque<PickleValue> values_{&memory_};
-  std::set<std::string, std::less<>> names_;  // of globals that `allowed` has by a pattern
+  std::set<std::string, std::less<>> names_;  // the names of globals that a pattern in `allowed` accepts
   std::vector<std::string_view> globals_;
   const PickleValue* root_ = nullptr;
 };
 
-/// Writes a pickle of protocol 2, which torch.load's restricted unpickler and any Python 3 read. Each call appends a value, in the order in
-/// which Python's stack machine wants them; between begin_x() and end_x() stand the elements.
+/// Writes a pickle of protocol 2, which torch.load's restricted unpickler and any Python 3 read. Each call appends a value, in the order
+/// that Python's stack machine needs. The elements of a container are written between begin_x() and end_x().
 class PickleWriter {
  public:
   PickleWriter();
@@ -134,35 +136,36 @@ class PickleWriter {
   void boolean(bool value) { op(value ? '\x88' : '\x89'); }
   void integer(std::int64_t value);
   void real(double value);
-  /// UTF-8. Short strings that are equal are written once.
+  /// Writes a string in UTF-8. Short strings that are equal are written once.
   void string(std::string_view value);
-  /// As Python writes bytes in this protocol: a call of _codecs.encode.
+  /// Writes bytes as Python does in this protocol: as a call of _codecs.encode.
   void bytes(std::string_view value);
   void begin_tuple() { op('('); }
   void end_tuple() { op('t'); }
   void begin_list() { text_ += "]("; }
   void end_list() { op('e'); }
   void begin_dict() { text_ += "}("; }
-  /// Keys and values alternate.
+  /// Ends a dict, whose keys and values were written alternately.
   void end_dict() { op('u'); }
   void global(std::string_view module, std::string_view name);
-  /// After a callable and a tuple of arguments.
+  /// Call it after a callable and a tuple of arguments.
   void reduce() { op('R'); }
-  /// After a class and a tuple of arguments for its __new__.
+  /// Call it after a class and a tuple of arguments for its __new__.
   void new_object() { op('\x81'); }
-  /// After an object and its state.
+  /// Call it after an object and its state.
   void build() { op('b'); }
-  /// After the id.
+  /// Call it after the id.
   void persistent_id() { op('Q'); }
-  /// An instance of a class without arguments, to be built.
+  /// Begins an instance of a class that takes no arguments; build() ends it.
   void instance(std::string_view module, std::string_view name);
 
-  /// The whole pickle; nothing can be added after.
+  /// Returns the whole pickle. Nothing can be added after this call.
   std::string finish();
 
  private:
   void op(char code) { text_ += code; }
-  /// True if `key` was written before: then it is fetched. Otherwise the caller writes it and calls remember().
+  /// If the value of `key` was written before, writes a reference to it and returns true. Otherwise the caller writes the value and calls
+  /// remember().
   bool recall(const std::string& key);
   void remember(std::string key);
 

@@ -2,10 +2,10 @@
 
 #include <filesystem>
 
-// Paths that users name: a checkpoint where a folder of checkpoints is meant, and the reverse.
+// Checks of paths that users give, who may confuse a checkpoint with a folder of checkpoints.
 namespace fsdp::ckpt {
 
-/// Throws Error unless a checkpoint may be at `path`, of whatever format and in whatever state; it says what is there instead.
+/// Throws Error, which says what exists at `path`, unless it may be a checkpoint, of any format and in any state.
 void require_checkpoint(const std::filesystem::path& path);
 
 /// Throws Error for an empty path, and for a folder without steps that is a checkpoint itself.

@@ -5,11 +5,11 @@
 
 namespace fsdp::ckpt {
 
-/// `text` with what a terminal could take for commands escaped, as in \x1b: control characters of ASCII and of Unicode. Line ends and tabs
-/// stay. For names, which come from files, before people see them.
+/// Escapes the characters in `text` that a terminal could take for commands (control characters of ASCII and of Unicode), as in \x1b. Line
+/// ends and tabs stay. Names that come from files are passed through it before they are printed.
 std::string printable(std::string_view text);
 
-/// The same, line ends and tabs included: for what must stay one line.
+/// Also escapes line ends and tabs, for text that must stay on one line.
 std::string printable_line(std::string_view text);
 
 }  // namespace fsdp::ckpt

@@ -26,11 +26,11 @@ struct PythonValue {
     std::vector<PythonValue> items;
     bool operator==(const List&) const = default;
   };
-  /// In insertion order.
+  /// A dict, with its entries in insertion order.
   struct Dict {
     std::vector<Entry> items;
     bool operator==(const Dict&) const = default;
-    /// Null if there is no such string key.
+    /// The value of a string key; null if there is none.
     const PythonValue* find(std::string_view key) const;
   };
   std::variant<std::monostate, bool, std::int64_t, double, std::string, Bytes, Tuple, List, Dict> value;
@@ -38,7 +38,7 @@ struct PythonValue {
   bool operator==(const PythonValue&) const = default;
 };
 
-/// Of a dict.
+/// A key and a value of a dict.
 struct PythonValue::Entry {
   PythonValue key;
   PythonValue value;
@@ -48,13 +48,13 @@ struct PythonValue::Entry {
 /// The globals that python_value() understands: an ordered dict is read as a dict.
 inline constexpr std::array<std::string_view, 2> kPlainGlobals = {"_codecs.encode", "collections.OrderedDict"};
 
-/// Throws Error for anything else, for nesting deeper than 100, and for values that share their parts so often that they would take far
-/// more memory than the pickle.
+/// Converts a node of a pickle to a plain value. Throws Error for all other types, for nesting deeper than 100, and for values that share
+/// their parts so often that they would take far more memory than the pickle.
 PythonValue python_value(const PickleValue& value, std::size_t pickle_size);
 
 void write(PickleWriter& writer, const PythonValue& value);
 
-/// For people: Python's repr(). What a terminal could take for commands is escaped.
+/// Returns Python's repr() of the value, for messages. Characters that a terminal could take for commands are escaped.
 std::string repr(const PythonValue& value);
 
 }  // namespace fsdp::ckpt

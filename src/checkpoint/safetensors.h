@@ -16,8 +16,8 @@
 namespace fsdp::ckpt {
 
 /// Hugging Face's format: a file is the length of its header (8 bytes), the header (JSON) and the tensors' data, row-major and without
-/// gaps. A model of several files has an index beside them. Only headers are read and written here; ranges of the data are read and written
-/// where these say, in any order and from any rank.
+/// gaps. A model of several files has an index beside them. This file reads and writes only headers. Data are read and written at the
+/// places that the headers state, in any order and by any rank.
 
 inline constexpr std::string_view kSafetensorsFile = "model.safetensors";
 inline constexpr std::string_view kSafetensorsIndex = "model.safetensors.index.json";
@@ -26,11 +26,12 @@ struct SafetensorsTensor {
   std::string name;
   Dtype dtype = Dtype::float32;
   Shape shape;
-  std::int64_t offset = 0;  ///< Of the first byte in the file.
-  std::int64_t length = 0;  ///< In bytes.
-  /// Of what was read: why its data cannot be, so that it has no dtype here, and the shape of the file. Empty where they can.
+  std::int64_t offset = 0;  ///< The position of the first byte in the file.
+  std::int64_t length = 0;  ///< The length of the data in bytes.
+  /// The reason why the data of a tensor that was found in a file cannot be read. The tensor then has no dtype, and the shape that the file
+  /// states. Empty if the data can be read.
   std::string unreadable = {};
-  /// Where it begins in the tensor that it is a part of (safetensors_parts.h); empty for a whole one.
+  /// The position at which it begins in the tensor of which it is a part (safetensors_parts.h); empty for a whole tensor.
   Shape begin = {};
 
   bool operator==(const SafetensorsTensor&) const = default;
@@ -41,41 +42,43 @@ struct SafetensorsHeader {
   std::map<std::string, std::string> metadata;  ///< Free text by key.
 };
 
-/// Reads the header of a file of `size` bytes. Checked: that header and data fill the file exactly, that each tensor's data have the size
-/// that dtype and shape ask for and do not overlap, and that all names differ. A tensor of a dtype that this library does not know is
-/// unreadable, and nothing else is. Errors begin with `file`. Time grows with the header's size, which is at most 100 MB and the file's,
-/// and so does memory: some times that size, whatever the header says.
+/// Reads the header of a file of `size` bytes. It checks that header and data fill the file exactly, that each tensor's data have the size
+/// that dtype and shape ask for and do not overlap, and that all names differ. A tensor whose dtype this library does not know is
+/// unreadable; the others are not affected. Errors begin with `file`. Time and memory grow linearly with the size of the header, which is
+/// at most 100 MB and at most the size of the file, whatever the header says.
 SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size, const std::string& file);
 
 /// A file of a model, with what is in it.
 struct SafetensorsFile {
   std::string name;
   std::vector<SafetensorsTensor> tensors;
-  /// Of a file that is not there: the tensors that the index places in it. Who has no use for them does not miss it.
+  /// If the file does not exist: the names of the tensors that the index places in it. This is an error only for a program that needs one
+  /// of them.
   std::vector<std::string> not_there = {};
 };
 
-/// The names that the text of an index gives to files, by file. Errors begin with `file`.
+/// Reads the text of an index. Returns the names of tensors by the file in which it places them. Errors begin with `file`.
 std::map<std::string, std::set<std::string>> read_safetensors_index(std::string_view text, const std::string& file);
 
-/// Whether read_safetensors() is what reads `path`: a file, or a folder with a `model.safetensors`, an index, or DCP's files of ranks.
+/// True if read_safetensors() can read `path`: a file, or a folder with a `model.safetensors`, an index, or the files that DCP's ranks
+/// wrote.
 bool is_safetensors(const std::filesystem::path& path);
 
 /// Reads the headers of a model: `path` is a file, or a folder with a `model.safetensors` or, if it has none, an index, or else the files
-/// that DCP's ranks wrote. Names of files are relative to the folder. What files hold beyond what the index names is left out; what it
-/// names must be in the files that are there.
+/// that DCP's ranks wrote. Names of files are relative to the folder. Tensors that the index does not name are left out. Tensors that it
+/// names must be in their files, as far as these exist.
 std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
 /// A file to be written.
 struct PlannedSafetensors {
   SafetensorsFile file;
-  std::string head;       ///< What comes before the data.
-  std::int64_t size = 0;  ///< Of the whole file.
+  std::string head;       ///< The bytes before the data.
+  std::int64_t size = 0;  ///< The size of the whole file, bytes.
 };
 
 struct SafetensorsPlan {
   std::vector<PlannedSafetensors> files;
-  std::string index;  ///< The text of the index; empty for one file, which has none.
+  std::string index;  ///< The text of the index; empty if there is one file only, which needs none.
 };
 
 struct SafetensorsOptions {
@@ -85,14 +88,15 @@ struct SafetensorsOptions {
   std::map<std::string, std::string> metadata = {{"format", "pt"}};
 };
 
-/// Divides tensors (offsets and lengths are ignored) among files, in their order, and says where their data go. Within a file, those with
-/// larger elements come first, so that all are aligned.
+/// Divides tensors among files, in their order, and plans where their data go. (The given offsets and lengths are ignored.) Within a file,
+/// tensors with larger elements come first, so that all are aligned.
 SafetensorsPlan plan_safetensors(const std::vector<SafetensorsTensor>& tensors, const SafetensorsOptions& options = {});
 
 /// Makes the files of a plan, without their data, and its index. One process calls this, before fill_safetensors().
 void create_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan, FileSystem& files = FileSystem::current());
 
-/// Opens one file of a plan after the other, and syncs it. `write` puts a tensor's data, or what this process has of them, into its file.
+/// Opens the files of a plan one after the other, and syncs each. `write` writes a tensor's data, or the part that this process has, into
+/// the file.
 void fill_safetensors(const std::filesystem::path& folder, const SafetensorsPlan& plan,
                       const std::function<void(const SafetensorsTensor& tensor, File& file)>& write,
                       FileSystem& files = FileSystem::current());

@@ -8,24 +8,25 @@
 
 namespace fsdp::ckpt {
 
-/// torch.distributed.checkpoint writes safetensors, too (HuggingFaceStorageWriter). With save_distributed=True, each rank has a file, with
-/// its parts of tensors, and their places are in the file's metadata. There is no index.
+/// torch.distributed.checkpoint writes safetensors, too (HuggingFaceStorageWriter). With save_distributed=True, each rank writes a file
+/// with its parts of tensors. The metadata of the file say where the parts belong. There is no index.
 
 /// How the names of such files begin.
 inline constexpr std::string_view kSafetensorsShard = "shard-";
 
-/// Notes where the tensors of a file begin in those that they are parts of, if its metadata say so. Errors begin with `file`.
+/// Sets SafetensorsTensor::begin of the tensors of a file, if the file's metadata say that they are parts of larger tensors. Errors begin
+/// with `file`.
 void place_parts(SafetensorsHeader& header, const std::string& file);
 
 /// A tensor of a model, which may be divided among files.
 struct JoinedTensor {
   std::string name;
   DcpTensor tensor;        ///< Its parts are chunks, with the places of their data.
-  std::string unreadable;  ///< As SafetensorsTensor::unreadable.
+  std::string unreadable;  ///< The same as SafetensorsTensor::unreadable.
 };
 
-/// The tensors of a model's files, in the order in which they come. Throws Error where parts are not of one tensor: of two dtypes, say.
-/// That they overlap or leave something out is not looked for.
+/// Joins the parts in a model's files to tensors, in the order in which they occur. Throws Error if parts of one name do not belong to one
+/// tensor, for example because their dtypes differ. It does not check whether parts overlap or leave elements out.
 std::vector<JoinedTensor> join_parts(const std::vector<SafetensorsFile>& files);
 
 }  // namespace fsdp::ckpt

@@ -7,8 +7,8 @@
 
 namespace fsdp::ckpt {
 
-/// Memory for what is read to be checked. It begins at a page, as the blocks of a file in the page cache do: a copy from there to an
-/// address a few bytes further within its page, as malloc gives them, is slower on some processors.
+/// Memory into which data are read to be checked. It begins at a page, as the blocks of a file in the page cache do. On some processors,
+/// copies to an address at another offset within its page, such as malloc returns, are slower.
 class Scratch {
  public:
   explicit Scratch(std::size_t size) : bytes_(static_cast<char*>(::operator new(size, kPage))), size_(size) {}

@@ -11,26 +11,26 @@
 namespace fsdp::ckpt {
 
 /// Writes a zip archive as torch.save does: nothing compressed, all data at multiples of 64 bytes from the archive's beginning, in a folder
-/// "archive". What lies before and after an entry's data is known without them, so they can be written by others, elsewhere and later;
-/// only their CRC-32 comes after them.
+/// "archive". The bytes before and after an entry's data do not depend on the data, except for the CRC-32 behind them. Other code can
+/// therefore write the data, elsewhere and later.
 ///
-/// This and not caffe2::serialize's writer: that one wants each entry's data at once and in order, does not tell sizes in advance, and
-/// spends as long on checksums as on writing. The tests compare with it through torch.load and torch.save.
+/// It is used instead of caffe2::serialize's writer, which needs each entry's data at once and in order, does not tell sizes in advance,
+/// and spends as long on checksums as on writing. The tests compare with it through torch.load and torch.save.
 class ZipWriter {
  public:
   static constexpr std::int64_t kAlignment = 64;
 
-  /// A whole entry.
+  /// Adds an entry with its data.
   void add(std::string_view name, std::string_view data);
-  /// An entry of `size` bytes that follow what take() returns next.
+  /// Begins an entry whose data, of `size` bytes, the caller writes behind the bytes that take() returns next.
   void begin(std::string_view name, std::int64_t size);
   void end(std::uint32_t crc32);
-  /// The end of the archive.
+  /// Adds the end of the archive.
   void finish();
 
-  /// Bytes of the archive up to here, with those that others write.
+  /// The bytes of the archive so far, including the data that the caller writes.
   std::int64_t position() const { return position_; }
-  /// What was added since the last call.
+  /// Returns the bytes that were added since the last call.
   std::string take();
 
  private:
@@ -48,28 +48,29 @@ class ZipWriter {
   std::vector<Entry> entries_;
 };
 
-/// An archive's list of entries, read from its end.
+/// The list of an archive's entries, which is read from its end.
 class ZipReader {
  public:
   struct Entry {
-    std::string name;  ///< Without the archive's folder.
+    std::string name;  ///< The name without the archive's folder.
     std::int64_t header = 0;
     std::int64_t size = 0;
     bool is_compressed = false;
-    /// Of the data; nothing where torch was told to write without (torch.serialization.set_crc32_options).
+    /// The checksum of the data; nothing if torch was told to write none (torch.serialization.set_crc32_options).
     std::optional<std::uint32_t> crc32 = {};
   };
 
-  /// The archive is the first `length` bytes that `read` gives. Errors begin with `what`. A list of more than 1 MiB is not read.
+  /// The archive consists of the first `length` bytes that `read` gives. Errors begin with `what`. Throws Error for a list of more than 1
+  /// MiB.
   ZipReader(ReadAt read, std::int64_t length, std::string what);
 
-  /// Null if there is none.
+  /// Returns the entry of this name; null if there is none.
   const Entry* find(std::string_view name) const;
-  /// Throws Error if there is none.
+  /// Returns the entry of this name. Throws Error if there is none.
   const Entry& at(std::string_view name) const;
-  /// Where an entry's data begin. Throws Error if they are compressed, or do not lie in the archive.
+  /// Returns the position at which an entry's data begin. Throws Error if they are compressed, or do not lie in the archive.
   std::int64_t data_offset(const Entry& entry) const;
-  /// Throws Error also if the data are not those that the checksum was computed of.
+  /// Reads an entry's data. Throws Error also if their checksum is wrong.
   std::string data(const Entry& entry) const;
   const std::vector<Entry>& entries() const { return entries_; }
 
@@ -80,7 +81,7 @@ class ZipReader {
 
   ReadAt read_;
   std::string what_;
-  std::int64_t directory_ = 0;  // where it begins, and all data end
+  std::int64_t directory_ = 0;  // where the list begins, and all data end
   std::vector<Entry> entries_;
 };
 
