@@ -14,7 +14,7 @@ namespace fsdp::ckpt {
 struct Findings {
   std::int64_t tensors = 0;
   std::int64_t values = 0;          ///< Items that are no tensors.
-  std::int64_t files = 0;           ///< With a checksum.
+  std::int64_t files = 0;           ///< The number of files that were compared with a checksum.
   bool has_checksums = false;       ///< False if Python wrote the checkpoint: the records then have checksums of their own (torch.save's).
   std::vector<std::string> faults;  ///< One line each.
   /// Items that are intact, but that only Python can read: values of types that are not plain, tensors of dtypes that are not known. One

@@ -10,33 +10,34 @@
 
 namespace fsdp::comm {
 
-/// What a rank does in one collective: the same on all ranks of the row, or they have diverged. Sent as bytes, between processes of one
-/// build.
+/// Describes one collective as a rank calls it. If the descriptions of two ranks of a row differ, the ranks have diverged. It is sent as
+/// bytes, between processes of the same build.
 struct Call {
-  std::uint64_t number = 0;    ///< Of the row's collectives, from 1.
-  std::uint64_t identity = 0;  ///< Hash of the label and of sizes.
+  std::uint64_t number = 0;    ///< The number of the collective in its row, from 1.
+  std::uint64_t identity = 0;  ///< A hash of the label and of sizes.
   std::uint64_t model = 0;
   UnitFacts facts;
-  std::int64_t bytes = 0;   ///< Of one rank's shard; 0 where they differ.
-  char operation[48] = {};  ///< Cut off where it is longer, as are the others; `identity` covers all of them.
+  std::int64_t bytes = 0;   ///< The size of one rank's shard; 0 if the ranks' shards differ in size.
+  char operation[48] = {};  ///< Longer texts are cut off, here and below; `identity` covers all of each text.
   char unit[192] = {};
   char updates[192] = {};
 
   bool operator==(const Call&) const = default;
 };
 
-/// `sizes` is a hash of what else must agree.
+/// Makes the description. `sizes` is a hash of everything else that must be the same on all ranks.
 Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std::uint64_t sizes);
 
-/// "the ranks make different calls: rank 0: ...; rank 1: ...", and the way out.
+/// Returns "the ranks make different calls: rank 0: ...; rank 1: ...", and how to solve it.
 std::string describe_divergence(const Call& a, int rank_a, const Call& b, int rank_b);
 
-/// This rank and another one are at different collectives, or another one says why it has given up. The message is for all ranks.
+/// This rank and another one have called different collectives, or another rank has told why it gave up. The message is for all ranks.
 class RowFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// " of unit 'blocks.0'", " of the root unit", or nothing for what is no unit: "" and all others that a parenthesis begins.
+/// Returns " of unit 'blocks.0'" or " of the root unit". Returns nothing for labels that are not units: "" and all others that begin with a
+/// parenthesis.
 std::string of_unit(std::string_view unit);
 
 /// Mixes a number into a hash; the same on every rank.
@@ -48,19 +49,20 @@ constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 // Tags of messages. c10d takes 31 bits; the upper ones say what a message is for, so that no two kinds ever match.
 namespace tags {
 
-/// Of the i-th message of a collective's data. Other collectives have other tags, but for one chance in 2^30: ranks that diverge do not
-/// receive each other's data.
+/// The tag of the i-th message of a collective's data. Two collectives have different tags (except with a probability of 2^-30), so ranks
+/// that diverge do not receive each other's data.
 constexpr int data(const Call& call, std::size_t i) {
   const std::uint64_t hash = mix(mix(mix(0, call.number), call.identity), i);
   return static_cast<int>(0x40000000u | static_cast<std::uint32_t>(hash >> 34));
 }
 
-/// These two follow from the number alone: they are what ranks compare. A tag's former user is long complete when it comes again.
+/// The tags of headers depend on the collective's number alone, so that ranks which diverge can compare their calls. When a number comes
+/// again, the collective that had it before is long complete.
 constexpr int header(std::uint64_t number) { return static_cast<int>(number & 0x0fffffffu); }
 constexpr int comparison(std::uint64_t number) { return static_cast<int>(0x10000000u | (number & 0x0fffffffu)); }
 
-inline constexpr int kAlarm = 0x20000000;     ///< Why a rank gives up.
-inline constexpr int kSentinel = 0x20000001;  ///< Never sent.
+inline constexpr int kAlarm = 0x20000000;     ///< The tag of the message in which a rank tells why it gives up.
+inline constexpr int kSentinel = 0x20000001;  ///< The tag of a message that is never sent: its receive ends only when the connection does.
 
 }  // namespace tags
 }  // namespace fsdp::comm

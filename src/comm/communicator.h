@@ -14,26 +14,27 @@
 
 #include "base/unit_facts.h"
 
-// Collectives over buffers. Knows ranks and bytes, not parameters or units.
+// Collectives over buffers. A communicator knows ranks and bytes, but no parameters or units.
 namespace fsdp::comm {
 
-/// What a collective is for. Names it in errors, and is a part of what must be the same on all ranks.
+/// Says what a collective is for. Errors name the collective by it, and it must be the same on all ranks.
 struct Label {
   const char* operation = "";  ///< "all-gather", "reduce-scatter", ... (a literal)
   std::string_view unit;       ///< Lives as long as the collective is pending.
-  std::uint64_t model = 0;     ///< Tells models with equal units apart: the same number on all ranks, 0 where there is none.
+  std::uint64_t model =
+      0;  ///< The number of the model, which is the same on all ranks and tells models with equal units apart; 0 if there is no model.
   UnitFacts facts = {};
-  std::string_view updates = {};  ///< With which settings optimizers have updated the model. Read at once.
+  std::string_view updates = {};  ///< The settings with which optimizers have updated the model. It is read before the call returns.
 };
 
 /// Where the buffers of collectives lie.
 enum class BufferMemory : std::uint8_t {
-  kProcess,    ///< In memory of this process, which ranks of its host may share.
-  kGroup,      ///< In the backend's own, which its collectives need not copy (NCCL's user buffers).
-  kSymmetric,  ///< Those of gathers in torch's symmetric memory, for which NCCL has faster ones.
+  kProcess,    ///< In memory of this process, which other ranks of its host may read.
+  kGroup,      ///< In memory of the backend's own allocator, which its collectives need not copy (NCCL's user buffers).
+  kSymmetric,  ///< Buffers of gathers lie in torch's symmetric memory, for which NCCL has faster collectives.
 };
 
-/// Gives so many bytes.
+/// A function that returns memory of this many bytes.
 using MemorySource = std::function<c10::DataPtr(std::int64_t bytes)>;
 
 /// One sub-buffer of an all-gather. All 1-D and contiguous; full.numel() == size * shard.numel(). `shard` may be this rank's own
@@ -83,8 +84,9 @@ struct CommStats {
   std::int64_t reduce_scatter_bytes = 0;
   std::int64_t scatter_bytes = 0;
   std::int64_t control_bytes = 0;
-  std::int64_t control_messages = 0;     ///< In which control_bytes went.
-  std::int64_t shared_memory_bytes = 0;  ///< Of all these bytes: what peers read from this rank's memory. The rest went over the wire.
+  std::int64_t control_messages = 0;  ///< The number of messages that carried control_bytes.
+  std::int64_t shared_memory_bytes =
+      0;  ///< The part of all these bytes that peers read from this rank's memory. The rest was sent as messages.
   std::int64_t all_gathers = 0;
   std::int64_t reduce_scatters = 0;
   std::int64_t scatters = 0;
@@ -99,13 +101,13 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  /// A row of one rank, whose collectives call nobody: they only copy between the caller's buffers.
+  /// True for a row of one rank. Its collectives exchange nothing, and only copy between the caller's buffers.
   virtual bool is_alone() const { return size() == 1; }
 
   /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs, whatever unreduced's dtype.
   virtual std::int64_t staging_numel(std::int64_t shard_numel) const = 0;
 
-  /// The same for one dtype of `unreduced`: never more, and over NCCL much less for dtypes that it sums by itself.
+  /// The same for one dtype of `unreduced`. It is never more, and much less for dtypes that NCCL sums by itself.
   virtual std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const { return staging_numel(shard_numel); }
 
   virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) = 0;

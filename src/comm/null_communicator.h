@@ -5,7 +5,7 @@
 namespace fsdp::comm {
 
 /// A row of any size in which nothing moves: collectives return at once, leave all buffers as they are, and count the bytes that pairwise
-/// messages would take. Measures host time and memory for worlds that no machine at hand has.
+/// messages would take. It serves to measure host time and memory for worlds that are larger than the available machines.
 class NullCommunicator : public Communicator {
  public:
   NullCommunicator(int rank, int size) : rank_(rank), size_(size) {}
@@ -18,7 +18,7 @@ class NullCommunicator : public Communicator {
 
   std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) override;
 
-  /// Every rank is taken to have given the same value as this one.
+  /// Returns this rank's value for every rank.
   at::Tensor exchange(const at::Tensor& value, const Label& label) override;
   std::string broadcast(const std::string& text, int root, const Label& label) override { return text; }
   std::string gather(const std::string& text, const Label& label) override;

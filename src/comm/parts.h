@@ -8,11 +8,11 @@
 // What all communicators do with the parts of a collective.
 namespace fsdp::comm {
 
-/// Throw Error where the tensors of a part do not fit together (their contract is in communicator.h). Return the bytes of all shards,
-/// of the dtype that travels.
+/// Throw Error if the tensors of a part do not fit together (communicator.h states what is required). Return the size of all shards in
+/// bytes, in the dtype that is sent.
 std::int64_t check_parts(std::span<const GatherPart> parts, int size);
 std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& communicator);
-/// Returns the bytes that this rank sends: 0 but on the root.
+/// Returns the bytes that this rank sends, which is 0 on all ranks except the root.
 std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator);
 
 /// A hash of the parts' sizes and dtypes, which must be the same on all ranks.
@@ -32,7 +32,7 @@ at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t
 /// Fills this rank's own region of the gathered buffer from its shard, unless the shard is that region.
 void copy_own_shard(const GatherPart& part, int rank);
 
-/// A tensor's memory, which lives as long as the result.
+/// Returns a tensor's memory, which is kept as long as the result exists.
 c10::DataPtr memory_of(at::Tensor tensor);
 
 }  // namespace fsdp::comm

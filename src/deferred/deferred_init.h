@@ -10,15 +10,15 @@
 
 namespace fsdp::deferred {
 
-/// Hands the value of each tensor to `take`: at once if it has memory, else computed. Not in their order: those that share operators are
-/// computed together.
+/// Computes the value of each tensor that has no memory, and passes the values of all tensors to `take`. Not in the order of `tensors`:
+/// tensors that share operators are computed together.
 void for_each_value(std::span<const at::Tensor> tensors, const std::function<void(std::size_t index, const at::Tensor& value)>& take);
 
-/// Gives those of the tensors that have none their values and memory on `device`, in place. From now on, what else their model keeps gets
-/// its own when an operator takes it.
+/// Gives those tensors that have no memory their values, and memory on `device`, in place. Other tensors that the model keeps get theirs
+/// later, when an operator takes them.
 void give_values(const std::vector<at::Tensor>& tensors, c10::Device device);
 
-/// Gives those of the tensors that have none memory on `device`, in place, set to zero.
+/// Gives those tensors that have no memory zeroed memory on `device`, in place.
 void give_zeros(const std::vector<at::Tensor>& tensors, c10::Device device);
 
 }  // namespace fsdp::deferred

@@ -9,7 +9,7 @@
 
 namespace fsdp::deferred {
 
-/// Of the deferred_init that this thread is inside of; null outside.
+/// The session of the deferred_init that this thread is in; null outside of one.
 std::shared_ptr<DeferredSession>& current_session();
 
 /// Takes the place of an operator's call while recording, and of a call with arguments that have no memory.

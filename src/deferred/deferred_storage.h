@@ -17,10 +17,11 @@ namespace fsdp::deferred {
 
 struct Operation;
 
-/// What a storage without memory holds: what `writer`, the last operator that wrote to it, left there. Without a writer it holds nothing
-/// that is defined, as what torch::empty gives.
+/// The contents of a storage without memory, that is, the values that `writer`, the last operator that wrote to it, has left there. Without
+/// a writer the values are undefined, as those of torch::empty.
 struct Contents {
-  std::uint64_t cell = 0;  ///< The storage's number. What its writers leave follows each other in the same memory.
+  std::uint64_t cell =
+      0;  ///< The number of the storage. Operators that write to one storage write to the same memory, one after the other.
   std::size_t bytes = 0;
   std::shared_ptr<Operation> writer;
 };
@@ -33,36 +34,38 @@ struct Geometry {
   std::int64_t offset = 0;
   bool conjugate = false;
   bool negative = false;
-  bool wrapped_number = false;  ///< A number that an operator took for a tensor: it has less say in the result's dtype.
+  bool wrapped_number = false;  ///< The tensor is a number that an operator has wrapped. Its dtype counts less for the dtype of results.
 
   static Geometry of(const at::Tensor& tensor);
-  /// The tensor of this geometry in a storage.
+  /// Returns the tensor of this geometry in a storage.
   at::Tensor view(const c10::Storage& storage) const;
   bool operator==(const Geometry&) const = default;
 };
 
-/// A tensor without memory, as it was at some moment.
+/// A tensor without memory, with the contents that it had at some moment.
 struct DeferredView {
   Contents contents;
   Geometry geometry;
 };
 
-/// What one call of deferred_init made.
+/// The tensors that one call of deferred_init has made.
 struct DeferredSession {
   bool draw = true;                 ///< DeferredInitOptions::draw.
-  std::optional<c10::Device> home;  ///< Set once the model has its values: what it keeps besides parameters and buffers follows when used.
+  std::optional<c10::Device> home;  ///< The device of the model, once its parameters and buffers have values. Other tensors that it keeps
+                                    ///< get memory on this device when they are used.
 };
 
-/// The storage of the tensors that deferred_init made: on the meta device, without memory, but knowing which operators give its contents.
+/// The storage of tensors that deferred_init has made. It is on the meta device and has no memory, but knows which operators compute its
+/// contents.
 ///
-/// Its address may be asked for until an operator takes it: torch::tensor, and constructors that fill tables by hand, write through a
-/// pointer to what torch::empty or torch::zeros has just given them. It then gets memory. Later, the address is an error with a text.
+/// Until an operator takes the storage, code may ask for its address, and the storage then gets memory. torch::tensor does this, and so do
+/// constructors that fill the result of torch::empty or torch::zeros through a pointer. Later, asking for the address is an Error.
 class DeferredStorage final : public c10::StorageImpl {
  public:
-  /// `writer` may be null. `pristine`: the address may be asked for.
+  /// `writer` may be null. `pristine` says whether code may ask for the address.
   DeferredStorage(std::size_t bytes, std::shared_ptr<Operation> writer, std::shared_ptr<DeferredSession> session, bool pristine);
 
-  /// The storage's own type if it is one, else null.
+  /// Returns the storage as a DeferredStorage, or null if it is not one.
   static DeferredStorage* from(c10::StorageImpl* storage) {
     return typeid(*storage) == typeid(DeferredStorage) ? static_cast<DeferredStorage*>(storage) : nullptr;
   }
@@ -74,13 +77,13 @@ class DeferredStorage final : public c10::StorageImpl {
   const std::shared_ptr<DeferredSession>& session() const { return session_; }
   void written_by(std::shared_ptr<Operation> writer) { writer_ = std::move(writer); }
 
-  /// An operator takes it: from now on the address is an error.
+  /// Says that an operator has taken the storage. From now on, asking for its address is an Error.
   void lock();
-  /// While an operator runs on the meta device, which compares addresses but uses none.
+  /// Allows to ask for the address while an operator runs on the meta device, which compares addresses but does not read or write there.
   void unlock() { memory::tell_address<c10::StorageImpl>(*this); }
 
-  /// Its contents in memory, once somebody has asked for the address or they have been needed as they are: what the tensors
-  /// that are still on the meta device become. Else null.
+  /// Its contents in memory, once code has asked for the address or needed the values. The tensors that are still on the meta device will
+  /// then become views of this memory. Null otherwise.
   const c10::Storage& memory() const { return memory_; }
   void set_memory(c10::Storage memory);
 
@@ -93,7 +96,7 @@ class DeferredStorage final : public c10::StorageImpl {
   c10::Storage memory_;
 };
 
-/// Makes `tensor` the given value, in place: who holds it sees it change. Other than set_data, between devices.
+/// Makes `tensor` the given value, in place: code that holds the tensor sees the change. Unlike set_data, it works between devices.
 void become(const at::Tensor& tensor, const at::Tensor& value);
 
 }  // namespace fsdp::deferred

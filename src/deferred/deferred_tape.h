@@ -15,37 +15,37 @@
 
 #include "deferred/deferred_storage.h"
 
-// The tape of deferred_init: operators to be called again, each knowing those whose results it takes.
+// The tape of deferred_init: recorded operators that can be called again. Each knows the operators whose results it takes.
 //
-// It is not a list but a graph that its results hold: what no living tensor needs is dropped at once (the default initialisation of a
-// layer, when the model initialises it anew). The values of some tensors come from the operators that lead to them and no others, so
-// units can be made in any order. Two things make that right:
+// The tape is not a list but a graph, which the results own. An operator that no living tensor needs is dropped at once (such as the
+// default initialisation of a layer which the model initialises anew). To compute some tensors, only the operators that lead to them are
+// called, so units can be made in any order. Two rules make that correct:
 //
-// [Contents, not storages] An operator refers to what its arguments held when it was called, that is, to the operator that last wrote
-//     there. A replay runs what is needed in the recorded order on memory of its own: an argument then holds what it held.
-// [Drawn once] Random numbers are drawn while recording, as the operator is called, and thrown away; the operator keeps the
-//     generator's state from before. The alternatives: the states are known only by drawing, as generators of the CPU can't be moved
+// [Contents, not storages] An operator refers to the contents of its arguments when it was called, that is, to the operators that had last
+// written them. A replay calls the needed operators in the recorded order on memory of its own, so each argument has the same contents
+// again. [Drawn once] When a random operator is recorded, its numbers are drawn and thrown away, and the operator keeps the state that the
+// generator had before. The alternatives: the states are known only by drawing, as generators of the CPU can't be moved
 //     to a position; replaying the whole tape in order would hold every unit that is not complete before the last operator (a GPT
 //     initialised in a loop over all parameters: the whole model). Drawing needs memory for one tensor at a time. It also leaves the
 //     generator as an ordinary constructor does, at every moment: what follows draws the same, and manual_seed in a constructor works.
 namespace fsdp::deferred {
 
-/// One call of an operator. Refers to older operations only, and does not change once it is recorded.
+/// One recorded call of an operator. It refers to older operations only, and does not change once it is recorded.
 struct Operation {
   /// A tensor among the arguments.
   struct Input {
     std::optional<DeferredView> deferred;
-    at::Tensor value;  ///< Otherwise: a copy of a tensor with memory, as it was. May be undefined.
+    at::Tensor value;  ///< Otherwise, a copy of a tensor that had memory. May be undefined.
   };
-  /// An argument: `tensors` in place of the tensors of `value`, whose type says whether it is one, a list or a list of optional ones.
+  /// An argument. `tensors` replace the tensors in `value`, whose type says whether it is a tensor, a list, or a list of optional tensors.
   struct Argument {
     c10::IValue value;
     std::vector<Input> tensors;
   };
-  /// A new storage among the results.
+  /// A storage that the operator has created, and where it is among the results.
   struct Output {
-    std::size_t result = 0;   ///< Which result,
-    std::size_t element = 0;  ///< and which of its tensors if it is a list.
+    std::size_t result = 0;   ///< The index of the result.
+    std::size_t element = 0;  ///< The index of the tensor in that result, if it is a list.
     std::uint64_t cell = 0;
     std::size_t bytes = 0;
     Geometry geometry;
@@ -57,7 +57,7 @@ struct Operation {
   Operation& operator=(const Operation&) = delete;
 
   c10::OperatorHandle handle;
-  std::uint64_t number;  ///< Later operations have greater ones.
+  std::uint64_t number;  ///< The number of the operation. Later operations have greater numbers.
   std::vector<Argument> arguments;
   std::vector<Output> outputs;
   c10::ScalarType default_dtype;
@@ -67,10 +67,10 @@ struct Operation {
   std::optional<std::size_t> generator_argument;
 };
 
-/// "aten::normal_" or "aten::add.Tensor".
+/// Returns a name such as "aten::normal_" or "aten::add.Tensor".
 std::string name_of(const c10::OperatorHandle& op);
 
-/// Calls fn on each tensor of an argument or result, and puts what it returns in its place.
+/// Returns an argument or result in which each tensor is replaced by fn(tensor).
 template <typename Fn>
 c10::IValue map_tensors(const c10::IValue& value, const Fn& fn) {
   if (value.isTensor()) return fn(value.toTensor());
@@ -91,16 +91,16 @@ c10::IValue map_tensors(const c10::IValue& value, const Fn& fn) {
   return value;
 }
 
-/// Computes the values of tensors without memory, and hands each to `take` as soon as the last operator that wrote to it has run. Views
-/// of one storage come as views of one storage. What the tensors share is computed once; tensors that share nothing are
-/// computed one after the other, so that memory is needed for the largest of them, not for all.
+/// Computes the values of tensors without memory, and passes each to `take` as soon as the last operator that wrote to it has run. Views of
+/// one storage become views of one storage. Operators that several tensors need are called once. Tensors that share no operator are
+/// computed one after the other, so memory is needed for the largest of them only.
 void replay(std::span<const DeferredView> wanted, const std::function<void(std::size_t index, const at::Tensor& value)>& take);
 
-/// Not initialised; apart from malloc's heap where it is large: between the tape's small pieces, blocks that come and go would leave
-/// ever new holes behind.
+/// Returns memory that is not initialised. Large blocks do not come from malloc's heap, where blocks that come and go between the small
+/// objects of the tape would leave more and more holes.
 c10::Storage fresh_memory(std::size_t bytes);
 
-/// The storage, of `contents.bytes` at least, with the contents in memory.
+/// Returns a storage of at least `contents.bytes` bytes that holds the contents in memory.
 c10::Storage memory_with(const Contents& contents);
 
 }  // namespace fsdp::deferred

@@ -6,14 +6,15 @@
 #include <initializer_list>
 #include <string_view>
 
-// What recording knows of operators beyond their schemas and tags.
+// Facts about operators that recording needs, and that schemas and tags do not state.
 namespace fsdp::deferred {
 
 inline bool is_one_of(std::string_view name, std::initializer_list<std::string_view> names) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-/// Fills a tensor with random numbers. How many it draws depends on the shape alone, and nothing of what was there matters.
+/// True for operators that fill a tensor with random numbers. The shape alone decides how many numbers they draw, and the former contents
+/// do not matter.
 inline bool is_random_fill(const c10::OperatorHandle& op) {
   const auto& [name, overload] = op.operator_name();
   return is_one_of(name, {"aten::normal_", "aten::uniform_", "aten::random_", "aten::exponential_", "aten::geometric_", "aten::cauchy_",
@@ -21,25 +22,26 @@ inline bool is_random_fill(const c10::OperatorHandle& op) {
          (name == "aten::bernoulli_" && overload == "float");
 }
 
-/// Takes its arguments' shapes, dtypes and layouts, but not their values.
+/// True for operators that read the shapes, dtypes and layouts of their arguments, but not the values.
 inline bool takes_shape_only(const c10::OperatorHandle& op) {
   const std::string_view name = op.operator_name().name;
   return is_one_of(name, {"aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like",
                           "aten::randint_like", "aten::new_zeros", "aten::new_ones", "aten::new_full"});
 }
 
-/// Nothing of what was in its first argument remains.
+/// True for operators that overwrite all of their first argument.
 inline bool overwrites(const c10::OperatorHandle& op) {
   return is_random_fill(op) || is_one_of(op.operator_name().name, {"aten::zero_", "aten::fill_", "aten::copy_"});
 }
 
-/// Makes a tensor whose contents are not defined.
+/// True for operators that make a tensor with undefined contents.
 inline bool makes_undefined(const c10::OperatorHandle& op) {
   const std::string_view name = op.operator_name().name;
   return name.starts_with("aten::empty") || name.starts_with("aten::new_empty");
 }
 
-/// Makes tensors from no others, on a device of the caller's choice. (A file's contents are outside tensors.)
+/// True for operators that make tensors from no other tensors, on a device that the caller chooses. (aten::from_file is not one of them:
+/// its result counts as a tensor from outside.)
 inline bool is_factory(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   return op.operator_name().name != "aten::from_file" &&

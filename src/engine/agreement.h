@@ -11,26 +11,27 @@
 
 namespace fsdp::engine {
 
-/// What ranks have in common when a model is formed on them.
+/// The result of agree_on_model().
 struct Agreement {
-  std::uint64_t model = 0;  ///< One more than any of the ranks has given to another model.
+  std::uint64_t model = 0;  ///< The number of the model: greater than all that the ranks have given to other models.
   bool same_text = true;
   bool same_values = true;
 };
 
-/// A number for a model on these ranks, and whether they all have the same text of it, and the same checksums of its first values.
-/// Collective, one small exchange.
+/// Chooses a number for a model on these ranks, and compares the ranks' texts about it and the checksums of its first values. Collective,
+/// one small exchange.
 Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std::span<const std::int64_t> first_values = {});
 
-/// What is compared of a unit, beside its parameters.
+/// The facts of a unit that are compared in addition to its parameters.
 struct UnitText {
   std::string settings;
-  std::vector<std::int64_t> first_values;  ///< Checksums, one for each parameter; 0: it is not compared.
+  std::vector<std::int64_t>
+      first_values;  ///< Checksums of first values, one for each parameter. 0 means that the parameter is not compared.
 };
 
-/// Gives units their model's number, and compares what the ranks have of them. Units on the same ranks speak together. Collective over the
-/// ranks of each. Throws Error on all ranks if parameters or settings differ, with the lines that do. If only first values do, a warning is
-/// returned.
+/// Gives the units the number of their model, and compares the ranks' descriptions of them. Units on the same ranks share one exchange.
+/// Collective over the ranks of each unit. Throws Error on all ranks, with the lines that differ, if parameters or settings differ. If only
+/// first values differ, returns a warning.
 std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts);
 
 }  // namespace fsdp::engine

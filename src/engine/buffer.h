@@ -24,17 +24,18 @@ struct Buffer {
   void release();
 };
 
-/// What a buffer holds of a sub-buffer; without a dtype nothing (the buffer's part is then undefined).
+/// The size and dtype of a sub-buffer's part in a buffer. Without a dtype, the buffer holds nothing of the sub-buffer, and its part is
+/// undefined.
 struct Part {
   std::optional<at::ScalarType> dtype;
   std::int64_t numel = 0;
 };
 
-/// Gives an empty buffer its storage, and so many parts in it, one behind the other, each on a multiple of layout::kAlignment bytes.
-/// `part_of(k)` is sub-buffer k's.
+/// Gives an empty buffer its storage, and makes a part in it for each of `sub_buffers` sub-buffers. The parts lie one behind the other,
+/// each at a multiple of layout::kAlignment bytes. `part_of(k)` describes the part of sub-buffer k.
 void lay_out(Buffer& buffer, c10::Storage storage, std::size_t sub_buffers, const std::function<Part(std::size_t)>& part_of);
 
-/// A tensor over the storage, which needs no memory yet.
+/// Returns a tensor over the storage, which may not have memory yet.
 at::Tensor view_of(const c10::Storage& storage, at::ScalarType dtype, std::int64_t byte_offset, at::IntArrayRef shape);
 
 }  // namespace fsdp::engine

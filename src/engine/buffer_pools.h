@@ -21,8 +21,9 @@ class BufferPools {
   memory::SlotPool& of_gathers() { return is_symmetric_ ? symmetric_ : shared_; }
   memory::SlotPool& of_the_rest() { return shared_; }
 
-  /// New blocks come from there, if the process groups of the units have such memory: the first that has it serves all units, as they share
-  /// their slots. Each communicator also takes what its collectives need themselves from its own group's memory. Collective.
+  /// Takes new blocks from this kind of memory, if the process groups of the units have it. The first group that has it serves all units,
+  /// because units share their slots. Each communicator also takes the memory that its collectives themselves need from its own group.
+  /// Collective.
   void set_memory(const std::vector<std::unique_ptr<Unit>>& units, comm::BufferMemory memory);
 
   /// See SlotPool.

@@ -33,13 +33,14 @@ namespace fsdp::engine {
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
 /// Whether a backward is for all leaves, or for chosen tensors (torch::autograd::grad, backward with inputs). A backward for chosen tensors
-/// passes through units of which it gives no gradients. It therefore reduces no unit on departure; what it gave is reduced at its end.
+/// passes through units to whose parameters it gives no gradients. It therefore reduces no unit on departure. The gradients that it gave
+/// are reduced at its end.
 enum class BackwardOf : std::uint8_t { kAllLeaves, kChosenTensors };
 
 struct EngineOptions {
   DeviceMesh mesh;             ///< All ranks that share the model.
-  DeviceMesh tensor_parallel;  ///< Those that hold other pieces of its parameters, one dimension; undefined: none do.
-  std::uint64_t model = 0;     ///< The model's number: the same on all ranks, and no other model's on any of them.
+  DeviceMesh tensor_parallel;  ///< The ranks that hold other pieces of its parameters, in one dimension; undefined if there are none.
+  std::uint64_t model = 0;     ///< The model's number, which is the same on all ranks, and belongs to no other model on any of them.
   int prefetch_depth = 1;
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
@@ -49,9 +50,9 @@ struct EngineOptions {
 /// when backward departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
 ///
-/// All public methods that change something lock, as a backward may run on another thread than the forward. Those that do not lock read
-/// what never changes, but for follows_current_stream(). The lock is held while a collective is waited for, since nothing else could
-/// proceed then. Every rank must enter units in the same order [Order is collective].
+/// All public methods that change something lock, as a backward may run on another thread than the forward. Methods that do not lock read
+/// values that never change; follows_current_stream() reads an atomic. The lock is held while a collective is waited for, since nothing
+/// else could proceed then. Every rank must enter units in the same order [Order is collective].
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const EngineOptions& options);
@@ -65,13 +66,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // What triggers tell.
 
-  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated`: also what the user keeps by an option; not what
-  /// unshard() has pinned.
+  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated` says whether this also outdates copies that the
+  /// user keeps by an option. It does not outdate units that unshard() has pinned.
   void begin_forward(bool kept_is_outdated);
-  /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. Calls may nest. Not every trigger
-  /// tells; those that do enter the unit after this.
+  /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. Calls may nest. Paging does not
+  /// call it. Hooks call it before enter().
   void begin_call(Unit& unit);
-  /// False: they still run, as an outer call of the same unit has not ended.
+  /// Ends the call. Returns false if an outer call of the same unit has not ended, so that the unit's modules still run.
   bool end_call(Unit& unit);
   /// An operator is about to use all of these units at once [Present before use]. Within a backward, `phase` tells the operators of the
   /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
@@ -80,15 +81,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave_now(Unit& unit);
   /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
   void wrote(Unit& unit);
-  /// A gradient of this rank for one parameter, of any strides. Its operators must need no unit: the engine's lock is held while it is
-  /// read.
+  /// Takes a gradient of this rank for one parameter, of any strides. Reading it must not touch a unit, because the engine's lock is held
+  /// meanwhile.
   void gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
   /// A backward that holds `alive` for as long as it exists began. If one before it died of an exception, resets first [Nothing survives an
-  /// exception]. False, and nothing has changed, if it is known already: one of several threads announces a backward, and its end.
+  /// exception]. Returns false, and changes nothing, if the backward is known already. Of several threads, only one therefore announces a
+  /// backward and its end.
   bool begin_backward(std::weak_ptr<void> alive, BackwardOf of);
   /// With manual finalization, reductions that have begun stay under way, and what is collected stays collected: see finalize_backward.
   void end_backward();
-  /// True between begin_backward and end_backward, unless it died.
+  /// True between begin_backward and end_backward, unless an exception has ended the backward.
   bool in_backward();
   /// Operators of the current stream may use what is in use without telling the engine. Takes no lock.
   bool follows_current_stream() const { return stream_.is_current(); }
@@ -98,19 +100,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // What users tell, through FSDPModule and the optimizers.
 
   void unshard(Unit& unit);
-  /// Between forwards: what an earlier forward has left of the unit is freed, as by begin_forward.
+  /// Call it between forwards. Frees what an earlier forward has kept of the unit, as begin_forward does for all units.
   void refresh(Unit& unit, bool kept_is_outdated);
-  /// Starts what unshard waits for.
+  /// Starts the gather for which unshard waits.
   void start_unshard(Unit& unit);
   void reshard(Unit& unit);
   void reset();
   void zero_grad();
   /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
   void check_parameters();
-  /// Writes of operators to present parameters reach the main parameters, and no gather reads them any more. Throws Error if the engine has
-  /// been retired, or the main parameters are torn.
+  /// Writes back what operators have written to present parameters, and waits for gathers that still read the main parameters. Throws Error
+  /// if the engine has been retired, or the main parameters are torn.
   void flush_writes();
-  /// As flush_writes, before all main parameters are replaced: torn ones are allowed.
+  /// The same as flush_writes, but allows torn main parameters, because all of them will be replaced.
   void prepare_load();
   /// Call after flush_writes: another thread reads the main parameters and the optimizer's state until `read` is ready. What writes them
   /// waits for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes.
@@ -124,10 +126,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const auto lock = this->lock();
     return main_parameters_.exposed();
   }
-  /// From now on the main parameters are partly one model's and partly another's, as a load is going to replace the values of these names:
-  /// the next forward, summon and flush_writes are Errors. No names: a load has replaced all that was torn.
+  /// Marks the main parameters as torn: a load is about to replace the values of these names, so they are partly one model's and partly
+  /// another's. The next forward, summon and flush_writes then throw Error. An empty set says that a load has replaced all torn values.
   void set_torn(std::set<std::string> names);
-  /// The names of what failed loads may have replaced.
+  /// The names whose values failed loads may have replaced.
   std::set<std::string> torn() {
     const auto lock = this->lock();
     return main_parameters_.torn();
@@ -138,45 +140,46 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const auto lock = this->lock();
     return main_parameters_.may_be_lost();
   }
-  /// The whole sub-buffers of which `main` (a unit's main parameters, or its main gradients) holds this rank's pieces: new tensors.
-  /// Collective.
+  /// Gathers `main`, which holds this rank's pieces of a unit's main parameters or main gradients. Returns the whole sub-buffers as new
+  /// tensors. Collective.
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
-  /// As gather_main, of the main parameters, for the user to keep until dismiss; meanwhile backwards and flush_writes are Errors.
+  /// Does the same as gather_main for the main parameters. The user keeps the result until dismiss; meanwhile backwards and flush_writes
+  /// throw Error.
   std::vector<at::Tensor> summon(Unit& unit);
   /// Takes back what summon gave. Unless `whole` is empty, this rank's pieces of it become its main parameters, which have then changed.
   void dismiss(Unit& unit, std::span<const at::Tensor> whole);
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error.
   void main_parameters_changed();
-  /// As above, after users wrote this rank's shards of them: where main parameters are replicated, all ranks get each other's. Collective
-  /// there.
+  /// The same, after users have written this rank's shards of the main parameters. If main parameters are replicated, ranks get each
+  /// other's shards, and the call is collective.
   void main_shards_changed();
   /// Gives the units back, sharded and without unreduced gradients, for another engine to take; this one is of no more use.
   std::vector<std::unique_ptr<Unit>> release();
-  /// The model has been un-sharded: what users still ask of its parameters is an error.
+  /// Says that the model has been un-sharded. Calls that need its parameters throw Error from now on.
   void retire() {
     const auto lock = this->lock();
     main_parameters_.retire();
   }
   void set_prefetch_depth(int depth);
-  /// The engine's buffers come from there, if the process groups have such memory: buffers that are in use, when they are needed next.
-  /// Collective.
+  /// Takes the engine's buffers from this kind of memory, if the process groups have it. Buffers that are in use move when they are needed
+  /// the next time. Collective.
   void set_buffer_memory(comm::BufferMemory memory) {
     const auto lock = this->lock();
     pools_.set_memory(units_, memory);
   }
-  /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
+  /// With true, the end of a backward reduces nothing. finalize_backward reduces, once for all backwards before it.
   void set_manual_finalization(bool manual) {
     const auto lock = this->lock();
     facts_.manual_finalization = manual;
   }
-  /// Between backwards: reduces all that is collected in units that require synchronization now, on whatever rank it is, and what backwards
-  /// have left under way goes on. With `wait` it has ended when this returns; else finish_gradient_sync waits. Collective. Throws Error
-  /// inside of a backward.
+  /// Call it between backwards. Reduces all gradients that any rank has collected in units that require synchronization now, and continues
+  /// reductions that backwards have left under way. With `wait`, all of them have ended when this returns; otherwise finish_gradient_sync
+  /// waits for them. Collective. Throws Error inside of a backward.
   void finalize_backward(bool wait);
-  /// Whether the unit's whole parameters keep their memory, and so their addresses, while they are resharded.
+  /// Sets whether the unit's whole parameters keep their memory, and therefore their addresses, while they are resharded.
   void set_keeps_storage(Unit& unit, bool keeps);
-  /// With false, the ends of backwards leave reductions under way.
+  /// With false, the end of a backward leaves reductions under way.
   void set_is_last_backward(bool last) {
     const auto lock = this->lock();
     facts_.is_last_backward = last;
@@ -186,9 +189,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const auto lock = this->lock();
     reducer_.set_overlaps(overlaps);
   }
-  /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: the unit has
-  /// none then, as after zero_grad(). Empty if nothing was reduced. For triggers whose users hold gradients themselves; call it between
-  /// backwards, when nothing is under way.
+  /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: afterwards
+  /// the unit has none, as after zero_grad(). Empty if nothing was reduced. Hooks use it, because their users own the gradients. Call it
+  /// between backwards, when no reduction is under way.
   std::vector<at::Tensor> take_gradients(Unit& unit);
   /// Waits for the reductions that a backward left under way.
   void finish_gradient_sync();
@@ -207,7 +210,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   c10::Device device() const { return options_.mesh.device(); }
   const DeviceMesh& mesh() const { return options_.mesh; }
   const DeviceMesh& tensor_parallel() const { return options_.tensor_parallel; }
-  /// Of the ranks that hold the same piece of a parameter, or all of it, beside those of mesh(), one speaks for it.
+  /// Outside of mesh(), several tensor-parallel ranks may hold the same piece of a parameter, or all of it. True on exactly one of them.
   bool speaks_for(const UnitParameter& parameter) const {
     const auto& pieces = options_.tensor_parallel;
     return parameter.tensor_parallel || !pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0;
@@ -229,7 +232,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_confirmed_later() const;
   void forget_moves();
   void reset_locked();
-  /// Every public method begins with it.
+  /// Locks the mutex. Every public method that changes something begins with it.
   std::unique_lock<std::mutex> lock();
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
@@ -248,15 +251,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   MainParameters main_parameters_;
   Schedule schedule_;
   Unit* current_ = nullptr;
-  // [A move costs the same however many units there are] What entering a unit looks at: the units that the computation is in (or forward
-  // was in when backward began), and those that are being gathered on a prediction.
+  // [A move costs the same however many units there are] The only units that entering a unit has to look at: those that the computation is
+  // in (or forward was in when backward began), and those that are being gathered on a prediction.
   std::vector<Unit*> occupied_;
-  std::vector<Unit*> calls_;  ///< Whose modules run now, the outermost first.
+  std::vector<Unit*> calls_;  ///< The units whose modules run now, the outermost first.
   std::vector<Unit*> ahead_;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
-  bool adds_to_gradients_ = false;        // the running backward does, to those of earlier ones
-  std::array<const Unit*, 8> history_{};  // the last moves, a ring, for error messages
+  bool adds_to_gradients_ = false;        // the running backward adds to gradients of earlier backwards
+  std::array<const Unit*, 8> history_{};  // a ring buffer of the last moves, for error messages
   std::size_t moves_ = 0;
 };
 

@@ -6,21 +6,22 @@
 
 namespace fsdp::engine {
 
-/// Parameters of a unit that a front end gathers in a way of its own: it says what travels, and makes the whole parameters of what arrives
-/// (FSDP2's fsdp_pre_all_gather and fsdp_post_all_gather). Their main and whole parameters are its own, in memory of its own; the engine
-/// moves the bytes, together with the unit's other parameters, and reduces the gradients.
+/// Lets a front end gather some parameters of a unit in its own way (FSDP2's fsdp_pre_all_gather and fsdp_post_all_gather). The extension
+/// decides which bytes are sent, and makes the whole parameters of the bytes that arrive. It keeps the main and the whole parameters in
+/// memory of its own. The engine moves the bytes, together with the unit's other parameters, and reduces the gradients.
 ///
-/// Called under the engine's lock, with gradients disabled: by Gatherer, and with nothing under way by the front end that made it. What it
-/// does itself must not ask the engine for anything.
+/// Called under the engine's lock, with gradients disabled: by Gatherer, and with nothing under way by the front end that made it. Its
+/// functions must not call the engine.
 class GatherExtension {
  public:
   virtual ~GatherExtension() = default;
 
-  /// What is to be gathered now, in tensors that live until finish() or free(). The same number of parts, of the same sizes, on all ranks.
+  /// Returns the parts to be gathered now, in tensors that stay alive until finish() or free(). All ranks return the same number of parts,
+  /// of the same sizes.
   virtual std::vector<comm::GatherPart> start() = 0;
-  /// It has arrived: the whole parameters are to be there when this returns.
+  /// Called when the parts have arrived. The whole parameters must exist when it returns.
   virtual void finish() = 0;
-  /// The whole parameters go, or what start() began is given up.
+  /// Frees the whole parameters, or gives up the gather that start() began.
   virtual void free() = 0;
 };
 

@@ -22,33 +22,34 @@ class Gatherer {
   /// Units of up to `keep_bytes` together stay gathered after their forward.
   Gatherer(c10::Device device, BufferPools& pools, std::int64_t keep_bytes) : device_(device), pools_(pools), keep_bytes_(keep_bytes) {}
 
-  /// Starts gathering a sharded unit; any other is left alone.
+  /// Starts gathering the unit if it is sharded, and does nothing otherwise.
   void start(Unit& unit);
-  /// Waits for the gather, which is started if need be.
+  /// Waits for the gather, and starts it first if necessary.
   void finish(Unit& unit);
-  /// Forward has left the unit: it stays if the budget has room for it (true), until unkeep. Else it is freed, but for what its neighbours
-  /// keep.
+  /// Called when forward has left the unit. If the budget has room for the unit, it stays gathered until unkeep, and this returns true.
+  /// Otherwise it is freed, except for the part that neighbours keep.
   bool leave_forward(Unit& unit);
   /// Takes a kept unit's bytes from the budget again.
   void unkeep(const Unit& unit) { kept_bytes_ -= unit.full.bytes; }
-  /// Writes back and frees, what neighbours keep, too. A gather under way is waited for first.
+  /// Writes back what operators wrote, and frees the unit, including the part that neighbours keep. Waits for a gather under way first.
   void evict(Unit& unit);
-  /// Ends a gather under way after a failure; what arrived is not to be trusted.
+  /// Ends a gather under way after a failure. The data that arrived are not used.
   void drop(Unit& unit);
 
-  /// What operators wrote to the present parameters reaches the main parameters.
+  /// Copies what operators wrote to the present parameters to the main parameters.
   void write_back(Unit& unit);
-  /// The main parameters were written: copies are outdated, and the parameters' versions bumped.
+  /// Called after the main parameters were written: outdates copies, and bumps the parameters' versions.
   void outdate_copies(Unit& unit);
-  /// As outdate_copies, where the main parameters may have been written or not: graphs of before stay valid.
+  /// Does the same as outdate_copies, but leaves the versions unchanged, so that earlier graphs stay valid. For cases in which it is not
+  /// known whether the main parameters were written.
   void outdate_silently(Unit& unit);
-  /// The unit's extension is to make anew what it keeps from one update to the next.
+  /// Tells the unit's extension to compute again what it keeps from one update to the next.
   void renew_extension(Unit& unit);
-  /// Starts the hop over the outer dimension that precedes the first gather after an update, where there is one. [Order is collective] All
-  /// units start it together after an optimizer step, and one alone after an operator wrote to it.
+  /// Starts the hop over the outer dimension that precedes the first gather after an update, if the unit needs such a hop. [Order is
+  /// collective] All units start it together after an optimizer step, and one alone after an operator wrote to it.
   void start_shards(Unit& unit);
-  /// The caller is about to write the main parameters. A gather of a unit that nothing has used since (predicted in vain, or after an
-  /// update) may still send them.
+  /// Call it before the main parameters are written. It waits for gathers that may still send them: those of units that nothing has used
+  /// since (predicted in vain, or started after an update).
   void stop_sending(Unit& unit);
   /// Gathers replicated main parameters of which every rank has written its own shard.
   void exchange_main(Unit& unit);

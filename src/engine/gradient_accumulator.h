@@ -16,7 +16,8 @@ namespace fsdp::engine {
 ///   kNone -> kCollecting      the first gradient arrived, or backward departs from a unit to which this rank gives none
 ///   kCollecting -> kAddingUp  a gradient of a backward without synchronization arrived
 ///   kCollecting, kAddingUp -> kReducing  the reduce-scatter was started
-///   kReducing -> kNone        it completed: main gradients hold the result, or a later hop of the reduction does; the buffer is free
+///   kReducing -> kNone        the reduce-scatter completed: the main gradients, or a later hop of the reduction, have the result; the
+///   buffer is free
 ///   any -> kNone              dropped by reset
 enum class GradientState : std::uint8_t {
   kNone,        ///< There are none.
@@ -29,24 +30,25 @@ enum class GradientState : std::uint8_t {
 enum class CollectedIn : std::uint8_t {
   kWire,   ///< `wire`: they are about to travel.
   kLocal,  ///< `local()`: backwards without synchronization add up in the main gradients' dtype.
-  kMain,   ///< As kLocal, with the bytes of the main gradients: the result will lie in the same place.
+  kMain,   ///< As kLocal, but in the memory of the main gradients, where the result will lie, too.
 };
 
-/// A buffer with each trainable parameter's place in it, in its shape, and the stretches that belong to none.
+/// A buffer with a view of its shape for each trainable parameter, and the ranges that belong to no parameter.
 struct GradientBuffer : Buffer {
   std::vector<at::Tensor> views;  ///< Per parameter; undefined for frozen ones.
   std::vector<at::Tensor> padding;
 };
 
-/// The gradients of one unit on their way from autograd to its main gradients: buffers, and what is known of each parameter. Owned by
-/// Reducer; gradient_usage.h writes what ranks tell each other of it.
+/// The gradients of one unit on their way from autograd to its main gradients: buffers, and what is known of each parameter. Reducer owns
+/// it. The functions in gradient_usage.h set the fields about which ranks tell each other.
 struct GradientAccumulator {
   /// What this rank knows of one parameter's gradient.
   struct OfParameter {
-    bool seen = false;         ///< It is in the buffer in which gradients are collected.
-    at::Tensor has_nan;        ///< Whether it had NaN before a reduction of this backward: a flag on its device. Undefined: nobody looked.
-    bool contributed = false;  ///< This rank had one since ranks last told each other.
-    bool partial = false;      ///< Some rank had one that is not yet reduced over the outer dimension.
+    bool seen = false;  ///< It is in the buffer in which gradients are collected.
+    at::Tensor
+        has_nan;  ///< A flag on its device: whether it had NaN before a reduction of this backward. Undefined if this was not checked.
+    bool contributed = false;  ///< This rank has had a gradient since the last exchange of usage.
+    bool partial = false;      ///< Some rank had a gradient that is not yet reduced over the outer dimension.
   };
 
   explicit GradientAccumulator(Unit& unit);
@@ -70,11 +72,11 @@ struct GradientAccumulator {
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
 
   Buffer staging;
-  /// Reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh. Replicas that cut nothing add up an equal share
-  /// of them each; the last share may reach beyond the shards.
+  /// Gradients that are reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh. If the outer ranks do not
+  /// cut shards, each adds up an equal share of them; the last share may reach beyond the shards.
   Buffer partial;
-  at::Tensor partial_shards(std::size_t k) const;  ///< Without what lies beyond.
-  at::Tensor own_share(std::size_t k) const;       ///< Of `partial`: what this replica adds up.
+  at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without what lies beyond them.
+  at::Tensor own_share(std::size_t k) const;       ///< The share of `partial` that this replica adds up.
   bool holds_partial = false;                      ///< `partial` holds a sum that is still to be reduced over the outer dimension.
   Buffer partial_wire;                             ///< `partial` in the wire's dtype, where that differs.
   Buffer outer_staging;

@@ -14,16 +14,17 @@ namespace fsdp::engine {
 /// each other, are rare.
 constexpr int kLastDeparture = 4;
 
-/// Ranks tell each other what a backward gave to units that are on the same ranks: which parameters had gradients, before which departure
-/// the last one came, who has something unreduced. Afterwards all know the same of each parameter (`has_gradient`, `partial`) and unit
-/// (`reduced_at_departure`). Returns those of which some rank has unreduced gradients. Collective.
+/// Ranks tell each other about the gradients that a backward gave to units on the same ranks: which parameters had gradients, before which
+/// departure the last one came, and which units have unreduced gradients. Afterwards all ranks have the same values for each parameter
+/// (`has_gradient`, `partial`) and each unit (`reduced_at_departure`). Returns the units of which some rank has unreduced gradients.
+/// Collective.
 std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients);
 
 /// Tells all ranks which gradients had NaN on which of them, before or after their reduction in this backward. Throws Error on all of them
 /// if one had. Needs reductions to have ended. `rank`: this rank's number, for the message. Collective.
 void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank);
 
-/// Whether an element is NaN: a flag without dimensions, for which the host need not wait.
+/// Returns a 0-D tensor that says whether an element is NaN. The host does not wait for it.
 at::Tensor any_nan(const at::Tensor& tensor);
 
 }  // namespace fsdp::engine

@@ -18,34 +18,34 @@
 namespace fsdp::engine {
 
 /// Whether a model's main parameters may be used. Transitions:
-///   kInitial -> kWhole  changed, when an optimizer or a user has written them; expose, as users may from then on
+///   kInitial -> kWhole  by changed(), when an optimizer or a user has written them; by expose(), because users may write them from then on
 ///   any -> kTorn        set_torn, while a load replaces them
 ///   kTorn -> kWhole     set_torn with no names, when a load has succeeded
 ///   any -> kRetired     retire, when the model has been un-sharded
 enum class MainState : std::uint8_t {
-  kInitial,  ///< As the model had them when it was sharded.
+  kInitial,  ///< They have the values that the model had when it was sharded.
   kWhole,
   kTorn,     ///< They are partly one model's and partly another's.
-  kRetired,  ///< They are no longer the model's.
+  kRetired,  ///< The model no longer uses them.
 };
 
-/// What optimizers, checkpoints and users do with the main parameters of all units, and who waits for whom. Called by Engine only, under
-/// its lock.
+/// Controls the access of optimizers, checkpoints and users to the main parameters of all units, and which of them must wait for others.
+/// Called by Engine only, under its lock.
 class MainParameters {
  public:
   /// `units` and `gatherer`: the engine's.
   MainParameters(c10::Device device, const std::vector<std::unique_ptr<Unit>>& units, Gatherer& gatherer)
       : device_(device), units_(units), gatherer_(gatherer) {}
 
-  /// A load is going to replace the values of these names; none: it has replaced all that was torn.
+  /// Says that a load is about to replace the values of these names. An empty set says that it has replaced all torn values.
   void set_torn(std::set<std::string> names);
-  /// The names of what failed loads may have replaced.
+  /// The names whose values failed loads may have replaced.
   const std::set<std::string>& torn() const { return torn_; }
   void changed();
-  /// True if nothing is lost where they are overwritten: they have their initial values, or are torn.
+  /// True if overwriting the main parameters loses nothing, because they have their initial values or are torn.
   bool may_be_lost() const;
   void retire() { state_ = MainState::kRetired; }
-  /// Throw Error in that state.
+  /// Throws Error if the main parameters are in that state.
   void refuse_torn() const;
   void refuse_retired() const;
   /// Throws Error while a unit is summoned; `what` is refused.
@@ -63,14 +63,14 @@ class MainParameters {
   void expose();
   bool exposed() const { return exposed_; }
 
-  /// Writes of operators reach the main parameters, and no gather reads them any more. Throws Error if they are retired or summoned, or if
-  /// validate() does.
+  /// Writes back what operators have written, and waits for gathers that still read the main parameters. Throws Error if these are retired
+  /// or summoned, or if validate() does.
   void flush_writes();
   /// See Engine::summon.
   std::vector<at::Tensor> summon(Unit& unit);
   /// See Engine::dismiss. True if the main parameters have changed.
   bool dismiss(Unit& unit, std::span<const at::Tensor> whole);
-  /// Where main parameters are replicated, all ranks get the shards that each has written.
+  /// If main parameters are replicated, all ranks get the shards that each of them has written.
   void exchange_shards();
 
  private:
@@ -79,8 +79,8 @@ class MainParameters {
   Gatherer& gatherer_;
   MainState state_ = MainState::kInitial;
   std::set<std::string> torn_;
-  std::unordered_set<const Unit*> summoned_;  // the user holds them as a whole (SummonFullParams)
-  std::future<void> reader_;                  // invalid: there is none
+  std::unordered_set<const Unit*> summoned_;  // units whose whole main parameters the user holds (SummonFullParams)
+  std::future<void> reader_;                  // invalid if there is no reader
   bool exposed_ = false;
 };
 

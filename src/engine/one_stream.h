@@ -9,8 +9,8 @@
 namespace fsdp::engine {
 
 /// [One stream at a time] A unit's gather is ordered on the stream that waited for it, and its memory is reused in the order of that
-/// stream. So all work on a model follows one stream of its device. Work that comes on another stream is ordered behind all that came
-/// before, and from then on that one is followed. Two streams can use a model in turns; they do not overlap. Where one of the two is being
+/// stream. So all work on a model follows one stream of its device. Work on another stream is ordered behind all earlier work, and from
+/// then on the engine follows that stream. Two streams can use a model in turns; they do not overlap. Where one of the two is being
 /// captured as a graph and the other is not, there is nothing to order: work of the graph runs when it is replayed.
 ///
 /// On the CPU there are no streams, and all of this does nothing.
@@ -18,7 +18,7 @@ class OneStream {
  public:
   explicit OneStream(c10::Device device) : device_(device) {}
 
-  /// The current stream of the device is the one that is followed. Any thread may ask.
+  /// True if the current stream of the device is the one that is followed. Any thread may call it.
   bool is_current() const { return device_.is_cpu() || current_id() == followed_id_.load(std::memory_order_acquire); }
 
   /// Orders the current stream behind the followed one, if they differ, and follows it. The engine serializes calls.
@@ -29,7 +29,7 @@ class OneStream {
 
   c10::Device device_;
   std::optional<c10::Stream> followed_;
-  std::atomic<c10::StreamId> followed_id_ = -1;  // of `followed_`; -1: none is followed, which is never a stream's
+  std::atomic<c10::StreamId> followed_id_ = -1;  // the id of `followed_`; -1, which is no stream's id, if none is followed
 };
 
 }  // namespace fsdp::engine

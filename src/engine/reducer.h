@@ -30,9 +30,9 @@ class Reducer {
   Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)
       : device_(device), pool_(pool), accounting_(accounting), options_(options) {}
 
-  /// Takes a unit in: the one whose index is the number of those before it.
+  /// Adds a unit. Units are added in the order of their indices.
   void add(Unit& unit) { gradients_.push_back(std::make_unique<GradientAccumulator>(unit)); }
-  /// The units go; nothing of theirs may be under way.
+  /// Removes all units. No reduction of theirs may be under way.
   void forget_units() { gradients_.clear(); }
 
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
@@ -77,8 +77,8 @@ class Reducer {
   /// Drops unreduced gradients after a failure; waits for what is under way, so that no peer writes into reused memory.
   void drop();
 
-  /// After a failure. Unless it took all gradients along (a backward's does), those stay that earlier backwards have reduced, what is under
-  /// way included: where that can't end any more, all go.
+  /// Call it after a failure. With `took_all` (the failure of a backward), drops all gradients. Otherwise, gradients that earlier backwards
+  /// have reduced stay, and reductions under way end first; if these can't end any more, all gradients are dropped.
   void reset(bool took_all);
 
  private:
@@ -88,8 +88,8 @@ class Reducer {
   struct Reduction {
     GradientAccumulator* gradients;
     Hop hop;
-    bool over_outer;                              ///< It goes on over the outer dimension, if there is one: as the user said when it began.
-    bool in_place;                                ///< The first hop leaves its result in this rank's region of the unreduced buffer.
+    bool over_outer;  ///< Whether it continues over the outer dimension, if there is one, according to the user's setting when it began.
+    bool in_place;    ///< Whether the first hop writes its result into this rank's region of the unreduced buffer.
     std::unique_ptr<comm::Pending> pending = {};  ///< Null once the hop is complete.
   };
 
@@ -115,7 +115,7 @@ class Reducer {
   void take_result(GradientAccumulator& gradients);
   /// Completes the hop, and starts the next one; true if there is none.
   bool advance(Reduction& reduction);
-  /// The same for all reductions but the `newest` last ones; those without a next hop go.
+  /// The same for all reductions except the last `newest` ones. Reductions without a next hop are removed.
   void advance_all_but(std::size_t newest);
   void complete_oldest_inner();
   std::size_t inner_under_way() const;

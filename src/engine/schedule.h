@@ -20,7 +20,7 @@ class Schedule {
  public:
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
-  /// A pass begins: what follows has no predecessor, and nothing follows the last unit of the pass before.
+  /// Begins a pass. The next unit has no predecessor, and the last unit of the pass before has no successor.
   void begin(Phase phase);
   /// The computation moved to `unit`.
   void move_to(std::size_t unit);

@@ -6,11 +6,11 @@
 namespace fsdp::comm {
 
 /// The c10d works of one collective of ours. Operations posted between the constructor and end() are launched together where the backend
-/// can (NCCL: one kernel for all of them). Without end(), after an exception, the destructor ends what has been posted: the backend must
-/// not take the next collective's operations for more of this one's.
+/// can (NCCL: one kernel for all of them). If end() is not called because of an exception, the destructor ends the group of operations, so
+/// that the backend does not add the operations of the next collective to it.
 class CoalescedWorks {
  public:
-  /// `several` operations are to come.
+  /// `several` says whether more than one operation will be posted.
   CoalescedWorks(c10d::Backend& backend, bool several);
   ~CoalescedWorks();
   CoalescedWorks(const CoalescedWorks&) = delete;
@@ -26,7 +26,7 @@ class CoalescedWorks {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-/// Each once. On CUDA the current stream waits, not the host.
+/// Waits for each of the works. On CUDA the current stream waits, not the host.
 void wait_all(const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
 
 }  // namespace fsdp::comm

@@ -32,10 +32,10 @@ struct Row {
   int size() const { return static_cast<int>(global_ranks.size()); }
 };
 
-/// "all-gather of unit 'blocks.0'".
+/// Returns a text such as "all-gather of unit 'blocks.0'".
 std::string describe(const Label& label);
 
-/// What a communicator and its pending collectives share; the latter may live longer.
+/// The state that a communicator shares with its pending collectives, which may exist longer than the communicator.
 ///
 /// [Note: Ranks that diverge]
 /// Each collective begins with a header, sent to the next rank of the row, whose tag is the collective's number alone. A rank compares the
@@ -54,7 +54,8 @@ std::string describe(const Label& label);
 /// alarms.
 class Group {
  public:
-  /// Who shuts `data` down when nobody needs it any more. Without that, NCCL's destructor aborts it, which stops kernels in flight.
+  /// Says what shuts `data` down when it is no longer needed. Without a shutdown, NCCL's destructor aborts the group, which stops kernels
+  /// in flight.
   enum class Ends {
     kWithGroup,  ///< This class: on destruction, if no collective has failed.
     kElsewhere,  ///< Its owner, torch.distributed for example.
@@ -81,7 +82,7 @@ class Group {
   /// Counts a collective. Throws CommError if an earlier one failed, and Error in a forked process.
   Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
 
-  /// Sends its header on its way, before the data. Throws CommError.
+  /// Starts sending the header, before the data. Throws CommError.
   void send_header(const Call& call, const Label& label);
 
   /// Compares the headers of all collectives up to this one with the neighbour's. Throws std::runtime_error, for failure().
@@ -104,7 +105,8 @@ class Group {
   bool is_hopeless(int peer);
 
   /// Turns the exception being handled into a CommError that names the collective, and makes every later collective of this row fail at
-  /// once, on all ranks (see the note). Where an earlier one has failed, it names that. Call it inside a catch block, or if failed().
+  /// once, on all ranks (see the note). If an earlier collective has failed, the error names that one. Call it inside a catch block, or if
+  /// failed().
   CommError failure(const Label& label);
 
   bool failed() const { return failed_; }
@@ -142,7 +144,7 @@ class Group {
   bool has_alarm(int peer);
   bool has_alarm();  // of any peer; takes mutex_
   std::optional<std::string> received_alarm();
-  std::vector<std::int64_t> ended_peers();  // which have come to their end, and not failed
+  std::vector<std::int64_t> ended_peers();  // the peers whose training has ended without a failure
   void raise_alarm(const std::string& text) noexcept;
   void close_connections() noexcept;
   void abort_data() noexcept;

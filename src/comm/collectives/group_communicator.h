@@ -75,12 +75,12 @@ class GroupCommunicator : public Communicator {
   virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
                                                      int root) = 0;
 
-  /// What this rank sends in a gather or a reduction, bytes.
+  /// The bytes that this rank sends in a gather or a reduction.
   struct Sent {
     std::int64_t wire = 0;
-    std::int64_t shared_memory = 0;  ///< What peers read from its memory.
+    std::int64_t shared_memory = 0;  ///< The bytes that peers read from this rank's memory.
   };
-  /// `bytes` of a shard of all parts; `summed_bytes` of its sums before they are rounded.
+  /// `bytes` is the size of a shard, over all parts; `summed_bytes` is the size of its sums before they are rounded.
   virtual Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const { return {.wire = (size() - 1) * bytes}; }
 
   const std::shared_ptr<Group>& group() const { return group_; }

@@ -22,9 +22,9 @@ class MessageThread {
   MessageThread(const MessageThread&) = delete;
   MessageThread& operator=(const MessageThread&) = delete;
 
-  /// Calls `wait`, after those added before it, on the thread. It must not throw. `key` names it for remove().
+  /// Has the thread call `wait`, after those that were added before. It must not throw. `key` identifies it for remove().
   void add(const void* key, std::function<void()> wait);
-  /// Afterwards it is not called, and not under way. Idempotent.
+  /// When this returns, the function of that key is not running and will not be called. Idempotent.
   void remove(const void* key);
   /// Returns when all that were added have been called, but for so many of the newest.
   void wait_for_all_but(std::size_t newest);

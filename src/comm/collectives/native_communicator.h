@@ -31,7 +31,7 @@ class NativeCommunicator final : public GroupCommunicator {
 
   void connect(c10::Device device);
 
-  const std::shared_ptr<TwoLevelSum> levels_;  // null where one is enough
+  const std::shared_ptr<TwoLevelSum> levels_;  // null if one level is enough
   bool is_connected_ = false;
 };
 

@@ -14,11 +14,11 @@ namespace fsdp::comm {
 /// in rank order, so that it needs no staging. What does not lie in the rank's shared heap is copied there first. Scatters and small
 /// exchanges are messages, as a PairwiseCommunicator's. See the note in shared_row.h.
 ///
-/// [Note: Two levels]
-/// Where a row has several hosts, each with as many ranks, messages travel between ranks of equal place only, and every byte crosses once
-/// per host. A gather first gets the shards of the ranks of equal place, and then those that the neighbours have got. A reduction first
-/// sums what the neighbours have for each rank of equal place, sends these sums (fp32, fp64 for double), and adds up what it gets, in the
-/// order of the hosts. These are the bits of one sum over all ranks where a host has a power of two of them (see rank_order_sum.h).
+/// [Note: Two levels] Where a row has several hosts, each with as many ranks, messages travel between ranks of equal place only, and every
+/// byte crosses once per host. (The place of a rank is its number on its host.) A gather first receives the shards of the ranks of equal
+/// place, and then copies those that the neighbours have received. A reduction first sums the neighbours' gradients for each rank of equal
+/// place, sends these sums (fp32, fp64 for double), and adds up the sums that it receives, in the order of the hosts. If the number of
+/// ranks on a host is a power of two, the result has the bits of one sum over all ranks (see rank_order_sum.h).
 class SharedCommunicator final : public PairwiseCommunicator {
  public:
   SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared);

@@ -6,10 +6,10 @@ namespace fsdp::comm {
 
 class Group;
 
-/// Stands around the wait for one message of a group, and ends it where the message can't arrive any more. When a connection closes, Gloo
-/// tells those who wait for it, but not for the one message that was half sent or half received: that wait would last until the time-out.
-/// Nor does it tell those who wait for another rank. So one thread, which all waits of the process share, looks a few times a second
-/// whether there is still hope.
+/// A guard around the wait for one message of a group. It ends the wait if the message can't arrive any more. When a connection closes,
+/// Gloo ends the waits for its messages, except the wait for a message that was half sent or half received, which would last until the
+/// time-out. Waits for other ranks do not end either. Therefore one thread, which all waits of the process share, checks a few times a
+/// second whether the message can still arrive.
 class StallWatch {
  public:
   /// `work` outlives this. It is aborted (wait() returns false) once group.is_hopeless(peer).
@@ -25,7 +25,7 @@ class StallWatch {
   Group& group_;
   c10d::Work& work_;
   const int peer_;
-  bool seen_ = false;  // The thread's own.
+  bool seen_ = false;  // Used by the thread only.
 };
 
 }  // namespace fsdp::comm

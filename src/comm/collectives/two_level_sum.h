@@ -17,55 +17,57 @@
 
 namespace fsdp::comm {
 
-/// A reduce-scatter of bfloat16 or half between hosts, by a backend's messages: within the hosts first, and then of the hosts' sums (fp32)
-/// between ranks of equal place (see the note Two levels in shared_communicator.h). `staging` begins with this host's sums. Behind them
-/// comes first what the neighbours send, and then, when that has been summed, what the other hosts send.
+/// A reduce-scatter of bfloat16 or half over several hosts, by a backend's messages. It first sums within each host, and then adds up the
+/// hosts' sums (fp32) between ranks of equal place (see the note Two levels in shared_communicator.h). `staging` begins with this host's
+/// sums. The rest of it receives the neighbours' gradients, and, after these have been summed, the sums of the other hosts.
 class TwoLevelSum {
  public:
-  /// Null where one level is as good: on one host, and with one or two ranks on each, of which two bfloat16 travel in the bytes of one
-  /// fp32. `ranks_per_host`: see the function of that name.
+  /// Null if one level is as good: on one host, and with one or two ranks on each host, where two bfloat16 values take as many bytes as one
+  /// fp32 sum. `ranks_per_host`: see the function of that name.
   static std::shared_ptr<TwoLevelSum> make(const Row& row, const c10::intrusive_ptr<c10d::Backend>& backend, int ranks_per_host);
 
-  /// Per element of a shard: how many elements of staging it needs, and how many are sent as they are, and how many as sums.
+  /// For each element of a shard: how many elements of staging it needs, how many are sent unreduced, and how many are sent as sums.
   std::int64_t staging_per_element() const { return kSumElements * hosts_ + std::max((ranks_ - 1) * hosts_, kSumElements * (hosts_ - 1)); }
   std::int64_t unreduced_per_element() const { return (ranks_ - 1) * hosts_; }
   std::int64_t sums_per_element() const { return hosts_ - 1; }
 
-  /// A stream for what comes between the two levels, ordered behind the current one: all messages can then be sent at once, in the order of
-  /// the collectives, and neither the host nor the computation waits. Always the same one, so that its temporary tensors share their
-  /// memory. On the CPU, where there are no streams, the host waits.
+  /// Returns a stream for the sums between the two levels, ordered behind the current stream. With it, all messages can be posted at once,
+  /// in the order of the collectives, and neither the host nor the computation waits. It is always the same stream, so that its temporary
+  /// tensors share their memory. On the CPU, where there are no streams, the host waits.
   c10::Stream stream_behind_current(c10::Device device);
 
-  /// To the neighbours: what each has to sum, for the ranks of equal place.
+  /// Sends the neighbours the gradients that each of them has to sum, for the ranks of equal place.
   void send_unreduced(const ReducePart& part, CoalescedWorks& works) const;
   /// What has arrived of them, and this rank's own. On the current stream.
   void sum_neighbours(std::span<const ReducePart> parts) const;
   /// To the ranks of equal place: these sums.
   void send_sums(const ReducePart& part, CoalescedWorks& works) const;
-  /// After those have arrived: the sums of the hosts, in order.
+  /// Returns the sums of all hosts, in the order of the hosts. Call it after they have arrived.
   std::vector<at::Tensor> sums(const ReducePart& part) const;
 
  private:
   TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, int ranks_per_host);
 
-  static constexpr std::int64_t kSumElements = 2;  // of bfloat16 or half that have room for a sum in fp32
-  // Sums of several hosts are made together up to so many elements: fewer kernels, for a few temporary tensors of that size.
+  static constexpr std::int64_t kSumElements = 2;  // elements of bfloat16 or half that take as many bytes as a sum in fp32
+  // Sums for several hosts are computed together, up to this many elements. This takes fewer kernels, and a few temporary tensors of that
+  // size.
   static constexpr std::int64_t kSummedTogether = std::int64_t{1} << 22;
 
   std::vector<RankOrderSum> sums_of_neighbours(const ReducePart& part) const;
   void sum_neighbours_by_operators(const ReducePart& part) const;
 
   int rank_of(std::int64_t host, std::int64_t place) const { return static_cast<int>(host * ranks_ + place); }
-  at::Tensor sum_for(const ReducePart& part, std::int64_t host) const;  ///< This host's sum for the rank of equal place there.
-  at::Tensor sum_of(const ReducePart& part, std::int64_t host) const;   ///< That host's sum for this rank.
-  /// What a neighbour has for the ranks of this place, by host, one after the other.
+  at::Tensor sum_for(const ReducePart& part,
+                     std::int64_t host) const;  ///< The place in `staging` of this host's sum for the rank of equal place on `host`.
+  at::Tensor sum_of(const ReducePart& part, std::int64_t host) const;  ///< The place in `staging` of the sum of `host` for this rank.
+  /// The place in `staging` of a neighbour's gradients for the ranks of this place, one host after the other.
   at::Tensor of_neighbour(const ReducePart& part, std::int64_t place) const;
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  const std::int64_t ranks_;  // of each host
+  const std::int64_t ranks_;  // on each host
   const std::int64_t hosts_;
   const std::int64_t host_;   // this rank's
-  const std::int64_t place_;  // this rank's, on it
+  const std::int64_t place_;  // this rank's number on its host
   std::optional<c10::Stream> stream_;
 };
 

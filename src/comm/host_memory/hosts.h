@@ -8,14 +8,14 @@
 #include <type_traits>
 #include <vector>
 
-// What the ranks of a row tell each other before they make collectives.
+// What ranks of a row tell each other before they can make collectives.
 namespace fsdp::comm {
 
-/// Every rank's bytes, by rank: as many on all. Collective over `gloo`; blocks. Throws std::runtime_error if a message can't be sent or
-/// received.
+/// Returns every rank's bytes, by rank. All ranks give the same number of bytes. Collective over `gloo`; blocks. Throws std::runtime_error
+/// if a message can't be sent or received.
 std::vector<std::string> exchange_bytes(int rank, int size, c10d::Backend& gloo, int tag, const std::string& mine);
 
-/// Every rank's record, by rank.
+/// Returns every rank's record, by rank.
 template <typename Record>
 std::vector<Record> exchange_records(int rank, int size, c10d::Backend& gloo, int tag, const Record& mine) {
   static_assert(std::is_trivially_copyable_v<Record>);
@@ -26,7 +26,7 @@ std::vector<Record> exchange_records(int rank, int size, c10d::Backend& gloo, in
   return records;
 }
 
-/// The kernel's name of its present life: the same on one host only. Zeros where the system does not tell it.
+/// The kernel's boot id. Two processes have the same one only if they are on the same host. All zeros if the system does not tell it.
 struct Boot {
   char id[40] = {};
   static Boot of_this_host();

@@ -9,33 +9,33 @@ namespace fsdp::comm {
 
 class HostMemory;
 
-/// A collective under way, for which any thread of this process may do what can be done by now. (Ranks wait for their collectives in
-/// different orders, compute meanwhile, or wait for something else. If each did its part of a collective only when it waits for that one,
-/// they could wait for each other for ever.)
+/// A collective under way, which any thread of this process can advance as far as is possible without waiting. (Ranks wait for their
+/// collectives in different orders, compute meanwhile, or wait for something else. If each did its part of a collective only when it waits
+/// for that one, they could wait for each other for ever.)
 class AdvancingCollective {
  public:
   virtual ~AdvancingCollective() = default;
-  /// Does what needs no waiting. Under the lock that all advancing collectives share.
+  /// Does all work that is possible without waiting. It is called under the lock that all advancing collectives share.
   virtual void advance() = 0;
 
  protected:
   void begin_advancing();
-  /// Calls it under the lock that all advancing collectives share.
+  /// Calls `state` under the lock that all advancing collectives share.
   static void change(const std::function<void()>& state);
-  /// Afterwards no thread is in advance(), and none comes. Idempotent.
+  /// When this returns, no thread is in advance(), and none will call it. Idempotent.
   void end_advancing();
 };
 
-/// Does what can be done by now of all that this process has under way, and wakes those of its threads that wait for that.
+/// Advances all collectives that this process has under way as far as possible, and wakes the threads of this process that wait for them.
 void advance_all_and_wake(HostMemory& host_memory);
 
-/// Advances all that this process has under way, until `ready()`, which is asked under the same lock. Asks `look` now and then, which says
-/// why there is no hope, where there is none. After some time it asks the peers to advance theirs: the own threads of a peer's process may
-/// compute, or wait for something else. Throws std::runtime_error with look's text.
+/// Advances all collectives that this process has under way, until `ready()` is true, which is called under the same lock. Now and then it
+/// calls `look`. If the wait cannot succeed, `look` returns the reason, and this throws std::runtime_error with that text. After some time
+/// it asks the peers to advance their collectives, because the threads of a peer's process may be computing, or waiting for something else.
 void advance_all_until(HostMemory& host_memory, const std::function<bool()>& ready,
                        const std::function<std::optional<std::string>()>& look);
 
-/// Peers were added or have gone: the thread that advances collectives when a peer asks for it then listens to others.
+/// Tells the thread that advances collectives on the request of peers that the set of peers has changed.
 void peers_changed();
 
 }  // namespace fsdp::comm

@@ -15,18 +15,17 @@
 
 namespace fsdp::comm {
 
-/// The ranks of a row that read each other's memory, all or those of one host: who is at which collective, and where its buffers lie. They
-/// are numbered from 0 here; `first()` is the row's number of their first.
+/// The ranks of a row that read each other's memory: all ranks of the row, or those of one host. It knows which collective each of them has
+/// reached, and where their buffers lie. The ranks are numbered from 0 here; `first()` is the number of the first one in the row.
 ///
-/// [Note: Memory instead of messages]
-/// Each rank has a mailbox in its heap, which it alone writes. There it says of each of the row's collectives in turn what it does (the
-/// Call), and of a gather or a reduction also at which offsets of its heap its buffers lie. The others compare that with their own call,
-/// and read the buffers where they are. Who has read all that he needs says so in his own mailbox. When all peers have said it, a rank's
-/// buffers are its own again. A rank that gives up revokes its mailbox before it uses its buffers for anything else. Who has read from them
-/// meanwhile sees that, and does not trust what he has read.
+/// [Note: Memory instead of messages] Each rank has a mailbox in its heap, which it alone writes. In it, the rank writes the Call of each
+/// of the row's collectives in turn, and for a gather or a reduction also the offsets of its buffers in its heap. The other ranks compare
+/// the Call with their own, and read the buffers where they are. A rank that has read all that it needs says so in its own mailbox. When
+/// all peers have said so, a rank may use its buffers for something else. A rank that gives up revokes its mailbox before it does that. A
+/// peer that has read from the buffers in the meantime sees this, and does not use what it has read.
 class SharedRow {
  public:
-  /// Tries which ranks of a row can read each other's memory. The result has all of them, or the neighbours of this rank where the row
+  /// Finds out which ranks of a row can read each other's memory. The result has all of them, or the neighbours of this rank where the row
   /// consists of hosts with equal numbers of ranks, one host's ranks after the other's. Otherwise null, on all ranks alike. Silent where
   /// ranks are on different hosts or in different containers; where the system refuses something, a line on stderr says what, once in a
   /// process. Collective over `gloo`. Throws std::runtime_error if a message can't be sent or received.
@@ -35,39 +34,39 @@ class SharedRow {
   SharedRow(const SharedRow&) = delete;
   SharedRow& operator=(const SharedRow&) = delete;
 
-  /// There is room for one more call: peers are done with the one whose place it takes. Compares calls on the way.
+  /// True if the mailbox has room for one more call: peers no longer need the call whose place it would take. It also compares calls.
   bool has_room();
-  /// Says what this rank does next.
+  /// Publishes this rank's next call.
   void publish(const Call& call);
-  /// This rank's newest call has parts: it is done with that call when it says so.
+  /// Says that this rank's newest call has parts. The call is then finished only when set_done() says so.
   void announce_parts();
-  /// Tells peers where the parts of that call lie, which were announced. `table` is the place, in this rank's heap, of a list with one
-  /// offset for each part.
+  /// Tells peers where the announced parts of call `number` lie. `table` is the offset, in this rank's heap, of a list that holds the
+  /// offset of each part.
   void publish_parts(std::uint64_t number, std::int64_t table);
-  /// This rank needs nothing more of its peers for that call.
+  /// Says that this rank needs nothing more of its peers for call `number`.
   void set_done(std::uint64_t number);
-  /// No peer needs anything more of this rank for that call.
+  /// True if no peer needs anything more of this rank for call `number`.
   bool all_done(std::uint64_t number) const;
 
-  /// Compares this rank's calls, up to that one, with those of the rank before it, as far as that one has come: true if up to that one.
-  /// Throws RowFailure if they differ. Under the lock of all that advance.
+  /// Compares this rank's calls up to `number` with those of the rank before it, as far as that rank has made them. Returns true once all
+  /// of them are compared. Throws RowFailure if they differ. Call it under the lock that all advancing collectives share.
   bool compare(std::uint64_t number);
   int previous() const { return (rank_ + size_ - 1) % size_; }
 
-  /// What a peer does as its call `number`; null if it has not come to it. While this rank is not done with it.
+  /// Returns a peer's call `number`; null if the peer has not made it yet. The result is valid until this rank's set_done() for that call.
   const Call* call_of(int peer, std::uint64_t number) const;
-  /// The offsets of its parts; null if it has not published them.
+  /// Returns the offsets of the parts of a peer's call; null if the peer has not published them.
   const std::int64_t* parts_of(int peer, std::uint64_t number) const;
-  /// The i-th of them. Of a peer that has given up it may be anything, but can be read.
+  /// Returns the address of the i-th part. If the peer has given up, the memory can be read, but may hold anything.
   const char* part_of(int peer, const std::int64_t* parts, std::size_t i, std::int64_t bytes) const;
 
-  /// This rank gives up.
+  /// Tells peers that this rank gives up.
   void revoke();
   bool is_revoked(int peer) const;
 
-  /// The peer needs nothing more of others for that call, nor can it fail any more because of it.
+  /// True if the peer needs nothing more of other ranks for that call, and can no longer fail because of it.
   bool is_done(int peer, std::uint64_t number) const;
-  /// The peer's process has ended (see PeerHeap).
+  /// True if the peer's process has ended (see PeerHeap).
   bool has_ended(int peer) const { return heaps_[static_cast<std::size_t>(peer)]->has_lost_owner(); }
 
   HostMemory& host_memory() { return *host_memory_; }
@@ -77,13 +76,13 @@ class SharedRow {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  // So many calls a rank may be ahead of its peers. A step has at most a few collectives per unit under way, and a mailbox of that many
-  // calls takes 30 KiB.
+  // The number of calls by which a rank may be ahead of its peers. A step has at most a few collectives per unit under way, and a mailbox
+  // of that many calls takes 30 KiB.
   static constexpr std::size_t kCalls = 64;
 
   struct Publication {
-    std::atomic<std::uint64_t> number;  // 0 while it is written
-    std::atomic<std::int64_t> table;    // 0 until it is known
+    std::atomic<std::uint64_t> number;  // 0 while the entry is being written
+    std::atomic<std::int64_t> table;    // 0 until the offset is known
     Call call;
   };
   struct Mailbox {
@@ -100,9 +99,9 @@ class SharedRow {
   int first_ = 0;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<HostMemory> host_memory_;
-  c10::DataPtr memory_;  // of the mailbox
+  c10::DataPtr memory_;  // the memory of this rank's mailbox
   Mailbox* mailbox_ = nullptr;
-  std::vector<std::shared_ptr<const PeerHeap>> heaps_;  // by rank; this one's is null
+  std::vector<std::shared_ptr<const PeerHeap>> heaps_;  // by rank; null for this rank
   std::vector<const Mailbox*> mailboxes_;               // by rank
   struct OwnCall {
     Call call;

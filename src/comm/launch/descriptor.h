@@ -6,7 +6,7 @@
 
 namespace fsdp::comm {
 
-/// A file descriptor, which is closed in the end unless somebody has taken it.
+/// A file descriptor, which the destructor closes unless it has been released.
 class Descriptor {
  public:
   explicit Descriptor(int fd) : fd_(fd) {}
@@ -24,7 +24,7 @@ class Descriptor {
   int fd_;
 };
 
-/// Both ends are closed where a program is executed. Throws Error.
+/// A pipe, whose ends are closed when a program is executed (close-on-exec). Throws Error.
 struct Pipe {
   static Pipe open();
   Descriptor to_read;

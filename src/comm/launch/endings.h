@@ -5,16 +5,16 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-// How ranks have ended, for those that wait for them: a closed connection alone does not tell an end from a failure.
+// Ranks tell each other how they have ended. A closed connection alone does not tell a normal end from a failure.
 namespace fsdp::comm {
 
 enum class Ending : std::uint8_t {
-  kReturned,  ///< Its training function, or its script, has come to its end.
+  kReturned,  ///< Its training function, or its script, has ended normally.
   kFailed,    ///< Its own message says why.
 };
 
-/// Where the ranks of this process's world tell how they end: a store that outlives all of them, as torchrun's agent serves. Without one,
-/// nothing is told. Any thread.
+/// Sets the store in which the ranks of this process's world write how they end. It must outlive all ranks, as the store of torchrun's
+/// agent does. Without such a store, nothing is written. Any thread may call this.
 void tell_endings_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank);
 
 /// Tells how this rank has ended; the first call counts. Returns at once.
@@ -23,13 +23,14 @@ void tell_ending(Ending ending) noexcept;
 /// True if no other rank of this world has failed with this text yet, as far as they could tell each other.
 bool is_first_to_say(const std::string& text) noexcept;
 
-/// Those of these ranks that have returned. They have closed their connections a moment ago: waits a little for their word.
+/// Returns which of the given ranks have returned. As they may have closed their connections only a moment ago, this waits a little for
+/// what they write.
 std::vector<std::int64_t> returned_among(const std::vector<std::int64_t>& ranks) noexcept;
 
-/// "ranks 0, 2-3".
+/// Returns a text such as "ranks 0, 2-3".
 std::string names_of_ranks(std::vector<std::int64_t> ranks);
 
-/// "rank 0 had ended its training: ...", and the way out.
+/// Returns "rank 0 had ended its training: ...", and how to solve it.
 std::string describe_ended(const std::vector<std::int64_t>& ranks);
 
 }  // namespace fsdp::comm

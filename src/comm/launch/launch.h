@@ -3,7 +3,7 @@
 #include <chrono>
 #include <functional>
 
-// What fsdp::launch_local is made of, with the knobs that only tests turn.
+// The implementation of fsdp::launch_local, with options that only tests use.
 namespace fsdp::comm {
 
 struct LaunchDetails {
@@ -12,7 +12,7 @@ struct LaunchDetails {
   bool prefix_output = false;  ///< See fsdp::LaunchOptions.
 };
 
-/// fsdp::launch_local with details.
+/// fsdp::launch_local with these options.
 int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details);
 
 /// True if this process has one thread, so that a forked copy of it is whole: locks held by other threads would stay locked in the copy.

@@ -10,25 +10,28 @@
 
 #include "comm/launch/rank_output.h"
 
-// Ranks that are this program, run again with its own arguments: where threads run already, a fork would copy locked locks.
+// Ranks that run this program again with its own arguments. They are used if threads already run, because a fork would copy locked locks.
 namespace fsdp::comm {
 
 using Environment = std::vector<std::pair<std::string, std::string>>;
 
-/// What a copy is told by the process that started it.
+/// The facts that the process which starts a copy passes to it.
 struct ProgramCopy {
-  int report_fd = -1;                ///< Where the rank reports how it ended.
-  std::vector<int> earlier_results;  ///< Of the launches before the one that started the copy, which it must not run again.
+  int report_fd = -1;  ///< Where the rank reports how it ended.
+  std::vector<int>
+      earlier_results;  ///< The results of the launches before the one that started the copy. The copy must not run these again.
 };
 
-/// What this process was told; nothing if it is no copy. Whatever it starts itself is none: ask once.
+/// Returns what this process was told; nothing if it is not a copy. It also removes the information, so that programs which this process
+/// starts do not take themselves for copies. Call it once.
 std::optional<ProgramCopy> take_own_copy();
 
-/// Starts a copy with `environment` added to this process's own, which inherits `open_fds` besides its report's, and writes to `output`.
-/// It is told `told`, and reports itself if the program can't be run. Throws Error if there can be no process.
+/// Starts a copy with `environment` added to this process's own. The copy inherits `open_fds` and the descriptor for its report, writes to
+/// `output`, and is passed `told`. If the program can't be run, the copy reports that. Throws Error if no process can be started.
 pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<const int> open_fds, std::span<const PrefixedStream> output);
 
-/// Call it in a child: a rank must not outlive its parent, however that ends (Ctrl-C, SIGTERM, SIGKILL).
+/// Makes this process end with its parent. Call it in a child, because a rank must not outlive its parent, however that ends (Ctrl-C,
+/// SIGTERM, SIGKILL).
 void die_with_parent(pid_t parent);
 
 /// How a rank's report begins, once its function runs; and what follows, once it does no longer: it returned (with its exit code), or a

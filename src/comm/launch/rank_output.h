@@ -6,22 +6,23 @@
 
 namespace fsdp::comm {
 
-/// A stream of a rank, whole lines of which are passed on to one of this process's own, each behind the rank's number.
+/// A stream of a rank. Its lines are passed on to the same stream of this process, with the rank's number before each.
 class PrefixedStream {
  public:
   /// `target`: the descriptor of the same stream in this process and in the rank. Throws Error.
   PrefixedStream(int rank, int target);
 
-  /// In the rank: the target is the pipe from now on.
+  /// Call it in the rank: connects the target descriptor to the pipe.
   void become_target() const;
-  /// In the process that reads, once the rank has been started.
+  /// Call it in the process that reads, after the rank has been started.
   void close_write_end() { pipe_.to_write.close_now(); }
 
-  /// What is to be polled; -1 once the other end is closed.
+  /// The descriptor to poll; -1 once the other end is closed.
   int fd() const { return pipe_.to_read.get(); }
   /// Reads once, and passes on whole lines.
   void pass_on();
-  /// The rank has ended: the rest of what it wrote, also without the end of a line. A process that it left behind may hold the pipe open.
+  /// Passes on the rest of the output after the rank has ended, even if it does not end in a line end. A process that the rank left behind
+  /// may still hold the pipe open.
   void finish();
 
  private:

@@ -14,7 +14,7 @@
 
 namespace fsdp::comm {
 
-/// A rank as the process sees it that has started it.
+/// A rank, as seen by the process that has started it.
 struct RankProcess {
   int rank = 0;
   pid_t pid = -1;
@@ -23,7 +23,7 @@ struct RankProcess {
   std::vector<PrefixedStream> output = {};  ///< Its stdout and stderr, where LaunchOptions::prefix_output holds.
   bool running = true;
   bool stopped_by_us = false;
-  bool collected_elsewhere = false;  ///< Somebody else in this program has asked for `status` first.
+  bool collected_elsewhere = false;  ///< Other code of this program has collected `status` first.
   int status = 0;
 
   bool began() const { return report.starts_with(kBegan); }

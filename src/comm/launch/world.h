@@ -5,13 +5,13 @@
 #include <optional>
 #include <string>
 
-// Who this process is among the ranks, as its launcher says. Reads variables only: opens nothing, connects to nothing.
+// Finds this process's place among the ranks from its launcher's environment variables. It opens no file and no connection.
 namespace fsdp::comm {
 
 /// The value of an environment variable; nothing where it is not set or empty.
 using Getenv = std::function<std::optional<std::string>(const char* name)>;
 
-/// Getenv of this process.
+/// The Getenv that reads this process's environment.
 std::optional<std::string> process_environment(const char* name);
 
 /// launch_local's own variable for rank 0: the file descriptor of a socket that listens on MASTER_PORT already.
@@ -21,7 +21,7 @@ struct World {
   std::string launcher = "none";  ///< "torchrun", "Open MPI", "MPICH", "srun" or "none".
   int rank = 0;
   int size = 1;
-  std::optional<int> local_rank;  ///< Among the ranks of this machine.
+  std::optional<int> local_rank;  ///< This process's number among the ranks of this machine.
   std::optional<int> local_size;
   std::string master_addr;  ///< Where rank 0 (or torchrun's agent) serves the store; empty for a world of one.
   std::uint16_t master_port = 0;
@@ -29,7 +29,7 @@ struct World {
   int restart_count = 0;     ///< How often torchrun has restarted the ranks; the agent's store keeps the keys of earlier attempts.
   std::optional<int> listen_fd;
 
-  /// All ranks are known to run on this machine.
+  /// True if all ranks are known to run on this machine.
   bool one_machine() const { return local_size == size || size == 1; }
 };
 
@@ -43,8 +43,8 @@ bool is_served_by_agent(const Getenv& env);
 /// See fsdp::is_launched().
 bool is_launched(const Getenv& env);
 
-/// Which of the visible GPUs is this rank's. A launcher may show each rank one GPU only, its own: number 0 then, whatever the local
-/// rank (SLURM's --gpus-per-task=1). With `shared`, ranks beyond the last GPU begin again at the first. Throws Error if there is none.
+/// Returns which of the visible GPUs this rank uses. If the launcher shows each rank only its own GPU (SLURM's --gpus-per-task=1), this is
+/// number 0, whatever the local rank. With `shared`, ranks beyond the last GPU begin again at the first. Throws Error if there is none.
 int gpu_of(const World& world, int visible, bool shared);
 
 /// The first host of SLURM's compressed list: "node03" of "node[03-05,9],other1".

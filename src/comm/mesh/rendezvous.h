@@ -23,13 +23,13 @@ namespace fsdp::comm {
 class Rendezvous {
  public:
   Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout);
-  /// Of ranks that share a store already.
+  /// `store` is shared by all ranks.
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::int64_t world_size, std::string prefix,
              std::chrono::milliseconds timeout);
 
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
-  /// The same, of whoever moves tensors of this device: see register_device_groups().
+  /// The same with the backend that moves tensors of this device; see register_device_groups().
   c10::intrusive_ptr<c10d::Backend> device_group(const Row& row, const std::string& name, c10::Device device);
 
  private:
@@ -42,8 +42,8 @@ class Rendezvous {
   std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
 };
 
-/// Of a group whose collectives nobody waits for, but a watchdog that ends the process (NCCL's), where messages have `timeout`: whoever
-/// waits for a message meets the peer that is missing first, and can say which one it is.
+/// The time-out of a group whose collectives the host does not wait for, and whose watchdog ends the process (NCCL's). It is longer than
+/// the time-out of messages, `timeout`, so that a rank which waits for a message fails first and can name the missing peer.
 std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout);
 
 /// A row's group for one device; `name` is for logs.
@@ -56,9 +56,10 @@ struct DeviceGroupOptions {
 };
 using MakeDeviceGroup = std::function<c10::intrusive_ptr<c10d::Backend>(const DeviceGroupOptions& options)>;
 
-/// Who moves tensors of this type of device; its collectives make streams wait, not the host. A build with NCCL registers it for CUDA.
+/// Registers the backend that moves tensors of this type of device. Its collectives make streams wait, not the host. A build with NCCL
+/// registers one for CUDA.
 void register_device_groups(c10::DeviceType type, MakeDeviceGroup make);
-/// The type of this name ("cuda"), if it is known who moves its tensors.
+/// The type of device of this name ("cuda"), if a backend for it is registered.
 std::optional<c10::DeviceType> device_type_of(const std::string& name);
 
 }  // namespace fsdp::comm

@@ -13,19 +13,20 @@
 
 namespace fsdp::comm {
 
-/// A mesh of ranks that have met already, in a process group of torch.distributed for example.
+/// Options for a mesh of ranks that are connected already, for example by a process group of torch.distributed.
 struct StoreMesh {
-  c10::intrusive_ptr<c10d::Store> store;  ///< Which all ranks share; it must serve until the mesh is made.
-  std::string prefix;                     ///< Keeps the keys of this mesh apart: the same on its ranks, and no other mesh's.
-  std::int64_t rank = 0;                  ///< Global.
+  c10::intrusive_ptr<c10d::Store> store;  ///< A store that all ranks share. It is needed until the mesh is made.
+  std::string prefix;     ///< The prefix of this mesh's keys in the store: the same on its ranks, and different for each mesh.
+  std::int64_t rank = 0;  ///< The global rank.
   std::int64_t world_size = 1;
-  std::vector<std::string> dims;                ///< Outermost first.
-  std::vector<std::vector<std::int64_t>> rows;  ///< Per dimension: the global ranks of this rank's row.
+  std::vector<std::string> dims;                ///< The names of the dimensions, outermost first.
+  std::vector<std::vector<std::int64_t>> rows;  ///< For each dimension, the global ranks of this rank's row.
   c10::Device device = c10::kCPU;
   MeshOptions options = {};
-  /// Who moves the tensors along a dimension (NCCL's groups of torch.distributed), by the backend's own collectives; only small messages
-  /// then have groups that are made here. `neighbours`: 0 for the row's group; else a new group of so many neighbours in it is asked for.
-  /// Empty: all groups are made here. A row of one is asked for with FSDP_SINGLE_RANK_COLLECTIVES=1 alone; without, it moves nothing.
+  /// Returns the backend whose collectives move tensors along a dimension (of a group of torch.distributed with NCCL). Only the groups for
+  /// small messages are then made here. `neighbours` is 0 for the row's group; otherwise the function makes a new group of this many
+  /// neighbours in the row. If it is empty, all groups are made here. It is called for a row of one rank only if
+  /// FSDP_SINGLE_RANK_COLLECTIVES=1 is set; otherwise such a row moves nothing.
   std::function<c10::intrusive_ptr<c10d::Backend>(std::size_t dim, std::int64_t neighbours)> backend_of = {};
 };
 
