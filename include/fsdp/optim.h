@@ -50,11 +50,11 @@ class Optimizer {
   /// Sets the base learning rate of the parameters that no ParamGroup matches (of a WrappedOptimizer's first group; of Muon's matrices)
   /// from the next step on. Throws Error if negative.
   void set_lr(double lr);
-  /// The same of one group.
+  /// The same for one group.
   void set_lr(std::size_t group, double lr);
   /// The current learning rate, with its factor, of the parameters that set_lr(lr) is for.
   double lr() const;
-  /// The same of one group.
+  /// The same for one group.
   double lr(std::size_t group) const;
 
   const std::shared_ptr<engine::Engine>& engine() const;  ///< The engine of its module. For the library's own use.

@@ -184,7 +184,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const auto lock = this->lock();
     facts_.is_last_backward = last;
   }
-  /// With false, each reduction has ended before backward goes on.
+  /// With false, each reduction ends before backward continues.
   void set_overlaps_reductions(bool overlaps) {
     const auto lock = this->lock();
     reducer_.set_overlaps(overlaps);

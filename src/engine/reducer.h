@@ -41,7 +41,7 @@ class Reducer {
   /// With `reduces_on_departure` false, what this backward gives is reduced at its end.
   void begin_backward(bool reduces_on_departure);
 
-  /// With false, each reduction has ended before backward goes on.
+  /// With false, each reduction ends before backward continues.
   void set_overlaps(bool overlaps) { overlaps_ = overlaps; }
 
   /// The backward proper has entered the unit.

@@ -41,21 +41,21 @@ enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 /// transitions are made by Engine::set_use, which refuses others:
 ///   any -> kInUse            entered; in a backward, by the backward proper
 ///   any but kInUse -> kRepeated   entered by a forward that activation checkpointing repeats within a backward
-///   kInUse, kRepeated -> kLeft, kKept   departed from; so is kUnused, of what forward was still in when backward began
+///   kInUse, kRepeated -> kLeft, kKept   departed from; also from kUnused, if forward was still in the unit when backward began
 ///   any -> kPinned           the user unsharded it
 ///   kUnused, kLeft, kKept -> kListed   gathered because a unit that lists it for prefetch was entered
 ///   any -> kUnused           evicted, or the next pass began
 enum class UseState : std::uint8_t {
-  kUnused,    ///< Not entered in this pass. If it is present, an earlier pass has left it so.
+  kUnused,    ///< Not entered in this pass. If it is present, an earlier pass has left it gathered.
   kPinned,    ///< Unsharded by the user: stays until it is used or resharded, or the parameters change.
   kListed,    ///< Gathered for a list of set_modules_to_forward_prefetch or backward_prefetch: stays until it is used, or backward ends.
-  kInUse,     ///< The computation is in it: entering it changes nothing. The only state that the fast path of a trigger reads.
-  kRepeated,  ///< As kInUse for the forward that is repeated. The backward proper still has to enter it.
-  kLeft,      ///< The computation has moved on. If it is present, an option says so.
+  kInUse,     ///< The computation is in it, so entering it again changes nothing. A trigger's fast path checks for this state only.
+  kRepeated,  ///< Used by the forward that is repeated. The backward proper still has to enter it.
+  kLeft,      ///< The computation has moved on. If it is present, an option keeps it.
   kKept,      ///< As kLeft, and present within keep_gathered_bytes.
 };
 
-/// What the last backward means for copies of the unit's main parameters [Current when forward begins]. Transitions:
+/// What the last backward means for gathered copies of the unit's main parameters [Current when forward begins]. Transitions:
 ///   any -> kAccumulated      a backward ended, and gradients go on adding up
 ///   any -> kGaveGradients    a backward ended, and the optimizer has gradients: main parameters may be written unnoticed
 ///   kAccumulated -> kNone    a root forward begins
@@ -65,16 +65,16 @@ enum class LastBackward : std::uint8_t { kNone, kAccumulated, kGaveGradients };
 /// One parameter of a unit. The engine never keeps a parameter alive: its tensors belong to the modules.
 struct UnitParameter {
   std::string name;          ///< Fully qualified.
-  std::size_t position = 0;  ///< In the model's named_parameters().
+  std::size_t position = 0;  ///< Its index in the model's named_parameters().
   std::vector<std::int64_t> shape;
-  bool tensor_parallel = false;             ///< A piece of a whole that other ranks hold, too.
-  std::vector<std::int64_t> global_shape;   ///< Of that whole; else `shape`.
-  std::vector<std::int64_t> global_offset;  ///< Where the piece begins in it.
-  at::ScalarType dtype = at::kFloat;        ///< Its own, from before it was sharded.
+  bool tensor_parallel = false;             ///< Whether it is a piece of a tensor-parallel whole, of which other ranks hold other pieces.
+  std::vector<std::int64_t> global_shape;   ///< The shape of that whole; otherwise `shape`.
+  std::vector<std::int64_t> global_offset;  ///< Where the piece begins in the whole.
+  at::ScalarType dtype = at::kFloat;        ///< The dtype that it had before it was sharded.
   bool trainable = true;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
 
-  bool has_gradient = false;  ///< Some rank had a gradient since zero_grad(): the optimizer updates it.
+  bool has_gradient = false;  ///< Whether some rank has had a gradient since zero_grad(), so that the optimizer updates it.
 };
 
 /// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
@@ -88,7 +88,7 @@ struct SubBufferFormat {
   bool extended = false;                            ///< Unit::extension has its main and whole parameters; they lie in no buffer.
 
   bool operator==(const SubBufferFormat&) const = default;
-  /// What a gather brings is bit for bit what the main parameters hold.
+  /// True if gathered values have the same bits as the main parameters.
   bool gathers_main() const { return compute == main && gather == nullptr; }
 };
 
@@ -98,29 +98,29 @@ struct UnitOptions {
   bool outer_sharded_optimizer = false;
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
-  /// Whole parameters that stay after forward serve the next root forward, too [Current when forward begins]; else they stay for backward
-  /// alone.
+  /// Whether whole parameters that stay after forward also serve the next root forward [Current when forward begins]. Otherwise they stay
+  /// for backward only.
   bool kept_across_forwards = false;
-  /// False: an update waits for later backwards, though this one gives gradients.
+  /// False if no update follows this backward, although it gives gradients: later backwards add to them first.
   bool updated_after_backward = true;
-  /// Whole parameters are not freed, only outdated: they lie at the same addresses when they are gathered again.
+  /// Whether whole parameters are only outdated instead of freed, so that they have the same addresses when they are gathered again.
   bool keeps_storage = false;
   /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
   double gradient_divide_factor = 0;
-  /// As given; what it means for the unit's parameters is in SubBufferFormat.
+  /// The policy as the user gave it. SubBufferFormat has the dtypes that follow from it.
   std::optional<MixedPrecisionPolicy> mixed_precision;
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   Offload offload = Offload::kNone;
-  memory::HostMemory host_memory = memory::HostMemory::kPinned;  ///< Of what is offloaded.
+  memory::HostMemory host_memory = memory::HostMemory::kPinned;  ///< The kind of host memory for offloaded data.
 };
 
-/// What all ranks must have alike of a model, beside its units.
+/// The facts of a model, beside its units, that must be the same on all ranks.
 struct ModelFacts {
   bool is_last_backward = true;
   bool manual_finalization = false;
   std::string updates;                              ///< The settings of all optimizers that have updated it.
-  std::map<std::uint64_t, std::string> updates_by;  ///< The same by optimizer: see Engine::tell_update.
+  std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see Engine::tell_update.
 
   void tell_update(std::uint64_t by, std::string settings);
 };
@@ -136,12 +136,13 @@ struct UnitCommunicators {
   int outer_rank() const { return outer ? outer->rank() : 0; }
 };
 
-/// Of a unit on this mesh, whose last dimension shards: the units of a mesh share them. `neighbours`: how many keep a copy after forward;
-/// 0: none. Collective over the mesh where there are none yet.
+/// Returns the communicators of a unit on this mesh, whose last dimension shards. All units of a mesh share them. `neighbours` is the
+/// number of ranks that keep a copy between them after forward; 0 if none is kept. Collective over the mesh if a communicator has to be
+/// made.
 UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours);
 
-/// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, but for gradients on
-/// their way (GradientAccumulator). Plain state: Engine moves the parameters, Reducer the gradients.
+/// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, except gradients that are not reduced
+/// yet (GradientAccumulator). A unit is plain state: Engine moves the parameters, and Reducer the gradients.
 ///
 /// The layout cuts each sub-buffer into equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece
 /// r * outer_size + o; the shards of inner rank r are the outer_size pieces from r * outer_size on. Or it cuts inner_size pieces, one per
@@ -152,8 +153,8 @@ struct Unit {
        UnitOptions options, UnitCommunicators communicators, c10::Storage storage);
 
   std::string name;
-  std::uint64_t model = 0;               ///< Tells models apart that share ranks: see agree_on_model.
-  const ModelFacts* of_model = nullptr;  ///< The engine's.
+  std::uint64_t model = 0;               ///< The model's number, which tells models on the same ranks apart; see agree_on_model.
+  const ModelFacts* of_model = nullptr;  ///< The facts of the engine's model.
   std::vector<UnitParameter> parameters;
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
@@ -163,7 +164,7 @@ struct Unit {
   const bool alone;
   UnitCommunicators communicators;
   Unit* parent = nullptr;                            ///< The closest enclosing unit; null for the root.
-  std::vector<const Unit*> called;                   ///< Units not below this one that were entered while its modules ran.
+  std::vector<const Unit*> called;                   ///< Units that do not lie within this one, but were entered while its modules ran.
   std::size_t index = 0;                             ///< Position in Engine::units().
   std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
 
@@ -173,16 +174,16 @@ struct Unit {
   bool written = false;  ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
   LastBackward last_backward = LastBackward::kNone;
   Buffer full;
-  Buffer wire;          ///< Bytes of sub-buffers that travel in a gather format; live during a gather.
-  Buffer post_forward;  ///< This rank's part of what its neighbours keep after forward; live until it is gathered again.
+  Buffer wire;          ///< The bytes of sub-buffers that are sent in a gather format; it has bytes during a gather only.
+  Buffer post_forward;  ///< This rank's part of the copy that neighbours keep after forward; it has bytes until the unit is gathered again.
   std::unique_ptr<comm::Pending> gather;
-  std::shared_ptr<GatherExtension> extension;  ///< Null: there are no extended sub-buffers.
+  std::shared_ptr<GatherExtension> extension;  ///< Gathers the extended sub-buffers; null if there are none.
 
   // Main parameters: the pieces that this rank's optimizer updates.
   std::vector<at::Tensor> main;  ///< Per sub-buffer, 1-D.
-  Buffer main_buffer;            ///< Leaves out sub-buffers whose main parameters are a region of `full` or `shards`.
-  at::Tensor main_memory;        ///< Bytes of `main_buffer`.
-  at::Tensor replica_memory;     ///< Bytes of `full`, if parameters are replicated.
+  Buffer main_buffer;            ///< The memory of `main`, without sub-buffers whose main parameters are a region of `full` or `shards`.
+  at::Tensor main_memory;        ///< The memory of `main_buffer`.
+  at::Tensor replica_memory;     ///< The memory of `full`, if parameters are replicated.
   // With an optimizer that is sharded over the outer dimension, too: this inner rank's shards as they travel in inner gathers.
   Buffer shards;
   at::Tensor shards_memory;
@@ -193,48 +194,51 @@ struct Unit {
   // first reduction to zero_grad().
   Buffer main_gradient_buffer;
   std::shared_ptr<c10::DataPtr> main_gradient_memory;
-  /// The same memory, if it is the host's, for a device: kept for the next gradients, because pinning takes long.
+  /// The memory of `main_gradient_buffer`, if gradients of a device are kept in host memory. It is kept for the next gradients, because
+  /// pinning takes long.
   std::shared_ptr<c10::DataPtr> host_gradient_memory;
   std::vector<at::Tensor> main_gradient;  ///< Views of `main_gradient_buffer`.
-  bool main_gradient_valid = false;       ///< Something was reduced since zero_grad().
+  bool main_gradient_valid = false;       ///< Whether gradients have been reduced since zero_grad().
 
-  /// What binds the unit to its trigger (paging, hooks); released with the unit.
+  /// The object that connects the unit with its trigger (paging or hooks); released with the unit.
   std::shared_ptr<void> trigger;
 
-  std::uint64_t layout_hash = 0;  ///< Of describe() and of where the parameters lie.
+  std::uint64_t layout_hash = 0;  ///< A hash of describe() and of where the parameters lie.
 
   ParameterState state() const { return state_; }
   /// Throws Error if the transition is none of ParameterState's.
   void set_state(ParameterState state);
 
-  /// Entering the unit changes nothing. Any thread may ask.
+  /// True if entering the unit would change nothing. Any thread may call it.
   bool in_use(Phase phase) const {
     const auto now = use.load(std::memory_order_acquire);
     return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
   }
-  /// What a collective of this unit is for.
+  /// Returns the label of a collective of this unit.
   comm::Label label(const char* operation) const;
-  /// What ranks compare of the parameters: a line for each.
+  /// Returns the text about the parameters that ranks compare, with a line for each.
   std::string describe() const;
-  /// Names the unit and its parameters. Not while something is under way.
+  /// Gives the unit and its parameters new names. Do not call it while a collective is under way.
   void rename(std::string unit, std::vector<std::string> parameter_names);
   bool trainable() const { return layout.trainable_sub_buffers() > 0; }
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
-  /// The main parameters, main gradients and optimizer state lie in host memory.
+  /// True if the main parameters, main gradients and optimizer state lie in host memory.
   bool offloaded() const { return options.offload == Offload::kAll; }
-  /// The main gradients of a device are whole: a shard of one rank is, too. The host has those that the optimizer needs.
+  /// True if each rank of the device has whole main gradients (also for shards of one rank). In host memory, it has only those that the
+  /// optimizer needs.
   bool replicated_gradients() const {
     return !offloaded() && (options.placements.gradients == Placement::kReplicated ||
                             (communicators.gather->size() == 1 && !options.outer_sharded_optimizer));
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
-  /// Main parameters of sub-buffer k are a region of `full` (or of `shards`): the bytes exist once.
+  /// True if the main parameters of sub-buffer k are a region of `full` (or of `shards`), so that the bytes exist only once.
   bool main_is_shared(std::size_t k) const {
     return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
   }
-  /// Some sub-buffer's whole parameters are not bit for bit its main parameters, or those are not on the device.
+  /// True if the whole parameters of some sub-buffer do not have the same bits as its main parameters, or if the main parameters are not on
+  /// the device.
   bool has_separate_main() const;
-  /// Elements of a piece of sub-buffer k as it travels in gathers: its own, or the bytes of its gather format.
+  /// The number of elements of a piece of sub-buffer k as gathers send it: its own elements, or the bytes of its gather format.
   std::int64_t travelling_numel(std::size_t k) const;
 
   /// Consecutive pieces of every sub-buffer.
@@ -243,46 +247,46 @@ struct Unit {
     std::int64_t count = 0;
   };
   Pieces all_pieces() const { return {0, layout.world_size()}; }
-  /// Of this inner rank: what an inner all-gather takes and an inner reduce-scatter gives.
+  /// The pieces of this inner rank, which an inner all-gather sends, and an inner reduce-scatter returns.
   Pieces inner_pieces() const {
     const auto count = layout.world_size() / communicators.gather->size();
     return {communicators.gather->rank() * count, count};
   }
-  /// The outer ranks cut a shard between them.
+  /// True if the outer ranks cut a shard between them.
   bool outer_cuts() const { return layout.world_size() > communicators.gather->size(); }
-  /// Of this rank alone: no piece belongs to two ranks (but to replicas, where the outer ranks cut nothing).
+  /// The pieces that belong to this rank alone. (If the outer ranks do not cut shards, all replicas have the same ones.)
   Pieces own_pieces() const { return {inner_pieces().first + (outer_cuts() ? communicators.outer_rank() : 0), 1}; }
-  /// What the optimizer of this rank updates, that is, what `main` holds.
+  /// The pieces that `main` holds, which the optimizer of this rank updates.
   Pieces main_pieces() const;
-  /// What this rank shows as its shard: of replicated main parameters, the inner rank's part.
+  /// The pieces that this rank shows to users as its shard: if main parameters are replicated, the inner rank's part.
   Pieces shard_pieces() const { return options.outer_sharded_optimizer ? own_pieces() : inner_pieces(); }
 
-  /// `pieces` of a tensor that holds the pieces `held` of sub-buffer k, of any number of elements each.
+  /// Returns the part for `pieces` of a tensor that holds the pieces `held`, of any number of elements each.
   static at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces);
 
-  /// Takes the bytes from `full`, and gives them back to the pool if they came from there.
+  /// Detaches the memory of `full`, and gives it back to the pool if it came from there.
   void free_whole();
-  /// Parameter i in the given whole sub-buffers.
+  /// Returns a parameter as a view of the given whole sub-buffers.
   at::Tensor whole(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const;
   /// `pieces` of the main parameters, or gradients, of sub-buffer k, which must be among main_pieces().
   at::Tensor main_region(const at::Tensor& main_or_gradient, Pieces pieces) const {
     return region(main_or_gradient, main_pieces(), pieces);
   }
-  /// Where parameter i lies in main[sub_buffer] and main_gradient[sub_buffer].
+  /// Says where a parameter lies in main[sub_buffer] and main_gradient[sub_buffer].
   struct MainSlice {
     std::size_t sub_buffer;
     std::int64_t offset;  ///< In main[sub_buffer], elements.
     std::int64_t numel;
-    std::int64_t parameter_offset;  ///< Of the first element, in the flattened parameter.
+    std::int64_t parameter_offset;  ///< The position of the first element in the flattened parameter.
   };
   MainSlice main_slice(std::size_t parameter) const { return slice(parameter, main_pieces()); }
   /// The part of main_slice that lies in `pieces`.
   MainSlice slice(std::size_t parameter, Pieces pieces) const;
-  /// By what a reduction multiplies the sum of the ranks' gradients.
+  /// The factor by which a reduction multiplies the sum of the ranks' gradients.
   double gradient_scale() const;
 
-  /// Gives what is persistent memory, set to zero: the main parameters, and `shards` or replicated parameters. Memory that is there already
-  /// (main_memory and its like) is taken as it is.
+  /// Allocates the persistent memory, set to zero: that of the main parameters, and of `shards` or replicated parameters. Memory that
+  /// exists already (main_memory and others) is used as it is.
   void allocate_main(memory::Accounting& accounting);
 
  private:
@@ -292,7 +296,7 @@ struct Unit {
 /// True if `inner` is `outer` or lies within it.
 bool encloses(const Unit& outer, const Unit& inner);
 
-/// True if one encloses the other, or has called it: while one is in use, the other may be, too [Evict by movement].
+/// True if one unit encloses the other, or has called it. While one of them is in use, the other may be, too [Evict by movement].
 bool related(const Unit& a, const Unit& b);
 
 }  // namespace fsdp::engine

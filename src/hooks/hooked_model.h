@@ -17,15 +17,15 @@
 
 namespace fsdp::hooks {
 
-/// What the last root forward has left for a backward. It depends on nothing that one rank alone does, such as keeping an output.
+/// Whether a backward may follow the last root forward. It does not depend on anything that one rank alone does, such as keeping an output.
 ///   any -> kDone           a root forward without grad mode begins, or a backward
 ///   any -> kNoGraph        a root forward in grad mode begins
 ///   kNoGraph -> kGraph     a unit's output has a gradient
 enum class LastForward : std::uint8_t { kDone, kNoGraph, kGraph };
 
-/// The second trigger: modules tell, by hooks before and after forward and before backward, what paging finds out by itself. One model's
-/// units and engine. Front ends call it without locks of their own (Python: without the GIL): the engine's lock is held while collectives
-/// are waited for.
+/// The second trigger, with the units and the engine of one model. Hooks of modules, before and after forward and before backward, tell it
+/// what paging finds out by itself. Front ends call it without locks of their own (Python: without the GIL): the engine's lock is held
+/// while collectives are waited for.
 class HookedModel : public std::enable_shared_from_this<HookedModel> {
  public:
   explicit HookedModel(const engine::EngineOptions& options) : engine_(std::make_shared<engine::Engine>(options)) {}
@@ -33,8 +33,9 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Takes a unit in; enclosing ones before enclosed ones. `parent`: its position among those, of the closest enclosing one.
   void add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent);
 
-  /// All units are in: the ranks give the model a number, and compare what they have of it (engine::agree). Where forward gathers nothing,
-  /// one rank may compute it alone: then they do so when the first backward begins. Returns what engine::agree does.
+  /// Call it when all units have been added. The ranks choose a number for the model, and compare their descriptions of it (engine::agree).
+  /// If forward gathers nothing, one rank may run it alone, so the ranks compare when the first backward begins. Returns the result of
+  /// engine::agree.
   std::string agree(std::vector<engine::UnitText> texts);
 
   /// Gives the units back, for another model to take.
@@ -59,19 +60,20 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);
-  /// A module of the unit begins to run, in forward or in a forward that is repeated within a backward; end_call at its end, also if it
-  /// fails. False: an outer call of the unit goes on.
+  /// Call it when a module of the unit begins to run, in forward or in a forward that is repeated within a backward. Call end_call at its
+  /// end, even if it fails. end_call returns false if an outer call of the unit has not ended.
   void begin_call(HookedUnit& unit);
   bool end_call(HookedUnit& unit);
   /// The unit is about to be used by what this thread does: forward, backward, or a forward that is repeated within a backward.
   void enter(HookedUnit& unit);
-  /// Backward is about to use the unit: as enter, and then the unit's `shown` callback.
+  /// Call it when backward is about to use the unit. Does the same as enter, and then calls the unit's `shown` callback.
   void enter_backward(HookedUnit& unit);
   /// Backward will enter and show the unit before it computes the gradient behind each of these tensors, which a call of the unit returns.
-  /// What the call was given and passes on is left out: its gradient comes when backward is elsewhere. Their graph keeps the model.
+  /// Outputs that are inputs of the call, passed on, are left out, because their gradients are computed outside of the unit's backward. The
+  /// graph of the outputs keeps the model alive.
   void watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs);
-  /// The gradient of leaf i, and those of later backwards, go to the engine, as `local` gives them, if there is such a function: of a leaf
-  /// that stands for tensors of several ranks, this rank's. It must not keep the model.
+  /// From now on, gradients of the leaf of parameter i go to the engine. If `local` is given, it first converts each of them: for a leaf
+  /// that stands for tensors of several ranks (a DTensor), it returns this rank's part. It must not keep the model alive.
   void collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,
                          std::function<at::Tensor(const at::Tensor&)> local = {});
   /// One gradient of this rank.
@@ -80,17 +82,17 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// The positions of units to which the last backward gave gradients, though it has neither entered them nor repeated their forward. Asked
   /// for once, at the end of each backward.
   std::vector<std::size_t> take_missed();
-  /// As above: of units whose parameters an optimizer has stepped between the forward and the last backward.
+  /// The positions of units whose parameters an optimizer has stepped between the forward and the last backward.
   std::vector<std::size_t> take_stale();
 
-  /// What the front end has beside each unit. It stays as long as the model does, which a graph may keep longer than the front end. It must
-  /// not keep the model.
+  /// The front end's own data about the units. They stay as long as the model, which a graph may keep alive longer than the front end does.
+  /// They must not keep the model alive.
   std::shared_ptr<void> shown_units;
 
   engine::Engine& engine() { return *engine_; }
   const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }
 
-  /// Runs what autograd has called.
+  /// Runs `work` for a hook that autograd has called, and converts its errors.
   template <typename Work>
   void in_autograd(const Work& work) const {
     const OutsideTransforms outside;
@@ -117,17 +119,17 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::vector<std::shared_ptr<HookedUnit>> units_;
   std::vector<c10::VariableVersion> watched_;
   std::vector<Call> calls_;     // under way, the outermost first
-  std::int64_t versions_ = -1;  // the sum of their versions when a forward began last; at first, what no sum is
-  std::uint64_t updates_ = 0;   // of optimizers, when a forward began last
-  std::uint64_t steps_ = 0;     // of optimizers that have parameters of its units
+  std::int64_t versions_ = -1;  // the sum of their versions when the last forward began; -1, which is no sum, before the first one
+  std::uint64_t updates_ = 0;   // the number of optimizer steps when the last forward began
+  std::uint64_t steps_ = 0;     // the number of steps of optimizers that have parameters of its units
   LastForward last_forward_ = LastForward::kDone;
   std::function<void()> backward_ended_;
   std::function<void(const Error&)> rethrow_;
-  std::vector<engine::UnitText> to_agree_on_;  // by the first backward
+  std::vector<engine::UnitText> to_agree_on_;  // texts that the first backward compares
 };
 
-/// An optimizer that updates some sharded parameters has stepped: what models keep of whole parameters is outdated, though versions may not
-/// tell (kernels for lists of tensors, and for lists in C++, count none). Any thread may call it; on all ranks alike.
+/// Says that an optimizer with sharded parameters has stepped. The copies of whole parameters that models keep are then outdated. Versions
+/// do not always tell this, because kernels for lists of tensors do not count them. Any thread may call it. All ranks call it alike.
 void note_update();
 
 }  // namespace fsdp::hooks

@@ -17,18 +17,20 @@ namespace fsdp::hooks {
 /// One parameter of a unit, as a front end gives it.
 struct ParameterSpec {
   std::string name;
-  std::vector<std::int64_t> shape;  ///< As a module on one rank would have it.
-  std::int64_t shard_dim = 0;       ///< Cut along it as torch.chunk does: equal numbers of rows, the last ranks with fewer or none.
+  std::vector<std::int64_t> shape;  ///< The shape that a module on one rank would have.
+  std::int64_t shard_dim =
+      0;  ///< The dimension along which it is cut as torch.chunk cuts: equal numbers of rows, with fewer or none on the last ranks.
   at::ScalarType dtype = at::kFloat;
   bool trainable = true;
-  /// As UnitSpec's, for this parameter.
+  /// UnitSpec::param_dtype for this parameter alone.
   std::optional<at::ScalarType> param_dtype = {};
-  /// Of the gradient that its shard gets, and, unless the unit has a reduce_dtype, in which it travels; else what those would be anyway.
+  /// The dtype of the gradient that its shard gets. If the unit has no reduce_dtype, the gradient is also sent in this dtype. Without a
+  /// value, both dtypes follow from the unit's options.
   std::optional<at::ScalarType> grad_dtype = {};
-  /// It is gathered in float8, with a scale for each block of so many elements; 0: as it is. Only where the first dimension is cut, and
-  /// each row is a whole number of blocks.
+  /// If not 0, it is gathered in float8, with a scale for each block of this many elements. This requires that it is cut along the first
+  /// dimension, and that each row is a whole number of blocks.
   std::int64_t float8_block = 0;
-  bool extended = false;  ///< Gathered by the unit's extension: it has no shard and no whole form here, only gradients.
+  bool extended = false;  ///< Whether the unit's extension gathers it. The unit then has only its gradients, no shard and no whole form.
 };
 
 struct UnitSpec {
@@ -36,15 +38,16 @@ struct UnitSpec {
   std::vector<ParameterSpec> parameters;
   DeviceMesh mesh;  ///< One dimension to shard over, or two: the first replicates (HSDP), or cuts shards once more (HFSDP).
   engine::UnitOptions options;
-  std::optional<at::ScalarType> param_dtype;   ///< In which the whole parameters are computed with; else their own.
-  std::optional<at::ScalarType> reduce_dtype;  ///< In which gradients travel; else the dtype in which they are computed.
+  std::optional<at::ScalarType> param_dtype;   ///< The dtype of the whole parameters in forward and backward; by default their own.
+  std::optional<at::ScalarType> reduce_dtype;  ///< The dtype in which gradients are sent; by default the dtype in which they are computed.
   std::int64_t reshard_after_forward_size = 0;
   bool separate_reduce_group = false;
-  bool rounds_gradients = true;  ///< To reduce_dtype, as FSDP2's sums, though these are made in fp32.
+  bool rounds_gradients = true;  ///< Whether sums of gradients, which are made in fp32, are rounded to reduce_dtype, as FSDP2's are.
 };
 
 /// A unit whose users see their parameters in two forms: *shards*, tensors of this rank's rows over the main parameters, and *whole* ones
-/// over the gathered memory. It exists before its model's engine does, which takes it in when the first forward tells what the root is.
+/// over the gathered memory. It is made before its model's engine, which takes the unit in when the first forward shows which module is the
+/// root.
 ///
 /// Each parameter has a sub-buffer of its own with row granularity, so that a gathered one is contiguous and its padding lies behind it.
 class HookedUnit {
@@ -91,23 +94,24 @@ class HookedUnit {
   void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
   at::Tensor as_stored(std::size_t i, const at::Tensor& whole) const;
-  /// Of what Engine::take_gradients gave: parameter i's, in the shape of its shard. Shares their memory.
+  /// Returns the gradient of parameter i among those that Engine::take_gradients returned, in the shape of its shard. It shares their
+  /// memory.
   at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
 
   /// Puts the whole parameters into the modules: called when backward has entered the unit.
   std::function<void()> shown;
 
-  /// False: backward does not need the values of the parameters.
+  /// False if backward does not need the values of the parameters.
   bool gathered_in_backward = true;
 
   /// The running backward has entered the unit, or repeated its forward.
   bool entered_in_backward = false;
-  /// The running backward gave it a gradient without that.
+  /// The running backward gave it a gradient without having entered it or repeated its forward.
   bool missed_in_backward = false;
 
-  /// Steps of optimizers that have parameters of it.
+  /// The number of steps of optimizers that have parameters of this unit.
   std::uint64_t steps = 0;
-  /// The running backward goes back through a forward that such a step has followed.
+  /// The running backward belongs to a forward after which such a step has taken place.
   bool stale_in_backward = false;
 
   /// An engine takes the unit.
@@ -124,8 +128,8 @@ class HookedUnit {
   std::unique_ptr<engine::Unit> owned_;
   engine::Unit* unit_ = nullptr;
   std::vector<at::Tensor> shards_;
-  std::vector<const void*> homes_;  ///< Of each shard: where its main parameters are.
-  std::vector<const void*> seen_;   ///< Where its memory was at the last look.
+  std::vector<const void*> homes_;  ///< For each shard, the address of its main parameters.
+  std::vector<const void*> seen_;   ///< For each shard, the address of its memory when it was last looked at.
 };
 
 }  // namespace fsdp::hooks

@@ -23,8 +23,8 @@ struct ParameterSpec {
   std::int64_t itemsize = 4;        ///< Bytes per element.
   bool trainable = true;            ///< Frozen and trainable parameters never share a sub-buffer.
   Granularity granularity;
-  /// Elements; 0 for kAlignment bytes. With element and whole granularity, parameters start and shards end at its multiples: for elements
-  /// that are also stored in a narrower dtype, or in blocks.
+  /// An alignment in elements; 0 stands for kAlignment bytes. With element and whole granularity, parameters start and shards end at
+  /// multiples of it. It serves for elements that are also stored in a narrower dtype, or in blocks.
   std::int64_t alignment = 0;
 };
 
@@ -41,8 +41,8 @@ struct SubBuffer {
   std::int64_t quantum = 1;
   std::int64_t shard_numel = 0;        ///< Elements per rank; 0 if all its parameters are empty.
   std::int64_t payload_numel = 0;      ///< Elements that belong to parameters; the rest is padding.
-  std::int64_t byte_offset = 0;        ///< Of its first byte in the unit's full buffer; a multiple of kAlignment.
-  std::int64_t shard_byte_offset = 0;  ///< Of its shard in a rank's shard buffer; a multiple of kAlignment.
+  std::int64_t byte_offset = 0;        ///< The position of its first byte in the unit's full buffer; a multiple of kAlignment.
+  std::int64_t shard_byte_offset = 0;  ///< The position of its shard in a rank's shard buffer; a multiple of kAlignment.
 };
 
 /// Where a parameter lies. An empty one has a valid offset, too (at most the size of the sub-buffer).
@@ -79,16 +79,17 @@ class UnitLayout {
   std::size_t trainable_sub_buffers() const { return trainable_sub_buffers_; }
 
   // All are multiples of kAlignment. Where shards are not, full_bytes() is less than world_size() * shard_bytes().
-  std::int64_t full_bytes() const { return full_bytes_; }                        ///< Of the gathered parameters.
-  std::int64_t trainable_bytes() const { return trainable_bytes_; }              ///< Of the unreduced gradients.
-  std::int64_t shard_bytes() const { return shard_bytes_; }                      ///< Of one rank's parameter shard.
-  std::int64_t trainable_shard_bytes() const { return trainable_shard_bytes_; }  ///< Of one rank's gradient shard.
+  std::int64_t full_bytes() const { return full_bytes_; }                        ///< The size of the gathered parameters.
+  std::int64_t trainable_bytes() const { return trainable_bytes_; }              ///< The size of the unreduced gradients.
+  std::int64_t shard_bytes() const { return shard_bytes_; }                      ///< The size of one rank's parameter shard.
+  std::int64_t trainable_shard_bytes() const { return trainable_shard_bytes_; }  ///< The size of one rank's gradient shard.
   std::int64_t padding_bytes() const;                                            ///< full_bytes() less the parameters' bytes.
 
-  /// What `rank` owns of a parameter (an index into parameters()), in constant time.
+  /// Returns the slice of a parameter (an index into parameters()) that `rank` owns, in constant time.
   LocalSlice local_slice(std::size_t parameter, std::int64_t rank) const { return local_slice(parameter, rank, 1); }
 
-  /// What `ranks` consecutive ranks own together, from `first_rank` on; shard_offset counts from the first one's shard.
+  /// Returns the slice that `ranks` consecutive ranks, from `first_rank` on, own together. shard_offset counts from the shard of the first
+  /// one.
   LocalSlice local_slice(std::size_t parameter, std::int64_t first_rank, std::int64_t ranks) const;
 
  private:

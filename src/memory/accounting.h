@@ -15,11 +15,11 @@ enum class Kind : std::uint8_t {
   kUnreducedGradients,
   kCommunication,
   kOptimizerState,
-  kHost,  ///< What is offloaded; no part of the total.
+  kHost,  ///< Offloaded data; not a part of the total.
 };
 
-/// Counts live and peak bytes by kind, and of the pool behind the slots. Every byte that the engine holds is entered here where
-/// it is taken and given back; nothing is estimated. Not thread-safe: the engine serializes.
+/// Counts live and peak bytes by kind, and those of the pool behind the slots. Every allocation and release of the engine's memory is
+/// entered here; nothing is estimated. Not thread-safe: the engine serializes.
 class Accounting {
  public:
   void add(Kind kind, std::int64_t bytes);

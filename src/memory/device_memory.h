@@ -8,30 +8,31 @@
 
 namespace fsdp::memory {
 
-/// Memory for the engine's own buffers; not initialised. From torch's allocator, except for large blocks on the CPU: those are mapped one
-/// by one, with huge pages where the system offers them. In malloc's heap they would lie between activations and temporaries, live longer
-/// than these, and so keep the heap from shrinking; and huge pages make the first touch, and every collective, cheaper. Throws
+/// Returns memory for the engine's own buffers; not initialised. It comes from torch's allocator, except for large blocks on the CPU, which
+/// are mapped one by one, with huge pages if the system offers them. In malloc's heap they would lie between activations and temporaries,
+/// live longer than these, and so keep the heap from shrinking; and huge pages make the first touch, and every collective, cheaper. Throws
 /// c10::OutOfMemoryError.
 c10::DataPtr allocate(c10::Device device, std::int64_t bytes);
 
-/// The same for what is sent to other ranks: from this process's SharedHeap where it has one, so that peers of this host can read it.
+/// The same for data that are sent to other ranks. If this process has a SharedHeap, the memory comes from there, so that peers of this
+/// host can read it.
 c10::DataPtr allocate_shareable(c10::Device device, std::int64_t bytes);
 
-/// As allocate, for memory that is a tensor's in all but this: torch's memory profiler hears of it, as of what torch's allocators give.
+/// Does the same as allocate, and also reports the allocation to torch's memory profiler, as torch's own allocators do.
 c10::DataPtr allocate_as_torch(c10::Device device, std::int64_t bytes);
 
-/// As allocate, a 1-D tensor of `bytes` bytes, set to zero.
+/// Returns such memory as a 1-D tensor of `bytes` bytes, set to zero.
 at::Tensor zeros(c10::Device device, std::int64_t bytes);
 
 /// Blocks until the device has done what its current stream holds. Nothing to do on the CPU.
 void synchronize(c10::Device device);
 
 enum class HostMemory : std::uint8_t {
-  kPinned,    ///< Devices copy from it without help of the CPU. There is none for a mesh of CPUs, which has no need of it.
-  kPageable,  ///< Any: it may be swapped out, and may be all that the host has.
+  kPinned,    ///< Page-locked memory, from which devices copy without help of the CPU. A mesh of CPUs needs none, and gets ordinary memory.
+  kPageable,  ///< Ordinary memory, which may be swapped out. All memory of the host can be used.
 };
 
-/// Memory of the host for what `device` copies; not initialised.
+/// Returns host memory for data that `device` copies; not initialised.
 c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemory kind = HostMemory::kPinned);
 
 /// The same as a 1-D tensor of `bytes` bytes, set to zero.

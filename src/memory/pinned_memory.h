@@ -7,10 +7,10 @@
 
 namespace fsdp::memory {
 
-/// Page-locked memory of the host that lives long, of whole pages, set to zero. Torch's allocator of such memory rounds up to powers of two
-/// (before 2.13 without a choice), and keeps what it has once given. For CUDA devices, by the runtime that torch has loaded; null where
-/// there is none, or where it refuses: take torch's memory then.
-/// Freeing it waits for all that its device does, which may still copy from it.
+/// Returns page-locked host memory for long use, of whole pages, set to zero. Torch's allocator of such memory rounds up to powers of two
+/// (before 2.13 always), and never returns memory to the system. This function works for CUDA devices, by the runtime that torch has
+/// loaded. It returns null if there is no runtime, or if the runtime refuses; use torch's memory then. Freeing the memory waits for all
+/// work of its device, which may still copy from it.
 c10::DataPtr allocate_pinned(c10::Device device, std::int64_t bytes);
 
 }  // namespace fsdp::memory

@@ -12,37 +12,40 @@
 
 namespace fsdp::memory {
 
-/// Memory of this process that others of the same user may map: one file without a name (memfd) for each process, which goes with it. What
-/// lies at which offset never moves, so whoever has mapped the file once finds every block.
+/// Memory of this process that other processes of the same user may map. It is one file without a name (memfd) for each process, which the
+/// system removes with the process. Blocks never move within the file, so a process that has mapped the file once finds every block.
 ///
-/// A forked child does not share it: its copy is private from the fork on, and it opens a heap of its own where it needs one. Thread-safe.
+/// A forked child does not share the heap: its copy is private from the fork on, and it opens a heap of its own if it needs one.
+/// Thread-safe.
 class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
  public:
-  /// This process's heap, which is made unless it has one. Throws Error, which says what the system refuses.
+  /// Returns this process's heap, which is made if there is none. Throws Error, which says what the system refuses.
   static std::shared_ptr<SharedHeap> open();
-  /// The same, or null where nobody holds one.
+  /// Returns this process's heap, or null if nothing holds one.
   static std::shared_ptr<SharedHeap> opened();
 
   ~SharedHeap();
   SharedHeap(const SharedHeap&) = delete;
   SharedHeap& operator=(const SharedHeap&) = delete;
 
-  /// A block, not initialised, which keeps the heap. Null where there is no room.
+  /// Returns a block, not initialised, which keeps the heap alive. Null if there is no room.
   c10::DataPtr allocate(std::int64_t bytes);
-  /// Ends a block whose pages stay as long as anybody has mapped the file.
+  /// Gives up a block without freeing its pages, which stay as long as some process has mapped the file.
   static void leave_behind(c10::DataPtr block);
-  /// The block is one of a heap of this process, or (in a forked child) of the parent's.
+  /// True if the memory is a block of a heap of this process or, in a forked child, of its parent.
   static bool is_block(const c10::DataPtr& memory);
-  /// Where `data` lies in the file; nothing where it lies elsewhere.
+  /// Returns the offset of `data` in the file; nothing if it does not lie there.
   std::optional<std::int64_t> offset_of(const void* data) const;
 
-  /// False in a process that was forked from the owner: another thread of the owner may have held the locks of what belongs to the heap.
+  /// False in a process that was forked from the heap's process. The heap must not be used there, because another thread may have held its
+  /// locks during the fork.
   bool is_own() const;
-  /// Of the file, in this process.
+  /// The descriptor of the file in this process.
   int fd() const { return fd_; }
-  /// Of the file, bytes: all that blocks may ever take. It has pages only where blocks are.
+  /// The size of the file in bytes, which limits what blocks can take together. Only blocks have pages of memory.
   std::int64_t size() const { return size_; }
-  /// The lowest page, zero at first, for whoever opened the heap. Other processes read it at the beginning of the file.
+  /// The first page of the file, which is zero at first. It is for the code that opened the heap; other processes read it at the beginning
+  /// of the file.
   void* first_page() const { return base_; }
 
  private:

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-// Pure arithmetic: which requests of a step can share memory.
+// Plans which requests of a step can share memory. Pure arithmetic.
 namespace fsdp::memory {
 
 /// A request for `bytes`, alive from event `begin` until event `end` of a step; each acquire and release is an event.
@@ -18,14 +18,15 @@ struct Lease {
 };
 
 struct SlotPlan {
-  std::vector<std::int64_t> capacities;  ///< Of each slot, bytes.
-  std::vector<std::size_t> slot_of;      ///< Of each lease.
+  std::vector<std::int64_t> capacities;  ///< The size of each slot in bytes.
+  std::vector<std::size_t> slot_of;      ///< The slot of each lease.
 
   std::int64_t total() const;
 };
 
-/// Slots for a step whose leases are known: no two leases that overlap share a slot. The largest leases choose first, and among equals the
-/// earliest: for leases of one size this is left-edge colouring, which needs as few slots as are ever alive at once.
+/// Plans slots for a step whose leases are known. Two leases that overlap never share a slot. The largest leases choose first, and among
+/// equal ones the earliest. For leases of one size this is left-edge colouring, which needs no more slots than there are leases alive at
+/// once.
 SlotPlan plan_slots(std::span<const Lease> leases);
 
 }  // namespace fsdp::memory

@@ -19,17 +19,17 @@ namespace fsdp::memory {
 
 class SlotPool;
 
-/// Memory of a pool, and the stream on which the allocator gave it. The allocator takes it back for use on that stream.
+/// A block of a pool, and the stream for which the allocator gave it. When it is given back, the allocator reuses it on that stream.
 struct PoolBlock {
   c10::DataPtr memory;
   std::optional<c10::Stream> stream;  ///< None on the CPU.
-  bool captured = false;              ///< A graph was captured that uses it whenever it is replayed.
+  bool captured = false;              ///< Whether a captured graph uses the block whenever it is replayed.
 
   explicit operator bool() const { return static_cast<bool>(memory); }
 };
 
 /// For tests: whether blocks, of all pools on the CPU, are filled with NaN (of every floating-point dtype) when they are lent and when they
-/// come back, so that nothing is computed from what nobody wrote, or from what was freed.
+/// come back, so that tests notice results that were computed from memory which was not written, or was freed.
 void fill_slots_with_nan(bool fill);
 
 /// A leased block of device memory; returns to its pool when destroyed. Its bytes are not initialised.
@@ -42,7 +42,7 @@ class Slot {
 
   explicit operator bool() const { return pool_ != nullptr; }
   void* data() const { return block_.memory.get(); }
-  /// What was asked for; the block may be larger.
+  /// The size that was requested; the block may be larger.
   std::int64_t bytes() const { return bytes_; }
   void release();
 
@@ -52,8 +52,8 @@ class Slot {
   PoolBlock block_;
   std::int64_t bytes_ = 0;
   std::int64_t capacity_ = 0;
-  std::size_t lease_ = 0;     // in the pool's record of the step
-  std::uint64_t source_ = 0;  // the pool's, when it lent the block
+  std::size_t lease_ = 0;     // the index of its lease in the pool's record of the step
+  std::uint64_t source_ = 0;  // the number of the pool's source when it lent the block
   Kind kind_ = Kind::kCommunication;
 };
 
@@ -68,14 +68,14 @@ class Slot {
 /// pool holds. A request that the plan did not foresee (a validation pass, another order of layers) ends it until the step's end: what
 /// follows is served as without one. The next step follows the plan again; a plan that two steps in a row have left is dropped.
 ///
-/// On a GPU, blocks go back to the allocator between steps and at a forward's end (free_idle): there activations are most, and the
-/// allocator has such blocks again at once.
+/// On a GPU, blocks go back to the allocator between steps and at a forward's end (free_idle): activations take the most memory then, and
+/// the allocator can provide such blocks again at once.
 ///
 /// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
 /// start after what that stream holds at their call, and waiting for one orders the stream behind it. A block that goes back to the
 /// allocator is recorded on that stream, where it was allocated on another one.
 ///
-/// A graph that was captured uses the blocks that were lent then at each replay: they serve later requests, too, but go back to the
+/// A captured graph uses the blocks that were lent during the capture at each replay. They also serve later requests, but go back to the
 /// allocator only with the pool.
 ///
 /// Must outlive its slots. Not thread-safe: the engine serializes.
@@ -95,14 +95,14 @@ class SlotPool {
   void set_source(Source source);
   bool has_source() const { return source_ != nullptr; }
 
-  /// A step has ended. Does nothing while slots are lent: then the step goes on, unrecorded from kMaxRecord requests on.
+  /// Ends a step. Does nothing while slots are lent: the step then continues, and is no longer recorded after kMaxRecord requests.
   void end_step();
-  /// On a device, gives back the blocks that nobody has, but for those that a graph uses and those of a source. They serve the next
-  /// requests from the allocator's cache. Called by end_step(), too.
+  /// On a device, gives free blocks back to the allocator, except those that a graph uses and those that come from a source. They serve the
+  /// next requests from the allocator's cache. Called by end_step(), too.
   void free_idle();
-  /// Requests of the step so far that are recorded for a plan.
+  /// The number of requests of the present step that are recorded for a plan.
   std::size_t recorded() const { return leases_.size(); }
-  /// What the plan's blocks have together, bytes; 0 without a plan.
+  /// The total size of the plan's blocks in bytes; 0 without a plan.
   std::int64_t planned_bytes() const { return plan_.total(); }
 
  private:
@@ -124,11 +124,11 @@ class SlotPool {
   c10::Device device_;
   Accounting& accounting_;
   std::multimap<std::int64_t, PoolBlock> free_;               // by capacity in bytes
-  std::vector<std::pair<std::int64_t, PoolBlock>> captured_;  // with their capacities: those that no request uses any more
-  std::optional<c10::Stream> stream_;                         // that is current where blocks are lent
+  std::vector<std::pair<std::int64_t, PoolBlock>> captured_;  // blocks of graphs that no request uses any more, with their capacities
+  std::optional<c10::Stream> stream_;                         // the current stream when blocks are lent
   std::size_t lent_ = 0;
   Source source_;
-  std::uint64_t sources_ = 0;  // that there were before this one
+  std::uint64_t sources_ = 0;  // the number of sources before the present one
 
   // This step so far, and the one before.
   std::size_t events_ = 0;
@@ -140,7 +140,8 @@ class SlotPool {
   SlotPlan plan_;
   bool follows_plan_ = false;
   bool left_last_step_ = false;
-  std::vector<PoolBlock> planned_;  // of each planned slot, if it is allocated and not lent (a moved-from DataPtr keeps its address)
+  std::vector<PoolBlock>
+      planned_;  // the block of each planned slot, if it is allocated and not lent (a moved-from DataPtr keeps its address)
   std::vector<bool> planned_lent_;
 };
 

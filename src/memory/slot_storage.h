@@ -8,8 +8,8 @@
 
 namespace fsdp::memory {
 
-/// A storage can take back that it refuses to tell its address: torch 2.11's can't. There, one without memory has the address null:
-/// data_ptr<T>() refuses to tell it in torch's words, data_ptr() tells it.
+/// Whether a storage that refuses to tell its address can be made to tell it again. torch 2.11's storages can't. With that version, a
+/// storage without memory has the address null: data_ptr<T>() throws torch's error, and data_ptr() returns null.
 template <typename Storage>
 concept CanRefuseForAWhile = requires(Storage& storage) {
   storage.clear_data_ptr_access_error_msg_();
@@ -35,19 +35,19 @@ inline void attach(c10::StorageImpl& storage, void* data, std::int64_t bytes) {
 
 inline void attach(c10::StorageImpl& storage, const Slot& slot) { attach(storage, slot.data(), slot.bytes()); }
 
-/// The storage has no bytes any more.
+/// Takes the bytes away from the storage.
 inline void detach(c10::StorageImpl& storage) {
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   storage.set_nbytes(static_cast<std::size_t>(0));
 }
 
-/// As above; who asks for the address of its data gets an error that says `reason`, not a null pointer.
+/// The same, but code that asks for the address of the data gets an error that says `reason` instead of a null pointer.
 inline void detach(c10::StorageImpl& storage, const char* reason) {
   detach(storage);
   refuse_address(storage, reason);
 }
 
-/// A storage without bytes, for attach.
+/// Returns a storage without bytes, for attach.
 inline c10::Storage empty_storage(c10::Device device) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
                                                             c10::GetAllocator(device.type()), /*resizable=*/false));

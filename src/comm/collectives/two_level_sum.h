@@ -66,7 +66,7 @@ class TwoLevelSum {
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::int64_t ranks_;  // on each host
   const std::int64_t hosts_;
-  const std::int64_t host_;   // this rank's
+  const std::int64_t host_;   // the number of this rank's host
   const std::int64_t place_;  // this rank's number on its host
   std::optional<c10::Stream> stream_;
 };
