@@ -210,7 +210,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   c10::Device device() const { return options_.mesh.device(); }
   const DeviceMesh& mesh() const { return options_.mesh; }
   const DeviceMesh& tensor_parallel() const { return options_.tensor_parallel; }
-  /// Outside of mesh(), several tensor-parallel ranks may hold the same piece of a parameter, or all of it. True on exactly one of them.
+  /// Ranks outside of mesh() (tensor-parallel ones) may hold the same values of a parameter as this rank. True on exactly one of all ranks
+  /// that hold the same values, so that sums count them once.
   bool speaks_for(const UnitParameter& parameter) const {
     const auto& pieces = options_.tensor_parallel;
     return parameter.tensor_parallel || !pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0;

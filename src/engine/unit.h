@@ -224,8 +224,8 @@ struct Unit {
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   /// True if the main parameters, main gradients and optimizer state lie in host memory.
   bool offloaded() const { return options.offload == Offload::kAll; }
-  /// True if each rank of the device has whole main gradients (also for shards of one rank). In host memory, it has only those that the
-  /// optimizer needs.
+  /// True if this rank has the whole main gradients on the device (a shard over one rank is whole, too). Host memory holds only the
+  /// gradients that this rank's optimizer needs.
   bool replicated_gradients() const {
     return !offloaded() && (options.placements.gradients == Placement::kReplicated ||
                             (communicators.gather->size() == 1 && !options.outer_sharded_optimizer));

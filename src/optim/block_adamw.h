@@ -10,11 +10,11 @@
 
 namespace fsdp::optim {
 
-/// Elements that share a largest magnitude.
+/// The number of elements that share a largest magnitude.
 inline constexpr std::int64_t kBlock = 256;
 using Block = std::array<float, kBlock>;
 
-/// What an AdamW step needs of its options.
+/// The numbers that an AdamW step computes from its options.
 struct BlockAdamW {
   float beta1 = 0;
   float beta2 = 0;
@@ -53,8 +53,8 @@ struct BlockMoment {
   float* largest;
 };
 
-/// One AdamW step on the first `numel` elements of a block; what lies beyond them in `value` is not defined after. Needs no torch: a file
-/// of its own, for compiler options of its own.
+/// One AdamW step on the first `numel` elements of a block; the rest of `value` is undefined afterwards. It does not need torch, and is in
+/// a file of its own because it is compiled with other options.
 void update_block(const BlockAdamW& adamw, const Block& gradient, Block& value, BlockMoment first, BlockMoment second, std::int64_t numel);
 
 }  // namespace fsdp::optim

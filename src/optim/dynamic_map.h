@@ -8,16 +8,16 @@
 
 namespace fsdp::optim {
 
-/// 256 numbers, in [-1, 1] or [0, 1], for which 8-bit codes stand: Dettmers' "dynamic" map. Each decade below 1 has half as many of them as
-/// the one above, so that large numbers are kept to about a hundredth, and small ones are not lost. They ascend with the code; 0 and 1 are
-/// among them.
+/// The 256 numbers in [-1, 1] or [0, 1] that 8-bit codes stand for: Dettmers' "dynamic" map. Each decade below 1 has half as many of these
+/// numbers as the one above. Large numbers are thus kept to about a hundredth, and small ones do not become zero. The numbers ascend with
+/// the code; 0 and 1 are among them.
 class DynamicMap {
  public:
   explicit DynamicMap(bool is_signed);
 
   FSDP_HOST_DEVICE float decode(std::uint8_t code) const { return values_[code]; }
 
-  /// The code of the nearest number; of two that are as near, the lower. x must lie in the map's range (any code comes of NaN).
+  /// Returns the code of the nearest number; if two are equally near, the lower one. x must lie in the map's range. NaN gives any code.
   ///
   /// Two small tables instead of a search: the leading bits of x (sign, exponent, some of the mantissa) lead to the lowest code of all
   /// floats that begin so. These lie closer together than the bounds between codes do, so x has that code or the next one, which one

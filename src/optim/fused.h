@@ -7,13 +7,13 @@
 
 namespace fsdp::optim {
 
-/// What a step reads and writes, entry by entry: parts of parameters, with their gradients and state. Entries may differ in dtype and
+/// The tensors that a step reads and writes. Entry i of each list belongs to the i-th part of a parameter. Entries may differ in dtype and
 /// device.
 struct StepTensors {
   std::vector<at::Tensor> values;
-  std::vector<at::Tensor> gradients;            ///< Of any floating-point dtype.
-  std::vector<std::vector<at::Tensor>> states;  ///< [kind][entry], each like its value.
-  std::vector<at::Tensor> steps;  ///< 0-D: the number of updates, this one included. Empty where the algorithm does not count them.
+  std::vector<at::Tensor> gradients;            ///< The gradients, of any floating-point dtype.
+  std::vector<std::vector<at::Tensor>> states;  ///< The states as [kind][entry], each like its value.
+  std::vector<at::Tensor> steps;  ///< 0-D: the number of updates, this one included. Empty if the algorithm does not count them.
   at::Tensor grad_scale;          ///< If defined, gradients are divided by it first, in place.
   at::Tensor found_inf;           ///< If defined, and 1 on the device that the entries are on, nothing changes. Not in a first step of SGD.
 };
@@ -24,8 +24,8 @@ struct AdamStep {
   double beta2 = 0;
   double weight_decay = 0;
   double eps = 0;
-  bool decoupled = true;  ///< Weight decay as AdamW's; else it is added to the gradient.
-  bool amsgrad = false;   ///< There is a third kind of state: the largest second moment so far.
+  bool decoupled = true;  ///< Whether weight decay works as in AdamW; otherwise it is added to the gradient.
+  bool amsgrad = false;   ///< Whether there is a third kind of state, the largest second moment so far.
   bool maximize = false;
 };
 
@@ -36,14 +36,14 @@ struct SGDStep {
   double weight_decay = 0;
   bool nesterov = false;
   bool maximize = false;
-  bool is_first = false;  ///< The momentum becomes the gradient; it is not read.
+  bool is_first = false;  ///< Whether this is the first step: the momentum is not read, and becomes the gradient.
 };
 
 /// One step by ATen's fused kernels: the same bits as torch.optim's with fused=True on the same tensors.
 void step_adam(const StepTensors& tensors, const AdamStep& step);
 void step_sgd(const StepTensors& tensors, const SGDStep& step);
 
-/// One more update of each; not where `found_inf` is 1, if it is defined: then all are on its device.
+/// Adds 1 to each number of updates, unless `found_inf` is defined and 1. If it is defined, all tensors are on its device.
 void count_step(std::span<const at::Tensor> steps, const at::Tensor& found_inf = {});
 
 }  // namespace fsdp::optim

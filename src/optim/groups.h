@@ -14,7 +14,7 @@
 
 namespace fsdp::optim {
 
-/// A hyperparameter's value, of the type that torch.optim gives it; nothing is Python's None, pairs and lists are tuples.
+/// The value of a hyperparameter, of the type that it has in torch.optim. std::monostate stands for None; pairs and lists stand for tuples.
 using Setting = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::pair<double, double>, std::vector<double>>;
 using Settings = std::vector<std::pair<std::string, Setting>>;
 
@@ -26,14 +26,14 @@ struct LearningRate {
   bool operator==(const LearningRate&) const = default;
 };
 
-/// A group as torch.optim describes it.
+/// A group of parameters, as torch.optim describes it.
 struct GroupDescription {
   LearningRate lr;
-  Settings settings;  ///< "lr" among them, as it is now.
+  Settings settings;  ///< The settings, with the current "lr" among them.
   std::vector<std::string> parameters;
 };
 
-/// The settings that parameters of one group share. An algorithm has some of them.
+/// The settings that the parameters of one group share. Each algorithm uses some of them.
 struct Group {
   LearningRate lr;
   double weight_decay = 0;
@@ -44,9 +44,9 @@ struct Group {
   bool nesterov = false;
 };
 
-/// Of an algorithm.
+/// The rules of an algorithm for the settings of its groups.
 struct GroupRules {
-  /// What torch.optim says of a group, beside learning rate and weight decay.
+  /// Returns the settings that torch.optim lists for a group, beside learning rate and weight decay.
   std::function<Settings(const Group& group)> describe;
   /// Throws Error for settings out of range.
   std::function<void(const Group& group)> validate;
@@ -65,41 +65,41 @@ class Groups {
   std::size_t size() const { return settings_.size(); }
   /// Throws Error if out of range.
   void set_lr(std::size_t index, const LearningRate& lr);
-  /// Sets what is among `settings` but for the learning rate. Throws Error for values out of range, and where they differ from what cannot
-  /// be set.
+  /// Sets the group's values of `settings`, except the learning rate. Throws Error for values out of range, and if a value that cannot be
+  /// set differs from the present one.
   void restore(std::size_t index, const Settings& settings);
-  /// To be called once with the parameters that the algorithm updates. Throws Error if a group of one sets what the algorithm does not
-  /// have.
+  /// Finds the groups of the parameters that the algorithm updates. Call it once. Throws Error if the group of such a parameter sets a
+  /// value that the algorithm does not use.
   void take_in(const engine::Engine& engine, const Selection& updates);
-  /// True for a group with parameters that were taken in.
+  /// True if the group has parameters that take_in() has found.
   bool has_parameters(std::size_t index) const { return has_parameters_[index]; }
-  /// As torch.optim describes them, with the parameters that `updates` says.
+  /// Returns the groups as torch.optim describes them, with those of their parameters that `updates` accepts.
   std::vector<GroupDescription> describe(const engine::Engine& engine, const Selection& updates) const;
 
  private:
   void validate(const Group& group) const;
 
-  std::vector<Group> settings_;  // the defaults first
+  std::vector<Group> settings_;  // the settings of each group; the defaults come first
   std::vector<bool> has_parameters_;
   std::vector<ParamGroup> groups_;
   GroupRules rules_;
 };
 
-/// Where a setting that can be set is.
+/// The address of a setting, if it can be set.
 using SettingPlace = std::variant<std::monostate, double*, bool*, std::tuple<double, double>*>;
 
-/// Sets what is among the `saved` settings of a group, but for the learning rate; it has its `own` now. A setting without a place stays
-/// what it was when the optimizer was made. Throws Error, and sets nothing, where such a one differs (unless it says only how an update is
-/// computed: foreach, fused), or where a value is out of range.
+/// Gives a group, whose settings are `own` now, the `saved` ones, except the learning rate. A setting without a place cannot be changed
+/// after the optimizer was made. Throws Error, and sets nothing, if such a setting differs or a value is out of range. Settings that say
+/// only how an update is computed (foreach, fused) may differ.
 void restore(const Settings& own, const Settings& saved, const std::function<SettingPlace(const std::string& name)>& place_of);
 
-/// ", eps 1e-08"; nothing where torch.optim has None or False.
+/// Returns a text such as ", eps 1e-08"; nothing for None and False.
 std::string shown(const std::string& name, const Setting& setting);
 
-/// In as few digits as say which number it is.
+/// Returns the number in as few digits as identify it.
 std::string shortest(double value);
 
-/// Throws Error(what) unless it holds.
+/// Throws Error(what) unless `holds` is true.
 void require(bool holds, const std::string& what);
 
 }  // namespace fsdp::optim

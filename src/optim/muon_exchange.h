@@ -10,15 +10,16 @@
 
 namespace fsdp::optim {
 
-/// A matrix, cut over the ranks of a row along one dimension as torch.chunk cuts. Its owner makes its updates orthogonal.
+/// A matrix that is cut over the ranks of a row along one dimension, as torch.chunk cuts. One rank, its owner, makes its updates
+/// orthogonal.
 struct CutMatrix {
   std::int64_t rows = 0;
   std::int64_t columns = 0;
-  std::int64_t dim = 0;  ///< 0 or 1: along which it is cut.
+  std::int64_t dim = 0;  ///< The dimension along which it is cut, 0 or 1.
   std::int64_t owner = 0;
 };
 
-/// This rank's parts of a matrix; the gradient is read, the others are written.
+/// This rank's parts of a matrix, its gradient and its momentum. The gradient is read, and the others are written.
 struct MuonPart {
   CutMatrix matrix;
   at::Tensor value;
@@ -26,20 +27,21 @@ struct MuonPart {
   at::Tensor momentum;
 };
 
-/// One step of Muon on matrices that are cut: each goes to its owner, and comes back orthogonal. The caller sends the messages, in two
-/// exchanges in which each rank has something for each other. All ranks give the same matrices, each its parts.
+/// One step of Muon on matrices that are cut. The update of each matrix is sent to the owner, which makes it orthogonal and sends it back.
+/// The caller runs these two exchanges (all-to-all). All ranks give the same matrices, and each gives its own parts.
 class MuonExchange {
  public:
   MuonExchange(std::vector<MuonPart> parts, std::int64_t ranks, std::int64_t rank, const MuonOptions& options)
       : parts_(std::move(parts)), ranks_(ranks), rank_(rank), options_(options) {}
 
-  /// Elements for each rank (first) and from each rank (second) in the first exchange; in the second one the other way round.
+  /// Returns the numbers of elements that this rank sends to each rank (first) and receives from each rank (second) in the first exchange.
+  /// The second exchange has them in reverse.
   std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> numels() const;
-  /// Takes the gradients into the momenta. What it returns is for the first exchange: 1-D, in order of the ranks.
+  /// Updates the momenta from the gradients. Returns the 1-D tensor that the first exchange sends, in the order of the ranks.
   at::Tensor directions();
-  /// From what the first exchange gave to what the second one takes.
+  /// Makes the matrices that the first exchange has delivered orthogonal. Returns the tensor that the second exchange sends.
   at::Tensor orthogonalize(const at::Tensor& received) const;
-  /// Updates the values by what the second exchange gave.
+  /// Updates the values by the tensor that the second exchange has delivered.
   void apply(const at::Tensor& received, double lr, double weight_decay, AdjustLR adjust_lr);
 
  private:

@@ -12,7 +12,8 @@ class Norm {
  public:
   /// Throws Error, which begins with `function`, if p is not positive.
   Norm(double p, const char* function);
-  /// Merged: a tensor of fp64 without dimensions, on the device where pieces are (one at most beside the CPU). The host does not wait.
+  /// Returns the merged sum of the powers of all pieces: a 0-D fp64 tensor on the device of the pieces (which lie on at most one device
+  /// beside the CPU). The host does not wait.
   at::Tensor of_pieces(const std::vector<at::Tensor>& pieces) const;
   double merge(double a, double b) const;
   double finish(double merged) const;

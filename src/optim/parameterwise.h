@@ -13,23 +13,23 @@ namespace fsdp::optim {
 /// This rank's part of one parameter.
 struct ParameterPiece {
   engine::Unit* unit = nullptr;
-  std::size_t parameter = 0;  ///< In the unit.
+  std::size_t parameter = 0;  ///< Its index in the unit.
   std::size_t group = 0;
   at::Tensor value;               ///< 1-D, not empty.
-  at::Tensor gradient;            ///< Like value. Made before the first update.
-  std::vector<at::Tensor> state;  ///< What the algorithm keeps. Made before the first update.
+  at::Tensor gradient;            ///< Like value. It is made before the first update.
+  std::vector<at::Tensor> state;  ///< The algorithm's state. It is made before the first update.
   std::int64_t steps = 0;         ///< Updates so far, this one included.
 
-  const std::vector<std::int64_t>& shape() const { return unit->parameters[parameter].shape; }  ///< Of the whole parameter.
+  const std::vector<std::int64_t>& shape() const { return unit->parameters[parameter].shape; }  ///< The shape of the whole parameter.
 };
 
-/// An algorithm that looks beyond single elements: at matrices, or at blocks. Each parameter is updated for itself.
+/// An algorithm whose updates are not elementwise, but depend on whole matrices or blocks. It updates each parameter separately.
 class Parameterwise final : public Algorithm {
  public:
   using MakeState = std::function<std::vector<at::Tensor>(const ParameterPiece& piece, StateMemory& memory)>;
   using UpdatePiece = std::function<void(const Group& group, double lr, ParameterPiece& piece)>;
 
-  /// `kinds`: of the tensors that make_state gives.
+  /// `kinds` describes the tensors that make_state returns.
   Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,
                 MakeState make_state, UpdatePiece update);
   void step() override;

@@ -19,7 +19,7 @@ namespace optim {
 
 /// One kind of state that an algorithm keeps for each element of a parameter, or for every block of elements.
 struct StateKind {
-  std::string name;  ///< As torch.optim calls it: "exp_avg".
+  std::string name;  ///< torch.optim's name, such as "exp_avg".
   std::int64_t elements_per_value = 1;
 };
 
@@ -31,13 +31,14 @@ struct StateTensor {
   at::Tensor values;  ///< 1-D, a view: ceil(numel / elements_per_value) of them.
 };
 
-/// An algorithm on some of a model's parameters. An optimizer is one of these, or several that share the parameters out.
+/// An algorithm that updates some of a model's parameters. An optimizer consists of one or several parts, which divide the parameters among
+/// them.
 class Part {
  public:
   virtual ~Part() = default;
   virtual void step() = 0;
 
-  // Its groups of parameters; that of parameters which no ParamGroup matches is the first.
+  // The groups of parameters. The first one has the parameters that no ParamGroup matches.
 
   virtual std::size_t group_count() const = 0;
   /// Whether it updates parameters of the group.
@@ -50,17 +51,18 @@ class Part {
 
   virtual const std::vector<StateKind>& kinds() const = 0;
   virtual bool updates(const engine::Unit& unit, std::size_t parameter) const = 0;
-  /// How often a parameter has been updated. Known where this rank has a part of it.
+  /// The number of updates of a parameter. Only ranks that have a part of the parameter know it.
   virtual std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const = 0;
   virtual void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) = 0;
-  /// Of this rank's parts of parameters that have been updated. Makes what is missing (after set_steps), zero.
+  /// Returns the state of this rank's parts of parameters that have been updated. State that is missing (after set_steps) is made, as
+  /// zeros.
   virtual std::vector<StateTensor> state() = 0;
   virtual std::vector<GroupDescription> groups() const = 0;
-  /// Sets what of a group's `settings` can be set later, but for the learning rate. Throws Error where others differ.
+  /// Sets those of a group's `settings` that can be set later, except the learning rate. Throws Error if other settings differ.
   virtual void restore(std::size_t group, const Settings& settings) = 0;
 };
 
-/// One of this library's own algorithms: what they have in common.
+/// The base class of this library's own algorithms.
 class Algorithm : public Part {
  public:
   std::size_t group_count() const final { return groups_.size(); }
@@ -74,7 +76,7 @@ class Algorithm : public Part {
  protected:
   Algorithm(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds)
       : engine_(std::move(engine)), groups_(std::move(groups)), kinds_(std::move(kinds)) {}
-  /// Which parameters it updates, as updates() says.
+  /// Returns updates() as a Selection.
   Selection selection() const;
 
   std::shared_ptr<engine::Engine> engine_;
@@ -91,9 +93,10 @@ class StateMemory {
   ~StateMemory();
   StateMemory(const StateMemory&) = delete;
   StateMemory& operator=(const StateMemory&) = delete;
-  /// 1-D, zero; where the unit's main parameters lie, or in host memory if its optimizer state is offloaded.
+  /// Returns a 1-D tensor of zeros. It lies on the device of the unit's main parameters, or in host memory if the optimizer state is
+  /// offloaded.
   at::Tensor zeros(const engine::Unit& unit, std::int64_t numel, at::ScalarType dtype);
-  /// Runs `update`; meanwhile the tensors of `state`, which zeros() gave, lie beside the unit's main parameters.
+  /// Runs `update`. Meanwhile the tensors of `state`, which zeros() has made, lie on the device of the unit's main parameters.
   void with_state(const engine::Unit& unit, std::vector<at::Tensor>& state, const std::function<void()>& update);
 
  private:
@@ -102,7 +105,7 @@ class StateMemory {
   std::int64_t host_bytes_ = 0;
 };
 
-/// A stretch of a unit's main parameters whose parameters share a group and a step count: one tensor for the fused kernels.
+/// A range of a unit's main parameters whose parameters have the same group and number of updates. The fused kernels get it as one tensor.
 struct Segment {
   const engine::Unit* unit = nullptr;
   std::size_t group = 0;
@@ -113,18 +116,19 @@ struct Segment {
   std::int64_t updates = 0;       ///< The same number, for the host.
 };
 
-/// One algorithm over a group's segments.
+/// Runs the algorithm on the segments of a group.
 using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
 
-/// Every rank's values (1-D, on the CPU), [rank][value], of all ranks of the root unit's mesh in the order of their own pieces, so that
-/// sums over them are the same on every mesh of as many ranks; and of all that hold tensor-parallel pieces. Collective.
+/// Exchanges 1-D CPU tensors. Returns every rank's values as [rank][value]. The ranks are those of the root unit's mesh, in the order of
+/// their own pieces, so that sums over them are the same on every mesh of as many ranks, and those that hold other tensor-parallel pieces.
+/// Collective.
 at::Tensor exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation);
 
-/// An elementwise algorithm. Turns units into segments: parameters that were never without a gradient, and fill whole vector registers
-/// [Same tails], share few long segments; the division changes only when the set of parameters with gradients changes.
+/// An elementwise algorithm. Turns units into segments: parameters that have always had a gradient, and that fill whole vector registers
+/// [Same tails], share a few long segments; the division changes only when the set of parameters with gradients changes.
 class Elementwise final : public Algorithm {
  public:
-  /// On the selected parameters, by default all.
+  /// `selection` are the parameters that it updates, by default all.
   Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Update update,
               const Selection& selection = {});
   void step() override;
@@ -138,14 +142,14 @@ class Elementwise final : public Algorithm {
     std::size_t group = 0;
     std::int64_t steps = 0;
     bool selected = true;
-    bool active = false;  ///< Is part of a segment now.
+    bool active = false;  ///< Whether it is a part of a segment now.
   };
   /// This rank's part of a trainable parameter that is not empty.
   struct Piece {
     engine::Unit::MainSlice slice;
     std::size_t parameter;
   };
-  /// State for a stretch of a sub-buffer: all of it, or as much as lies between parameters that are not selected.
+  /// The state for a range of a sub-buffer: for all of it, or for the range between parameters that are not selected.
   struct Stretch {
     std::size_t sub_buffer;
     std::int64_t begin;
@@ -168,49 +172,49 @@ class Elementwise final : public Algorithm {
   std::vector<UnitState> units_;
 };
 
-/// AdamW through ATen's fused kernel. Throws Error if an option is out of range.
-/// `more` settings are described, too: those of an optimizer of which this is a part.
+/// AdamW through ATen's fused kernel. Throws Error if an option is out of range. The groups are described with `more` settings, those of
+/// the optimizer of which this is a part.
 std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
                             const Selection& selection = {}, const Settings& more = {});
 
-/// Those of torch.optim.AdamW, whose groups have `more` settings, too.
+/// Returns the rules of torch.optim.AdamW, for groups that also have `more` settings.
 GroupRules adam_rules(const Settings& more);
 Group adam_defaults(const AdamWOptions& options);
 
-/// The groups of an optimizer that has these parts, without empty ones. Where two parts say the same of one group, each updates some
-/// parameters of it (AdamW8bit: the large ones, and the rest).
+/// Returns the groups of an optimizer that has these parts, without empty ones. If two parts describe a group in the same way, each updates
+/// some of its parameters (AdamW8bit: the large ones, and the rest), and the group is listed once.
 std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts);
 
 }  // namespace optim
 
-/// By default an optimizer that consists of algorithms of our own.
+/// The state of an optimizer. By default, it consists of this library's own algorithms.
 struct Optimizer::State {
   explicit State(torch::nn::Module& module);
   virtual ~State() = default;
 
   virtual void step();
-  /// For the ranks to compare, if a learning rate or another setting has changed.
+  /// Tells the engine the settings, which ranks compare, if a learning rate or another setting has changed.
   void tell_settings();
-  /// Nothing: of the parameters that no group matches. Throws Error if there is no such group.
+  /// Without a group, it is the learning rate of the parameters that no group matches. Throws Error if there is no such group.
   double lr(std::optional<std::size_t> group) const;
   void set_lr(std::optional<std::size_t> group, double lr);
   void set_lr_factor(double factor);
   void set_lr_factor(std::size_t group, double factor);
-  /// To be called when settings have changed in another way: they are told again.
+  /// Call it when settings have changed in another way, so that they are told again.
   void settings_changed() { told.reset(); }
-  /// Throws Error if a load has left it half one checkpoint's.
+  /// Throws Error if a failed load has replaced only a part of the state.
   void refuse_torn() const;
 
   std::shared_ptr<engine::Engine> engine;
   std::vector<std::unique_ptr<optim::Part>> parts;
-  /// The user's group 0 is a part's second one: the first is that of the parameters which no group matches.
+  /// Whether the parts have a first group for the parameters that no ParamGroup matches. The user's group 0 is then a part's second group.
   bool has_defaults = true;
-  /// Each part has a learning rate of its own for the parameters that no group matches: lr() is the first part's.
+  /// Whether each part has a learning rate of its own for the parameters that no group matches. lr() is then that of the first part.
   bool parts_differ = false;
-  const std::uint64_t number;  ///< Of the optimizers of this process.
-  /// The current learning rate with the text that ends what was told of the settings.
+  const std::uint64_t number;  ///< The number of the optimizer in this process.
+  /// The learning rate that was told last, and the text of the other settings.
   std::optional<std::pair<double, std::string>> told;
-  /// The names of state that failed loads may have replaced.
+  /// The names of state whose values failed loads may have replaced.
   std::set<std::string> torn;
 
  private:

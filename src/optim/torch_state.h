@@ -12,30 +12,33 @@
 
 namespace fsdp::optim {
 
-/// How one of torch's optimizers keeps its state, which it lets nobody ask: each has classes of its own. Names are those of Python's.
+/// Access to the state of one of torch's optimizers. Torch has no common interface for it; each optimizer has classes of its own. The names
+/// are those of torch.optim in Python.
 struct TorchState {
   struct Kind {
     std::string name;
-    /// Whether parameters with these options have it.
+    /// Returns whether parameters with these options have this kind of state.
     std::function<bool(const torch::optim::OptimizerOptions& options)> is_kept;
     std::function<at::Tensor&(torch::optim::OptimizerParamState& state)> tensor;
   };
   std::vector<Kind> kinds;
-  /// Of a parameter that has not been updated; empty where there is none before the first update. `value` is the parameter.
+  /// Makes the state of a parameter, `value`, that has not been updated. The function is empty if the optimizer has no state before the
+  /// first update.
   std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const torch::optim::OptimizerOptions& options, const at::Tensor& value)>
       initial;
-  /// Without tensors.
+  /// Makes a state without tensors.
   std::function<std::unique_ptr<torch::optim::OptimizerParamState>()> make;
-  /// The number of updates; empty for an optimizer that does not count them, and has state from the first one on.
+  /// Returns the number of updates. The function is empty for an optimizer that does not count them and has state from the first update on.
   std::function<std::int64_t(const torch::optim::OptimizerParamState& state)> steps;
   std::function<void(torch::optim::OptimizerParamState& state, std::int64_t steps)> set_steps;
-  /// But for the learning rate.
+  /// Returns the settings, without the learning rate.
   std::function<Settings(const torch::optim::OptimizerOptions& options)> settings;
-  /// Of those, what can be set later: it decides neither which state there is, nor how a first one is made.
+  /// Returns the place of a setting that can be changed later. Settings that decide which state exists, or how the first one is made,
+  /// cannot.
   std::function<SettingPlace(torch::optim::OptimizerOptions& options, const std::string& name)> place;
 };
 
-/// Of Adam, AdamW, SGD, RMSprop or Adagrad. Throws Error for another one.
+/// Returns the access for Adam, AdamW, SGD, RMSprop or Adagrad. Throws Error for other optimizers.
 const TorchState& torch_state_of(const torch::optim::Optimizer& optimizer);
 
 }  // namespace fsdp::optim

@@ -5,11 +5,11 @@
 
 namespace fsdp::paging {
 
-/// Where threads that use one model at the same time meet: operators run beside each other, but units come and go only while none runs.
-/// Costs an operator of the only thread two atomic additions.
+/// A lock between threads that use one model at the same time. Operators may run concurrently, but units are gathered and freed only while
+/// no operator runs. If there is only one thread, an operator costs two atomic additions.
 class Gate {
  public:
-  /// An operator begins. Waits for whoever is alone.
+  /// Call it when an operator begins. Waits for a thread that is in alone().
   void enter() {
     while (true) {
       running_.fetch_add(1);
@@ -18,7 +18,7 @@ class Gate {
       const std::lock_guard until_open(mutex_);
     }
   }
-  /// It has ended.
+  /// Call it when the operator has ended.
   void leave() {
     if (running_.fetch_sub(1) == 1 && closed_.load()) running_.notify_all();
   }
@@ -29,7 +29,7 @@ class Gate {
     const Closed closed(*this);
     body();
   }
-  /// As alone() and then enter(), with no other thread in between.
+  /// Does the same as alone() followed by enter(), but no other thread can come in between.
   template <typename Body>
   void enter_after(const Body& body) {
     const Closed closed(*this);
@@ -55,7 +55,7 @@ class Gate {
 
   std::atomic<int> running_ = 0;
   std::atomic<bool> closed_ = false;
-  std::mutex mutex_;  // held by who is alone
+  std::mutex mutex_;  // held by the thread that is in alone()
 };
 
 }  // namespace fsdp::paging

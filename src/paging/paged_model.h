@@ -8,13 +8,13 @@
 
 namespace fsdp::paging {
 
-/// What paging knows of a sharded model as a whole. Shared by the storages of its units.
+/// The state of paging for a whole sharded model. The storages of its units share it.
 struct PagedModel {
   static PagedModel& of(const engine::Engine& engine);
 
   Gate gate;
-  /// Called before the first touch, and before the first one after each backward: throws if the module is not what was sharded. May be
-  /// empty.
+  /// Called before the first touch, and before the first touch after each backward. Throws if the module is no longer the one that was
+  /// sharded. May be empty.
   std::function<void()> validate;
   std::atomic<bool> validated = false;
   std::atomic<bool> warned_of_grad = false;

@@ -11,26 +11,26 @@
 
 namespace fsdp::paging {
 
-/// The storage that a unit's parameters view. Has bytes only while the unit is gathered.
+/// The storage that a unit's parameters view. It has bytes only while the unit is gathered.
 class PagedStorage final : public c10::StorageImpl {
  public:
   explicit PagedStorage(c10::Device device);
 
-  /// The storage's own type if it is one, else null.
+  /// Returns the storage as a PagedStorage, or null if it is not one.
   static PagedStorage* from(c10::StorageImpl* storage) {
     return typeid(*storage) == typeid(PagedStorage) ? static_cast<PagedStorage*>(storage) : nullptr;
   }
 
-  /// The storage of a parameter, or of a view of one, if it is one, else null.
+  /// Returns the PagedStorage of a parameter or of a view of one; null for other tensors.
   static PagedStorage* of(const at::Tensor& tensor) {
     return tensor.defined() && tensor.has_storage() ? from(tensor.storage().unsafeGetStorageImpl()) : nullptr;
   }
 
-  /// The unit is present: from now on, until somebody has asked for an address to write to, the storage notices that, and what is written
-  /// through that address is written back before the unit is freed. (torch 2.11's storages can't notice.)
+  /// Call it when the unit is present. From now on, the storage notices the first request for an address to write to. Data that are written
+  /// through the address are then written back before the unit is freed. (torch 2.11's storages can't notice such requests.)
   void watch_address();
 
-  engine::Engine* engine = nullptr;  ///< Null once the unit is gone.
+  engine::Engine* engine = nullptr;  ///< The engine; null once the unit has been destroyed.
   engine::Unit* unit = nullptr;
   std::shared_ptr<PagedModel> model;
 };

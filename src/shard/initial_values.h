@@ -14,20 +14,21 @@
 // The first values of parameters and buffers.
 namespace fsdp::shard {
 
-/// Fills the main parameters of a unit, whose memory is zero, from those of its plan. Collective over the unit's ranks if
-/// the values come from its first rank, which then holds the unit whole for the moment. What goes wrong with this rank's own values is
-/// thrown after it has taken part. `checksums`, if given, gets those of the rank's own values (kOwn), one per parameter.
+/// Fills the main parameters of a unit, whose memory is zero, with the values of the parameters in its plan. Collective over the unit's
+/// ranks if the values come from its first rank, which then holds the whole unit for a moment. An error with this rank's own values is
+/// thrown after the rank has taken part. `checksums`, if not null, gets the checksums of the rank's own values (kOwn), one per parameter.
 void fill_main(engine::Unit& unit, const UnitPlan& plan, InitialValues from, std::vector<std::int64_t>* checksums = nullptr);
 
-/// Compares the checksums of the unit's parameters over the ranks of its mesh. Collective over these. Throws Error on all of them.
+/// Compares the checksums of the unit's parameters over the ranks of its mesh. Collective over these ranks. Throws Error on all of them if
+/// checksums differ.
 void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& checksums);
 
-/// Once the parameters of all units are paged: gives the buffers, and the parameters that are ignored, memory on the units' device if
-/// deferred_init made them, and all of them the values of the first rank of their unit's mesh if the parameters' come from there. `units`
-/// are those of `plans`. As above in the rest.
+/// Call it once the parameters of all units are paged. Buffers and ignored parameters that deferred_init made get memory on the units'
+/// device. If the values of parameters come from the first rank of each unit's mesh, buffers and ignored parameters get theirs from it,
+/// too. `units` are those of `plans`. It is collective and throws in the same way as fill_main().
 void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::unique_ptr<engine::Unit>>& units, InitialValues from);
 
-/// For ranks to compare: from where the values come; and names, shapes and dtypes of the buffers if they are sent.
+/// Returns a text that ranks compare: where the values come from, and the names, shapes and dtypes of the buffers if they are sent.
 std::string describe(const torch::nn::Module& root, InitialValues from);
 
 }  // namespace fsdp::shard

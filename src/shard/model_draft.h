@@ -13,27 +13,27 @@
 
 namespace fsdp::shard {
 
-/// A unit without process groups and memory: all that can be refused has been.
+/// A unit before it gets process groups and memory. All checks that can refuse it have been made.
 struct UnitDraft {
   std::vector<engine::UnitParameter> parameters;
   layout::UnitLayout layout;
   std::vector<engine::SubBufferFormat> formats;
 };
 
-/// What fully_shard will make of a model, decided on this rank alone.
+/// The units that fully_shard will make of a model, as this rank alone has decided.
 struct ModelDraft {
   std::vector<UnitPlan> plans;
   std::vector<UnitDraft> units;  ///< One per plan.
-  DeviceMesh tensor_parallel;    ///< Undefined: no parameter is a piece.
-  std::string description;       ///< Equal on all ranks of options.mesh, or they must not go on.
-  std::string pieces;            ///< The same for all ranks of tensor_parallel, whose pieces may differ in size.
-  std::string warning;           ///< What is probably not intended. The same on all ranks.
+  DeviceMesh tensor_parallel;    ///< Undefined if no parameter is a tensor-parallel piece.
+  std::string description;       ///< The text that must be the same on all ranks of options.mesh.
+  std::string pieces;            ///< The text that must be the same on all ranks of tensor_parallel, whose pieces may differ in size.
+  std::string warning;           ///< A warning about options that are probably not intended. It is the same on all ranks.
 };
 
-/// Drafts a model into `draft`, which keeps what was found out before an Error: for options, meshes and parameters that cannot be.
+/// Drafts a model into `draft`. Throws Error for invalid options, meshes and parameters; `draft` then has what was decided before.
 void draft_model(const torch::nn::Module& module, const FullyShardOptions& options, ModelDraft& draft);
 
-/// Says which piece of what each tensor-parallel parameter is. Collective over draft.tensor_parallel.
+/// Sets the global shape and offset of each tensor-parallel parameter. Collective over draft.tensor_parallel.
 void place_pieces(ModelDraft& draft, const FullyShardOptions& options);
 
 }  // namespace fsdp::shard

@@ -11,20 +11,20 @@
 
 namespace fsdp::shard {
 
-/// A unit to be: the modules that make it, and the parameters that it owns.
+/// A unit that is to be made: its modules, and the parameters that it owns.
 struct UnitPlan {
   static constexpr std::size_t kNoParent = static_cast<std::size_t>(-1);
   std::string name;                               ///< The module's name, "" for the root; several modules' joined by "+".
-  std::vector<const torch::nn::Module*> modules;  ///< Mostly one.
+  std::vector<const torch::nn::Module*> modules;  ///< The modules of the unit, usually one.
   std::size_t parent = kNoParent;
   UnitSettings settings;
   std::vector<std::pair<std::string, at::Tensor>> parameters;  ///< In the order of named_parameters(), each tensor once.
 };
 
-/// How messages call a unit.
+/// Returns the name by which messages call a unit.
 std::string shown(const std::string& unit_name);
 
-/// The rules of a division: FullyShardOptions' fields of these names.
+/// The rules of a division, which are the fields of FullyShardOptions with these names.
 struct DivisionRules {
   UnitPredicate units = {};
   std::vector<std::vector<std::string>> unit_groups = {};

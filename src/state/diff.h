@@ -12,8 +12,8 @@ struct DiffOptions {
 };
 
 struct Difference {
-  std::int64_t same = 0;           ///< Items that are equal, to the bit.
-  std::int64_t ignored = 0;        ///< Names, of both.
+  std::int64_t same = 0;           ///< The number of items that are equal in all bits.
+  std::int64_t ignored = 0;        ///< The number of names in both checkpoints that were ignored.
   std::vector<std::string> lines;  ///< One for each item that differs.
 };
 

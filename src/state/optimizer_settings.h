@@ -12,11 +12,11 @@
 
 namespace fsdp::state {
 
-/// What a checkpoint says of groups of parameters: a list of them, each with its parameters' names, or flattened, with names of their own
-/// for each parameter's settings.
+/// The groups of parameters in a checkpoint. They are saved as a list of groups, each with the names of its parameters, or flattened, with
+/// an item for each setting of each parameter.
 class SavedGroups {
  public:
-  /// `prefix`: how the names of settings begin, "optim.param_groups." for example. Throws Error.
+  /// `prefix` is the beginning of the names of settings, such as "optim.param_groups.". Throws Error.
   SavedGroups(Source& source, std::string prefix);
 
   struct Group {
@@ -25,7 +25,7 @@ class SavedGroups {
     bool operator==(const Group&) const = default;
   };
   bool has(const std::string& parameter) const { return key_of(parameter) != nullptr; }
-  /// Of the group that has the parameter; null if none has. Throws Error.
+  /// Returns the settings of the group that has the parameter; null if no group has it. Throws Error.
   const Group* of(const std::string& parameter);
   /// The factor of that group's learning rate, if it was saved.
   std::optional<double> lr_factor_of(const std::string& parameter);
@@ -36,10 +36,10 @@ class SavedGroups {
 
   Source& source_;
   std::string prefix_;
-  std::map<std::string, std::vector<std::string>> names_;  // of settings, by the group's key
-  std::map<std::string, std::string> key_of_;              // of the group, by parameter
-  std::map<std::string, Group> groups_;                    // that were read
-  std::map<std::string, std::optional<double>> factors_;   // the same
+  std::map<std::string, std::vector<std::string>> names_;  // names of settings, by the group's key
+  std::map<std::string, std::string> key_of_;              // the key of the group, by parameter
+  std::map<std::string, Group> groups_;                    // the groups that were read, by key
+  std::map<std::string, std::optional<double>> factors_;   // the factors that were read, by key
 };
 
 /// The settings of an optimizer's groups before a load, so that a failure can undo it.
@@ -58,12 +58,13 @@ class SettingsBefore {
   std::vector<Before> before_;
 };
 
-/// How a parameter is called in the checkpoint.
+/// Returns a parameter's name in the checkpoint.
 using SavedName = std::function<std::string(const std::string& parameter)>;
 
-/// Gives every group the settings that its parameters were saved with. Throws Error where that is not one for all of them, or can't be set.
+/// Gives every group the settings with which its parameters were saved. Throws Error if its parameters were saved with different ones, or
+/// if a setting can't be set.
 void restore_settings(Optimizer& optimizer, SavedGroups& saved, const SavedName& saved_name);
-/// Gives every group `factor`, or the one that all its parameters were saved with.
+/// Gives every group the learning-rate factor with which all its parameters were saved, or `factor` if there is none.
 void restore_lr_factors(Optimizer& optimizer, double factor, SavedGroups& saved, const SavedName& saved_name);
 
 }  // namespace fsdp::state

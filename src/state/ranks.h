@@ -15,12 +15,12 @@ namespace fsdp::state {
 class Ranks {
  public:
   enum class Groups : std::uint8_t {
-    kOfMesh,  ///< Speaks through the mesh's own communicators: not beside training.
-    kOwn,     ///< Makes communicators (collective): may be used from another thread while the model trains.
+    kOfMesh,  ///< Uses the mesh's own communicators, so it must not run beside training.
+    kOwn,     ///< Makes communicators of its own (collective), so another thread may use it while the model trains.
   };
-  /// All that hold parts of the engine's model: of its mesh, and of its tensor-parallel pieces.
+  /// Makes the set of all ranks that hold parts of the engine's model: those of its mesh, and those that hold other tensor-parallel pieces.
   Ranks(const engine::Engine& engine, Groups groups);
-  /// All ranks of a mesh, which speak through its own communicators.
+  /// Makes the set of all ranks of a mesh, which uses the mesh's own communicators.
   explicit Ranks(const DeviceMesh& mesh);
 
   std::int64_t size() const { return ranks_.size(); }
@@ -39,7 +39,7 @@ class Ranks {
   /// The same on all ranks.
   std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
 
-  /// Runs `work` on each rank; then agree(). Collective, but for `work`.
+  /// Runs `work` on each rank, and then calls agree(). Collective; `work` itself need not be.
   void together(const std::string& what, const std::function<void()>& work) const;
 
   /// Ranks tell each other whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message; a DamageError

@@ -8,11 +8,11 @@
 
 namespace fsdp::state {
 
-/// Throws Error if what options say of checkpoints that stay has no meaning.
+/// Throws Error if the options about which checkpoints are kept are invalid.
 void check_retention(const SaveOptions& options);
 
-/// Of a series' complete steps, oldest first: those that stay beside the last ones, by SaveOptions::keep_every and keep_best. Reads the
-/// steps' metrics. Throws Error.
+/// Returns those of a series' complete steps, oldest first, that SaveOptions::keep_every and keep_best keep in addition to the last ones.
+/// Reads the steps' metrics. Throws Error.
 std::vector<std::filesystem::path> steps_that_stay(const SaveOptions& options, const std::vector<ckpt::Step>& steps);
 
 }  // namespace fsdp::state

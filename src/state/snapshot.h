@@ -20,20 +20,20 @@
 
 namespace fsdp::state {
 
-/// What one rank writes of a checkpoint. Bytes lie in the state itself, perhaps on a GPU, or in a copy on the host.
+/// The part of a checkpoint that one rank writes. Its bytes lie in the state itself, possibly on a GPU, or in a copy on the host.
 struct Snapshot {
   /// A part of a tensor, as a box of it.
   struct Chunk {
     ckpt::Box box;
     at::Tensor bytes;      ///< Row-major.
-    bool guarded = false;  ///< See StateItem.
+    bool guarded = false;  ///< See StateItem::guarded.
   };
   struct Tensor {
     std::string key;
     ckpt::DcpPath path;
     ckpt::Dtype dtype = ckpt::Dtype::float32;
     ckpt::Shape shape;
-    std::vector<Chunk> chunks;  ///< Empty where other ranks have it all.
+    std::vector<Chunk> chunks;  ///< This rank's parts; empty if other ranks have all of the tensor.
   };
   struct Object {
     std::string key;
@@ -48,14 +48,15 @@ struct Snapshot {
 inline constexpr const char* kModel = "model";
 inline constexpr const char* kOptimizer = "optim";
 inline constexpr const char* kExtra = "extra";
-inline constexpr const char* kRankExtra = "rank_extra";  ///< Below it, each rank's number.
+inline constexpr const char* kRankExtra = "rank_extra";  ///< Below it come the numbers of the ranks.
 inline constexpr const char* kScaler = "scaler";
-inline constexpr const char* kOwn = "fsdp";  ///< What this library adds of its own: kLrFactor and those below it, and SavedGenerator::key.
-inline constexpr const char* kLrFactor = "fsdp.lr_factor";              ///< Of the parameters that no group matches.
-inline constexpr const char* kBaseLr = "fsdp.base_lr.";                 ///< Below it, the numbers of "optim.param_groups".
-inline constexpr const char* kGroupLrFactor = "fsdp.group_lr_factor.";  ///< The same.
+inline constexpr const char* kOwn =
+    "fsdp";  ///< The items that this library adds: kLrFactor and the names after it, and SavedGenerator::key.
+inline constexpr const char* kLrFactor = "fsdp.lr_factor";              ///< The factor of the parameters that no group matches.
+inline constexpr const char* kBaseLr = "fsdp.base_lr.";                 ///< Below it come the positions of groups in "optim.param_groups".
+inline constexpr const char* kGroupLrFactor = "fsdp.group_lr_factor.";  ///< Below it come the same positions.
 inline constexpr const char* kMetric = "fsdp.metric";
-inline constexpr const char* kRanks = "fsdp.ranks";  ///< How many saved.
+inline constexpr const char* kRanks = "fsdp.ranks";  ///< The number of ranks that saved.
 
 /// An item's name: its path, joined by dots.
 std::string key_of(const ckpt::DcpPath& path);
@@ -65,27 +66,27 @@ struct SavedGenerator {
   std::string name;  ///< "rng" for the CPU's, "cuda_rng" for a GPU's.
   at::Generator generator;
 
-  /// Where rank `rank`'s state is.
+  /// Returns the name of the item with the state of rank `rank`.
   std::string key(std::int64_t rank) const;
   at::Tensor state();
-  /// True for what set_state() will take.
+  /// True for a state that set_state() accepts.
   bool takes(const at::Tensor& state);
   void set_state(const at::Tensor& state);
 };
-/// The CPU's first.
+/// Returns the generators for a model on this device, the CPU's first.
 std::vector<SavedGenerator> generators_of(c10::Device device);
 
-/// A GradScaler's state by torch's names, and back. Throws Error if one is missing, or has no meaning.
+/// Convert the state of a GradScaler to values with torch's names, and back. Throw Error if a value is missing or invalid.
 std::vector<std::pair<std::string, ckpt::PythonValue>> values_of(const GradScalerState& state);
 GradScalerState grad_scaler_state(const std::function<ckpt::PythonValue(const std::string& name)>& value);
 
-/// Host memory that takes a snapshot's bytes, used again from save to save. A snapshot is copied in two steps: what may be written at any
-/// time at once, the rest, which is most of it, beside training.
+/// Host memory for the bytes of a snapshot, which is reused from save to save. A snapshot is copied in two steps. Data that may be written
+/// at any time are copied at once. The rest, which is the largest part, is copied beside training.
 class HostBuffer {
  public:
   explicit HostBuffer(c10::Device device) : device_(device) {}
 
-  /// Makes room, points `snapshot` here, and copies what is not guarded.
+  /// Makes room, points `snapshot` to this memory, and copies the chunks that are not guarded.
   void begin(Snapshot& snapshot);
   /// Copies the rest, once `device`'s stream has done what it held at begin(). Another thread may call this.
   void finish();
@@ -97,15 +98,16 @@ class HostBuffer {
 
   c10::Device device_;
   at::Tensor memory_;
-  std::vector<Copy> copies_;         // those that finish() makes
-  std::optional<c10::Event> ready_;  // What is copied, offloaded state on the host too, was computed before it. The CPU has none.
+  std::vector<Copy> copies_;  // the copies that finish() makes
+  std::optional<c10::Event>
+      ready_;  // An event after which all data to be copied are computed, offloaded state in host memory included. The CPU has none.
 };
 
-/// This rank's part. `optimizer` may be null.
+/// Takes a snapshot of this rank's part. `optimizer` may be null.
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                        const Ranks& ranks);
 
-/// Bytes of its values.
+/// Returns the size of the snapshot's values in bytes.
 std::int64_t bytes_of(const Snapshot& snapshot);
 
 /// Writes the parts of all ranks as one checkpoint. Collective. Throws Error on every rank if it fails on one.

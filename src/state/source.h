@@ -19,8 +19,8 @@
 
 namespace fsdp::state {
 
-/// Files of some format that tensors are loaded from, by this library's names ("model.layers.0.weight"). All that is read is checked
-/// against checksums, where there are any.
+/// The files of a checkpoint, of any format, from which tensors are loaded by this library's names ("model.layers.0.weight"). All data that
+/// are read are compared with checksums, if there are any.
 class Source {
  public:
   enum class Format : std::uint8_t { kDcp, kSafetensors };
@@ -28,7 +28,7 @@ class Source {
     ckpt::Dtype dtype = ckpt::Dtype::float32;
     ckpt::Shape shape;
   };
-  /// A box of a tensor, and the bytes that its data are among.
+  /// A stored box of a tensor, and the bytes of a file that contain its data.
   struct StoredBox {
     ckpt::Box box;
     ckpt::RecordLocation place;
@@ -37,65 +37,69 @@ class Source {
   virtual ~Source() = default;
   virtual Format format() const = 0;
   virtual const std::string& path() const = 0;
-  /// Of tensors and other values.
+  /// The names of tensors and other values.
   virtual const std::vector<std::string>& names() const = 0;
   virtual bool has(const std::string& name) const = 0;
-  /// Nothing if there is no tensor of this name.
+  /// Returns a tensor's dtype and shape; nothing if there is no tensor of this name.
   virtual std::optional<Tensor> find(const std::string& name) const = 0;
-  /// Why a tensor that is there cannot be read: of a dtype that this library does not know, say. Empty for all else.
+  /// Returns the reason why an existing tensor cannot be read, such as a dtype that this library does not know. Empty for all other names.
   virtual std::string unreadable(const std::string& name) const = 0;
-  /// What a tensor is stored as.
+  /// Returns the boxes in which a tensor is stored.
   virtual std::vector<StoredBox> boxes(const std::string& name) const = 0;
-  /// Where in its file a part's data are. Throws Error.
+  /// Returns the place of a part's data in its file. Throws Error.
   virtual ckpt::TensorData locate(const std::string& name, const StoredBox& part) = 0;
   virtual ckpt::CheckedFile& file(const std::string& name) = 0;
-  /// Elements [offset, offset + numel) of a box of the tensor, row-major: 1-D, on the CPU, of its stored dtype. Throws Error.
+  /// Reads elements [offset, offset + numel) of a box of the tensor in row-major order. Returns a 1-D CPU tensor of the stored dtype.
+  /// Throws Error.
   at::Tensor read(const std::string& name, const ckpt::Box& box, std::int64_t offset, std::int64_t numel);
-  /// All of a tensor that is there, in its shape.
+  /// Reads a whole tensor, which must exist. It has its shape.
   at::Tensor read_whole(const std::string& name);
-  /// A plain value. Throws Error.
+  /// Reads a plain value. Throws Error.
   virtual ckpt::PythonValue read_object(const std::string& name) = 0;
-  /// Where a value is in nested dictionaries and lists, if that is known; else the name.
+  /// Returns the path of a value in nested dictionaries and lists, if it is known; otherwise the name.
   virtual ckpt::DcpPath path_of(const std::string& name) const { return {name}; }
 
  private:
   friend class Transfer;
 
-  std::set<std::pair<std::string, std::int64_t>> whole_records_;  ///< By file and offset: those whose own checksum was compared.
+  std::set<std::pair<std::string, std::int64_t>>
+      whole_records_;  ///< The records whose own checksums have been compared, by file and offset.
 };
 
-/// Brings parts of tensors to where they belong, and checks them: blocks against the sidecar's checksums, where there is none whole records
-/// against their own. It does so in one of two ways, neither of which keeps a copy of a model beside it.
-/// - check(), then read(): all that is needed is read once, and nothing is kept of it but checksums. Then it is read again, straight to its
-///   place (from the system's memory, as a rule), and compared with these. So damage is found before anything is overwritten.
-/// - read_at_once(): it is read straight to its place, and checked there. This takes half of the time, and what is damaged is found when
-///   some places are overwritten already.
+/// Reads parts of tensors to where they belong, and checks them: blocks by the sidecar's checksums or, if there is no sidecar, whole
+/// records by their own. There are two ways to do this, and neither needs a copy of the model.
+/// - check(), then read(): all needed data are read once, and only their checksums are kept. Then they are read again (usually from the
+///   page cache), straight to their places, and compared with these checksums. Damage is therefore found before anything is overwritten.
+/// - read_at_once(): the data are read straight to their places, and checked there. This takes half of the time, but when damage is found,
+///   some places have been overwritten already.
 class Transfer {
  public:
   explicit Transfer(Source& source) : source_(source) {}
 
   /// Notes that elements [offset, offset + to.numel()) of a box of the tensor go to `to` (1-D, contiguous; any dtype and device). Reads
-  /// nothing. Throws Error unless the tensor's parts have each of them once.
+  /// nothing. Throws Error unless the stored boxes contain each of these elements exactly once.
   void add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to);
-  /// Of the places that were added.
+  /// The total size of the places that were added, in bytes.
   std::int64_t bytes() const;
-  /// Reads all blocks of files that hold what was added, in the files' order. Throws Error.
+  /// Reads and checks all blocks that contain elements which were added, in the order of the files. Throws Error.
   void check() { pass(false); }
-  /// After check(). Throws Error if what could be read then cannot be read now, or is something else.
+  /// Reads the data to their places. Call it after check(). Throws Error if data can no longer be read, or have changed since.
   void read();
-  /// Instead of both. What has to be rearranged, and columns that are converted, are checked before, all the same. Throws Error.
+  /// Call it instead of check() and read(). Data that must be rearranged, and columns that are converted, are checked before they are
+  /// assigned nevertheless. Throws Error.
   void read_at_once();
 
  private:
-  /// Elements that lie side by side, in a file and where they go.
+  /// Elements that lie side by side both in a file and in their destination.
   struct FileRun {
     const ckpt::CheckedFile* file;
-    std::int64_t byte;  ///< In the file.
+    std::int64_t byte;  ///< The position in the file.
     std::int64_t to;
     std::int64_t numel;
     std::uint32_t crc32;
   };
-  /// A part whose elements do not lie row-major, or stand for others (torch's lazy conjugates and negatives): it takes memory of its own.
+  /// A part whose elements are not stored in row-major order, or whose values are lazy conjugates or negatives (torch). Reading it takes
+  /// memory of its own.
   struct Rearranged {
     const ckpt::CheckedFile* file;
     ckpt::TensorData data;
@@ -106,9 +110,9 @@ class Transfer {
     std::string name;
     ckpt::Dtype dtype;
     at::Tensor to;
-    bool as_it_is;      ///< In host memory, of the stored dtype: can be read into.
-    bool side_by_side;  ///< What each part has of it lies side by side there.
-    /// What read() reads.
+    bool as_it_is;      ///< Whether the destination is in host memory and has the stored dtype, so that data can be read into it.
+    bool side_by_side;  ///< Whether the elements that come from each part lie side by side in the destination.
+    /// The runs that read() reads.
     std::vector<FileRun> file_runs;
     std::vector<Rearranged> rearranged;
   };
@@ -118,7 +122,8 @@ class Transfer {
     std::vector<ckpt::Run> runs;
   };
 
-  /// Checks all, in the files' order. `assigns`: also brings it to its place, as far as that does not take another reading.
+  /// Checks all data, in the order of the files. With `assigns`, also brings them to their places, as far as that does not need another
+  /// reading.
   void pass(bool assigns);
   void pass(const WantedBox& part, bool assigns);
   static void read_directly(const Wanted& wanted);

@@ -14,38 +14,40 @@
 
 namespace fsdp::state {
 
-/// A tensor of a model's or optimizer's state, as much of it as this rank holds.
+/// A tensor of the state of a model or an optimizer, with the part of it that this rank holds.
 struct StateItem {
-  std::vector<std::string> path;    ///< {"model", "layers.0.weight"}: where it is in nested dicts; the key is the path joined by dots.
-  std::vector<std::int64_t> shape;  ///< Of the whole tensor.
-  ckpt::Box box;                    ///< Of that, what this rank and those it shards with hold together: all, if it is not tensor-parallel.
-  at::Tensor values;                ///< 1-D, contiguous, a view into the state: elements [offset, offset + numel) of the flattened box.
+  std::vector<std::string> path;    ///< {"model", "layers.0.weight"}: its path in nested dicts. The key is the path joined by dots.
+  std::vector<std::int64_t> shape;  ///< The shape of the whole tensor.
+  ckpt::Box
+      box;  ///< The box that this rank and the ranks with which it shards hold together: the whole tensor, unless it is tensor-parallel.
+  at::Tensor values;  ///< 1-D, contiguous, a view into the state: elements [offset, offset + numel) of the flattened box.
   std::int64_t offset = 0;
-  /// What this rank writes, elements [own_begin, own_begin + own_numel) of `values`: no element is two ranks' own.
+  /// This rank writes elements [own_begin, own_begin + own_numel) of `values`. Every element is written by one rank only.
   std::int64_t own_begin = 0;
   std::int64_t own_numel = 0;
-  /// Who writes it calls Engine::flush_writes or prepare_load before, so that another thread may read it (Engine::set_reader). Not so what
-  /// operators write to as a model's parameter or buffer, and main parameters that users have views of.
+  /// Whether all code that writes the values calls Engine::flush_writes or prepare_load before, so that another thread may read them
+  /// (Engine::set_reader). This does not hold for parameters and buffers that operators write directly, and for main parameters of which
+  /// users have views.
   bool guarded = false;
-  /// If defined, `values` is a row-major copy of this tensor. Who has written `values` calls assign_values(source, values).
+  /// If defined, `values` is a row-major copy of this tensor. Code that has written `values` calls assign_values(source, values).
   at::Tensor source = {};
 
   std::string key() const;
 };
 
-/// Parameters (their main ones) and buffers. `prefix` is the path's first part; empty: none.
+/// Returns the main parameters and the buffers. `prefix` is the first part of each path; empty for none.
 std::vector<StateItem> model_items(torch::nn::Module& module, const std::string& prefix);
 
-/// The state of an optimizer, by torch.optim's names, as get_optimizer_state_dict of torch.distributed.checkpoint arranges it:
-/// {prefix, "state", parameter, "exp_avg"}: of parameters that have been updated.
+/// Returns the state of an optimizer for the parameters that have been updated, with torch.optim's names and in the arrangement of
+/// torch.distributed.checkpoint's get_optimizer_state_dict: {prefix, "state", parameter, "exp_avg"}.
 std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& prefix);
 
-/// The keys of all state that the optimizer may have on any rank.
+/// Returns the keys of all state that the optimizer may have on any rank.
 std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string& prefix);
 
-/// How often each parameter that the optimizer updates has been updated: scalars of fp32, {prefix, "state", parameter, "step"}. Copies, and
-/// right on the rank that owns the parameter's first element only. Of a parameter that has not been updated there is this 0 and nothing
-/// else, so that whoever reads it need not guess whether its state was lost.
+/// Returns the number of updates of each parameter that the optimizer updates, as fp32 scalars: {prefix, "state", parameter, "step"}. They
+/// are copies, and correct only on the rank that owns the parameter's first element. A parameter that has not been updated has only this
+/// item, with the value 0. A reader can thus tell that its state is not lost.
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix);
 
 /// Sets the counts (0: not updated); optimizer_items then gives tensors for those that have been updated.

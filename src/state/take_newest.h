@@ -9,15 +9,15 @@
 
 namespace fsdp::state {
 
-/// What load_latest has come to.
+/// The result of take_newest().
 struct Taken {
-  std::optional<std::string> path;   ///< Of the checkpoint that was loaded; nothing where there is none.
-  std::vector<std::string> skipped;  ///< Newer ones, and why.
-  std::string warning;               ///< For every rank to tell, if it is not empty.
+  std::optional<std::string> path;   ///< The path of the checkpoint that was loaded; nothing if none was.
+  std::vector<std::string> skipped;  ///< Newer checkpoints that were not taken, and why.
+  std::string warning;               ///< A warning that every rank prints; empty if there is none.
 };
 
-/// Calls `load_one` with the newest complete checkpoint in a folder, as rank 0 sees it, and with the one before it as long as that throws
-/// DamageError. Collective. Throws Error if all are damaged, and what else `load_one` throws.
+/// Calls `load_one` with the newest complete checkpoint in a folder, as rank 0 sees it. Each time that it throws DamageError, calls it with
+/// the checkpoint before. Collective. Throws Error if all are damaged, and what else `load_one` throws.
 Taken take_newest(const std::string& folder, const Ranks& ranks, const std::function<void(const std::string& path)>& load_one);
 
 }  // namespace fsdp::state

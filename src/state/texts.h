@@ -6,14 +6,14 @@
 
 namespace fsdp::state {
 
-/// Names in a message, a line each.
+/// Lists names for a message, one per line.
 inline std::string lines(const std::vector<std::string>& names) {
   std::string text;
   for (const auto& name : names) text += "\n    " + name;
   return text;
 }
 
-/// Fields of a text, each with '\0' behind it: so ranks tell each other of several things.
+/// A text of several fields, each followed by '\0', in which ranks send each other several values.
 class Fields {
  public:
   explicit Fields(std::string_view text) : rest_(text) {}

@@ -12,9 +12,9 @@
 
 namespace fsdp::torch_python {
 
-/// Collectives over whatever torch.distributed can do: each one is a call of `collectives`, an object of Python
-/// (libfsdp._collectives.Collectives), with one flat tensor in and one out. So process groups written in Python serve, and each unit's
-/// gather and reduction is one collective that others can see, replace and count. Takes the GIL for the calls.
+/// Runs collectives by torch.distributed. Each one is a call of `collectives`, a Python object (libfsdp._collectives.Collectives), with one
+/// flat input tensor and one flat output tensor. It therefore works with process groups that are written in Python, and each unit's gather
+/// or reduction is one collective, which programs can observe, replace and count. It takes the GIL for the calls.
 class PythonCommunicator final : public comm::Communicator, public std::enable_shared_from_this<PythonCommunicator> {
  public:
   PythonCommunicator(pybind11::object collectives, int rank, int size);
@@ -35,11 +35,11 @@ class PythonCommunicator final : public comm::Communicator, public std::enable_s
   comm::MemorySource use_memory(c10::Device device, comm::BufferMemory memory) override;
 
  private:
-  /// In the backend's own memory.
+  /// Allocates in the backend's own memory.
   c10::DataPtr allocate(std::int64_t bytes) const;
-  /// What a collective needs itself: 1-D, not initialised.
+  /// Returns a 1-D tensor, not initialised, for a collective's own use.
   at::Tensor empty(std::int64_t numel, const at::TensorOptions& options) const;
-  /// at::cat, into such memory.
+  /// Does the same as at::cat, with the result in such memory.
   at::Tensor joined(const std::vector<at::Tensor>& tensors, std::int64_t dim) const;
   std::vector<std::string> texts_of_all(const std::string& text, const comm::Label& label);
 

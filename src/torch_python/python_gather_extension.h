@@ -9,7 +9,7 @@
 namespace fsdp::torch_python {
 
 /// A gather extension whose three calls are functions of Python: start() gives pairs of tensors (whole, this rank's part). Takes the GIL
-/// for them. What they raise is the caller's exception.
+/// for them. Exceptions that they raise reach the caller.
 class PythonGatherExtension final : public engine::GatherExtension {
  public:
   PythonGatherExtension(pybind11::function start, pybind11::function finish, pybind11::function free);

@@ -8,8 +8,8 @@
 
 namespace fsdp::torch_python {
 
-/// A checkpoint's plain value, from Python and back. Subclasses (Counter, an enum of ints) are saved as the built-in type. Throws Error for
-/// anything else, which names the value `name`. Both need the GIL.
+/// Convert a Python object to a checkpoint's plain value, and back. Subclasses (Counter, an enum of ints) are saved as the built-in type.
+/// Throws Error for anything else, which names the value `name`. Both need the GIL.
 ckpt::PythonValue value_from(pybind11::handle object, const std::string& name);
 pybind11::object object_of(const ckpt::PythonValue& value);
 

@@ -12,14 +12,14 @@
 
 namespace fsdp::torch_python {
 
-/// Which form of a unit's parameters its modules have. Transitions: show(), show_kept() and hide(), from any to any.
+/// The form of a unit's parameters that its modules have. show(), show_kept() and hide() change it, from any form to any other.
 enum class Shown : std::uint8_t {
   kShards,
   kWhole,
-  kKept,  ///< What this rank keeps after forward, where neighbours keep a copy between them.
+  kKept,  ///< The part that this rank keeps after forward, if neighbours keep a copy between them.
 };
 
-/// A unit together with the modules of Python that have its parameters. All members need the GIL.
+/// A unit together with the Python modules that have its parameters. All members need the GIL.
 class ShownUnit {
  public:
   explicit ShownUnit(hooks::UnitSpec spec);
@@ -28,8 +28,8 @@ class ShownUnit {
   void set_parameters(std::size_t i, pybind11::object shard, pybind11::object whole);
   /// The parameter that modules have between forward and backward, where neighbours keep a copy; without one, they have the shard then.
   void set_kept(std::size_t i, pybind11::object kept) { parameters_.at(i).kept = std::move(kept); }
-  /// A module has parameter i as `name`: in its dictionary of parameters, which is written directly; or, where `module` (a weak reference)
-  /// is given, by setattr, as the module does more than that when a parameter is set.
+  /// Says that a module has parameter i under `name`. The parameter is written directly into `parameters`, the module's dictionary. If
+  /// `module` (a weak reference) is given, it is set by setattr instead, for modules that do more when a parameter is set.
   void add_place(std::size_t i, pybind11::dict parameters, pybind11::str name, pybind11::object module);
   void show();
   void show_kept();
@@ -37,24 +37,26 @@ class ShownUnit {
   /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
   /// to be trained now, if a shard has become another tensor, or if one was given other memory (`data`, `_local_tensor`).
   bool has_its_parameters();
-  /// A root forward begins: modules show shards, unless the whole parameters are there and stay. Then these are trained as the shards are.
+  /// Call it when a root forward begins. Modules then show shards, unless the whole parameters are present and stay. These then get the
+  /// requires_grad of the shards.
   void settle();
 
-  /// How Python wraps a tensor of this rank's rows of parameter i as a gradient of its shard; None: as it is. Refers to nothing that refers
-  /// to the unit: the garbage collector does not see it.
+  /// Sets the Python function that wraps a tensor of this rank's rows of parameter i as a gradient of its shard; with None, the tensor is
+  /// used as it is. The function must not refer to the unit, because the garbage collector does not see this reference.
   void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = std::move(wrap); }
-  /// Reduced gradients, where there are any, become those of the shards, or are added to them; then the shards' hooks on accumulated
-  /// gradients run.
+  /// Makes the reduced gradients, if there are any, the gradients of the shards, or adds them to those. Then the shards' hooks on
+  /// accumulated gradients run.
   ///
-  /// Returns true if some shard has hooks on its gradient (register_hook): autograd computes no gradient of a shard, and calls none.
+  /// Returns true if some shard has hooks on its gradient (register_hook): autograd does not compute the gradient of a shard, so it never
+  /// calls such hooks.
   bool deliver(const std::vector<std::optional<at::Tensor>>& gradients);
-  /// The DTensors whose `data` was assigned since set_parameters, in vain: that exchanges the wrapper's own memory, which is empty, and
-  /// leaves the rows as they are.
+  /// Returns the DTensors whose `data` was assigned since set_parameters. The assignment has no effect: it exchanges the wrapper's own
+  /// memory, which is empty, and leaves the rows as they are.
   std::vector<std::size_t> with_assigned_data() const;
 
   const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
 
-  /// The program has a hook on its reduced gradients, which the front end has.
+  /// Whether the program has set a hook on the unit's reduced gradients, which the front end calls.
   bool has_all_reduce_hook = false;
 
  private:
@@ -65,15 +67,17 @@ class ShownUnit {
   };
   struct Parameter {
     pybind11::object shard;
-    const c10::TensorImpl* tensor = nullptr;  ///< The shard's; an exchange of tensors (swap_tensors) gives the object another one.
+    const c10::TensorImpl* tensor = nullptr;  ///< The shard's TensorImpl. swap_tensors gives the Python object another one.
     pybind11::object whole;
     pybind11::object kept;
-    const c10::StorageImpl* own_memory = nullptr;  ///< Of the shard when it was given; a DTensor's is empty. Compared, never read.
+    const c10::StorageImpl* own_memory =
+        nullptr;  ///< The storage of the shard when it was set (a DTensor's is empty). It is compared, and never read.
     std::vector<Place> places;
     pybind11::object wrap;
-    bool trained = false;  ///< What the shard and the other form agreed upon when that was shown last: the one that differs was changed.
+    bool trained = false;  ///< The requires_grad that the shard and the other form had when the other form was last shown. If one of them
+                           ///< differs now, it was changed.
 
-    /// The shard stands in for a kept form that there is not.
+    /// Returns the parameter in this form. If there is no kept form, the shard serves for it.
     const pybind11::object& as(Shown form) const {
       if (form == Shown::kWhole) return whole;
       return form == Shown::kKept && kept ? kept : shard;

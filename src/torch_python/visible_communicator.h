@@ -8,9 +8,9 @@
 
 namespace fsdp::torch_python {
 
-/// Collectives by the engine's own connections, except while somebody looks: under a dispatch mode (CommDebugMode counts collectives), or
-/// where a program has replaced functions of torch.distributed. Then each of them is one call there, as FSDP2's are. All ranks must look,
-/// or none. Small exchanges are always the engine's own.
+/// Runs collectives over the engine's own connections, except while the program observes them: under a dispatch mode (CommDebugMode counts
+/// collectives), or after it has replaced functions of torch.distributed. Then each of them is one call of torch.distributed, as in FSDP2.
+/// Either all ranks must observe, or none. Small exchanges always use the engine's own connections.
 class VisibleCommunicator final : public comm::Communicator {
  public:
   VisibleCommunicator(std::shared_ptr<comm::Communicator> own, std::shared_ptr<comm::Communicator> python)
@@ -43,9 +43,9 @@ class VisibleCommunicator final : public comm::Communicator {
   std::shared_ptr<comm::Communicator> python_;
 };
 
-/// Somebody looks, on this thread.
+/// True if the program observes collectives on this thread.
 bool collectives_are_visible();
-/// Programs have replaced functions of torch.distributed (or no more).
+/// Says whether the program has replaced functions of torch.distributed.
 void set_collectives_replaced(bool replaced);
 
 }  // namespace fsdp::torch_python

@@ -2,11 +2,11 @@
 
 #include "engine/schedule.h"
 
-// What autograd does on this thread right now, as triggers need to know it.
+// Questions that triggers have about what autograd is doing on this thread.
 namespace fsdp::trigger {
 
-/// Which phase the operators of this thread belong to. Those of a backward run without grad mode; with it, a forward is repeated within the
-/// backward (activation checkpointing), or the backward is being recorded to be differentiated itself.
+/// Returns the phase to which the operators of this thread belong. Those of a backward run without grad mode; with it, a forward is
+/// repeated within the backward (activation checkpointing), or the backward is being recorded to be differentiated itself.
 engine::Phase current_phase();
 
 /// True inside of a backward.

@@ -10,9 +10,9 @@
 
 namespace fsdp::trigger {
 
-/// To be called before the engine is told of an entry or a gradient. Inside of a backward that the engine does not know yet, announces it
-/// by `begin(alive, of)`, and queues `end(of)` as autograd's final callback. True if this call has announced it: of several threads, one
-/// does.
+/// Call it before the engine is told of an entry or a gradient. Inside of a backward that the engine does not know yet, announces it by
+/// `begin(alive, of)`, and queues `end(of)` as autograd's final callback. Returns true if this call has announced it. Of several threads,
+/// only one does.
 template <typename Begin, typename End>
 bool watch_backward(engine::Engine& engine, const Begin& begin, End end) {
   if (!inside_backward() || engine.in_backward()) return false;

@@ -112,7 +112,7 @@ class HostMemory {
 /// Wakes all threads that sleep on the word, in this process and in processes that have mapped it.
 void wake_sleepers(const std::atomic<std::uint32_t>& word);
 
-/// Sleeps until one of the words has changed, or until the given time has passed (a much shorter time if the system can't wait for several
+/// Sleeps until one of the words has changed, or until `microseconds` have passed (a much shorter time if the system can't wait for several
 /// words).
 struct WatchedWord {
   const std::atomic<std::uint32_t>* word;

@@ -34,8 +34,9 @@ pid_t start_copy(Environment environment, const ProgramCopy& told, std::span<con
 /// SIGTERM, SIGKILL).
 void die_with_parent(pid_t parent);
 
-/// How a rank's report begins, once its function runs; and what follows, once it does no longer: it returned (with its exit code), or a
-/// text says why not. A rank that only noticed that a peer failed is not printed where a rank failed of its own.
+/// The letters of a rank's report. It begins with kBegan once the rank's function runs. When the function has ended, another letter
+/// follows: it returned (with its exit code), or it failed (with a text that says why). kPeerFailed says that the rank failed only because
+/// of a peer; its text is not printed if another rank failed by itself.
 inline constexpr char kBegan = 'B';
 inline constexpr char kReturned = 'R';
 inline constexpr char kFailed = 'F';

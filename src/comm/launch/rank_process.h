@@ -27,7 +27,7 @@ struct RankProcess {
   int status = 0;
 
   bool began() const { return report.starts_with(kBegan); }
-  /// What follows kBegan; empty if the process ended before it could say more.
+  /// The part of the report after kBegan; empty if the process ended before it could report more.
   std::string_view ending() const { return std::string_view(report).substr(began() ? 1 : 0); }
   bool returned() const { return ending().starts_with(kReturned); }
   bool noticed_a_peer() const { return ending().starts_with(kPeerFailed); }
