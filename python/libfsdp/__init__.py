@@ -6,7 +6,8 @@ import torch
 
 from libfsdp import _build_info, _torch_version
 
-# Before anything loads the extension: beside another torch, that ends in undefined symbols, or worse.
+# This check comes before anything loads the extension, which fails with undefined symbols, or crashes, beside another
+# torch.
 _torch_version.require_same_binaries(
     _build_info.torch_version, torch.__version__, os.path.dirname(os.path.abspath(torch.__file__))
 )

@@ -1,4 +1,4 @@
-"""What ranks must have set alike: compared when a model is formed, before it communicates."""
+"""Compares the settings that must be the same on all ranks, when a model is formed and before it communicates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def agree(engine: _C.Model, states: list[ShardState], root: ShardState) -> None:
-    """Collective: the ranks compare what they have of the units of an engine, and warn if they began with other values.
+    """Compares the ranks' descriptions of an engine's units, and warns if first values differ. Collective.
 
     Raises:
         Error: on all ranks, if parameters or settings differ.
@@ -25,9 +25,9 @@ def agree(engine: _C.Model, states: list[ShardState], root: ShardState) -> None:
 
 
 def _settings_of(state: ShardState, root: ShardState) -> str:
-    """In words: how the unit of a state was sharded, and what holds for the model whose root is `root`.
+    """Describes how the unit of a state was sharded, and the settings of the model whose root is `root`.
 
-    What setters may change later is compared by the engine, in the header of each collective.
+    The engine compares settings that setters may change later, in the header of each collective.
     """
     policy, beyond, running = state.mp_policy, state.beyond, root.running
     said = {

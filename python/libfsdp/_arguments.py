@@ -1,4 +1,4 @@
-"""Arguments of other types than they are meant to have: one error that names the argument, its value and what to give."""
+"""Checks the types of arguments. Errors name the argument, its value, and what to give instead."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def check_mesh(mesh: Any) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Each is a bool."""
+    """Raises TypeError unless each value is a bool."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             refuse(name, value, "True or False")
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """A bool, also as a number or one of another library's."""
+    """Returns a bool; numbers and bools of other libraries are accepted, too."""
     if not hasattr(type(value), "__bool__"):
         refuse(name, value, "True or False")
     return bool(value)
 
 
 def check_number(name: str, value: Any) -> float:
-    """A number, or a tensor of one."""
+    """Returns a number; a tensor of one number is accepted, too."""
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return float(value)
     refuse(name, value, "a number")
@@ -60,7 +60,7 @@ def check_bytes(name: str, value: Any) -> None:
 
 
 def check_functions(**functions: Any) -> None:
-    """Each is a function, or None."""
+    """Raises TypeError unless each value is a function or None."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             refuse(name, value, "a function that is called with each parameter, or None")
@@ -79,7 +79,7 @@ def check_policies(mp_policy: Any, offload_policy: Any) -> None:
 
 
 def check_ignored(ignored: Any) -> set[nn.Parameter]:
-    """Parameters, in any collection."""
+    """Returns the parameters in any collection as a set."""
     found: list[Any] = []
     if ignored is not None and not isinstance(ignored, (str, torch.Tensor)):
         found = list(ignored)
@@ -92,7 +92,7 @@ def check_ignored(ignored: Any) -> set[nn.Parameter]:
 
 
 def refuse_shards(parameters: Iterable[tuple[nn.Parameter, list[Place]]]) -> None:
-    """Of a call of fully_shard.
+    """Refuses parameters of a call of fully_shard that are shards already.
 
     Raises:
         ValueError: if an outer module was sharded before.
@@ -106,7 +106,7 @@ def refuse_shards(parameters: Iterable[tuple[nn.Parameter, list[Place]]]) -> Non
 
 
 def check_parameters(parameters: Iterable[Any]) -> None:
-    """Tensors, of clip_grad_norm_."""
+    """Raises TypeError unless all arguments of clip_grad_norm_ are tensors."""
     for one in parameters:
         if not isinstance(one, torch.Tensor):
             refuse("parameters", one, "tensors, as model.parameters()")

@@ -1,4 +1,4 @@
-"""FSDP2's names for what programs ask of a state: torch.distributed.pipelining above all."""
+"""FSDP2's private names that programs use of a state, above all torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AsFSDP2State:
-    """A state under the names of FSDP2's."""
+    """Gives a state the names that FSDP2's states have."""
 
     model: Model | None
     unit: _C.Unit | None
@@ -23,12 +23,12 @@ class AsFSDP2State:
     spmd: SpmdMesh | None
 
     def model_of_forward(self) -> Model:
-        """The model, which is formed with this state as its root if it is not known yet."""
+        """Returns the model. If it is not known yet, it is formed with this state as its root."""
         raise NotImplementedError
 
     @property
     def _is_root(self) -> bool | None:
-        """None until a forward has told."""
+        """Whether this is the root; None until the first forward, which shows it."""
         return None if self.model is None or self.model.provisional else self.model.states[0] is self
 
     def _lazy_init(self) -> None:
@@ -36,17 +36,17 @@ class AsFSDP2State:
 
     @property
     def _state_ctx(self) -> SimpleNamespace:
-        """Pipelining walks through the states, to end the backwards of all microbatches."""
+        """The object through which pipelining finds all states, to end the backwards of all microbatches."""
         return SimpleNamespace(all_states=[self] if self.model is None else self.model.states)
 
     @property
     def _fsdp_param_groups(self) -> list[Any]:
-        """None: what they would do is done in _root_post_backward_final_callback."""
+        """An empty list, because _root_post_backward_final_callback does the work of parameter groups."""
         return []
 
     @property
     def _fsdp_param_group(self) -> None:
-        """The same, by the name that torch 2.11 has for the only one."""
+        """None, for the same reason. torch 2.11 uses this name for the only group."""
         return None
 
     def _root_post_backward_final_callback(self) -> None:
@@ -54,7 +54,7 @@ class AsFSDP2State:
             self.model.finalize_backward(async_op=False)
 
     def collect_left_gradients(self) -> None:
-        """Gradients that a program has left at the whole parameters itself (pipelining's backward of weights alone) go to the engine."""
+        """Gives the engine gradients that a program itself has put into the whole parameters, as pipelining's backward for weights does."""
         for i, parameter in enumerate(self.parameters):
             if parameter.whole is None or parameter.whole.grad is None:
                 continue

@@ -1,4 +1,4 @@
-"""What libfsdp's fully_shard takes beyond FSDP2's arguments."""
+"""The arguments of libfsdp's fully_shard that FSDP2's does not have."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Float8Blocks:
-    """Parameters travel in all-gathers in eight bits per element, with a scale of one byte for each block of elements.
+    """All-gathers send parameters in eight bits per element, with a scale of one byte for each block of elements.
 
     A block of 32 takes 33 bytes instead of bfloat16's 64. (OCP Microscaling Formats: MXFP8.) The shards keep their dtype.
 
     Attributes:
-        block: elements that share a scale; a multiple of 16.
+        block: the number of elements that share a scale; a multiple of 16.
     """
 
     block: int = 32
@@ -36,14 +36,17 @@ class Beyond:
     """Options of one call of fully_shard that are libfsdp's own.
 
     Attributes:
-        outer_sharded: shards are cut over the outer dimension, too (HFSDP).
-        gather_format: in which a parameter travels; None: in the dtype of the computation.
-        follow_grad_dtype: gradients get the ``grad_dtype`` that users have set.
-        keep_gathered_bytes: of whole parameters, which stay from forward into backward; the root's counts.
-        report_nan: look for NaN in gradients; the root's counts.
-        main_params_dtype: of shards, and with them of optimizer state; None: as the module's parameters.
-        main_grads_dtype: of the gradients that shards get; None: as their parameters; "own": as the module's parameters.
-        check_initial_values: ranks compare their values, and raise if they differ.
+        outer_sharded: whether shards are cut over the outer dimension, too (HFSDP).
+        gather_format: returns the format in which a parameter is gathered; None stands for the dtype of the
+            computation.
+        follow_grad_dtype: whether gradients get the ``grad_dtype`` that users have set.
+        keep_gathered_bytes: how many bytes of whole parameters stay from forward into backward; the root's value
+            counts.
+        report_nan: whether to look for NaN in gradients; the root's value counts.
+        main_params_dtype: the dtype of shards, and with them of optimizer state; None: that of the module's parameters.
+        main_grads_dtype: the dtype of the shards' gradients; None: that of the shards; "own": that of the module's
+            parameters.
+        check_initial_values: whether ranks compare their first values, and raise if they differ.
     """
 
     outer_sharded: bool = False
@@ -56,13 +59,13 @@ class Beyond:
     check_initial_values: bool = False
 
     def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Of the parameter's shards. Frozen ones keep their own, as no optimizer updates them."""
+        """Returns the dtype of the parameter's shards. Frozen parameters keep their own, because no optimizer updates them."""
         if self.main_params_dtype is None or not parameter.requires_grad or not parameter.is_floating_point():
             return parameter.dtype
         return self.main_params_dtype
 
     def grad_dtype_of(self, parameter: nn.Parameter) -> torch.dtype | None:
-        """Of the gradient that the parameter's shards get; None: that of the shards."""
+        """Returns the dtype of the gradient that the parameter's shards get; None stands for that of the shards."""
         if self.main_grads_dtype is None or not parameter.is_floating_point():
             return followed_grad_dtype(parameter, self.follow_grad_dtype)
         dtype = parameter.dtype if self.main_grads_dtype == "own" else self.main_grads_dtype
@@ -70,7 +73,7 @@ class Beyond:
 
 
 def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -> None:
-    """What the options ask for can be had on this mesh.
+    """Checks that the options are possible on this mesh.
 
     Raises:
         ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, for a
@@ -95,13 +98,13 @@ def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -
 
 
 def divides_by_all(ranks: ShardingMesh, parameter: nn.Parameter, shard_dim: int) -> bool:
-    """The parameter, or this rank's piece of it, can be cut over both dimensions of a mesh."""
+    """True if the parameter, or this rank's piece of it, can be cut evenly over both dimensions of a mesh."""
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return shard_dim == 0 and ranks.replicates and local.size(0) % (ranks.shard_size * ranks.mesh.size(0)) == 0
 
 
 def check_parameter(beyond: Beyond, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh) -> int:
-    """Elements of a block in which the parameter travels; 0: it travels as it is.
+    """Returns the number of elements of a block in which the parameter is gathered; 0 if it is gathered in its dtype.
 
     Raises:
         ValueError: if its rows are no whole blocks, or do not divide by all ranks where the outer ones shard, too.

@@ -1,4 +1,4 @@
-"""Where the buffers of collectives lie: in memory of the process groups, or in symmetric memory."""
+"""Chooses where the buffers of collectives lie: in memory of the process groups, or in symmetric memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASKED_BY = {
 
 
 def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
-    """The buffers of the unit's model come from a process group's allocator, if one of its groups has one.
+    """Takes the buffers of the unit's model from a process group's allocator, if one of its groups has one.
 
     Raises:
         AssertionError: if the unit has collectives of the user's own, which bring their memory, or symmetric memory.
@@ -31,7 +31,7 @@ def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
 
 
 def use_symmetric_memory(state: ShardState, backend: Literal["NCCL"]) -> None:
-    """The gathers of the unit's model go into symmetric memory, which is this backend's.
+    """Makes the gathers of the unit's model go into the symmetric memory of this backend.
 
     Raises:
         AssertionError: if the unit has collectives of the user's own, or memory of its process group.

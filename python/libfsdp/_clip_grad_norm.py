@@ -1,4 +1,4 @@
-"""torch.nn.utils.clip_grad_norm_ without gathering anything but numbers."""
+"""A torch.nn.utils.clip_grad_norm_ that exchanges only a few numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def clip_grad_norm_(
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     check_parameters(chosen)
     gradients: list[Tensor] = []
-    # By mesh and the dimensions of it that cut. Parameters without a gradient have theirs, too: all ranks make the same exchanges.
+    # The pieces by mesh and by the dimensions that cut. Parameters without a gradient have an entry, too, so that all
+    # ranks make the same exchanges.
     pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in chosen:
         mesh, cut = _cut_of(parameter)
@@ -97,7 +98,7 @@ def _cut_of(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 
 
 def _norm(pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]], p: float) -> Tensor:
-    """On the device where gradients are, without waiting for it: in double precision, without dimensions."""
+    """Returns the norm as a 0-D tensor in double precision, on the device of the gradients, without waiting for the device."""
     sums = []
     for (mesh, cut), gradients in pieces.items():
         of_these = _C.power_sum(gradients, p)

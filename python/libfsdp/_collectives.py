@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed, for process groups that the engine has no faster way into."""
+"""Collectives by torch.distributed, for process groups that the engine can't call directly."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _ORIGINALS = {
 
 
 def are_replaced() -> bool:
-    """A program has put functions of its own in the place of torch.distributed's."""
+    """True if a program has replaced functions of torch.distributed by its own."""
     return any(getattr(dist, name) is not original for name, original in _ORIGINALS.items())
 
 
 def _function(name: str, older: str) -> Callable[..., dist.Work | None]:
-    """Torch's of this name; of the older name, where a program has put its own there to see what is called."""
+    """Returns torch's function of this name, or that of the older name if a program has replaced it to observe calls."""
     return getattr(dist, name if getattr(dist, older) is _ORIGINALS[older] else older)
 
 
 def all_gather(
     output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
-    """Every rank's `shard`, in rank order, in `output`."""
+    """Gathers every rank's `shard` into `output`, in rank order."""
     return _function(_GATHER, "all_gather_into_tensor")(output, shard, group=group, async_op=async_op)
 
 
 def reduce_scatter(
     output: torch.Tensor, unreduced: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
-    """The sum over the ranks of this rank's part of `unreduced`, in `output`."""
+    """Reduces this rank's part of `unreduced` over the ranks into `output`."""
     return _function(_REDUCE, "reduce_scatter_tensor")(
         output, unreduced, op=dist.ReduceOp.SUM, group=group, async_op=async_op
     )
@@ -58,11 +58,11 @@ def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class Collectives:
-    """What the engine asks of one process group. Each gather and each reduction of a unit is one call.
+    """The collectives of one process group that the engine calls. Each gather and each reduction of a unit is one call.
 
     Args:
-        group: the ranks, in order; None for a rank alone, which asks for nothing.
-        device: of the tensors.
+        group: the ranks, in order; None for a single rank, which needs no collectives.
+        device: the device of the tensors.
     """
 
     _all: ClassVar[weakref.WeakSet[Collectives]] = weakref.WeakSet()
@@ -93,19 +93,19 @@ class Collectives:
         return True
 
     def allocate(self, size: int) -> torch.Tensor:
-        """So many bytes from there."""
+        """Allocates memory of this many bytes by the backend's allocator."""
         assert self._group is not None
         backend = self._group._get_backend(self._device)
         return backend.allocate_tensor(size, dtype=torch.uint8, device=self._device)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
-        """Starts it: `output` holds every rank's `shard`, in rank order, when the work is done."""
+        """Starts an all-gather. When it is done, `output` holds every rank's `shard`, in rank order."""
         if self.custom_all_gather is not None:
             return self.custom_all_gather(output_tensor=output, input_tensor=shard, group=self._group, async_op=True)
         return all_gather(output, shard, group=self._group, async_op=True)
 
     def reduce_scatter(self, output: torch.Tensor, unreduced: torch.Tensor) -> dist.Work | None:
-        """Starts it: `output` holds the sum over the ranks of this rank's part of `unreduced`."""
+        """Starts a reduce-scatter. When it is done, `output` holds the sum over the ranks of this rank's part of `unreduced`."""
         if self.custom_reduce_scatter is not None:
             op = dist.ReduceOp.SUM
             return self.custom_reduce_scatter(
@@ -121,7 +121,7 @@ class Collectives:
         every.view(torch.uint8).view(-1).copy_(gathered)
 
     def scatter(self, into: torch.Tensor, shards: list[torch.Tensor], root: int) -> None:
-        """Rank `root` of the group gives each rank its shard; blocks."""
+        """Sends each rank its shard from rank `root` of the group; blocks."""
         source = dist.get_global_rank(self._group, root)
         mine = dist.get_rank(self._group) == root
         dist.scatter(into, shards if mine else None, src=source, group=self._group)

@@ -1,4 +1,4 @@
-"""What torch.compile is to leave out of its graphs."""
+"""Keeps functions out of torch.compile's graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._
 
 
 def untraced(function: Function) -> Function:
-    """torch.compile neither traces the function nor what it calls.
+    """Makes torch.compile trace neither the function nor the functions that it calls.
 
-    As torch.compiler.disable, but the function stays what it is: no wrapper that costs microseconds per call, and torch's compiler, which
-    takes a second to load, is not loaded for programs that do not compile.
+    It works like torch.compiler.disable, but without a wrapper, which would cost microseconds per call. Nor does it
+    load torch's compiler, which takes a second, for programs that do not compile.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where a call would be traced
     function._torchdynamo_disable_msg = "libfsdp's hooks run between graphs"  # type: ignore[attr-defined]

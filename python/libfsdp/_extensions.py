@@ -1,4 +1,4 @@
-"""Parameters whose tensors say themselves how they are gathered: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``."""
+"""Parameters whose tensors define how they are gathered, by ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_extended(local: torch.Tensor) -> bool:
-    """The tensor, or its class, says how it is gathered.
+    """True if the tensor, or its class, defines how it is gathered.
 
     Raises:
         AssertionError: if it has one of the two methods only.
@@ -39,7 +39,7 @@ def is_extended(local: torch.Tensor) -> bool:
 
 
 def refuse_extended(state: ShardState, *, is_size: bool) -> None:
-    """What cannot be had for parameters that are gathered in ways of their own.
+    """Refuses options that extended parameters can't have.
 
     Raises:
         NotImplementedError: if the state has such parameters, and such options.
@@ -68,7 +68,7 @@ def refuse_extended(state: ShardState, *, is_size: bool) -> None:
 
 
 def copy_of_rows(local: torch.Tensor, begin: int, rows: int, *, to_host: bool) -> torch.Tensor:
-    """Rows of a tensor of any class, in memory of their own."""
+    """Copies rows of a tensor of any class to memory of their own."""
     piece = local.narrow(0, begin, rows)
     copy = local.new_zeros(piece.size())
     if rows > 0:
@@ -78,19 +78,21 @@ def copy_of_rows(local: torch.Tensor, begin: int, rows: int, *, to_host: bool) -
 
 @dataclass
 class _Gather:
-    """One parameter's way from shards to a whole.
+    """The gather of one parameter, from the shards to the whole.
 
     Attributes:
-        index: in the unit.
+        index: the index of the parameter in the unit.
         padded: the shape of the first rank's main parameters.
-        outputs: what arrives: one flat tensor for each that is sent, whose memory comes and goes.
-        inputs: what is on its way.
-        sizes: of what is sent, as the extension gave it.
-        metadata: from the extension's first half to its second.
-        encoded: a quantized parameter's ranks quantize what they send.
-        shard: where the outer ranks cut shards, too: what this inner rank sends, or, if `shard_encoded` is False, its rows.
-        shard_encoded: the outer ranks have quantized their parts of it.
-        inner: memory of the whole parameter that the extension has allocated, with its size in bytes.
+        outputs: the tensors that receive the gather, flat, one for each tensor that is sent; their memory comes and
+            goes.
+        inputs: the tensors that are being sent.
+        sizes: the sizes of the tensors that the extension gave to be sent.
+        metadata: the value that the extension's first function passes to its second.
+        encoded: whether ranks send a quantized parameter in quantized form.
+        shard: if the outer ranks cut shards, too: the tensors that this inner rank sends, or its rows if
+            `shard_encoded` is False.
+        shard_encoded: whether the outer ranks have quantized their parts of `shard`.
+        inner: the memory of the whole parameter that the extension has allocated, with its size in bytes.
     """
 
     index: int
@@ -107,7 +109,7 @@ class _Gather:
 
 
 def _padded(tensor: torch.Tensor, local: torch.Tensor, padded: torch.Size) -> torch.Tensor:
-    """As many rows as the first rank has: zeros behind those of a shard with fewer, where the extension has not padded itself."""
+    """Pads a shard with zeros to the number of rows that the first rank has, unless the extension has padded it."""
     missing = padded[0] - local.size(0)
     if missing == 0 or tensor.ndim != local.ndim or tensor.size(0) != local.size(0):
         return tensor
@@ -119,7 +121,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(gather: _Gather, rows: torch.Tensor) -> list[torch.Tensor]:
-    """What is sent of a quantized parameter's rows: their quantized form, if they have one by themselves."""
+    """Returns the tensors to send for a quantized parameter's rows: their quantized form, if rows can be quantized separately."""
     assert gather.parameter.quantized is not None
     encoded = gather.parameter.quantized.encode(rows, gather.parameter.shape)
     gather.encoded = encoded is not None
@@ -139,15 +141,15 @@ class ExtendedParameters:
         *,
         outer_pieces: int,
     ) -> None:
-        """Makes what gathers them.
+        """Makes the gathers of the parameters.
 
         Args:
-            parameters: by their positions in the unit.
+            parameters: the parameters by their positions in the unit.
             shard_mesh: the ranks that have shards, one dimension.
-            device: of the whole parameters.
-            policy: of the unit.
-            adopt_whole: gets a parameter's whole tensor when there is one for the first time.
-            outer_pieces: into which the outer ranks cut each shard.
+            device: the device of the whole parameters.
+            policy: the mixed precision policy of the unit.
+            adopt_whole: called with a parameter's whole tensor when it exists for the first time.
+            outer_pieces: the number of pieces into which the outer ranks cut each shard.
         """
         self._mesh = shard_mesh
         self._device = device
@@ -159,21 +161,21 @@ class ExtendedParameters:
             _Gather(i, p, torch.Size([-(-p.shape[0] // pieces), *p.shape[1:]])) for i, p in parameters.items()
         ]
         self._unit: _C.Unit | None = None
-        self._writes: torch.Tensor | None = None  # its version tells of them
+        self._writes: torch.Tensor | None = None  # its version tells of writes to main parameters
         self._writes_seen = -1
         self._writes_sent = -1
 
     def attach_to(self, unit: _C.Unit) -> None:
-        """The unit gathers these parameters by this object, which it does not keep alive."""
+        """Makes the unit gather these parameters by this object, which the unit does not keep alive."""
         self._unit = unit
         if any(gather.parameter.quantized is not None for gather in self._gathers):
             self._writes = unit.watch_writes(self._gathers[0].index)
         unit.set_extension(weak_method(self.start), weak_method(self.finish), weak_method(self.free))
 
-    @torch.inference_mode(False)  # What is made here serves training, too.
+    @torch.inference_mode(False)  # Tensors that are made here also serve training.
     @torch.no_grad()
     def start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be gathered: pairs of the whole, to be filled, and this rank's part of it, as bytes."""
+        """Returns the tensors to gather, as bytes: pairs of the whole, which is filled, and this rank's part of it."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         quantized = self._quantized_inputs()
         for gather in self._gathers:
@@ -192,7 +194,7 @@ class ExtendedParameters:
         return pairs
 
     def _quantized_inputs(self) -> dict[int, Sequence[torch.Tensor]]:
-        """What this rank sends of each quantized parameter, by its position in the unit."""
+        """Returns the tensors that this rank sends for each quantized parameter, by its position in the unit."""
         gathers = [gather for gather in self._gathers if gather.parameter.quantized is not None]
         if not gathers:
             return {}
@@ -204,7 +206,7 @@ class ExtendedParameters:
             rows = [self._rows_of(gather) for gather in gathers]
         if written:
             self._renew(gathers, rows)
-        if self._outer_pieces > 1:  # What the outer ranks have gathered serves until main parameters are written again.
+        if self._outer_pieces > 1:  # The result of the outer gathers serves until main parameters are written again.
             if written:
                 self._gather_shards(gathers, rows)
             rows = [gather.shard[0] for gather in gathers]
@@ -218,12 +220,15 @@ class ExtendedParameters:
         return sent
 
     def _rows_of(self, gather: _Gather) -> torch.Tensor:
-        """This rank's main parameters, as they are computed with if they are not quantized."""
+        """Returns this rank's main parameters in the dtype of the computation, before they are quantized."""
         local = gather.parameter.local.to(self._device)
         return _padded(local.to(gather.parameter.compute_dtype(self._policy)), local, gather.padded)
 
     def _renew(self, gathers: list[_Gather], rows: list[torch.Tensor]) -> None:
-        """Other values are quantized from now on. Those of all parameters that all ranks must know of travel together."""
+        """Tells the forms that new values are quantized from now on.
+
+        Values that all ranks need are exchanged for all parameters together.
+        """
         asking: list[QuantizedForm] = []
         largest: list[torch.Tensor] = []
         for gather, own in zip(gathers, rows, strict=True):
@@ -246,7 +251,7 @@ class ExtendedParameters:
             form.set_largest(value)
 
     def _gather_shards(self, gathers: list[_Gather], rows: list[torch.Tensor]) -> None:
-        """Over the outer ranks, in eight bits where one rank's rows can be quantized by themselves."""
+        """Gathers shards over the outer ranks, in eight bits if the rows of one rank can be quantized separately."""
         assert self._unit is not None
         pairs = []
         for gather, own in zip(gathers, rows, strict=True):
@@ -281,7 +286,7 @@ class ExtendedParameters:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """It has arrived: makes the whole parameters, or fills those that there are."""
+        """Called when the data have arrived. Makes the whole parameters, or fills those that exist."""
         for gather in self._gathers:
             parameter = gather.parameter
             arrived = tuple(
@@ -304,12 +309,12 @@ class ExtendedParameters:
             else:
                 for storage, size in gather.inner:
                     storage.resize_(size)
-                # The values are those that autograd has saved: to it, nothing is written here.
+                # The values are the same that autograd has saved, so this must not count as a write.
                 with _unsafe_preserve_version_counter(parameter.whole):
                     after(arrived, gather.metadata, dtype, out=parameter.whole)
             gather.inputs = []
             gather.metadata = None
-        self._writes_seen = self._writes_sent  # Only now: what failed is to be done again.
+        self._writes_seen = self._writes_sent  # Only now, because a gather that failed must be repeated.
 
     def _adopt(self, gather: _Gather, whole: torch.Tensor, inner: Iterable[torch.Tensor]) -> None:
         known = {output.untyped_storage()._cdata for output in gather.outputs}
@@ -318,7 +323,7 @@ class ExtendedParameters:
         self._adopt_whole(gather.index, whole)
 
     def _quantize(self, gather: _Gather, form: QuantizedForm, values: torch.Tensor) -> None:
-        """What arrived is needed no more then."""
+        """Quantizes the values that arrived, whose memory is then free."""
         whole = gather.parameter.whole
         if whole is None:
             self._adopt(gather, *form.make(values))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class GradientReductionHandle:
-    """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has started."""
+    """Waits for the reductions that ``FSDPModule.finalize_backward(async_op=True)`` has started."""
 
     def __init__(self, model: Model | None = None) -> None:
         self._model = model

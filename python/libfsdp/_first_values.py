@@ -1,4 +1,4 @@
-"""Ranks take their rows of their own first values: were those the same on all of them?"""
+"""Checks that the first values, of which each rank takes its own rows, were the same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from libfsdp._mesh import ShardingMesh
     from libfsdp._sharded_parameter import ShardedParameter
 
-_SAMPLED = 64  # elements of each parameter, spread over it
+_SAMPLED = 64  # the number of elements of each parameter, spread over it, that are compared
 
 
 @dataclass
 class _Taken:
-    """Of one parameter.
+    """The sample of one parameter.
 
     Attributes:
-        checksum: of the sample.
+        checksum: the checksum of the sample.
         sharded: the parameter that got this rank's rows.
-        version: of it, and of its memory, at that time.
+        version: the versions of that parameter and of its memory at that time.
     """
 
     checksum: int
@@ -39,11 +39,11 @@ class FirstValues:
     """Samples of the whole values that a rank had when a unit was sharded."""
 
     def __init__(self, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:
-        """Takes them.
+        """Takes the samples.
 
         Args:
-            values: whole, before sharding.
-            parameters: that have this rank's rows of them.
+            values: the whole parameters, before sharding.
+            parameters: the sharded parameters, which have this rank's rows.
         """
         self._taken = {
             parameter.identity: _Taken(
@@ -54,7 +54,7 @@ class FirstValues:
         }
 
     def untouched(self, parameters: Sequence[ShardedParameter]) -> list[int]:
-        """A checksum for each parameter; 0 for those that had no values, or that were written since (loaded, broadcast, trained)."""
+        """Returns a checksum for each parameter; 0 for those that had no values, or were written since (loaded, broadcast, trained)."""
         taken_of = [self._taken.get(parameter.identity) for parameter in parameters]
         return [
             taken.checksum
@@ -64,12 +64,12 @@ class FirstValues:
         ]
 
     def forget(self) -> None:
-        """They were compared."""
+        """Drops the samples after they were compared."""
         self._taken = {}
 
 
 def compare(ranks: ShardingMesh, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:
-    """Raises Error on all ranks if they have other values. Collective."""
+    """Raises Error on all ranks if their values differ. Collective."""
     lines = [
         f"parameter '{parameter.name}' is not compared"
         if value.is_meta or parameter.extended

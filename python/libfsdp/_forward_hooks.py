@@ -1,4 +1,4 @@
-"""What happens before and after a sharded module's forward."""
+"""The hooks that run before and after a sharded module's forward."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CALLS: set[types.CodeType] = {nn.Module._call_impl.__code__}
 
 
 def _calls_of(module: nn.Module) -> int:
-    """How many calls of the module are under way on this thread: a method such as generate calls it, or it calls itself.
+    """Returns how many calls of the module are under way on this thread: a method such as generate may call it, or it may call itself.
 
-    The stack tells, and not a count: a KeyboardInterrupt ends a call without its hooks. Looked at where a root's forward seems to be under
-    way when it begins.
+    It looks at the stack instead of counting, because a KeyboardInterrupt ends a call without its hooks. It is called
+    if a root's forward seems to be under way when the forward begins.
     """
     count = 0
     frame: types.FrameType | None = sys._getframe()
@@ -39,32 +39,32 @@ def _calls_of(module: nn.Module) -> int:
 
 
 class ForwardHooks:
-    """Tells the engine when the modules of a state are used, and casts what they take and give."""
+    """Tells the engine when the modules of a state are used, and casts their inputs and outputs."""
 
     def __init__(self, state: ShardState) -> None:
         self.state = state
 
     def register(self) -> None:
-        """Once, when the modules are sharded."""
+        """Registers the hooks. Called once, when the modules are sharded."""
         state = self.state
         for module in state.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            # Also after a forward that raised: its module is not to be left with whole parameters.
+            # It runs even after a forward that raised, so that its module is not left with whole parameters.
             module.register_forward_hook(self.post_forward, always_call=True)
-        # Each module that has parameters: a program may save or load a part of the model.
+        # Each module that has parameters gets the hook, because a program may save or load a part of the model.
         for module in dict.fromkeys((*state.modules, *(place.module for p in state.parameters for place in p.places))):
             module.register_state_dict_pre_hook(self._show_shards)
             module.register_load_state_dict_pre_hook(self._show_shards)
 
     def _show_shards(self, *_: Any) -> None:
-        """State dicts hold shards."""
+        """Shows shards, because state dicts must hold shards."""
         self.state.reshard()
 
     @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module's forward: the unit is gathered, and the module shows whole parameters."""
+        """Runs before a module's forward: gathers the unit, and makes the module show whole parameters."""
         state = self.state
         model = state.model
         if model is None or model.provisional:
@@ -73,7 +73,7 @@ class ForwardHooks:
             if state.unit is not None:
                 model.engine.enter(state.unit, True)
             return self._cast_inputs(args, kwargs)
-        begins_call = not state.modules_to_run  # of a group, once for all of its modules
+        begins_call = not state.modules_to_run  # for a group, the call begins once for all of its modules
         if not state.modules_to_run:
             if model.forward_root is state and _calls_of(module) > 1:
                 model.inner_root_calls += 1
@@ -90,7 +90,7 @@ class ForwardHooks:
 
     @untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After a module's forward: it shows shards again, and backward will enter the unit by way of the output."""
+        """Runs after a module's forward: makes it show shards again, and makes backward enter the unit when it reaches the output."""
         state = self.state
         model = state.model
         if model is None:

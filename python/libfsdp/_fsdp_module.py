@@ -1,4 +1,4 @@
-"""The class that sharded modules have beside their own."""
+"""The class that sharded modules get in addition to their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _constructs_original = True
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Within it, making an object of a sharded class does not run its ``__init__``: for code that copies modules itself."""
+    """A context in which making an object of a sharded class does not run its ``__init__``, for code that copies modules itself."""
     global _constructs_original
     before, _constructs_original = _constructs_original, False
     try:
@@ -36,7 +36,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 class UnshardHandle:
-    """Waits for what ``FSDPModule.unshard(async_op=True)`` has started."""
+    """Waits for the gather that ``FSDPModule.unshard(async_op=True)`` has started."""
 
     def __init__(self, states: Sequence[ShardState] = ()) -> None:
         self._states = states
@@ -49,7 +49,7 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """What a module is, beside its own class, once fully_shard was called on it."""
+    """The class that fully_shard gives a module in addition to its own."""
 
     # FSDP<Original>, FSDPModule, Original, ...
     _orig_cls_mro_index = 2
@@ -91,7 +91,7 @@ class FSDPModule:
         return UnshardHandle(states) if async_op else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's, whatever the module shows; gradients that are not synchronized are dropped, too. Not within a backward."""
+        """Works like nn.Module's, and also drops gradients that are not synchronized. Must not be called within a backward."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         states = self._states(recurse=True)
         for parameter in (parameter for state in states for parameter in state.parameters):
@@ -117,13 +117,14 @@ class FSDPModule:
         state.model.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing: each backward that reduces gradients gives them, and has waited for them.
+        """Does nothing, because each backward that reduces gradients waits for them and gives them to the parameters.
 
-        FSDP2 gives them, too, but leaves it to the last backward to order the current stream behind them.
+        In FSDP2, each backward gives gradients, too, but only the last one orders the current stream behind the
+        reductions.
         """
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With True, backwards end without reducing what they have left; ``finalize_backward`` does, once for all of them.
+        """With True, the end of a backward does not reduce the gradients that are left; ``finalize_backward`` does, once for all backwards.
 
         Call it on the root, between backwards.
 
@@ -133,9 +134,10 @@ class FSDPModule:
         self._root_state("set_manual_backward_finalization").set_manual_finalization(as_flag("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduces what backwards have left: with manual finalization, or without synchronization before that was set again.
+        """Reduces the gradients that backwards have left: with manual finalization, or without synchronization before it was set again.
 
-        Whole parameters are freed as at a backward's end: ``set_reshard_after_backward`` says of which modules.
+        Whole parameters are freed as at the end of a backward, for the modules that ``set_reshard_after_backward``
+        says.
 
         Call it on the root, on all ranks, when the last backward has ended; parameters then have their gradients.
 
@@ -143,8 +145,8 @@ class FSDPModule:
             async_op: return at once, with a handle to wait on.
 
         Raises:
-            RuntimeError: inside of a backward, on a module that is not the root, and while an earlier handle was not waited
-                for.
+            RuntimeError: inside of a backward, on a module that is not the root, and if no wait for an earlier handle
+                has ended.
         """
         model = self._root_state("finalize_backward").model
         if model is None:
@@ -160,9 +162,9 @@ class FSDPModule:
         return state
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """With True, whole parameters keep their memory while they are resharded, and so lie where they lay (CUDA graphs).
+        """With True, whole parameters keep their memory while they are resharded, and therefore their addresses (for CUDA graphs).
 
-        Their values are gathered anew all the same. With False, the memory is freed again.
+        Their values are gathered again nevertheless. With False, the memory is freed.
         """
         keep = as_flag("keep", keep)
         for state in self._states(recurse):
@@ -173,7 +175,7 @@ class FSDPModule:
 
         Args:
             requires_gradient_sync: reduce gradients.
-            recurse: of all modules below, too.
+            recurse: whether to apply it to all modules below, too.
         """
         requires_gradient_sync = as_flag("requires_gradient_sync", requires_gradient_sync)
         for state in self._states(recurse):
@@ -189,25 +191,25 @@ class FSDPModule:
                 state.unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward."""
+        """Sets whether parameters are freed between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for state in self._states(recurse):
             state.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward; False saves the gathers of an accumulation's next forward."""
+        """Sets whether parameters are freed after backward. With False, the next forward of an accumulation gathers nothing."""
         reshard_after_backward = as_flag("reshard_after_backward", reshard_after_backward)
         for state in self._states(recurse):
             if state.unit is not None:
                 state.unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The modules whose gathers start when this one's forward begins, in place of a prediction."""
+        """Sets the modules whose gathers start when this one's forward begins, instead of those that are predicted."""
         self._set_prefetch(modules, in_backward=False)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The modules whose gathers start when this one's backward begins, in place of a prediction."""
+        """Sets the modules whose gathers start when this one's backward begins, instead of those that are predicted."""
         self._set_prefetch(modules, in_backward=True)
 
     def _set_prefetch(self, modules: Sequence[FSDPModule], *, in_backward: bool) -> None:
@@ -222,7 +224,7 @@ class FSDPModule:
             state.apply_prefetch_lists()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """By how much the sum of the ranks' gradients is divided, in place of their number."""
+        """Sets the number by which the sum of the ranks' gradients is divided, instead of the number of ranks."""
         divided_by = check_number("factor", factor)
         for state in self._states(recurse=False):
             if state.unit is not None:
@@ -233,19 +235,19 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gathers of this module's unit go through ``comm``, an object as FSDP2's AllGather."""
+        """Makes ``comm``, an object like FSDP2's AllGather, run the gathers of this module's unit."""
         for state in self._states(recurse=False):
             refuse_custom_collectives(state, "set_custom_all_gather")
         self._custom_collectives().custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reductions of this module's unit go through ``comm``, an object as FSDP2's ReduceScatter."""
+        """Makes ``comm``, an object like FSDP2's ReduceScatter, run the reductions of this module's unit."""
         for state in self._states(recurse=False):
             refuse_custom_collectives(state, "set_custom_reduce_scatter")
         self._custom_collectives().custom_reduce_scatter = comm
 
     def _custom_collectives(self) -> Any:
-        """Collectives along the sharding dimension that are this module's alone."""
+        """Returns the collectives along the sharding dimension, made for this module alone."""
         state = self._get_fsdp_state()
         if not state.mesh.collectives or not state.mesh.is_own:
             state.mesh = sharding_mesh(state.mesh.mesh, own_collectives=True)
@@ -256,8 +258,8 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """With True, buffers of collectives come from the process group's own allocator, where its backend has one (NCCL).
 
-        Units share their buffers, so that all of the model's come from there if one of its units asks for it. Backends
-        without an allocator, Gloo among them, are as before. Call it on all ranks.
+        Units share their buffers, so all buffers of the model come from there if one of its units asks for it. Backends
+        without an allocator, Gloo among them, keep the ordinary one. Call it on all ranks.
 
         Raises:
             AssertionError: if the module has a collective of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, or
@@ -267,10 +269,11 @@ class FSDPModule:
             use_memory_of_group(state, enable=as_flag("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Gathers go into torch's symmetric memory, for which NCCL has faster ones.
+        """Makes gathers go into torch's symmetric memory, for which NCCL has faster collectives.
 
-        Units share their buffers, so that all gathers of the model do so if one of its units asks for it. Sets the backend of
-        torch's symmetric memory in this process. That memory is reused, but never freed. Call it on all ranks.
+        Units share their buffers, so this holds for all gathers of the model if one of its units asks for it. Sets the
+        backend of torch's symmetric memory in this process. That memory is reused, but never freed. Call it on all
+        ranks.
 
         Raises:
             ValueError: for another backend than NCCL.
@@ -308,20 +311,20 @@ class FSDPModule:
         state.all_reduce_hook = on_stream
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reductions get connections of their own, so that they and gathers do not wait for each other. Collective."""
+        """Gives reductions connections of their own, so that they and gathers do not wait for each other. Collective."""
         enable = as_flag("enable", enable)
         for state in self._states(recurse):
             if state.unit is not None:
                 state.unit.separate_reduce_group = enable
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Does nothing: reductions are sums, scaled on the receiving rank, in any case."""
+        """Does nothing: reductions are always sums, which the receiving rank scales."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Does nothing: a parameter that some rank has not used counts as zero there in any case."""
+        """Does nothing: on a rank that has not used a parameter, its gradient always counts as zero."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Checks its argument; at most two reductions are under way in any case.
+        """Checks its argument only: there are never more than two reductions under way.
 
         Raises:
             TypeError: if it is no integer.
@@ -333,25 +336,25 @@ class FSDPModule:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With False, backward does not gather the module's parameters: for those whose values backward does not need."""
+        """With False, backward does not gather the module's parameters. For parameters whose values backward does not need."""
         unshard_in_backward = as_flag("unshard_in_backward", unshard_in_backward)
         for state in self._states(recurse=False):
             if state.unit is not None:
                 state.unit.gathered_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The root's next forward waits for this event before it gathers. Serves once."""
+        """Makes the root's next forward wait for this event before it gathers. The event is used once."""
         self._get_fsdp_state().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Does nothing: gathers are asynchronous in any case."""
+        """Does nothing: gathers are always asynchronous."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's, on shards: what it gives becomes the shards' values."""
+        """Works like nn.Module's on shards, whose values become those of the result."""
         state = self._get_fsdp_state()
         self.reshard()
         if state.model is not None:
-            state.model.dissolve()  # The engine keeps the tensors, which nobody else may while they are exchanged.
+            state.model.dissolve()  # The engine refers to the tensors, and nothing may refer to them while they are exchanged.
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for one in self._states(recurse=False):
             one.adopt_registered()

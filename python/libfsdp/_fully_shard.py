@@ -1,4 +1,4 @@
-"""fully_shard, and what else makes modules sharded."""
+"""fully_shard and related functions."""
 
 from __future__ import annotations
 
@@ -82,40 +82,44 @@ def fully_shard(
         module: the module, or several that make up one unit together. A list is reduced to its outermost modules.
         mesh: one dimension to shard over, or two: the first replicates, the second shards (HSDP). By default all ranks.
         reshard_after_forward: True frees the parameters after forward and gathers them again in backward; False keeps them;
-            a number keeps a copy between so many neighbouring ranks. None is True, except for the root.
+            a number keeps one copy between this many neighbouring ranks. None means True, except for the root, where it
+            means False.
         shard_placement_fn: the dimension that a parameter is cut along, as ``Shard(dim)``; None for the first one. A dimension
             other than the first must be divisible by the number of ranks. A :class:`ShardPlacementResult` says over which
             ranks, too: parameters on ranks of their own make up a unit of their own.
-        mp_policy: dtypes of computation and of reductions.
+        mp_policy: the dtypes of computation and of reductions.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters that stay as they are.
-        dp_mesh_dims: which dimensions of ``mesh``, then a mesh of all ranks on which the parameters are DTensors already, are
-            data-parallel: those that shard, those that replicate.
+        dp_mesh_dims: the data-parallel dimensions of ``mesh``: those that shard and those that replicate. ``mesh`` is
+            then a mesh of all ranks on which the parameters are DTensors already.
         placements: what is sharded: "optim_grads_params" (ZeRO-3), "optim_grads" or "optim" (ZeRO-2, 1), or nothing: "no_shard"
             (ZeRO-0). Without sharding ``module.parameters()`` stay ordinary tensors, each rank has all of them, and gradients are
             averaged over all ranks of the mesh, as by DistributedDataParallel.
-        outer_placements: of the first of two dimensions: "no_shard" replicates (HSDP); "optim" cuts shards, and with them
-            gradients and optimizer state, over it as well (HFSDP), and only gathers of parameters stay within the second one.
-            "optim_if_even": so, and parameters whose rows do not divide by all ranks are replicated.
-        gather_format: the bytes in which a parameter travels in gathers: :class:`Float8Blocks`, or None for the dtype of the
+        outer_placements: what happens over the first of two dimensions. "no_shard" replicates (HSDP). "optim" also cuts
+            shards, and with them gradients and optimizer state, over it (HFSDP); only gathers of parameters stay within
+            the second dimension. "optim_if_even" does the same, and replicates parameters whose rows do not divide by
+            all ranks.
+        gather_format: the format in which gathers send a parameter: :class:`Float8Blocks`, or None for the dtype of the
             computation.
-        keep_gathered_bytes: of the root's call: so many bytes of whole parameters stay gathered from forward into backward, of
-            the units that forward used first.
-        report_nan_in_param_grad: of the root's call: each backward looks for NaN in gradients, and raises ``Error`` on all
-            ranks with the names of parameters, units and ranks.
-        follow_grad_dtype: gradients get the ``grad_dtype`` that was set on a parameter before this call, and travel in it
-            unless the policy has a reduce_dtype. None: as FSDP2 does, which follows it from torch 2.15 on.
-        main_params_dtype: of the shards that are trained, and with them of optimizer state. Modules compute in the dtype that
-            their parameters had, or in the policy's param_dtype. None: shards have the parameters' dtype.
-        main_grads_dtype: of the shards' gradients, in which those of several backwards add up. They travel in it unless the
-            policy has a reduce_dtype, and sums are not rounded to that. "own": the dtype
-            that the parameter had. None: the dtype of the shards.
-        check_initial_values: ranks compare their first values of all parameters, and raise ``Error`` if they differ. Without it
-            they compare 64 elements of each parameter before the first forward, if nothing was written to it until then
-            (loaded, broadcast), and warn.
+        keep_gathered_bytes: the number of bytes of whole parameters that stay gathered from forward into backward, in
+            the units that forward used first. The value of the root's call counts.
+        report_nan_in_param_grad: whether each backward looks for NaN in gradients, and raises ``Error`` on all ranks
+            with the names of parameters, units and ranks. The value of the root's call counts.
+        follow_grad_dtype: whether gradients get the ``grad_dtype`` that was set on a parameter before this call, and
+            are sent in it unless the policy has a reduce_dtype. None does the same as FSDP2, which follows
+            ``grad_dtype`` from torch 2.15 on.
+        main_params_dtype: the dtype of the shards that are trained, and with them of optimizer state. Modules compute
+            in the dtype that their parameters had, or in the policy's param_dtype. None: shards have the parameters'
+            dtype.
+        main_grads_dtype: the dtype of the shards' gradients, in which those of several backwards add up. Gradients are
+            sent in it unless the policy has a reduce_dtype, and sums are not rounded to the latter. "own" stands for
+            the dtype that the parameter had, and None for that of the shards.
+        check_initial_values: whether ranks compare the first values of all parameters, and raise ``Error`` if they
+            differ. By default, before the first forward they compare 64 elements of each parameter that has not been
+            written until then (loaded, broadcast), and warn if these differ.
 
     Returns:
-        What was given, with its class changed to one that is an :class:`FSDPModule`, too.
+        The given module or modules, whose class has been changed to one that is also an :class:`FSDPModule`.
 
     Raises:
         ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, a
@@ -177,7 +181,7 @@ def fully_shard(
     _move_to_device(managed, parameters, ranks.device, ignored)
     placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
     dim_of = {parameter: 0 if placements == "no_shard" else dim for _, dim, parameter in placed}
-    # Parameters of one call that have other ranks, or are not cut over the outer ones, make up units of their own.
+    # Parameters of one call that are cut over other ranks, or not over the outer ranks, form units of their own.
     group_of = {
         parameter: (
             id(own.engine_mesh),
@@ -243,7 +247,7 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: ShardingMesh) 
 
 
 def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The modules whose parameters are the unit's: those below the roots that no other call has."""
+    """Returns the modules whose parameters belong to the unit: those below the roots that belong to no other call."""
     found: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
@@ -267,7 +271,7 @@ def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -
 
 
 def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
-    """All below the module is ignored parameters."""
+    """True if all parameters below the module are ignored."""
     return not any(True for _ in module.buffers()) and all(parameter in ignored for parameter in module.parameters())
 
 
@@ -296,7 +300,7 @@ def _move_to_device(
     device: torch.device,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Parameters and buffers go to the mesh's device, except for those on meta."""
+    """Moves parameters and buffers to the mesh's device, except for those on meta."""
     for parameter, _ in parameters:
         if parameter.device == device or parameter.is_meta:
             continue
@@ -332,7 +336,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         output = None
         try:
             output = original(*args, **kwargs)
-        finally:  # Also after a method that raised: its module is not to be left with whole parameters.
+        finally:  # This runs even after a method that raised, so that its module is not left with whole parameters.
             output = state.hooks.post_forward(self, args, output)
         return output
 
@@ -343,8 +347,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Modules of several roots that run together (pipeline stages) share streams and order of communication.
 
-    They do in any case: streams belong to process groups, which all modules on the same ranks share, and collectives of the same
-    ranks have one order. This checks its arguments.
+    They always do: streams belong to process groups, which all modules on the same ranks share, and collectives of the
+    same ranks have one order. So this only checks its arguments.
 
     Raises:
         ValueError: if one of the modules is not sharded.

@@ -1,4 +1,4 @@
-"""Puts libfsdp behind torch.distributed.fsdp's names, and takes it away again."""
+"""Makes the names of torch.distributed.fsdp refer to libfsdp, and undoes this."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _OURS: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
     "disable_fsdp_module_new_init": disable_fsdp_module_new_init,
-    # Where torch's own lacks param_dtype_override_fn, programs of its newer versions can be run all the same.
+    # If torch's policy lacks param_dtype_override_fn, programs for newer versions of torch still run.
     **({} if torch_has_override else {"MixedPrecisionPolicy": MixedPrecisionPolicy}),
 }
 _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """From now on, programs that import ``fully_shard`` and its like from torch get libfsdp's, also those that did before.
+    """Makes programs that import ``fully_shard`` and related names from torch get libfsdp's, even if they have imported them before.
 
-    Modules that have taken the names into their own (``from torch.distributed.fsdp import fully_shard``) are changed, too.
-    Nothing happens if it is installed already.
+    Modules that have imported the names into their own (``from torch.distributed.fsdp import fully_shard``) are
+    changed, too. Nothing happens if it is installed already.
     """
     if _replaced:
         return
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes install(). Modules that have taken the names into their own since then keep libfsdp's."""
+    """Undoes install(). Modules that have imported the names since then keep libfsdp's."""
     while _replaced:
         module, name, theirs = _replaced.pop()
         setattr(module, name, theirs)
@@ -60,7 +60,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """install(), for the time of a ``with`` block."""
+    """Applies install() for the time of a ``with`` block."""
     install()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What modules show between forward and backward where neighbouring ranks keep a copy between them."""
+"""The parameters that modules show between forward and backward if neighbouring ranks keep a copy between them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 def kept_parameter(
     parameter: ShardedParameter, i: int, unit: _C.Unit, mesh: DeviceMesh, ranks: int
 ) -> nn.Parameter | None:
-    """The parameter as a DTensor over the neighbours, in memory that comes and goes.
+    """Returns the parameter as a DTensor over the neighbours, in memory that comes and goes.
 
-    None if what this rank keeps of it is not what torch.chunk would give it: then its module shows the shard.
+    Returns None if the part that this rank keeps is not the one that torch.chunk would give it. Its module then shows
+    the shard.
 
     Args:
-        parameter: the unit's.
-        i: its position there.
-        unit: keeps a copy after forward.
+        parameter: the parameter of the unit.
+        i: its position in the unit.
+        unit: the unit, of which a copy is kept after forward.
         mesh: rows of neighbours, each of which has a copy between them.
-        ranks: over which the parameter is sharded.
+        ranks: the ranks over which the parameter is sharded.
     """
     neighbours = mesh.size(1)
     padded = parameter.shard_dim == 0 and parameter.shape[0] % ranks != 0

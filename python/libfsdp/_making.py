@@ -1,4 +1,4 @@
-"""From the options of a call of fully_shard to its parameters and its unit."""
+"""Makes the parameters and the unit of a call of fully_shard from its options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
-    """What is known of a parameter before it is sharded."""
+    """Returns the facts about a parameter that are known before it is sharded."""
     main_dtype = state.beyond.main_dtype_of(parameter)
     spec, whole_spec = sharded_spec(
         parameter,
@@ -55,7 +55,7 @@ def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Plac
 
 
 def make_unit(state: ShardState) -> _C.Unit:
-    """The unit of a state's parameters, as these are now.
+    """Makes the unit of a state's parameters from their present form.
 
     Raises:
         NotImplementedError: for parameters with fsdp_pre_all_gather, and options that they can't have.
@@ -73,7 +73,8 @@ def make_unit(state: ShardState) -> _C.Unit:
             dtype=p.dtype,
             trainable=p.trainable,
             param_dtype=p.compute_dtype(state.mp_policy),
-            # Said where it was asked for: gradients travel in it then, also where it is the shards' own.
+            # It is set if it was asked for, even if it is the dtype of the shards, because gradients are then sent in
+            # it.
             grad_dtype=p.grad_dtype or (p.dtype if p.trainable and state.beyond.main_grads_dtype is not None else None),
             float8_block=p.float8_block,
             extended=p.extended,

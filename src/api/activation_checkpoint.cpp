@@ -1,11 +1,12 @@
-// Activation checkpointing. Forward runs `fn` as it is, notes which edges lead out of the graph that this builds, throws the graph away and
-// puts one node of its own in its place, with the same edges. Backward runs `fn` again and then, as a backward within the backward, the new
-// graph; what arrives at its exits is what the node returns.
+// Activation checkpointing. Forward runs `fn`, notes which edges lead out of the graph that this builds, and replaces the graph by one node
+// with the same edges. The node's backward runs `fn` again, and then runs backward through the new graph, within the outer backward. The
+// gradients that arrive at the exits of the new graph are those that the node returns.
 //
-// That the node has the edges of everything that `fn` used, parameters too, is what torch's reentrant checkpoint lacks: grad() and
-// backward() for chosen tensors find their way, and no input needs to require a gradient.
+// Unlike torch's reentrant checkpoint, the node has edges to everything that `fn` used, parameters included. So grad() and backward() for
+// chosen tensors work, and no input needs to require a gradient.
 //
-// On a sharded model the repetition tells the engine of the outer backward, since it runs in it, and comes before the inner one.
+// On a sharded model, the repeated forward runs within the outer backward and before the inner one, so it tells the engine of the outer
+// one.
 
 #include "fsdp/activation_checkpoint.h"
 
@@ -43,7 +44,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// A node of autograd's graph, counted as torch counts them: torch 2.11 by shared_ptr.
+/// A reference to a node of autograd's graph, of the type that torch uses (a shared_ptr in torch 2.11).
 template <typename T>
 using NodePtr =
     std::conditional_t<std::is_same_v<decltype(Edge::function), std::shared_ptr<Node>>, std::shared_ptr<T>, c10::intrusive_ptr<T>>;
@@ -51,7 +52,7 @@ using NodePtr =
 template <typename T, typename... Arguments>
 NodePtr<T> make_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<NodePtr<T>, std::shared_ptr<T>>) {
-    // Its own deleter keeps long chains of nodes from using up the stack.
+    // Autograd's deleter keeps the destruction of a long chain of nodes from using up the stack.
     return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](auto* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
@@ -100,7 +101,8 @@ class NewGraph {
   std::uint64_t thread_;
 };
 
-/// What operators read beside their arguments: random generators and autocast's settings. Kept from the first run for the second.
+/// The state that operators read beside their arguments: random generators and autocast's settings. It is kept from the first run for the
+/// second.
 class Surroundings {
  public:
   explicit Surroundings(bool with_rng_state) {
@@ -110,13 +112,13 @@ class Surroundings {
     if (!accelerator.has_value() || at::accelerator::deviceCount() == 0) return;
     add_autocast(accelerator.value());
     const auto index = at::accelerator::getDeviceIndex();
-    // What has no context yet is not used here; asking for its generator would make one.
+    // A device without a context is not used here, and asking for its generator would make a context.
     if (with_rng_state && at::globalContext().getAcceleratorHooksInterface(accelerator).hasPrimaryContext(index)) {
       add(at::globalContext().defaultGenerator(c10::Device(accelerator.value(), index)));
     }
   }
 
-  /// The same settings, as they are now.
+  /// Returns the present values of the same settings.
   Surroundings now() const {
     Surroundings current;
     for (const auto& autocast : autocast_) current.add_autocast(autocast.device);
@@ -161,7 +163,7 @@ class Surroundings {
   std::vector<GeneratorState> generators_;
 };
 
-/// Sets what was kept; its end, what it found.
+/// A guard that sets the kept state, and at its end restores the state that it found.
 class SurroundingsGuard {
  public:
   explicit SurroundingsGuard(const Surroundings& kept) : before_(kept.now()) { kept.set(); }
@@ -173,7 +175,7 @@ class SurroundingsGuard {
   Surroundings before_;
 };
 
-/// Stands at an exit of the repeated graph in place of the node that the exit led to, and keeps what arrives.
+/// Replaces the node to which an exit of the repeated graph led, and keeps the gradient that arrives.
 class Exit final : public Node {
  public:
   explicit Exit(const torch::autograd::InputMetadata& metadata) { input_metadata_.push_back(metadata); }
@@ -195,7 +197,7 @@ class ActivationCheckpointBackward final : public Node {
   ActivationCheckpointBackward(detail::TensorFunction fn, Surroundings surroundings, std::vector<SavedVariable> inputs)
       : fn_(std::move(fn)), surroundings_(std::move(surroundings)), inputs_(std::move(inputs)) {}
 
-  /// After the first run: which outputs were computed, and what they were computed from.
+  /// Call it after the first run. Notes which outputs were computed, and from what.
   void describe(const NewGraph& graph, const variable_list& outputs) {
     for (const auto& output : outputs) computed_.push_back(graph.computed(output));
     graph.for_each_exit(outputs, [&](const Edge& edge) {
@@ -207,7 +209,7 @@ class ActivationCheckpointBackward final : public Node {
   const std::vector<bool>& computed() const { return computed_; }
 
   variable_list apply(variable_list&& gradients) override {
-    // As autograd's own nodes: two threads may run backward through one graph.
+    // Autograd's own nodes lock, too, because two threads may run backward through one graph.
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(fn_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
     validate();
@@ -310,7 +312,7 @@ class ActivationCheckpointBackward final : public Node {
   detail::TensorFunction fn_;
   Surroundings surroundings_;
   std::vector<SavedVariable> inputs_;
-  std::vector<bool> computed_;  // by output of `fn`
+  std::vector<bool> computed_;  // for each output of `fn`
   // The edges that led out of the first graph, each with its place among this node's. Not next_edges() itself: in the graph of an enclosing
   // checkpoint that is cut in its turn.
   std::unordered_map<Edge, std::size_t> exits_;

@@ -48,7 +48,7 @@ std::vector<comm::Communicator*> communicators_of(const engine::Engine& engine) 
   return once;
 }
 
-/// `change` for the options of the handle's unit, and of those within it.
+/// Calls `change` with the options of the handle's unit, and with those of the units within it.
 template <typename Change>
 void set_options(const engine::Engine& engine, std::size_t unit, bool recurse, const Change& change) {
   for (const auto& other : engine.units()) {
@@ -166,7 +166,7 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
                   .global_offset = parameter.global_offset};
       if (parameter.has_gradient) {
         const auto gradient = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
-        // Holds the memory: what a user keeps stays readable after zero_grad().
+        // The tensor owns the memory, so a gradient that a user keeps can be read after zero_grad().
         shard.value = tensor_over(gradient.data_ptr(), {slice.numel}, gradient.options(), [memory = unit->main_gradient_memory](void*) {});
       }
       shards.add(parameter.position, std::move(shard));

@@ -12,14 +12,14 @@
 namespace fsdp::api {
 namespace {
 
-/// Lets the parameters be read where they are: Module's own methods copy their names.
+/// Gives access to the parameters in place. Module's own methods copy their names.
 struct Open : torch::nn::Module {
   static const auto& parameters_of(const torch::nn::Module& module) { return module.*(&Open::parameters_); }
 };
 
 using Known = std::unordered_set<const c10::TensorImpl*>;
 
-/// Changes with the parameters of `module` and those below it.
+/// A number that changes when parameters of `module`, or of modules below it, change.
 std::uint64_t fingerprint(const torch::nn::Module& module, std::uint64_t before = 0) {
   for (const auto& item : Open::parameters_of(module)) {
     before = (before ^ reinterpret_cast<std::uintptr_t>(item.value().unsafeGetTensorImpl())) * 0x9E3779B97F4A7C15U;

@@ -25,7 +25,7 @@ void for_each_parameter(const engine::Unit& unit, const std::function<void(const
   }
 }
 
-/// What a parameter that was shown holds now, if it was given other memory meanwhile: torch::load does that.
+/// Copies the values of a parameter that was given other memory while it was exposed, as torch::load does.
 void take_values(const at::Tensor& parameter, const at::Tensor& whole, const std::string& name) {
   if (parameter.is_alias_of(whole)) return;
   if (parameter.sizes() != whole.sizes()) {

@@ -9,7 +9,7 @@
 namespace fsdp {
 namespace {
 
-/// Module has no method that replaces a parameter.
+/// Gives access to the parameters, because Module has no method that replaces one.
 struct Open : torch::nn::Module {
   static auto& parameters_of(torch::nn::Module& module) { return module.*(&Open::parameters_); }
 };

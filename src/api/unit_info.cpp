@@ -58,7 +58,7 @@ std::string shown(const std::vector<MeshDim>& mesh) {
   return text;
 }
 
-/// Bytes, and of which dtypes: whole parameters and shards may differ in them.
+/// Returns a text of the bytes with their dtypes, in which whole parameters and shards may differ.
 std::string shown(std::int64_t bytes, const std::vector<UnitDtypes>& all, at::ScalarType UnitDtypes::*which) {
   std::string text;
   std::vector<at::ScalarType> once;

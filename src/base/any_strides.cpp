@@ -11,12 +11,12 @@
 namespace fsdp {
 namespace {
 
-/// Some elements lie in the same place.
+/// True if several elements may lie in the same place.
 bool overlaps(const at::Tensor& tensor) {
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) dims.emplace_back(tensor.stride(dim), tensor.size(dim));
   std::sort(dims.begin(), dims.end());
-  std::int64_t farthest = 0;  // of what the narrower dimensions reach
+  std::int64_t farthest = 0;  // the farthest position that the narrower dimensions reach
   for (const auto& [stride, size] : dims) {
     if (size <= 1) continue;
     if (stride <= farthest) return true;
@@ -31,7 +31,7 @@ at::Tensor row_major(const at::Tensor& tensor) { return tensor.detach().resolve_
 
 void assign_values(const at::Tensor& to, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
-  // What is expanded along a dimension is written once.
+  // Elements that are expanded along a dimension are written once.
   auto place = to.detach();
   auto written = values.view(to.sizes());
   for (std::int64_t dim = 0; dim < place.dim(); ++dim) {

@@ -13,8 +13,8 @@
 namespace fsdp {
 namespace {
 
-// What is copied waits for its use: a unit's parameters for their turn, its gradients for those of the rest of the unit. So many bytes have
-// mostly left the inner caches by then.
+// Copied data are used some time later: parameters when their turn in the unit comes, gradients when the rest of the unit's gradients
+// exist. Copies of at least this size have mostly left the inner caches by then.
 constexpr std::int64_t kPastCaches = std::int64_t{1} << 20;
 
 #if defined(__x86_64__)
@@ -22,7 +22,7 @@ constexpr std::int64_t kPastCaches = std::int64_t{1} << 20;
 constexpr std::size_t kVector = sizeof(__m128i);
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kPageBytes = 4096;
-// The processor reads ahead within a page only: with several in turn, it does so in all of them at once.
+// The processor reads ahead within a page only. Copying from several pages in turn makes it read ahead in all of them.
 constexpr std::size_t kTurnBytes = 4 * kPageBytes;
 
 void copy_line_past_caches(char* target, const char* source) {
@@ -56,7 +56,7 @@ void copy_past_caches(char* target, const char* source, std::size_t bytes) { std
 }  // namespace
 
 void parallel_copy(void* target, const void* source, std::int64_t bytes) {
-  constexpr std::int64_t kWorthAThread = 512 * 1024;  // It takes longer to copy than a thread to wake up.
+  constexpr std::int64_t kWorthAThread = 512 * 1024;  // Copying this much takes longer than waking a thread.
   parallel_for(bytes, kWorthAThread, [&](std::int64_t begin, std::int64_t end) {
     char* const to = static_cast<char*>(target) + begin;
     const char* const from = static_cast<const char*>(source) + begin;

@@ -5,7 +5,7 @@
 namespace fsdp {
 
 at::Tensor tensor_over(void* bytes, at::IntArrayRef shape, const at::TensorOptions& options, const std::function<void(void*)>& release) {
-  // Without the device, torch would ask the driver whose memory it is; of a null pointer that is nobody's.
+  // The device is given, because torch would otherwise ask the driver to which device the memory belongs, and fail for a null pointer.
   return at::from_blob(bytes, shape, release, options, options.device());
 }
 

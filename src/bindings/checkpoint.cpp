@@ -1,4 +1,5 @@
-// Checkpoints: their files, checksums and commits are the library's. Python names what a model and an optimizer hold.
+// Checkpoints. The library handles files, checksums and commits; Python collects the values of the model and the optimizer, with their
+// names.
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -99,12 +100,12 @@ void agree_on_failure(const Ranks& ranks, const std::optional<std::string>& fail
   ranks.agree(thrown, what);
 }
 
-/// What a checkpoint has, and where this rank's part of it goes.
+/// A checkpoint that is being read, and the places to which this rank's parts go.
 class Reading {
  public:
   explicit Reading(const std::string& path) : source_(state::open_source(path)), transfer_(*source_) {}
 
-  /// Where a value is in nested dictionaries and lists; empty if the checkpoint does not say.
+  /// Returns the path of a value in nested dictionaries and lists; empty if the checkpoint does not say.
   ckpt::DcpPath path_of(const std::string& name) {
     if (!paths_) {
       paths_.emplace();
@@ -120,7 +121,7 @@ class Reading {
 
   state::Source& source() { return *source_; }
   state::Transfer& transfer() { return transfer_; }
-  /// `to`: contiguous, the box of the tensor at `offsets`.
+  /// `to` is contiguous, and gets the box of the tensor at `offsets`.
   void add(const std::string& name, Sizes offsets, const at::Tensor& to) {
     const ckpt::Box box = {std::move(offsets), to.sizes().vec()};
     transfer_.add(name, box, 0, to.detach().view({-1}));
@@ -129,7 +130,7 @@ class Reading {
  private:
   std::unique_ptr<state::Source> source_;
   state::Transfer transfer_;
-  std::optional<std::map<std::string, ckpt::DcpPath>> paths_;  // once they were asked for
+  std::optional<std::map<std::string, ckpt::DcpPath>> paths_;  // set at the first call of path_of()
 };
 
 py::tuple take_newest(const std::string& folder, const Ranks& ranks, const py::function& load_one) {

@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace fsdp::bindings {
 namespace {
 
-// Of the module, which no interpreter unloads.
+// The exception classes, which live as long as the module, that is, until the process ends.
 PyObject* error_type = nullptr;
 PyObject* comm_error_type = nullptr;
 PyObject* damage_error_type = nullptr;

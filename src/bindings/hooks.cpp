@@ -79,7 +79,7 @@ void bind_option(py::class_<ShownUnit, std::shared_ptr<ShownUnit>>& unit, const 
       [option](ShownUnit& self, Value value) { options_of(self).*option = value; });
 }
 
-/// What is freed with the GIL, on whatever thread it goes.
+/// Holds an object that must be freed with the GIL held, on whatever thread the last reference is released.
 template <typename Thing>
 std::shared_ptr<Thing> freed_with_gil(Thing thing) {
   return {new Thing(std::move(thing)), [](Thing* held) {
@@ -112,7 +112,8 @@ std::string agree(HookedModel& model, const std::vector<std::string>& settings,
   return model.agree(std::move(texts));
 }
 
-/// Of a unit: per parameter its gradient, or nothing; and, if it was asked for, the memory of them all, where they have one dtype.
+/// The gradients of a unit: one for each parameter, or nothing. On request, also one flat tensor over the memory of all of them, if they
+/// have the same dtype.
 struct TakenGradients {
   std::vector<std::optional<at::Tensor>> of_parameters;
   std::optional<at::Tensor> together;
@@ -138,8 +139,8 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, boo
   return taken;
 }
 
-/// What was reduced of a unit becomes its shards' gradients. `hook`, if it is not None, gets them all before, as one flat tensor. True if
-/// some shard has hooks on its gradient, which nobody calls.
+/// Makes the reduced gradients of a unit the gradients of its shards. If `hook` is not None, it is called with all of them first, as one
+/// flat tensor. Returns true if some shard has hooks on its gradient, which will not be called.
 bool deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& hook) {
   const bool has_hook = !hook.is_none();
   TakenGradients taken;
@@ -202,7 +203,7 @@ void note_step(const Units& units) {
   for (const auto& unit : units) ++unit->hooked()->steps;
 }
 
-/// `callback` returns None where what it belongs to has been collected: the parameters get their gradients all the same.
+/// `callback` returns None if the Python object that it belongs to has been collected. The parameters get their gradients nevertheless.
 void on_backward_end(HookedModel& model, py::function callback) {
   model.on_backward_end([held = freed_with_gil(std::move(callback)), &model] {
     const py::gil_scoped_acquire gil;
@@ -218,7 +219,7 @@ void on_backward_end(HookedModel& model, py::function callback) {
   });
 }
 
-/// `local`: a function of Python, or None; see HookedModel.
+/// `local` is a Python function, or None; see HookedModel::collect_gradients.
 void collect_gradients(HookedModel& model, ShownUnit& unit, std::size_t i, const at::Tensor& leaf, py::object local) {
   if (local.is_none()) return model.collect_gradients(unit.hooked(), i, leaf);
   model.collect_gradients(unit.hooked(), i, leaf, [held = freed_with_gil(std::move(local))](const at::Tensor& gradient) {
@@ -233,18 +234,18 @@ void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
   for (const auto& other : others) list.push_back(other->hooked()->unit().index);
 }
 
-/// A tensor without elements whose version the engine counts up whenever main parameters have been written: what the unit's extension keeps
-/// of them is outdated then. The engine takes it for the parameter's leaf, so it lies where those do.
+/// Returns a tensor without elements. The engine increments its version whenever main parameters have been written, so that the unit's
+/// extension notices that its copies are outdated. The engine treats it as the parameter's leaf, so it is on the same device as a leaf.
 at::Tensor watch_writes(ShownUnit& shown, std::size_t i) {
-  const c10::InferenceMode no_inference(false);  // Tensors of inference have no version.
+  const c10::InferenceMode no_inference(false);  // Inference tensors have no version.
   auto& hooked = *shown.hooked();
   auto watched = engine::view_of(hooked.unit().full.storage, at::kByte, 0, {0});
   hooked.set_leaf(i, watched);
   return watched;
 }
 
-/// Pairs of tensors as a unit's extension gives them, gathered before this returns. Only while the extension starts: then the engine's lock
-/// is held, and the unit's own gather has not begun.
+/// Gathers pairs of tensors that a unit's extension gives, and waits for them. Call it only while the extension starts: the engine's lock
+/// is held then, and the unit's own gather has not begun.
 void gather_now(ShownUnit& shown, const std::vector<std::pair<at::Tensor, at::Tensor>>& given, bool outer) {
   const auto& unit = shown.hooked()->unit();
   std::vector<comm::GatherPart> parts;

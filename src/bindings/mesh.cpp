@@ -1,4 +1,4 @@
-// Meshes whose ranks torch.distributed has brought together.
+// Meshes of ranks that torch.distributed has connected.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -26,7 +26,7 @@ namespace {
 
 using BackendOf = decltype(comm::StoreMesh::backend_of);
 
-/// To be copied and let go of without the GIL.
+/// Returns a function that can be copied and released without the GIL.
 std::shared_ptr<py::function> shared(py::function function) {
   return {new py::function(std::move(function)), [](py::function* held) {
             const py::gil_scoped_acquire gil;
@@ -34,7 +34,7 @@ std::shared_ptr<py::function> shared(py::function function) {
           }};
 }
 
-/// Makes the collectives of Python along one dimension, over so many neighbours.
+/// Makes the Python collectives along one dimension, over a number of neighbours.
 class PythonCollectives {
  public:
   explicit PythonCollectives(py::function make) : make_(shared(std::move(make))) {}
@@ -99,7 +99,7 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
   return DeviceMesh(std::move(state));
 }
 
-/// A mesh of which this process knows its own place only: its communicators come from `make(dimension, position, neighbours)`.
+/// Returns a mesh whose communicators come from `make(dimension, position, neighbours)`. This process knows only its own place in it.
 template <typename Make>
 DeviceMesh mesh_of(std::int64_t rank, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
                    const std::vector<std::int64_t>& coordinates, const at::Device& device, const Make& make) {

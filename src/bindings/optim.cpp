@@ -31,7 +31,7 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-/// (group, parameter) of what Python is to prepare. If there is anything, nothing was stepped.
+/// The parameters that Python has to prepare first, as (group, parameter). If there are any, no parameter has been updated.
 using ToPrepare = std::vector<std::pair<std::size_t, std::size_t>>;
 
 std::vector<OptimizedGroup> walk(const std::string& optimizer, const py::list& groups, const py::dict& state,
@@ -57,7 +57,7 @@ optim::AdamStep adam_step(const py::dict& settings) {
           .maximize = py::cast<bool>(settings["maximize"])};
 }
 
-/// `state` has "step" behind the moments, which is taken off it.
+/// Moves "step", which comes after the moments in the state, to the steps.
 optim::StepTensors counted(OptimizedGroup& group) {
   optim::StepTensors tensors{.values = std::move(group.values),
                              .gradients = std::move(group.gradients),
@@ -96,7 +96,7 @@ ToPrepare step_adam(const std::string& optimizer, const py::list& groups, const 
   return to_prepare;
 }
 
-/// `first`: parameters whose momentum has just been made.
+/// `first` are the parameters whose momentum has just been made.
 ToPrepare step_sgd(const std::string& optimizer, const py::list& groups, const py::dict& state, const std::optional<at::Tensor>& grad_scale,
                    const std::optional<at::Tensor>& found_inf, const ToPrepare& first) {
   std::vector<optim::SGDStep> steps;
@@ -139,7 +139,7 @@ ToPrepare step_sgd(const std::string& optimizer, const py::list& groups, const p
   return to_prepare;
 }
 
-/// Parameters have state of 8 bits or full state.
+/// Each parameter has either 8-bit state or full state.
 ToPrepare step_adamw_8bit(const std::string& optimizer, const py::list& groups, const py::dict& state) {
   std::vector<optim::AdamStep> steps;
   for (const auto& group : groups) steps.push_back(adam_step(py::cast<py::dict>(group)));
@@ -169,10 +169,10 @@ ToPrepare step_adamw_8bit(const std::string& optimizer, const py::list& groups, 
   return to_prepare;
 }
 
-/// By index in the group: rows, columns, dimension that is cut, owner.
+/// For each index in the group: rows, columns, the dimension that is cut, and the owner.
 using Matrices = std::map<std::size_t, std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>>;
 
-/// One step of Muon on those matrices of a group that are cut over one row of ranks.
+/// One step of Muon on those matrices of a group that are cut over the same row of ranks.
 class MuonStep {
  public:
   MuonStep(const std::string& optimizer, const py::dict& group, std::size_t number, const py::dict& state, const Matrices& matrices,
@@ -184,7 +184,7 @@ class MuonStep {
     options.ns_coefficients = py::cast<std::array<double, 3>>(py::tuple(group["ns_coefficients"]));
     options.eps = py::cast<double>(group["eps"]);
     options.ns_steps = py::cast<int>(group["ns_steps"]);
-    options.ns_dtype = at::kBFloat16;  // torch.optim.Muon's
+    options.ns_dtype = at::kBFloat16;  // as torch.optim.Muon
     if (!group["adjust_lr_fn"].is_none() && py::cast<std::string>(group["adjust_lr_fn"]) == "match_rms_adamw") {
       adjust_lr_ = AdjustLR::kMatchRMSAdamW;
     }
@@ -228,7 +228,7 @@ class MuonStep {
   std::optional<optim::MuonExchange> exchange_;
 };
 
-/// The joint p-norm from sums of powers: of gradients, or of what ranks have sent.
+/// Returns the sum of powers of gradients, from which the joint p-norm is computed.
 at::Tensor power_sum(const std::vector<at::Tensor>& gradients, double p) {
   const at::NoGradGuard no_grad;
   return optim::Norm(p, "clip_grad_norm_").of_pieces(gradients);

@@ -63,7 +63,7 @@ std::span<const char> CheckedFile::load(std::size_t block) {
 }
 
 std::uint32_t CheckedFile::check(std::int64_t offset, std::int64_t length) {
-  // Beyond the end there is nothing to check; who reads there gets an error.
+  // There is nothing to check beyond the end of the file; reading there is an error.
   const std::int64_t begin = std::clamp<std::int64_t>(offset, 0, size_);
   return pass(begin, std::min(length, size_ - begin), nullptr);
 }

@@ -70,10 +70,10 @@ std::uint32_t update_by_tables(std::uint32_t state, const char* data, std::size_
 #if defined(__x86_64__)
 
 // Folding (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009): four vectors hold a message
-// of the same remainder as all bytes so far. Of what is left of it at the end, the next narrower way takes the remainder. The vectors have
-// names, as compilers keep arrays in memory at -O2.
+// with the same remainder as all bytes so far. At the end, the next narrower way computes the remainder of this message. The vectors are
+// single variables, because compilers would keep an array in memory at -O2.
 
-/// The factors that move each 128 bits of a message on by `bits`: for their earlier and their later half.
+/// The factors by which each 128 bits of a message are moved by `bits`: one for their earlier half, one for their later half.
 using Factors = std::array<std::uint64_t, 2>;
 constexpr Factors factors_for(std::uint64_t bits) {
   return {std::uint64_t{power_of_x(bits + 32)} << 1, std::uint64_t{power_of_x(bits - 32)} << 1};
@@ -173,7 +173,7 @@ __attribute__((target("avx512f,vpclmulqdq"))) std::uint32_t update_by_512(std::u
   for (; length >= 64; data += 64, length -= 64) all = fold(all, by_one, load512(data));
   std::array<char, 64> rest{};
   std::memcpy(rest.data(), &all, sizeof(all));
-  _mm256_zeroupper();  // Else SSE's instructions are slow from here on; gcc 12 leaves it out.
+  _mm256_zeroupper();  // Without this, SSE instructions are slow afterwards; gcc 12 does not insert it.
   return update_by_tables(update_by_128(0, rest.data(), rest.size()), data, length);
 }
 
@@ -187,7 +187,7 @@ std::uint32_t crc32(std::uint32_t crc, std::span<const char> data) {
 }
 
 std::uint32_t combine_crc32(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t length_b) {
-  // Most lengths are those of a block, one after the other.
+  // Most calls in a row have the length of a block, so the last result is kept.
   static thread_local std::uint64_t last_length = 0;
   static thread_local std::uint32_t shift = 1U << 31;
   if (length_b != last_length) {

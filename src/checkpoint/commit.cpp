@@ -20,9 +20,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// So much is given to the disk at once. Linux alone would begin when a tenth of the memory waits, or at fsync.
+// The number of bytes after which the disk is told to write. By itself, Linux begins when a tenth of the memory is dirty, or at fsync.
 constexpr std::int64_t kStarted = std::int64_t{8} << 20;
-/// So much is written at once where pieces are smaller.
+/// Smaller pieces are joined to writes of this size.
 constexpr std::size_t kJoined = std::size_t{1} << 20;
 
 // The sidecar: a head of text, "fsdp-checksums 3 <its length>", "saved <number>", a line per file, "end <CRC-32 of the lines before>"; then
@@ -81,7 +81,7 @@ TemporaryStep make_temporary(const fs::path& step, FileSystem& files) {
   }
 }
 
-/// Later than what any step of the folder says, whatever the clocks of the machines that wrote them.
+/// Returns a number that is greater than that of any step in the folder, whatever the clocks of the machines that wrote them.
 std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
   std::int64_t latest = 0;
   for (const std::string& name : list_folder(folder, files)) {
@@ -89,7 +89,7 @@ std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
     try {
       latest = std::max(latest, read_sidecar(folder / name, files).saved);
     } catch (const Error&) {
-      // No step, or one that cannot be read: the clock has to do.
+      // It is not a step, or cannot be read, so the clock must do.
     }
   }
   const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -100,7 +100,7 @@ std::string other_size(const std::string& name, std::int64_t size, std::int64_t 
   return name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed);
 }
 
-/// Such a name is a file's in the step's folder.
+/// Throws Error unless the name is that of a file directly in the step's folder.
 const std::string& checked_name(const std::string& name) {
   if (name.empty() || name.find_first_of("/\n") != std::string::npos) throw Error("'" + name + "' is no name for a file of a checkpoint");
   return name;
@@ -237,7 +237,7 @@ void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& f
 }
 
 void TemporaryStep::discard() noexcept {
-  lease_.reset();  // It has a file open there, which some file systems do not remove.
+  lease_.reset();  // The lease has a file open there, which some file systems do not remove.
   remove_quietly(path_);
 }
 
@@ -300,7 +300,7 @@ fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSyst
   sync_or([&] {
     if (files.rename(step.c_str(), temporary.c_str(), 0) == 0) restore();
   });
-  // No step any more, before it goes file by file.
+  // It stops being a step before its files are removed one by one.
   const fs::path doomed = hidden_name(step, kTemporaryPrefix);
   return files.rename(replaced.c_str(), doomed.c_str(), 0) == 0 ? doomed : replaced;
 }
@@ -389,7 +389,7 @@ std::int64_t blocks_of(std::int64_t size) { return size / kSummedBlock + (size %
 
 namespace {
 
-/// So many bytes at a time are read and summed: they are still in the core's own cache when they are summed.
+/// The number of bytes that are read and summed at a time, so that they are still in the core's own cache when they are summed.
 constexpr std::size_t kSummedAtOnce = std::size_t{1} << 18;
 
 }  // namespace

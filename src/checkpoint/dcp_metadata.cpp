@@ -29,8 +29,9 @@ constexpr std::string_view kSize = "torch.Size";
 constexpr std::string_view kTorch = "torch.";
 
 std::span<const std::string_view> allowed_globals() {
-  // All of torch, since a dtype that is not known spoils its own tensor only. The paths are of the folder that was first written to, which
-  // is not used; Python 3.13 has moved their classes. Python 3.11.2 writes the memory format, an enum, as an attribute of its class.
+  // All names of torch are allowed, because an unknown dtype makes only its own tensor unreadable. The classes of paths occur in the path
+  // of the folder that was first written, which is not used; Python 3.13 has moved these classes. Python 3.11.2 writes the memory format,
+  // an enum, as an attribute of its class.
   static constexpr std::array<std::string_view, 17> kGlobals = {"torch.*",
                                                                 kMetadata,
                                                                 kTensor,
@@ -69,7 +70,7 @@ Shape read_size(const PickleValue& value) {
   return size;
 }
 
-/// Nothing for one that is not known; `name` is then what it is called.
+/// Returns nothing for an unknown dtype; `name` then gets its name.
 std::optional<Dtype> read_dtype(const PickleValue& properties, std::string_view& name) {
   const std::span<const PickleValue* const> fields = state_of(properties, kProperties).items();
   if (fields.size() < 5) properties.throw_unexpected("tensor properties of five fields or more");  // Torch 2.15 has added strides.
@@ -145,13 +146,13 @@ void place_chunks(const std::string& name, DcpTensor& tensor, std::vector<Placed
   } catch (const Error& error) {
     throw_for(error.what());
   }
-  // As a rule they stand in the same order.
+  // Usually, boxes and records are in the same order.
   const auto fits = [](const DcpTensor::Chunk& chunk, const PlacedRecord& record) { return chunk.box.offsets == record.offsets; };
   if (std::equal(tensor.chunks.begin(), tensor.chunks.end(), records.begin(), records.end(), fits)) {
     for (std::size_t i = 0; i < records.size(); ++i) tensor.chunks[i].record = std::move(records[i].location);
     return;
   }
-  // Of several for one place, the last one counts, as in Python.
+  // If several records have the same place, the last one counts, as in Python.
   const auto before = [](const PlacedRecord& a, const PlacedRecord& b) { return a.offsets < b.offsets; };
   std::stable_sort(records.begin(), records.end(), before);
   for (DcpTensor::Chunk& chunk : tensor.chunks) {
@@ -317,7 +318,7 @@ class MetadataWriter {
     out_.build();
   }
 
-  // torch notes the folder here. Ours gets its name after it is written.
+  // torch stores the folder's path here. Ours gets its final name only after it is written.
   void write_storage_meta() {
     out_.instance(kModule, "StorageMeta");
     out_.begin_dict();

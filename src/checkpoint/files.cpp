@@ -23,10 +23,10 @@ constexpr mode_t kFolderMode = 0777;
 /// Some systems refuse transfers of 2 GiB and more at once.
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;
 
-/// What an NFS client calls a file that was removed while a process has it open, until that closes it.
+/// The prefix of the name that an NFS client gives to a removed file while a process has it open.
 constexpr std::string_view kKeptByNfs = ".nfs";
 
-/// Null: the operating system's. Atomic, as threads of saves beside training read it.
+/// The replacement; null for the operating system's calls. It is atomic, because threads of asynchronous saves read it.
 std::atomic<FileSystem*> replacement = nullptr;
 
 /// Repeats a call that a signal interrupted.
@@ -61,7 +61,7 @@ int FileSystem::start_writing(int file, off_t offset, off_t length) {
 int FileSystem::fsync(int file) { return ::fsync(file); }
 int FileSystem::close(int file) { return ::close(file); }
 int FileSystem::mkdir(const char* path, mode_t mode) { return ::mkdir(path, mode); }
-// Not glibc's renameat2(), which came late.
+// This does not use glibc's renameat2(), which old versions lack.
 int FileSystem::rename(const char* from, const char* to, unsigned flags) {
   if (flags == 0) return ::rename(from, to);
   return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags));
@@ -97,7 +97,7 @@ namespace {
 
 bool keeps_open_files(const std::filesystem::path& folder, FileSystem& files) {
   std::vector<std::string> names;
-  files.list(folder.c_str(), names);  // a folder that is gone has none
+  files.list(folder.c_str(), names);  // a folder that no longer exists has no names
   return std::any_of(names.begin(), names.end(), [](const std::string& name) { return name.starts_with(kKeptByNfs); });
 }
 

@@ -37,16 +37,16 @@ std::int64_t nanoseconds(system_clock::time_point time) {
 
 std::string stamp(system_clock::time_point time) { return padded(static_cast<std::uint64_t>(nanoseconds(time)), kStampDigits); }
 
-/// What no other lease or process has.
+/// Returns a text that no other lease or process has.
 std::string unique_token() { return random_digits() + random_digits(); }
 
-/// A file of /proc; empty if there is none.
+/// Reads a file of /proc; empty if it does not exist.
 std::string system_text(const fs::path& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// The running kernel and the space of process numbers in it: containers have their own. Another one each time where that is unknown.
+/// Identifies the running kernel and the PID namespace (containers have their own). If they are unknown, each call returns another text.
 std::string this_machine() {
   std::string boot = system_text("/proc/sys/kernel/random/boot_id");
   std::erase(boot, '\n');
@@ -147,7 +147,7 @@ struct Lease::Renewal {
     std::unique_lock lock(mutex);
     while (!changed.wait_for(lock, times.renewed, [this] { return ends; })) {
       try {
-        // The file stays open, as the folder gets other names.
+        // The file stays open, because the folder gets other names.
         file.write_at(static_cast<std::int64_t>(kOwnerWords.size() + kRenewed.size()), stamp(system_clock::now()));
       } catch (const Error&) {
         // The next one may succeed.

@@ -260,7 +260,7 @@ class PickleReader {
   }
 
   void push_global(std::string_view module, std::string_view name) {
-    // Looked up part by part: the text of a forbidden one is not copied, whatever its length.
+    // The parts of the name are looked up separately, so that the text of a forbidden global, which may be long, is not copied.
     constexpr std::size_t kShown = 100;
     for (const std::string_view known : allowed_) {
       if (known.size() == module.size() + 1 + name.size() && known.starts_with(module) && known[module.size()] == '.' &&
@@ -308,12 +308,12 @@ class PickleReader {
   std::string_view data_;
   std::span<const std::string_view> allowed_;
   std::size_t next_ = 0;
-  std::size_t at_ = 0;  // of the current operation
+  std::size_t at_ = 0;  // the position of the current operation
   std::vector<PickleValue*> stack_;
   std::vector<std::size_t> marks_;
   std::vector<PickleValue*> memo_;
   std::uint64_t memoized_ = 0;
-  std::set<std::string_view> met_;  // globals
+  std::set<std::string_view> met_;  // the globals that have occurred
 };
 
 bool PickleReader::step() {

@@ -8,8 +8,8 @@
 namespace fsdp::ckpt {
 namespace {
 
-/// Bytes of a string that is written once where it occurs often. Longer ones are repeated: read back, a pickle must not take more memory
-/// for its size than a reader (python_value()) puts up with.
+/// The largest size in bytes of strings that are written only once if they occur often. Longer strings are repeated, because a reader
+/// (python_value()) refuses a pickle whose values need much more memory than the pickle.
 constexpr std::size_t kMostRemembered = 64;
 
 void append_number(std::string& text, std::uint64_t value, int width) {

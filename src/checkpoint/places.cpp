@@ -39,7 +39,7 @@ void require_checkpoint(const fs::path& path) {
   }
   const auto names = list_folder(path);
   const auto has_data = [](const std::string& name) { return name.ends_with(".distcp"); };
-  if (std::any_of(names.begin(), names.end(), has_data)) return;  // what is left of one
+  if (std::any_of(names.begin(), names.end(), has_data)) return;  // the remains of a checkpoint
   throw Error(path.string() + " is no checkpoint: it has neither metadata of torch.distributed.checkpoint nor safetensors");
 }
 

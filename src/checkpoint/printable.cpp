@@ -8,7 +8,7 @@ namespace {
 
 std::string escaped(std::string_view text, std::string_view kept) {
   const auto may_need = [](unsigned char byte) { return byte < 0x20 || byte == 0x7f || byte == 0xc2; };
-  if (std::none_of(text.begin(), text.end(), may_need)) return std::string(text);  // as nearly all
+  if (std::none_of(text.begin(), text.end(), may_need)) return std::string(text);  // true for nearly all texts
   std::string result;
   result.reserve(text.size());
   const auto escape = [&](unsigned char byte) {

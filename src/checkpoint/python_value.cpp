@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kDeepest = 100;
 
-/// Bytes of memory per byte of the pickle. What PickleWriter writes needs less: two bytes stand for a string of 64 at most.
+/// The limit for bytes of memory per byte of the pickle. Pickles of PickleWriter need less, because two bytes stand for a string of at most
+/// 64 bytes.
 constexpr std::size_t kMostPerByte = 64;
 constexpr std::size_t kMostAnyway = 4096;
 static_assert(sizeof(PythonValue) + 64 <= 2 * kMostPerByte);
@@ -103,7 +104,7 @@ class Converter {
     return dict;
   }
 
-  std::size_t budget_;  // bytes that may still be made
+  std::size_t budget_;  // the bytes of memory that may still be used
 };
 
 /// A str (of UTF-8) or bytes: quoted; what is not printable is escaped.

@@ -112,7 +112,7 @@ std::span<const std::string_view> tensor_globals() {
   return globals;
 }
 
-/// Reads a record's first and last bytes once, where all but the data of most records is.
+/// Reads the first and the last bytes of a record once. In most records, they contain everything except the data.
 ReadAt with_ends_cached(const ReadAt& file, const RecordLocation& record) {
   constexpr std::int64_t kCached = 1024;
   const std::int64_t length = std::min(kCached, record.length);
@@ -151,7 +151,7 @@ Shape read_shape(const PickleValue& value) {
   return shape;
 }
 
-/// What torch does lazily: the argument after a tensor's fixed ones, if it is there, is a dict that says so.
+/// Reads the lazy operations of a tensor, which are in a dict after the fixed arguments, if there is one.
 void read_lazy_operations(std::span<const PickleValue* const> arguments, std::size_t index, TensorData& data) {
   if (arguments.size() <= index || arguments[index]->is(PickleValue::Kind::none)) return;
   const std::span<const PickleValue* const> entries = arguments[index]->entries();

@@ -37,7 +37,7 @@ std::int64_t bytes_of(const SafetensorsTensor& tensor) {
   return bytes;
 }
 
-/// torch counts the bytes of this dtype, safetensors its elements, of which a byte has two, in the last dimension.
+/// True for the dtype with two elements in a byte. torch counts its bytes in the last dimension, safetensors its elements.
 bool is_packed(Dtype dtype) { return dtype == Dtype::float4_e2m1fn_x2; }
 
 class HeaderEvents final : public JsonEvents {
@@ -96,7 +96,7 @@ class HeaderEvents final : public JsonEvents {
     if (depth() == 2 && !in_metadata()) header.tensors.push_back(tensor());
   }
 
-  /// What has ended.
+  /// Returns the tensor whose description has ended.
   SafetensorsTensor tensor() {
     if (!described_.dtype) not_an_object();
     if (!described_.shape) fail(where() + " has no 'shape'");
@@ -155,7 +155,7 @@ class HeaderEvents final : public JsonEvents {
 
   std::int64_t data_;
   std::int64_t size_;
-  Described described_;  // what has begun
+  Described described_;  // the tensor whose description has begun
 };
 
 bool is_plain_name(const std::string& name) {
@@ -192,7 +192,7 @@ class IndexEvents final : public JsonEvents {
   }
 };
 
-/// What DCP's ranks wrote, each a file, in the order of their names.
+/// The files that DCP's ranks wrote, one for each rank, sorted by name.
 std::vector<std::string> files_of_ranks(const std::filesystem::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
@@ -307,7 +307,7 @@ bool is_safetensors(const std::filesystem::path& path) {
 std::vector<SafetensorsFile> read_safetensors(const std::filesystem::path& path, FileSystem& files) {
   if (!std::filesystem::is_directory(path)) return {read_file_of(path, files)};
   const std::filesystem::path index = path / kSafetensorsIndex;
-  // As transformers: an index beside model.safetensors is left over from a model that was there before.
+  // As in transformers, an index beside model.safetensors is ignored, because it belongs to a model that was there before.
   if (std::filesystem::exists(path / kSafetensorsFile)) return {read_file_of(path / kSafetensorsFile, files)};
   std::vector<SafetensorsFile> model;
   if (!std::filesystem::exists(index)) {

@@ -37,12 +37,12 @@ std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSyst
     return std::nullopt;  // Another process has removed it just now.
   }
   if (step.fault.empty()) return step;
-  if (!is_there(path / kSidecar, files)) return std::nullopt;  // The same: what is missing went with it.
+  if (!is_there(path / kSidecar, files)) return std::nullopt;  // The same: the missing file was removed with the step.
   step.state = Step::State::kDamaged;
   return step;
 }
 
-/// False if another process has taken `from` meanwhile.
+/// Returns false if another process has renamed or removed `from` meanwhile.
 bool rename_if_there(const fs::path& from, const fs::path& to, FileSystem& files) {
   try {
     rename_to(from, to, 0, files);
@@ -53,7 +53,7 @@ bool rename_if_there(const fs::path& from, const fs::path& to, FileSystem& files
   }
 }
 
-/// Gives what is at `path` a temporary name, and adds it to those that are to go: it is no step any more.
+/// Gives the folder at `path` a temporary name, so that it is no longer a step, and adds it to those that will be removed.
 void hide(const fs::path& path, std::vector<fs::path>& hidden, FileSystem& files) {
   fs::path name = hidden_name(path, kTemporaryPrefix);
   if (rename_if_there(path, name, files)) hidden.push_back(std::move(name));
@@ -67,11 +67,11 @@ std::string own_name(const std::string& entry) {
   return entry;
 }
 
-/// The hidden folders of writers that are gone, all with temporary names. Gives a step that waited to be replaced its name back.
+/// Returns the hidden folders of writers that have ended, all with temporary names. Gives a step that waited to be replaced its name back.
 std::vector<fs::path> find_leftovers(const fs::path& folder, FileSystem& files) {
   std::vector<fs::path> leftovers;
   const std::vector<std::string> entries = list_folder(folder, files);
-  // Who writes a step may need all of its hidden folders, to go back: they stay until it is done.
+  // The writer of a step may need all of its hidden folders to undo a failed commit, so they stay until it has finished.
   std::set<std::string> being_written;
   for (const std::string& entry : entries) {
     if (owner_of(folder / entry, files) == Owner::kWriting) being_written.insert(own_name(entry));
@@ -144,7 +144,7 @@ void prune_steps(const fs::path& saved, int keep_last, FileSystem& files, const 
     }
   }
   if (doomed.empty()) return;
-  sync_folder(folder, files);  // Else a loss of power might leave steps of which files are missing.
+  sync_folder(folder, files);  // Otherwise a loss of power might leave steps with missing files.
   for (const fs::path& path : doomed) remove_tree(path, files);
 }
 

@@ -9,7 +9,7 @@
 namespace fsdp::comm {
 namespace {
 
-/// The first of its settings in which a text differs from another.
+/// Returns the first setting in which a text differs from another.
 std::string_view first_other(std::string_view text, std::string_view other) {
   constexpr std::string_view kBetween = ", ";
   while (true) {
@@ -22,7 +22,7 @@ std::string_view first_other(std::string_view text, std::string_view other) {
   }
 }
 
-/// As much as there is room for. What is cut off has a hash in its place, so that a difference in it can be seen.
+/// Copies as much of the text as there is room for. A hash replaces the rest, so that differences in it are noticed.
 void copy_updates(std::string_view updates, std::uint64_t hash, std::span<char> into) {
   if (updates.size() < into.size()) {
     updates.copy(into.data(), into.size());
@@ -33,7 +33,7 @@ void copy_updates(std::string_view updates, std::uint64_t hash, std::span<char> 
   rest.copy(into.data() + into.size() - 1 - rest.size(), rest.size());
 }
 
-// Only what is needed to see the difference.
+// Describes a call with only those details that show the difference to the other one.
 std::string describe(const Call& call, const Call& other) {
   std::string text = "#";  // Not + of a temporary: GCC 12 warns of an overflow in it (its bug 105651).
   text.append(std::to_string(call.number)).append(" ").append(call.operation);

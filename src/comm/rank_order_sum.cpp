@@ -29,7 +29,7 @@ namespace {
 // Sums of one chunk stay in the first-level cache while all sources are added to it.
 constexpr std::int64_t kChunk = 2048;
 
-// So many elements take longer to add than a thread to wake up.
+// The number of elements whose addition takes longer than waking a thread.
 constexpr std::int64_t kWorthAThread = 64 * kChunk;
 
 /// How a sum ends, known to the compiler.

@@ -1,5 +1,5 @@
-// Recording: an operator that is called while a model is built without memory, or on what such a model is made of, arrives here from the
-// trap. It runs on the meta device, for shapes and autograd; what it writes and makes then refers to it.
+// Recording: the trap passes operators on to this file that are called while a model is built without memory, or on tensors of such a
+// model. An operator runs on the meta device, which gives shapes and autograd. The storages that it writes and makes then refer to it.
 
 #include "deferred/deferred_record.h"
 
@@ -51,15 +51,15 @@ c10::intrusive_ptr<c10::TensorImpl> deferred_impl(const at::Tensor& tensor, c10:
   return impl;
 }
 
-/// A tensor among an operator's arguments, as it was before the call.
+/// A tensor among an operator's arguments, in its state before the call.
 struct Use {
   at::Tensor tensor;
   bool written = false;
-  c10::intrusive_ptr<DeferredStorage> storage;  ///< Null if it has memory.
-  DeferredView view;                            ///< Read only if it has none.
+  c10::intrusive_ptr<DeferredStorage> storage;  ///< The storage; null if the tensor has memory.
+  DeferredView view;                            ///< Its contents; used only if it has no memory.
 };
 
-/// The storages of some uses tell their addresses, for operators on the meta device.
+/// A guard during which the storages of some uses tell their addresses, for operators on the meta device.
 class Unlocked {
  public:
   explicit Unlocked(const std::vector<Use>& uses) : uses_(uses) {
@@ -129,7 +129,7 @@ Call::Call(const c10::OperatorHandle& op, Values arguments) : op_(op), arguments
       auto* storage = DeferredStorage::of(tensor);
       if (storage == nullptr) return tensor;
       if (!storage->memory() && storage->session()->home) {
-        // What the module keeps neither as a parameter nor as a buffer.
+        // The module keeps this tensor neither as a parameter nor as a buffer.
         const auto memory = memory_with(storage->contents());
         const auto bytes = at::empty({0}, at::kByte).set_(memory);
         storage->set_memory(bytes.to(*storage->session()->home).storage());
@@ -150,7 +150,7 @@ Call::Call(const c10::OperatorHandle& op, Values arguments) : op_(op), arguments
     (use.storage ? takes_deferred_ : takes_memory_) = true;
     if (use.written) (use.storage ? writes_deferred_ : writes_memory_) = true;
   }
-  if (op_.hasTag(at::Tag::inplace_view)) writes_deferred_ = false;  // their shape, not what they hold
+  if (op_.hasTag(at::Tag::inplace_view)) writes_deferred_ = false;  // it writes their shapes, not their contents
 }
 
 Values Call::run() {
@@ -161,7 +161,7 @@ Values Call::run() {
   if (op_.operator_name().name.starts_with("aten::_foreach_") && arguments_.front().isList() && arguments_.front().toListRef().size() > 1) {
     return one_by_one();
   }
-  // Memory that others see is written now; a value that is asked for is computed now.
+  // Operators that write to memory of other tensors, or return a value, are computed now.
   if (writes_memory_ && writes_deferred_) {
     fail("writes tensors with memory and tensors that fsdp::deferred_init made at once; call it for each");
   }
@@ -211,7 +211,7 @@ Values Call::with_tensors(const Fn& fn) const {
 }
 
 Values Call::called(Values arguments) const {
-  // A tensor without memory is on the meta device, which thus names the CPU.
+  // A tensor without memory is on the meta device, which therefore stands for the CPU here.
   const bool recording = current_session() != nullptr;
   for (auto& value : arguments) {
     if (recording && value.isDevice() && value.toDevice().is_meta()) value = c10::Device(c10::kCPU);
@@ -220,8 +220,8 @@ Values Call::called(Values arguments) const {
   return arguments;
 }
 
-/// Null if the operator can't be called there: its result depends on values, or it knows the CPU only. (Or on no device at all: then the
-/// call with memory says so.)
+/// Calls the operator on the meta device. Returns nothing if that is impossible, because its result depends on values, or because it exists
+/// for the CPU only. (If it exists for no device, the call with memory throws.)
 std::optional<Values> Call::on_meta() const {
   if (op_.hasTag(at::Tag::dynamic_output_shape) && op_.operator_name().name != "aten::index") return std::nullopt;
   const Unlocked unlocked(uses_);
@@ -240,7 +240,7 @@ std::optional<Values> Call::on_meta() const {
   }
 }
 
-/// The operator, called on tensors in memory: the uses' values, or such of their shape.
+/// Calls the operator on tensors in memory, which have the values of the uses, or only their shapes.
 Values Call::in_memory(Inputs inputs) {
   in_memory_.clear();
   std::vector<DeferredView> wanted;
@@ -258,7 +258,7 @@ Values Call::in_memory(Inputs inputs) {
   }
   replay(wanted, [&](std::size_t index, const at::Tensor& value) { in_memory_[wanted_by[index]] = value; });
   for (std::size_t i = 0; i < uses_.size(); ++i) {
-    // What autograd refuses, it refuses here as well.
+    // Calls that autograd refuses fail here as well.
     if (uses_[i].storage && inputs == Inputs::kValues && uses_[i].tensor.requires_grad()) in_memory_[i].requires_grad_();
   }
   auto arguments = with_tensors([&](const Use&, std::size_t index) { return in_memory_[index]; });
@@ -269,7 +269,7 @@ Values Call::in_memory(Inputs inputs) {
   return arguments;
 }
 
-/// Results of in_memory(), as the meta device would have given them.
+/// Converts results of in_memory() to the form that the meta device would have returned.
 Values Call::without_memory(const Values& results) const {
   Values values;
   for (std::size_t k = 0; k < results.size(); ++k) {
@@ -303,7 +303,7 @@ Values Call::recorded() {
   auto results = on_meta();
   if (!results && !writes_deferred_ && !returns_tensors(op_)) return in_memory(Inputs::kValues);
   if (results && uses_.empty() && results->size() == 1 && results->front().isTensor()) {
-    // What has no bytes can have its memory now. torch::load fills such a tensor with a storage.
+    // A tensor without bytes can get its memory now. torch::load gives such a tensor a storage.
     const auto& result = results->front().toTensor();
     if (result.has_storage() && result.storage().nbytes() == 0) return called(arguments_);
   }
@@ -337,7 +337,7 @@ at::Tensor Call::generator_state() const {
   return generator.get_state();
 }
 
-/// A result of the call without memory: its storage becomes one that knows where its contents come from.
+/// Replaces the storage of a result of the call without memory by one that knows which operation computes its contents.
 at::Tensor Call::adopt(const at::Tensor& tensor, std::size_t result, std::size_t element) {
   if (!tensor.defined()) return tensor;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) fail("gives a tensor that is not dense; call it before deferred_init");
@@ -363,7 +363,7 @@ Operation::Input Call::input(const Use& use) const {
   auto view = use.view;
   const bool is_first = &use == uses_.data();
   if (is_first && overwrites(op_) && use.tensor.is_non_overlapping_and_dense() && use.tensor.nbytes() == view.contents.bytes) {
-    view.contents.writer = nullptr;  // what was there, and what led to it, is not needed any more
+    view.contents.writer = nullptr;  // the former contents, and the operators that led to them, are no longer needed
   }
   if (takes_shape_only(op_)) view.contents.writer = nullptr;
   return {.deferred = std::move(view), .value = {}};

@@ -17,7 +17,7 @@ constexpr const char* kNoMemory =
     "by operators (item() works); fill it by a pointer before any operator has taken it, as torch::tensor does; or make it before "
     "deferred_init, and copy it in";
 
-/// A storage can get memory when somebody asks for its address to write there: torch 2.11's can't, and refuses.
+/// Lets a storage get memory when code asks for its address to write there. torch 2.11's storages can't do this, and refuse.
 template <typename Storage>
 concept CanGetMemoryLate = requires(Storage& storage) {
   storage.clear_materializer();
@@ -101,7 +101,7 @@ void DeferredStorage::give_memory(c10::StorageImpl* storage) {
 void become(const at::Tensor& tensor, const at::Tensor& value) {
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->shallow_copy_from(value.getIntrusivePtr());
-  // What would accumulate its gradient expects one on the meta device.
+  // Its gradient accumulator expects a gradient on the meta device.
   if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) {
     const std::lock_guard lock(autograd->mutex_);
     autograd->grad_accumulator_.reset();

@@ -101,7 +101,7 @@ class Grouping {
   std::unordered_map<std::uint64_t, std::size_t> cell_owner_;
 };
 
-/// While it lives, the generator that an operator draws from stands where it stood when the operator was recorded.
+/// A guard. During its lifetime, the generator from which an operator draws has the state that it had when the operator was recorded.
 class Drawing {
  public:
   Drawing(const Operation& operation, torch::jit::Stack& stack) {
@@ -138,7 +138,7 @@ class Drawing {
   at::Tensor before_;
 };
 
-/// torch::set_default_dtype as it was when an operator was recorded.
+/// A guard that sets torch's default dtype to the one that was set when an operator was recorded.
 class DefaultDtype {
  public:
   explicit DefaultDtype(c10::ScalarType dtype) : before_(c10::get_default_dtype_as_scalartype()) { set(before_, dtype); }
@@ -153,7 +153,7 @@ class DefaultDtype {
   c10::ScalarType before_;
 };
 
-/// Operators run on memory that lives for as long as they need it.
+/// Runs operators on memory that exists as long as they need it.
 class Run {
  public:
   Run(std::span<const DeferredView> wanted, const Group& group) : wanted_(wanted), group_(group) {
@@ -214,7 +214,7 @@ class Run {
     for (const auto& output : operation.outputs) keep(operation, output, stack);
   }
 
-  /// The result becomes its cell's memory, if it lies there as the recorded one does in its storage.
+  /// Makes the result the memory of its cell, if it lies in its storage in the same way as the recorded result.
   void keep(const Operation& operation, const Operation::Output& output, torch::jit::Stack& stack) {
     at::Tensor result;
     std::size_t element = 0;
@@ -231,7 +231,7 @@ class Run {
     if (!memory && same_place && result.storage().use_count() == 1 && result.storage().nbytes() >= output.bytes) {
       memory = result.storage();
     } else if (!memory && same_place) {
-      // It shares another's memory, perhaps with elements that lie on each other.
+      // It shares the memory of another tensor, and its elements may overlap.
       memory = fresh_memory(output.bytes);
       std::memcpy(memory.mutable_data(), result.storage().data(), std::min(output.bytes, result.storage().nbytes()));
     } else {
@@ -269,7 +269,7 @@ std::string name_of(const c10::OperatorHandle& op) {
 }
 
 void replay(std::span<const DeferredView> wanted, const std::function<void(std::size_t index, const at::Tensor& value)>& take) {
-  // As if in a constructor of its own, wherever it is called from.
+  // Replays like a constructor, even if it is called in inference mode.
   const c10::InferenceMode no_inference(false);
   const torch::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet(kTrapKey) | c10::autocast_dispatch_keyset);

@@ -15,14 +15,15 @@ namespace {
 
 using Units = std::vector<Unit*>;
 
-/// Of units on the same ranks.
+/// Returns the text that ranks compare about units on the same ranks.
 std::string describe(const Units& units, std::span<const UnitText> texts) {
   std::string text;
   for (const auto* unit : units) text += unit->describe() + "unit '" + unit->name + "': " + texts[unit->index].settings + "\n";
   return text;
 }
 
-/// The first parameter whose first values differ, for a warning; empty where one of two ranks compares none.
+/// Describes the first parameter whose first values differ, for a warning. A parameter is not compared with ranks that have no checksum of
+/// it.
 std::string describe_values(const Units& units, const comm::Ranks& ranks, const std::vector<std::int64_t>& values) {
   const auto all = ranks.exchange(at::tensor(values, at::kLong), {.operation = "comparison of first values", .unit = "(model)"});
   const auto* of_first = all.const_data_ptr<std::int64_t>();
@@ -63,7 +64,7 @@ Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std:
 }
 
 std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts) {
-  // Modes of Python (of fake tensors; those that count operators) are for what the model computes.
+  // Python's dispatch modes (for fake tensors, or to count operators) apply to the model's computation only.
   const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
   std::string warning;
   std::vector<bool> done(units.size(), false);

@@ -98,14 +98,14 @@ void Engine::refresh(Unit& unit, bool kept_is_outdated) {
   guarded([&] { refresh_locked(unit, kept_is_outdated); });
 }
 
-/// What is there of the unit's whole parameters is freed, unless it is to serve the next forward, too.
+/// Frees the unit's whole parameters, if they are present, unless they serve the next forward, too.
 void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   if (unit.use == UseState::kPinned) return;
   const auto last = unit.last_backward;
   if (last == LastBackward::kGaveGradients) gatherer_.renew_extension(unit);
   if (last == LastBackward::kAccumulated) unit.last_backward = LastBackward::kNone;
   const bool by_option = unit.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
-  // Where placements keep whole parameters, or inner shards, nobody has asked for old ones.
+  // If placements keep whole parameters or inner shards, the user has not asked to keep old values.
   const bool by_placements = unit.replicated_parameters() || unit.options.outer_sharded_optimizer;
   if (kept_is_outdated || (by_placements && !by_option && last != LastBackward::kAccumulated)) {
     evict(unit);
@@ -145,7 +145,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
   std::erase(ahead_, &unit);  // Also where it has stayed, or arrived meanwhile (flush_writes): read_ahead() must not evict what is in use.
   const bool within = current_ != nullptr && encloses(unit, *current_);
   if (within && unit.state() == ParameterState::kPresent) {
-    occupy(unit, phase);  // back in an enclosing unit, which has stayed: the enclosed one stays as well
+    occupy(unit, phase);  // back in an enclosing unit, which has stayed gathered: the enclosed unit stays, too
     prefetch_listed(unit);
     return;
   }
@@ -176,8 +176,8 @@ void Engine::occupy(Unit& unit, Phase phase) {
   if (backward_ == BackwardState::kRunning && phase == Phase::kBackward) reducer_.enter(unit);
 }
 
-// [Evict by movement] In forward and backward alike: what is neither around nor within the destination has done its work. If it has not,
-// entering it again gathers it again.
+// [Evict by movement] In forward and backward alike: units that neither enclose the destination nor lie within it are taken to be finished.
+// If the computation enters one again, it is gathered again.
 void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
   if (backward_ == BackwardState::kRunning) reducer_.depart_to(destination, together);
   for (std::size_t i = 0; i < occupied_.size();) {
@@ -199,7 +199,7 @@ void Engine::leave_now(Unit& unit) {
   if (current_ == &unit) current_ = unit.parent;
 }
 
-/// Departs from one unit. What an option keeps after forward has work before it until backward has been in it.
+/// Departs from one unit. A unit that an option keeps after forward stays until backward has been in it.
 void Engine::leave(Unit& unit) {
   const bool by_backward = backward_ == BackwardState::kRunning && unit.use == UseState::kInUse;
   if (by_backward) {
@@ -214,7 +214,7 @@ void Engine::leave(Unit& unit) {
   }
 }
 
-// [Read ahead] What was gathered on a prediction that no longer holds gives its slot back first, so that memory stays bounded.
+// [Read ahead] Units that were gathered on a prediction that no longer holds give their slots back first, so that memory stays bounded.
 void Engine::read_ahead() {
   const auto expected = schedule_.next(options_.prefetch_depth);
   std::erase_if(ahead_, [&](Unit* unit) {
@@ -228,7 +228,7 @@ void Engine::read_ahead() {
     gatherer_.start(unit);
     ahead_.push_back(&unit);
   }
-  if (expected.empty() && schedule_.phase() == Phase::kForward) pools_.free_idle();  // Activations are most now.
+  if (expected.empty() && schedule_.phase() == Phase::kForward) pools_.free_idle();  // Activations take the most memory now.
 }
 
 /// Starts what the user listed for the unit, in place of a prediction.
@@ -278,7 +278,7 @@ void Engine::evict(Unit& unit) {
   gatherer_.evict(unit);
 }
 
-/// The computation is nowhere: the next unit that is entered begins a pass.
+/// Says that the computation is in no unit. The next unit that is entered begins a pass.
 void Engine::forget_moves() {
   occupied_.clear();
   ahead_.clear();
@@ -302,7 +302,7 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   adds_to_gradients_ = reducer_.has_gradients();
   backward_ = BackwardState::kRunning;
   backward_alive_ = std::move(alive);
-  // What forward was still in stays where it is, but is to be entered anew.
+  // Units that forward was still in stay gathered, but backward has to enter them.
   bool has_lists = false;
   for (const auto& unit : units_) {
     if (unit->use == UseState::kInUse || unit->use == UseState::kLeft) set_use(*unit, UseState::kUnused);
@@ -345,7 +345,7 @@ void Engine::end_backward() {
   guarded([&] { reducer_.report_nan(); });
 }
 
-/// Before the last reductions, whose staging needs the room: the root's is often the largest.
+/// This happens before the last reductions, whose staging needs the memory: the root's is often the largest.
 void Engine::reshard_after_backward() {
   for (Unit* unit : ahead_) gatherer_.evict(*unit);
   for (const auto& unit : units_) {
@@ -360,7 +360,7 @@ void Engine::reshard_after_backward() {
   forget_moves();
 }
 
-/// [Current when forward begins] `last`: of the backwards before an update.
+/// [Current when forward begins] `last` says whether this is the last backward before an update.
 void Engine::note_backward(bool last) {
   for (const auto& unit : units_) {
     const auto& options = unit->options;
@@ -433,8 +433,8 @@ void Engine::reset() {
   reset_locked();
 }
 
-// A backward that failed leaves no gradient: what it had reduced already is added to what earlier backwards gave, and can't be told from
-// it.
+// A backward that failed leaves no gradients. Those that it had reduced already were added to the gradients of earlier backwards, and can't
+// be separated from them.
 void Engine::reset_locked() {
   const bool failed_backward = backward_ == BackwardState::kRunning;
   if (failed_backward && adds_to_gradients_) {

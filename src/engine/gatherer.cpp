@@ -25,7 +25,7 @@ void Gatherer::start(Unit& unit) {
   unit.set_state(ParameterState::kGathering);
 }
 
-/// `parts`: of the unit's extension, beside which the others travel.
+/// `parts` are those of the unit's extension; the unit's other parts are added to them.
 void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
   if (!unit.replicated_parameters()) unit.full.acquire(pools_.of_gathers(), memory::Kind::kGatheredParameters);
   if (unit.post_forward.live()) {
@@ -44,7 +44,7 @@ void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
   if (!unit.replicated_optimizer()) unit.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
 }
 
-/// Takes back what begin() has given to a unit that stays sharded: a format of the user's has thrown, say.
+/// Takes back the memory that begin() gave to a unit that stays sharded because of an exception, such as one from a user's gather format.
 void Gatherer::give_up(Unit& unit) {
   unit.wire.release();
   if (unit.options.keeps_storage) return;
@@ -52,7 +52,8 @@ void Gatherer::give_up(Unit& unit) {
   if (!unit.replicated_parameters()) unit.free_whole();
 }
 
-/// What travels of sub-buffer k: this rank's main parameters as they are if possible, else converted into its place among the others'.
+/// Returns the part of the gather for sub-buffer k. This rank's main parameters are sent directly if possible; otherwise they are converted
+/// into their place in the gathered buffer.
 comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k, Copies& conversions) {
   const auto& format = unit.formats[k];
   const at::Tensor& full = format.gather ? unit.wire.parts[k] : unit.full.parts[k];
@@ -64,12 +65,12 @@ comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k, Copies& con
   return {.full = full, .shard = place};
 }
 
-/// The main parameters of sub-buffer k, as they travel, are in `place` when `conversions` have run.
+/// Adds to `conversions` the copy of the main parameters of sub-buffer k into `place`, in the form in which they are sent.
 void Gatherer::convert_main(Unit& unit, std::size_t k, const at::Tensor& place, Copies& conversions) {
   unit.formats[k].gather ? encode_main(unit, k, place) : conversions.add(place, unit.main[k]);
 }
 
-/// The main parameters of sub-buffer k, in its gather format.
+/// Encodes the main parameters of sub-buffer k in its gather format.
 void Gatherer::encode_main(Unit& unit, std::size_t k, const at::Tensor& place) {
   if (place.numel() == 0) return;
   const auto pieces = unit.main_pieces().count;
@@ -97,7 +98,7 @@ void Gatherer::finish_extension(Unit& unit) {
   try {
     unit.extension->finish();
   } catch (...) {
-    // What has arrived is given up: the unit is gathered anew when it is next used.
+    // The data that have arrived are given up. The unit is gathered again when it is next used.
     unit.set_state(ParameterState::kSharded);
     if (!unit.replicated_parameters() && !unit.options.keeps_storage) unit.free_whole();
     after_error([&] { unit.extension->free(); });
@@ -105,7 +106,7 @@ void Gatherer::finish_extension(Unit& unit) {
   }
 }
 
-/// Converts what arrived in a gather format.
+/// Decodes the data that arrived in a gather format.
 void Gatherer::widen(Unit& unit) {
   const at::NoGradGuard no_grad;
   const auto pieces = unit.all_pieces().count;
@@ -173,7 +174,7 @@ void Gatherer::write_back(Unit& unit) {
       unit.main[k].copy_(written);
       continue;
     }
-    // Where the operator changed nothing, the main parameters keep the digits that the whole ones do not have.
+    // Where the operator changed nothing, the main parameters keep the precision that the whole parameters do not have.
     const auto before = as_gathered(unit, k);
     const auto main = unit.main[k].to(device_);
     unit.main[k].copy_(at::where(written == before, main, written.to(main.scalar_type())));
@@ -181,7 +182,7 @@ void Gatherer::write_back(Unit& unit) {
   unit.shards_outdated = unit.options.outer_sharded_optimizer;
 }
 
-/// What a gather would bring of this rank's main parameters of sub-buffer k.
+/// Returns the values that a gather would give for this rank's main parameters of sub-buffer k.
 at::Tensor Gatherer::as_gathered(Unit& unit, std::size_t k) {
   const auto& format = unit.formats[k];
   if (!format.gather) return unit.main[k].to(device_).to(format.compute);
@@ -206,7 +207,7 @@ void Gatherer::start_shards(Unit& unit) {
   }
   conversions.run();
   unit.shards_gather = unit.communicators.outer->all_gather(parts, unit.label("outer all-gather"));
-  unit.shards_outdated = false;  // Only now: one that could not be started is still to be done.
+  unit.shards_outdated = false;  // Only now, because a hop that could not be started must still be done.
 }
 
 void Gatherer::finish_shards(Unit& unit) {
@@ -236,12 +237,12 @@ void Gatherer::outdate_copies(Unit& unit) {
 
 void Gatherer::outdate_silently(Unit& unit) {
   evict(unit);
-  // Replicas are not freed, but outdated where another rank owns the change or the main parameters are others.
+  // Replicated parameters are not freed. They are outdated if another rank may own the change, or if the main parameters are separate.
   if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.set_state(ParameterState::kSharded);
   unit.shards_outdated = unit.options.outer_sharded_optimizer;
 }
 
-// What stands in for the tensor of an extended parameter is in no graph: it tells the extension.
+// The tensor that stands for an extended parameter is in no graph. Its version tells the extension that the main parameters have changed.
 void Gatherer::renew_extension(Unit& unit) {
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     if (!unit.formats[unit.layout.placements()[i].sub_buffer].extended) continue;

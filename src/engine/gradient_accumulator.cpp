@@ -60,7 +60,7 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
   } else {
     reduced = unit.main_gradient;
   }
-  // Receive staging of a reduction that gives so many pieces.
+  // Returns the size of the receive staging of a reduction whose result has this many pieces.
   const auto staged = [&](std::size_t k, const comm::Communicator& communicator, std::int64_t pieces) {
     return Part{formats[k].wire_gradient, communicator.staging_numel(numel(k, pieces), formats[k].wire_gradient)};
   };

@@ -45,8 +45,9 @@ class BitReader {
 at::Tensor any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any(); }
 
 std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients) {
-  // A bit tells of each unit whether it has unreduced gradients. The next ones tell whether its last gradient came after the first
-  // departure, after the second, and so on. Then each of its parameters has a bit, which tells whether this rank had a gradient of it.
+  // For each unit, the first bit says whether it has unreduced gradients. The next bits say whether its last gradient came after the first
+  // departure, after the second, and so on. Then there is a bit for each of its parameters, which says whether this rank had a gradient of
+  // the parameter.
   BitWriter mine;
   for (const auto* of_unit : gradients) {
     mine.append(of_unit->collects());

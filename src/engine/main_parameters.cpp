@@ -23,7 +23,7 @@ void MainParameters::changed() {
 }
 
 bool MainParameters::may_be_lost() const {
-  // Nobody sees writes to parameters that are the main ones themselves.
+  // Writes to parameters that are themselves the main parameters are not noticed.
   const bool sees_writes = std::none_of(units_.begin(), units_.end(),
                                         [](const auto& unit) { return unit->replicated_parameters() && !unit->has_separate_main(); });
   return state_ == MainState::kTorn || (state_ == MainState::kInitial && sees_writes);
@@ -71,8 +71,8 @@ void MainParameters::set_reader(std::future<void> read) {
   reader_ = std::move(read);
 }
 
-// The reader needs nothing of the engine, so that waiting under the lock ends. Present whole parameters may be written meanwhile: where
-// they are the main parameters themselves, it does not read them.
+// The reader needs nothing of the engine, so that waiting under the lock ends. Operators may write present whole parameters meanwhile. If
+// these are themselves the main parameters, the reader does not read them.
 void MainParameters::wait_for_reader() {
   if (!reader_.valid()) return;
   reader_.wait();
@@ -88,7 +88,7 @@ void MainParameters::flush_writes() {
     gatherer_.stop_sending(*unit);
     gatherer_.write_back(*unit);
   }
-  // The caller may write to what is being copied to the device.
+  // The caller may write memory that is being copied to the device.
   if (std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->offloaded(); })) memory::synchronize(device_);
 }
 

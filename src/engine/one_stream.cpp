@@ -12,9 +12,10 @@ c10::StreamId OneStream::current_id() const { return c10::impl::VirtualGuardImpl
 void OneStream::follow() {
   if (device_.is_cpu()) return;
   const auto current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  // A graph can depend on nothing but what it records itself. So whoever captures one waits for all else before: torch.cuda.graph does.
+  // A captured graph can depend only on work that it records itself, so code that captures one waits for all other work first, as
+  // torch.cuda.graph does.
   if (followed_ && *followed_ != current && is_capturing(*followed_) == is_capturing(current)) {
-    // Marks all that the model's work has put on the stream that it leaves.
+    // An event after all of the model's work on the stream that it leaves.
     c10::Event until_here(device_.type());
     until_here.record(*followed_);
     until_here.block(current);

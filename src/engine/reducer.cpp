@@ -17,8 +17,8 @@
 namespace fsdp::engine {
 namespace {
 
-/// [Two live gradients] So many units' buffers are alive at most, beside those of the units around them; so many reductions are under way
-/// at most, each with its staging.
+/// [Two live gradients] The largest number of units with unreduced gradients, beside the units that enclose them, and of reductions under
+/// way, each with its staging.
 constexpr std::size_t kLiveGradients = 2;
 
 /// Bytes of a gradient up to which a GPU takes less time to copy it than a host to launch that. Larger ones are copied, and freed, at once.
@@ -26,7 +26,7 @@ constexpr std::int64_t kCopiedTogether = std::int64_t{4} << 20;
 
 }  // namespace
 
-// From autograd into a buffer.
+// Functions that take gradients from autograd into a buffer.
 
 void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
   if (gradient.is_sparse()) {
@@ -34,7 +34,8 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
                 "' got a sparse gradient; flat shards are dense: build its embedding with sparse(false)");
   }
   auto& gradients = of(unit);
-  // The buffer may be on its way: what comes now is reduced at the end of backward, and from the next one on at a later departure.
+  // The buffer may be under reduction. A gradient that comes now is reduced at the end of backward; from the next backward on, the unit is
+  // reduced at a later departure.
   while (gradients.state == GradientState::kReducing) complete_oldest_inner();
   if (gradients.state == GradientState::kNone) acquire(gradients);
   auto& target = gradients.parameters[parameter];
@@ -63,8 +64,8 @@ void Reducer::acquire(GradientAccumulator& gradients) {
     allocate_main_gradient(unit);
     memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
   } else {
-    // A unit whose gradients come without an entry (nothing needs the weights of a first layer) was not departed to: the one before it may
-    // still collect.
+    // If a unit's gradients come without an entry (because backward does not need the weights of a first layer), there was no departure to
+    // it, and the unit before it may still be collecting.
     const auto collecting = std::count_if(collecting_.begin(), collecting_.end(), [&](const GradientAccumulator* other) {
       return reduced_on_departure(*other, other->departures + 1) && !related(other->unit, unit);
     });
@@ -77,7 +78,7 @@ void Reducer::acquire(GradientAccumulator& gradients) {
   collecting_.push_back(&gradients);
 }
 
-// When reductions begin.
+// Functions that decide when reductions begin.
 
 void Reducer::begin_backward(bool reduces_on_departure) {
   reduces_on_departure_ = reduces_on_departure;
@@ -93,7 +94,7 @@ void Reducer::enter(Unit& unit) {
 }
 
 void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together) {
-  // The last first: enclosed units before the enclosing ones.
+  // In reverse order, so that enclosed units come before those that enclose them.
   for (std::size_t i = entered_.size(); i-- > 0;) {
     Unit& unit = *entered_[i];
     if (related(unit, destination) || std::find(together.begin(), together.end(), &unit) != together.end()) continue;
@@ -182,7 +183,8 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     }
     parameter.seen = false;
   }
-  while (inner_under_way() >= kLiveGradients) complete_oldest_inner();  // for gradients that are collected in place, nothing has waited yet
+  while (inner_under_way() >= kLiveGradients)
+    complete_oldest_inner();  // needed for gradients that are collected in place, for which nothing has waited yet
   if (&buffer != &gradients.wire) {
     gradients.wire.acquire(pool_, memory::Kind::kUnreducedGradients);
     Copies conversions;
@@ -191,7 +193,8 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     if (gradients.collected_in == CollectedIn::kMain) memory::detach(*buffer.storage.unsafeGetStorageImpl());
     buffer.release();
   }
-  // What backwards without synchronization added up is as large as the model: no shard is added to it before staging is freed.
+  // The gradients that backwards without synchronization have added up are as large as the model, so no main gradients are allocated in
+  // addition before staging is freed.
   const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient_memory &&
                         !gradients.own_local && !unit.offloaded();
   gradients.state = GradientState::kReducing;
@@ -225,7 +228,8 @@ std::size_t Reducer::inner_under_way() const {
                                                 [](const Reduction& r) { return r.hop == Hop::kInnerReduce && r.pending != nullptr; }));
 }
 
-// Its later hops start with those of all ranks: when a rank waits depends on the gradients that it happened to get.
+// Later hops do not start here. They start at moments that all ranks share; when a rank waits here depends on the gradients that it
+// happened to get.
 void Reducer::complete_oldest_inner() {
   for (auto& reduction : reductions_) {
     if (reduction.hop == Hop::kInnerReduce && reduction.pending) return complete(reduction);
@@ -255,7 +259,7 @@ void Reducer::reset(bool took_all) {
   try {
     if (keeps) drain();
   } catch (const CommError&) {
-    keeps = false;  // Every later collective of these ranks says why.
+    keeps = false;  // Every later collective of these ranks will report the error.
   }
   drop();
   if (!keeps) zero_grad();

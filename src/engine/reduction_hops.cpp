@@ -26,7 +26,8 @@ void Reducer::start(Reduction& reduction) {
 
 namespace {
 
-/// Of the main gradients of sub-buffer k, or of what becomes them: the piece of this rank, and those of this inner rank.
+/// Two parts of the main gradients of sub-buffer k, or of the buffer that becomes them: the piece of this rank, and the pieces of this
+/// inner rank.
 at::Tensor own_piece(const GradientAccumulator& gradients, std::size_t k) {
   return gradients.unit.main_region(gradients.reduced[k], gradients.unit.own_pieces());
 }
@@ -36,8 +37,8 @@ at::Tensor inner_region(const GradientAccumulator& gradients, std::size_t k) {
 
 }  // namespace
 
-/// From the unreduced gradients into the main gradients; where there are outer ranks, into `partial`. `in_place`: into this rank's region
-/// of the unreduced ones.
+/// Reduces the unreduced gradients into the main gradients or, if there are outer ranks, into `partial`. With `in_place`, the result goes
+/// into this rank's region of the unreduced gradients.
 std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumulator& gradients, bool in_place) {
   const Unit& unit = gradients.unit;
   RECORD_USER_SCOPE("FSDP::post_backward_reduce (" + unit.name + ")");
@@ -63,7 +64,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
   return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
 }
 
-/// From `partial` into the main gradients, or into this replica's share of it.
+/// Reduces `partial` into the main gradients, or into this replica's share of `partial`.
 std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
   const bool accumulate = unit.main_gradient_valid;
@@ -86,7 +87,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumula
   return unit.communicators.outer->reduce_scatter(parts, 1.0, unit.label("outer reduce-scatter"));
 }
 
-/// Replicas get each other's sums: into the main gradients, or into `partial`.
+/// Gathers the replicas' sums into the main gradients, or into `partial`.
 std::unique_ptr<comm::Pending> Reducer::gather_over_outer_ranks(const GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
   std::vector<comm::GatherPart> parts;
@@ -97,7 +98,7 @@ std::unique_ptr<comm::Pending> Reducer::gather_over_outer_ranks(const GradientAc
   return unit.communicators.outer->all_gather(parts, unit.label("outer all-gather of gradients"));
 }
 
-/// Replicated gradients become whole.
+/// Gathers replicated gradients.
 std::unique_ptr<comm::Pending> Reducer::gather_over_inner_ranks(const GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
   std::vector<comm::GatherPart> parts;
@@ -129,7 +130,7 @@ void Reducer::complete(Reduction& reduction) {
   if (!is_partial && !next_hop(reduction)) deliver(gradients);
 }
 
-/// The sums of replicas that cut nothing reach the main gradients.
+/// Copies the sums of replicas that do not cut shards to the main gradients.
 void Reducer::take_sums(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   allocate_reduced(gradients);
@@ -140,7 +141,7 @@ void Reducer::take_sums(GradientAccumulator& gradients) {
   gradients.partial.release();
 }
 
-/// What a reduction in place has left in the unreduced buffer becomes the main gradients.
+/// Makes the result that a reduction in place has left in the unreduced buffer the main gradients.
 void Reducer::take_result(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   gradients.staging.release();

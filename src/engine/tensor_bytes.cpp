@@ -21,7 +21,7 @@ void zero_bytes(const at::Tensor& tensor) {
 
 bool copy_bytes(const at::Tensor& source, const at::Tensor& target) {
   if (!target.is_cpu()) return false;
-  // Of tensors of other kinds (subclasses, lazy conjugates, other layouts) the bytes are not the values.
+  // For other kinds of tensors (subclasses, lazy conjugates, other layouts), the bytes are not the values.
   constexpr auto kOfEveryTensor = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   if (source.key_set() - kOfEveryTensor != target.key_set() - kOfEveryTensor) return false;
   if (source.scalar_type() != target.scalar_type() || source.sizes() != target.sizes() || !source.is_contiguous()) return false;
@@ -30,7 +30,7 @@ bool copy_bytes(const at::Tensor& source, const at::Tensor& target) {
 }
 
 std::int64_t checksum(const at::Tensor& tensor, std::int64_t elements) {
-  // Without an operator where that is possible: modes that see operators are not to see these.
+  // Operators are avoided if possible, because dispatch modes that observe operators should not see these.
   const auto whole = tensor.is_cpu() && tensor.is_contiguous() ? tensor : tensor.detach().cpu().contiguous();
   const auto* bytes = static_cast<const char*>(whole.const_data_ptr());
   constexpr std::size_t kWord = sizeof(std::uint64_t);
@@ -43,7 +43,7 @@ std::int64_t checksum(const at::Tensor& tensor, std::int64_t elements) {
   };
   const std::size_t itemsize = whole.itemsize();
   const auto step = elements == 0 ? 1 : std::max<std::int64_t>(whole.numel() / elements, 1);
-  // All words, or those of elements that lie so far apart.
+  // All words, or only those of elements at a distance of `step`.
   const std::size_t width = step == 1 ? kWord : std::min(kWord, itemsize);
   const std::size_t stride = step == 1 ? kWord : static_cast<std::size_t>(step) * itemsize;
   for (std::size_t at = 0; at < whole.nbytes(); at += stride) add(bytes + at, std::min(width, whole.nbytes() - at));

@@ -170,7 +170,7 @@ at::Tensor Unit::region(const at::Tensor& tensor, Pieces held, Pieces pieces) {
 
 void Unit::free_whole() {
   auto& impl = *full.storage.unsafeGetStorageImpl();
-  // A profiler that records inputs asks for their addresses, too, before the operator has gathered them; it may have null. So may who asks
+  // A profiler that records inputs asks for their addresses before the operator has gathered them. It gets null, and so does code that asks
   // for the address of parameters without elements, which no gather changes.
   if (at::hasCallbacks() || full.bytes == 0) {
     memory::detach(impl);
@@ -214,7 +214,7 @@ void Unit::allocate_main(memory::Accounting& accounting) {
   }
   if (replicated_parameters()) {
     allocate(full, replica_memory, alone ? memory::Kind::kMainParameters : memory::Kind::kGatheredParameters);
-    // What every rank fills for itself is there at once; copies in another dtype are made at the first use.
+    // Replicated parameters that every rank fills by itself are present at once; copies in another dtype are made at the first use.
     set_state(has_separate_main() ? ParameterState::kSharded : ParameterState::kPresent);
   }
 }

@@ -68,7 +68,7 @@ void HookedModel::dissolve() {
 
 void note_update() { ++updates_of_optimizers; }
 
-// [Current when forward begins] What tells of writes counts for the copies alone that the user keeps; the others go in any case.
+// [Current when forward begins] Signs of writes matter only for copies that the user keeps; other copies are freed in any case.
 void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
   if (!trigger::inside_backward()) engine_->recover();
@@ -76,8 +76,8 @@ void HookedModel::begin_forward() {
   const auto updates = updates_of_optimizers.load();
   const bool updated = std::exchange(updates_, updates) != updates;
   calls_.clear();
-  // Between a forward and its backward, torch forbids writes. Where there is no graph (a teacher, whose parameters are frozen), it does
-  // not.
+  // Between a forward and its backward, torch forbids writes. If there is no graph (a teacher with frozen parameters), it does not forbid
+  // them.
   engine_->begin_forward(/*kept_is_outdated=*/updated || last_forward_ == LastForward::kNoGraph);
   last_forward_ = at::GradMode::is_enabled() ? LastForward::kNoGraph : LastForward::kDone;
 }
@@ -89,7 +89,8 @@ void HookedModel::prepare_unshard(HookedUnit& unit) {
   if (updated || last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit(), updated);
 }
 
-/// True if something tells that this model's main parameters were written since the last time: all copies are outdated then, and graphs.
+/// Returns true if there is a sign that this model's main parameters were written since the last call. All copies and graphs are then
+/// outdated.
 bool HookedModel::notice_writes() {
   bool written = false;
   for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;
@@ -179,7 +180,7 @@ void HookedModel::end_backward() {
     engine_->end_backward();
   } catch (const CommError&) {
     throw;
-  } catch (...) {  // A report on gradients: they are the user's all the same.
+  } catch (...) {  // This is a report on gradients (NaN), so the user still gets them.
     if (backward_ended_) backward_ended_();
     throw;
   }

@@ -17,7 +17,8 @@
 namespace fsdp::hooks {
 namespace {
 
-/// As the engine has a parameter. It reduces real numbers: a complex parameter has two in its last dimension, which travel as they are.
+/// Returns the parameter as the engine has it. The engine reduces real numbers, so a complex parameter becomes a real one with the two
+/// parts in an additional last dimension.
 ParameterSpec in_real_numbers(ParameterSpec parameter) {
   if (!c10::isComplexType(parameter.dtype)) return parameter;
   parameter.dtype = c10::toRealValueType(parameter.dtype);
@@ -26,13 +27,13 @@ ParameterSpec in_real_numbers(ParameterSpec parameter) {
   return parameter;
 }
 
-/// Of what users see of a parameter, which the engine has in `stored`.
+/// Returns the dtype that users see of a parameter which the engine has in dtype `stored`.
 at::ScalarType seen_dtype(const ParameterSpec& parameter, at::ScalarType stored) {
   return c10::isComplexType(parameter.dtype) ? c10::toComplexType(stored) : stored;
 }
 
-/// In memory, and on the wire: one rank's slices one behind the other, then the next rank's. With the first dimension cut these are just
-/// the rows; with another one, a dimension of its own for the ranks.
+/// Returns the shape of a parameter in memory and on the wire, where one rank's slices come one behind the other, and then the next rank's.
+/// If the first dimension is cut, the slices are the rows; otherwise the shape has an additional dimension for the ranks.
 std::vector<std::int64_t> stored_shape(const ParameterSpec& parameter, std::int64_t ranks) {
   auto shape = parameter.shape;
   if (parameter.shard_dim == 0) return shape;
@@ -63,7 +64,7 @@ std::shared_ptr<const GatherFormat> interleaved(const ParameterSpec& parameter, 
   return format;
 }
 
-/// No bytes: the extension sends them, and has their memory.
+/// A format without bytes, for parameters that the extension sends and keeps.
 std::shared_ptr<const GatherFormat> nothing() {
   auto format = std::make_shared<GatherFormat>();
   format->pre_all_gather = format->post_all_gather = [](const at::Tensor&, const at::Tensor&) {};
@@ -82,14 +83,14 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
   }
   if (parameter.float8_block > 0) format.gather = std::make_shared<GatherFormat>(float8_blocks(parameter.float8_block));
   format.extended = parameter.extended;
-  // Else the unit would have its own main parameters of it: a part of the shards that the outer ranks cut, or of what stays whole.
+  // Otherwise the unit would have main parameters of its own for it, in the shards that the outer ranks cut, or in the whole parameters.
   const bool shares_main = spec.options.outer_sharded_optimizer || spec.options.placements.parameters == Placement::kReplicated;
   if (parameter.extended && shares_main) format.gather = nothing();
   if (parameter.shard_dim != 0) format.gather = interleaved(parameter, format.compute);
   return format;
 }
 
-/// `ranks`: over which the inner dimension cuts. `pieces`: over which both do.
+/// `ranks` is the number of ranks over which the inner dimension cuts, and `pieces` the number over which both dimensions cut.
 layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int64_t pieces) {
   std::vector<layout::ParameterSpec> parameters;
   for (const auto& given : spec.parameters) {
@@ -105,7 +106,7 @@ layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int6
   return {std::move(parameters), pieces};
 }
 
-/// Null for an undefined tensor.
+/// Returns the address of a tensor's memory; null for an undefined tensor.
 const void* memory_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.unsafeGetTensorImpl()->unsafe_storage().data() : nullptr;
 }
@@ -170,7 +171,7 @@ void HookedUnit::set_mesh(const DeviceMesh& mesh) {
 
 void HookedUnit::set_separate_reduce_group(bool separate) {
   if (separate == spec_.separate_reduce_group) return;
-  // The ranks are about to meet, and would wait for those that were not asked.
+  // Making a group is collective, so ranks on which this was not called would be waited for. Therefore the ranks compare first.
   const std::string text = std::string("separate_reduce_scatter_group ") + (separate ? "true" : "false");
   comm::Ranks(spec_.mesh).compare(text, {.operation = "comparison of options", .unit = text});
   spec_.separate_reduce_group = separate;

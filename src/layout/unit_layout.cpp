@@ -124,12 +124,12 @@ void place_whole(Group& group, std::vector<ParameterPlacement>& placements, cons
 
   using Bin = std::pair<std::int64_t, std::int64_t>;  // elements, rank
   std::priority_queue<Bin, std::vector<Bin>, std::greater<>> least_first;
-  // Of n parameters, none goes beyond rank n - 1.
+  // At most n ranks get one of n parameters.
   const std::int64_t bins = std::min(world_size, static_cast<std::int64_t>(group.members.size()));
   for (std::int64_t rank = 0; rank < bins; ++rank) least_first.emplace(0, rank);
 
   std::int64_t largest_bin = 0;
-  std::vector<std::pair<std::size_t, std::int64_t>> rank_of;  // the shards' size is known only at the end
+  std::vector<std::pair<std::size_t, std::int64_t>> rank_of;  // kept, because the size of shards is known only at the end
   rank_of.reserve(largest_first.size());
   for (const std::size_t member : largest_first) {
     const auto [end, rank] = least_first.top();

@@ -15,16 +15,16 @@
 namespace fsdp::memory {
 namespace {
 
-/// Below, rounding up to whole pages would cost too much.
+/// Smaller blocks are not mapped, because rounding them up to whole pages would waste too much.
 constexpr std::int64_t kMappedBytes = std::int64_t{1} << 20;
 
-/// The same for what peers may read where it lies; smaller blocks are copied for them.
+/// The same limit for memory that peers read directly; smaller blocks are copied for them.
 constexpr std::int64_t kSharedBytes = std::int64_t{64} << 10;
 
 struct Mapping {
   void* data;
   std::size_t bytes;
-  bool reported;  ///< To torch's memory profiler.
+  bool reported;  ///< Whether torch's memory profiler was told of it.
 };
 
 void report(void* data, std::int64_t change) {
@@ -42,14 +42,14 @@ c10::DataPtr map(c10::Device device, std::size_t bytes, bool reported = false) {
   if (data == MAP_FAILED) {
     C10_THROW_ERROR(OutOfMemoryError, "libfsdp could not map " + std::to_string(bytes) + " bytes of memory");
   }
-  madvise(data, bytes, MADV_HUGEPAGE);  // A wish: without huge pages the memory works as well.
+  madvise(data, bytes, MADV_HUGEPAGE);  // The call may fail: the memory also works without huge pages.
   if (reported) report(data, static_cast<std::int64_t>(bytes));
   return {data, new Mapping{data, bytes, reported}, &unmap, device};
 }
 
 bool is_mapped(c10::Device device, std::int64_t bytes) { return device.is_cpu() && bytes >= kMappedBytes; }
 
-/// A tensor of the host over memory that is fresh from the system, and so zero.
+/// Returns a CPU tensor over memory that is fresh from the system, and therefore zero.
 at::Tensor over(c10::DataPtr memory, std::int64_t bytes) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(bytes),
                                                        std::move(memory), nullptr, /*resizable=*/false);

@@ -18,7 +18,8 @@ namespace {
 
 constexpr unsigned kPortable = 1;  // cudaHostRegisterPortable: pinned for all GPUs of the process.
 
-/// Of the CUDA runtime that this process has loaded. Looked up, not linked: a build without CUDA serves a CUDA build of torch, too.
+/// Functions of the CUDA runtime that this process has loaded. They are looked up and not linked, so that a build without CUDA also works
+/// with a CUDA build of torch.
 struct Runtime {
   int (*pin)(void*, std::size_t, unsigned) = nullptr;
   int (*unpin)(void*) = nullptr;
@@ -64,7 +65,7 @@ void release(void* context) {
   const std::unique_ptr<Pinned> pinned(static_cast<Pinned*>(context));
   try {
     c10::impl::VirtualGuardImpl(pinned->device.type()).synchronizeDevice(pinned->device.index());
-  } catch (const std::exception&) {  // Of a device that has failed, or at the end of the process: nothing copies any more.
+  } catch (const std::exception&) {  // The device has failed, or the process ends, so nothing copies any more.
     TORCH_WARN_ONCE("libfsdp could not wait for ", pinned->device,
                     " before it freed memory that this copies from: ", current_exception_text());
   }
@@ -79,9 +80,9 @@ c10::DataPtr allocate_pinned(c10::Device device, std::int64_t bytes) {
   const auto length = static_cast<std::size_t>(bytes);
   void* data = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return {};
-  madvise(data, length, MADV_HUGEPAGE);  // A wish: without huge pages the memory works as well.
+  madvise(data, length, MADV_HUGEPAGE);  // The call may fail: the memory also works without huge pages.
   if (runtime().pin(data, length, kPortable) != 0) {
-    runtime().last_error();  // Else torch's next check finds this one.
+    runtime().last_error();  // Clears the error, which torch's next check would report otherwise.
     munmap(data, length);
     return {};
   }

@@ -30,7 +30,7 @@ Opened& opened_heap() {
   return opened;
 }
 
-// Files without a name need not be programs. Some systems refuse those that may be; older ones do not know the flag.
+// The file must not be executable, because some systems refuse executable files without a name. Older systems do not know the flag.
 int open_memfd() {
   constexpr unsigned kNoExec = 0x0008U;  // MFD_NOEXEC_SEAL, which older headers lack
   const int fd = memfd_create("libfsdp", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExec);
@@ -39,7 +39,7 @@ int open_memfd() {
 
 std::int64_t round_up(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
 
-// As large as the machine's memory: blocks can't take more, and pages are there only where blocks are.
+// Returns the size of the machine's memory. Blocks can't take more, and only blocks have pages.
 std::int64_t file_size() { return round_up(static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE), kGiB); }
 
 [[noreturn]] void refuse(const std::string& what, int error) { throw Error(what + ": " + std::strerror(error)); }
@@ -50,7 +50,7 @@ int make_file(std::int64_t size) {
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < static_cast<rlim_t>(size)) refuse("the limit of files' sizes", EFBIG);
   const int fd = open_memfd();
   if (fd < 0) refuse("memfd_create", errno);
-  // Nobody can make it shorter, so that reading it never fails.
+  // The seals keep any process from making the file shorter, so reading it never fails.
   if (ftruncate(fd, size) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
@@ -81,8 +81,8 @@ std::shared_ptr<SharedHeap> SharedHeap::open() {
     close(fd);
     refuse("mapping a memfd", error);
   }
-  madvise(base, static_cast<std::size_t>(size), MADV_HUGEPAGE);  // A wish.
-  madvise(base, static_cast<std::size_t>(size), MADV_DONTDUMP);  // A file of a dump would seem as large as the machine's memory.
+  madvise(base, static_cast<std::size_t>(size), MADV_HUGEPAGE);  // This may fail.
+  madvise(base, static_cast<std::size_t>(size), MADV_DONTDUMP);  // Otherwise a core dump would seem as large as the machine's memory.
   std::shared_ptr<SharedHeap> heap(new SharedHeap(fd, base, size));
   opened_heap().heap = heap;
   return heap;
@@ -93,18 +93,19 @@ std::shared_ptr<SharedHeap> SharedHeap::opened() {
   return opened_heap().heap.lock();
 }
 
-// In the child, where the mutex is held.
+// Called in the child, which holds the mutex.
 void SharedHeap::after_fork() {
   if (const auto heap = opened_heap().heap.lock()) heap->become_private();
   opened_heap().heap.reset();
   opened_heap().mutex.unlock();
 }
 
-/// What this process writes is no longer the parent's. (What the parent writes to pages that this process has left alone is still seen.)
+/// Makes the mapping private: the parent no longer sees writes of this process. (This process still sees what the parent writes to pages
+/// that it has not written itself.)
 void SharedHeap::become_private() {
   const auto size = static_cast<std::size_t>(size_);
   const auto map = [&](int access, int kind) { return mmap(base_, size, access, kind | MAP_FIXED | MAP_NORESERVE, fd_, 0) != MAP_FAILED; };
-  // Where memory is not lent beyond what there is, a private copy of the whole range may be refused.
+  // A system without memory overcommit may refuse a private copy of the whole range.
   if (!map(PROT_READ | PROT_WRITE, MAP_PRIVATE)) map(PROT_READ, MAP_SHARED);
 }
 

@@ -16,7 +16,7 @@ SlotPlan plan_slots(std::span<const Lease> leases) {
   });
   SlotPlan plan;
   plan.slot_of.resize(leases.size());
-  std::vector<std::map<std::size_t, std::size_t>> taken;  // of each slot, [begin, end)
+  std::vector<std::map<std::size_t, std::size_t>> taken;  // for each slot, the ranges [begin, end) of its leases
   const auto is_free = [](const std::map<std::size_t, std::size_t>& intervals, const Lease& lease) {
     const auto next = intervals.lower_bound(lease.begin);
     if (next != intervals.end() && next->first < lease.end) return false;

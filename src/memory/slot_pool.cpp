@@ -143,7 +143,7 @@ void SlotPool::give_back(Slot& slot) {
   }
 }
 
-/// The plan's free blocks serve any request; those that are lent will when they come back.
+/// Ends the plan: its free blocks now serve any request, and lent blocks do so when they come back.
 void SlotPool::leave_plan() {
   if (!std::exchange(follows_plan_, false)) return;
   for (std::size_t planned = 0; planned < planned_.size(); ++planned) {
@@ -162,7 +162,7 @@ void SlotPool::end_step() {
   if (std::exchange(too_long_, false)) leases_ = {};
   if (leases_.empty()) return;
   const bool left = !planned_leases_.empty() && !follows_plan_;
-  // A plan that was left twice in a row is for steps that are over.
+  // A plan that two steps in a row have left no longer fits.
   if (left && left_last_step_) planned_leases_.clear();
   left_last_step_ = left;
   if (planned_leases_.empty() && leases_ == last_leases_) {

@@ -42,7 +42,7 @@ void refuse_cut_blocks(const AdamW8bitOptions& options, const engine::Engine& en
 std::vector<at::Tensor> make_state(const ParameterPiece& piece, optim::StateMemory& memory) {
   const auto numel = piece.value.numel();
   const auto blocks = (numel + kBlock - 1) / kBlock;
-  // Zero, whatever the codes: all largest magnitudes are.
+  // The state is zero, whatever the codes are, because all largest magnitudes are zero.
   const auto& unit = *piece.unit;
   return {memory.zeros(unit, numel, at::kByte), memory.zeros(unit, blocks, at::kFloat), memory.zeros(unit, numel, at::kByte),
           memory.zeros(unit, blocks, at::kFloat)};
@@ -56,7 +56,7 @@ AdamW8bit::AdamW8bit(torch::nn::Module& module, AdamW8bitOptions options, std::v
   refuse_cut_blocks(options, *engine);
   const auto quantized = [options](const engine::Unit& unit, std::size_t i) { return is_quantized(options, unit, i); };
   const AdamWOptions in_full{.lr = options.lr, .betas = options.betas, .eps = options.eps, .weight_decay = options.weight_decay};
-  // As libfsdp.optim.AdamW8bit has it, in each group.
+  // Each group lists this setting, as those of libfsdp.optim.AdamW8bit do.
   const optim::Settings size = {{"min_8bit_size", options.min_8bit_size}};
   auto rest = optim::adamw(
       engine, in_full, groups, [quantized](const engine::Unit& unit, std::size_t i) { return !quantized(unit, i); }, size);

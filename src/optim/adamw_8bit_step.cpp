@@ -32,7 +32,7 @@ const DynamicMap& second_map() {
   return map;
 }
 
-// Parameters and gradients of any dtype, by blocks.
+// Functions that load and store blocks of parameters and gradients of any dtype.
 using Load = void (*)(const void* data, std::int64_t begin, std::int64_t numel, Block& to);
 using Store = void (*)(void* data, std::int64_t begin, std::int64_t numel, const Block& from);
 

@@ -1,6 +1,6 @@
-// Plain loops that the compiler turns into vector instructions. What keeps it from that elsewhere: sqrt() may set errno, so this file is
-// compiled with -fno-math-errno; bytes may alias anything, hence the __restrict; looking codes up in a table takes gathers, which x86 has
-// from AVX2 on, so there are two versions, and no fused multiply-add in either: both give the same bits.
+// Plain loops that the compiler turns into vector instructions. Three things could keep the compiler from that. sqrt() may set errno, so
+// this file is compiled with -fno-math-errno. Bytes may alias anything, hence the __restrict. Looking up codes in a table takes gather
+// instructions, which x86 has from AVX2 on, so there are two versions. Neither uses fused multiply-add, so both give the same bits.
 
 #include "optim/block_adamw.h"
 

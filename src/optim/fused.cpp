@@ -14,11 +14,11 @@
 namespace fsdp::optim {
 namespace {
 
-/// The kernels take lists of one dtype on one device.
+/// The kernels take lists of tensors of one dtype on one device.
 using Place = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
-/// Entries that share a place, as the kernels want them: dense, an entry's tensors in one order of elements, gradients of the value's
-/// dtype. Copies where they are otherwise.
+/// The entries of one place in the form that the kernels need: all tensors are dense, those of an entry have the same order of elements,
+/// and a gradient has the dtype of its value. Tensors in another form are copied.
 struct Batch {
   std::vector<at::Tensor> values, gradients, steps;
   std::vector<std::vector<at::Tensor>> states;
@@ -38,7 +38,8 @@ at::Tensor like(const at::Tensor& value, const at::Tensor& tensor, bool is_writt
   return copy;
 }
 
-/// torch's CPU kernel of SGD is wrong in 16 bits, for tensors of 16 elements and more: they are widened for it, and its results rounded.
+/// torch's CPU kernel for SGD gives wrong results for 16-bit tensors of 16 elements and more. They are widened for it, and the results are
+/// rounded.
 enum class In16Bits : std::uint8_t { kAsTheyAre, kWidenedOnCpu };
 
 bool is_widened(const at::Tensor& value, In16Bits in_16_bits) {
@@ -47,7 +48,7 @@ bool is_widened(const at::Tensor& value, In16Bits in_16_bits) {
 
 std::map<Place, Batch> batches_of(const StepTensors& tensors, In16Bits in_16_bits) {
   std::map<Place, Batch> batches;
-  // Counts on the host are few different numbers: the device gets one tensor for each, not one for each entry.
+  // Counts on the host have few different values, so the device gets one tensor for each value, not one for each entry.
   std::map<std::pair<Place, double>, at::Tensor> counts;
   for (std::size_t i = 0; i < tensors.values.size(); ++i) {
     auto value = tensors.values[i];
@@ -73,7 +74,7 @@ std::map<Place, Batch> batches_of(const StepTensors& tensors, In16Bits in_16_bit
     }
     const auto count = steps.item<double>();
     auto& shared = counts[{place, count}];
-    // Filled there: a copy to a device would make the host wait.
+    // The tensor is filled on the device, because a copy from the host would make the host wait.
     if (!shared.defined()) shared = at::full({}, count, value.options().dtype(at::kFloat));
     batch.steps.push_back(shared);
   }

@@ -26,8 +26,8 @@ void validate(const GradScalerState& state) {
   require(state.growth_interval >= 1, "growth_interval must be at least 1", static_cast<double>(state.growth_interval));
 }
 
-/// In memory of the host. True if all exponents have a zero bit. `Bits` is the unsigned integer of the format's size, `exponent` its
-/// exponent's mask.
+/// Checks values in host memory: they are finite if each exponent has a bit that is zero. `Bits` is the unsigned integer type of the
+/// format's size, and `exponent` the mask of its exponent.
 template <typename Bits>
 bool all_finite(const at::Tensor& tensor, Bits exponent) {
   const auto* data = static_cast<const Bits*>(tensor.const_data_ptr());
@@ -49,7 +49,7 @@ bool all_finite_on_host(const at::Tensor& tensor) {
   }
 }
 
-/// The host waits once for what is on a device.
+/// The host waits once for all tensors on a device.
 bool all_finite(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> on_device;
   for (const auto& tensor : tensors) {
@@ -75,7 +75,7 @@ GradScaler::GradScaler(GradScalerOptions options)
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) const {
-  // By a tensor: a half-precision loss is widened as it is scaled, as torch does, and does not overflow by itself.
+  // The scale is a tensor, so that a half-precision loss is widened when it is multiplied, as in torch, and does not overflow.
   return enabled_ ? loss * at::scalar_tensor(state_.scale, loss.options().dtype(at::kFloat).requires_grad(false)) : loss;
 }
 
@@ -86,7 +86,8 @@ GradScaler::Model* GradScaler::find(const std::shared_ptr<engine::Engine>& engin
   return nullptr;
 }
 
-// Nothing is written before all ranks have agreed. On a replica every rank looks at its own piece, and scales the whole.
+// Nothing is written before all ranks have agreed. If gradients are replicated, every rank checks its own piece only, and scales all of
+// them.
 GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& engine) {
   const torch::NoGradGuard no_grad;
   engine->finish_gradient_sync();

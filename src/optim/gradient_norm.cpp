@@ -21,8 +21,8 @@ namespace {
 
 using optim::Norm;
 
-/// The norms of those parameters that are `counted`: of their places in the sub-buffers that `buffers_of` gives, which may be none; the
-/// parameter is then left out.
+/// Returns the norms of the parameters that `counted` accepts, from their places in the sub-buffers that `buffers_of` returns. Parameters
+/// for which it returns none are left out.
 template <typename Counted, typename BuffersOf>
 std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& engine, const Norm& norm, const char* operation,
                                                           const Counted& counted, const BuffersOf& buffers_of) {
@@ -40,7 +40,7 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
       if (!counted(parameter)) continue;
       const auto* buffers = buffers_of(*unit, i);
       const auto slice = unit->slice(i, unit->own_pieces());
-      // Other ranks may have other experts, with gradients or without: all send as many values.
+      // Other ranks may have other experts, with or without gradients, so all ranks send the same number of values.
       std::vector<at::Tensor> piece;
       if (buffers != nullptr && engine.speaks_for(parameter)) {
         piece.push_back((*buffers)[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
@@ -79,7 +79,8 @@ double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& op
   std::vector<at::Tensor> mine;
   for (const auto& unit : engine_->units()) {
     if (!unit->main_gradient_valid) continue;
-    // Each rank's own piece only, also where other ranks hold it, too: every element counts once, in the same sums for every strategy.
+    // Each rank sums its own piece only, even if other ranks hold the piece, too. So every element counts once, in the same sums for every
+    // strategy.
     if (!engine_->tensor_parallel().defined()) {
       for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
         mine.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));

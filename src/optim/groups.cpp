@@ -12,7 +12,7 @@
 namespace fsdp::optim {
 namespace {
 
-/// NaN is refused, too.
+/// Throws Error for negative values and NaN.
 void require_not_negative(double value, const char* what) {
   if (!(value >= 0)) throw Error(std::string(what) + " " + std::to_string(value) + "; give 0 or more");
 }
@@ -43,11 +43,11 @@ void require_same(const std::string& name, const Setting& own, const Setting& sa
 /// Throws Error if a number can't be set.
 void require_settable(const std::string& name, double own, double saved) {
   if (name != "dampening") require_not_negative(saved, name.c_str());
-  // Momentum that is kept, or not, decides which state there is.
+  // The state exists only if momentum is not 0.
   if (name == "momentum" && (own != 0) != (saved != 0)) require_same(name, own, saved);
 }
 
-/// Calls `fn` with place and value if the one can take the other.
+/// Calls `fn` with place and value if the place can take a value of this type.
 template <typename Fn>
 bool with_place(const SettingPlace& place, const Setting& value, const Fn& fn) {
   if (const auto* number = std::get_if<double*>(&place); number != nullptr && std::holds_alternative<double>(value)) {

@@ -41,7 +41,7 @@ std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> MuonExchange::nu
 at::Tensor MuonExchange::directions() {
   std::vector<std::vector<at::Tensor>> pieces(static_cast<std::size_t>(ranks_));
   for (auto& part : parts_) {
-    // Rounded here, not by the owner, so that it travels in the dtype of the iterations.
+    // It is rounded here and not by the owner, so that it is sent in the dtype of the iterations.
     const auto direction = muon_direction(part.momentum, part.gradient, options_).to(options_.ns_dtype.value());
     pieces[static_cast<std::size_t>(part.matrix.owner)].push_back(direction.reshape({-1}));
   }

@@ -12,12 +12,12 @@ at::Tensor muon_direction(at::Tensor& momentum, const at::Tensor& gradient, cons
   return options.nesterov ? gradient.to(momentum.scalar_type()).lerp(momentum, options.momentum) : momentum;
 }
 
-/// Each iteration maps every singular value s to a s + b s^3 + c s^5, which draws those between 0 and 1 into a neighbourhood of 1, the
-/// small ones fast.
+/// Each iteration maps every singular value s to a s + b s^3 + c s^5, which moves singular values between 0 and 1 towards 1, small ones
+/// quickly.
 at::Tensor orthogonalized(const at::Tensor& matrix, const MuonOptions& options) {
   const auto [a, b, c] = options.ns_coefficients;
   at::Tensor x = matrix.to(options.ns_dtype.value_or(matrix.is_cpu() ? at::kFloat : at::kBFloat16));
-  // The shorter side first: its Gram matrix is the smaller one.
+  // Transposed if necessary, so that the shorter side comes first: its Gram matrix is the smaller one.
   const bool tall = x.size(0) > x.size(1);
   if (tall) x = x.t();
   x = x / x.norm().clamp_min(options.eps);  // no singular value is larger than this norm

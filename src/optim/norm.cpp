@@ -14,10 +14,11 @@ namespace fsdp::optim {
 namespace {
 
 double add(double a, double b) { return a + b; }
-/// NaN wins.
+/// Returns the larger number; NaN if one is NaN.
 double larger(double a, double b) { return b > a || std::isnan(b) ? b : a; }
 
-/// With independent partial results, so that the compiler can use vector registers; the order is fixed by the number of elements alone.
+/// Uses independent partial results, so that the compiler can use vector registers. The order of additions depends on the number of
+/// elements only.
 template <typename T, typename Term, typename Merge>
 double fold(const T* data, std::int64_t numel, const Term& term, const Merge& merge) {
   constexpr std::int64_t kLanes = 8;
@@ -41,7 +42,7 @@ Norm::Norm(double p, const char* function) : p_(p) {
   if (!(p > 0)) throw Error(std::string(function) + ": norm_type must be positive or infinity, got " + std::to_string(p));
 }
 
-/// Frozen parameters may have any dtype.
+/// False for the rare dtypes that frozen parameters may have.
 static bool is_common(const at::Tensor& piece) { return piece.is_floating_point() && piece.element_size() > 1; }
 
 static at::Tensor magnitudes(const at::Tensor& piece) {

@@ -6,8 +6,8 @@
 namespace fsdp::optim {
 namespace {
 
-/// The boundaries between what ranks update that fall inside of a parameter: the first, counted from the parameter's start, and their
-/// distance. The first is not less than the parameter's size if there are none. Arithmetic on the layout alone: the same on every rank.
+/// The boundaries between ranks that fall inside of a parameter: the first one, counted from the parameter's start, and their distance. If
+/// there are none, the first is at least the size of the parameter. Arithmetic on the layout alone: the same on every rank.
 struct Cuts {
   std::int64_t first;
   std::int64_t distance;
@@ -90,7 +90,7 @@ void Parameterwise::step() {
   for (auto& piece : pieces_) {
     if (!piece.unit->main_gradient_valid || !piece.unit->parameters[piece.parameter].has_gradient) continue;
     if (!piece.gradient.defined()) {
-      // Not before: a view of gradients can be taken only while they have memory.
+      // This is done here, because a view of gradients can be taken only while they have memory.
       const auto slice = piece.unit->main_slice(piece.parameter);
       piece.gradient = piece.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
     }

@@ -19,7 +19,7 @@ namespace fsdp {
 at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation) {
   const auto& communicators = engine.units().front()->communicators;
   const auto& pieces = engine.tensor_parallel();
-  // Of a piece's owner, the inner rank comes before the outer one.
+  // The number of a piece is r * outer + o, so the inner rank comes before the outer one.
   const comm::Ranks ranks(
       {pieces.defined() ? pieces.communicator(pieces.dims().front().name) : nullptr, communicators.gather, communicators.outer});
   return ranks.exchange(values, {.operation = operation, .unit = "(all)"});
@@ -101,7 +101,7 @@ void Optimizer::State::set_lr_factor(std::size_t group, double factor) {
 }
 
 void Optimizer::State::tell_settings() {
-  // Every step may have other factors: only what changes seldom is kept as text.
+  // The factors may change in every step, so only the settings that change rarely are kept as text.
   if (!told) {
     std::string settings;
     for (const auto& group : optim::describe_groups(parts)) {
@@ -112,7 +112,7 @@ void Optimizer::State::tell_settings() {
     told.emplace(std::numeric_limits<double>::quiet_NaN(), std::move(settings));
   }
   const auto first = parts.front()->lr(0);
-  std::string own;  // what groups with factors of their own say
+  std::string own;  // the texts of groups with factors of their own
   for (const auto& part : parts) {
     for (std::size_t g = 1; g < part->group_count(); ++g) {
       const auto lr = part->lr(g);
@@ -143,7 +143,7 @@ std::vector<GroupDescription> Algorithm::groups() const { return groups_.describ
 
 std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts) {
   std::vector<GroupDescription> all;
-  std::vector<std::size_t> group_of;  // in `all`: each place in `all` has the number that the group has in its part
+  std::vector<std::size_t> group_of;  // the index in `all` of each group of the part
   for (const auto& part : parts) {
     const auto groups = part->groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -262,8 +262,8 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
     const auto itemsize = static_cast<std::int64_t>(unit.main[pieces[begin].slice.sub_buffer].element_size());
     std::size_t end = begin + 1;
     while (end < pieces.size() && pieces[end].slice.sub_buffer == pieces[begin].slice.sub_buffer) {
-      // [Same tails] ATen's kernels round a tensor's last elements, fewer than a vector register's, differently from the others. So that
-      // the same elements are last as when each parameter is a tensor of its own, a segment goes on only behind whole registers.
+      // [Same tails] ATen's kernels round a tensor's last elements, fewer than a vector register's, differently from the others. The same
+      // elements must be last as if each parameter were a tensor of its own, so a segment continues only after whole registers.
       const auto& last = pieces[end - 1].slice;
       const auto length = last.offset + last.numel - pieces[begin].slice.offset;
       if (length * itemsize % layout::kAlignment != 0 || pieces[end].slice.offset != last.offset + last.numel) break;
@@ -304,7 +304,7 @@ std::int64_t Elementwise::steps(const engine::Unit& unit, std::size_t parameter)
 void Elementwise::set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) {
   auto& state = units_[unit.index];
   state.parameters[parameter].steps = steps;
-  state.segments.clear();  // They hold counts of their own, and are divided by them.
+  state.segments.clear();  // Segments hold counts of their own, and are divided by counts.
 }
 
 std::vector<StateTensor> Elementwise::state() {

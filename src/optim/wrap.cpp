@@ -28,7 +28,8 @@ using optim::require;
 using optim::WrappedShard;
 using torch::optim::OptimizerParamState;
 
-/// The wrapped optimizer's state, for checkpoints. It stays in the optimizer, and is looked up each time: the user's program has it, too.
+/// Access to the wrapped optimizer's state, for checkpoints. The state stays in the optimizer, and is looked up each time, because the
+/// user's program can change it, too.
 class WrappedPart final : public optim::Part {
  public:
   WrappedPart(const std::vector<WrappedShard>& shards, torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
@@ -44,14 +45,14 @@ class WrappedPart final : public optim::Part {
   }
 
   void step() override {
-    // After this, no load is undone.
+    // After a step, no load is undone.
     for (auto& [key, entry] : entries_) entry.set_aside.reset();
     optimizer_.step();
   }
 
   std::size_t group_count() const override { return optimizer_.param_groups().size(); }
   bool has_parameters(std::size_t) const override { return true; }
-  /// The options hold what it is now: a rate that the program has set there is a base.
+  /// The options hold the present rate. If the program has set a rate there, it is the new base rate.
   optim::LearningRate lr(std::size_t group) const override {
     const auto now = options(group).get_lr();
     return group < rates_.size() && rates_[group].now() == now ? rates_[group] : optim::LearningRate{.base = now};
@@ -85,7 +86,7 @@ class WrappedPart final : public optim::Part {
     return known().steps ? known().steps(*state) : 1;
   }
 
-  /// May be undone until the next step: no state is lost before.
+  /// It can be undone until the next step; until then, no state is lost.
   void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override {
     auto& entry = entries_.at({&unit, parameter});
     auto& current = optimizer_.state()[entry.value.unsafeGetTensorImpl()];
@@ -146,7 +147,7 @@ class WrappedPart final : public optim::Part {
   struct Entry {
     at::Tensor value;
     std::size_t group = 0;
-    std::unique_ptr<OptimizerParamState> set_aside;  ///< By set_steps(0).
+    std::unique_ptr<OptimizerParamState> set_aside;  ///< The state that set_steps(0) has set aside.
   };
 
   const optim::TorchState& known() const { return optim::torch_state_of(optimizer_); }
@@ -160,9 +161,9 @@ class WrappedPart final : public optim::Part {
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::vector<optim::LearningRate> rates_;  // of its groups, as they were last set here
+  std::vector<optim::LearningRate> rates_;  // the rates of its groups when they were last set here
   std::map<std::pair<const engine::Unit*, std::size_t>, Entry> entries_;
-  mutable std::vector<optim::StateKind> kinds_;  // what kinds() gave last: options may change
+  mutable std::vector<optim::StateKind> kinds_;  // the last result of kinds(), kept because options may change
 };
 
 }  // namespace
@@ -201,7 +202,7 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
       const auto gradient = shard.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
       shard.value.mutable_grad() = gradient.to(shard.value.scalar_type());
     }
-    // Also after an exception: the gradients' memory goes with zero_grad().
+    // The gradients are taken back even after an exception, because zero_grad() must be able to free their memory.
     const auto taken_back = c10::make_scope_exit([&] {
       for (auto& shard : shards) shard.value.mutable_grad() = at::Tensor();
     });

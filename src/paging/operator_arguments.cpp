@@ -15,7 +15,8 @@ bool is_one_of(std::string_view name, std::initializer_list<std::string_view> na
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-/// Of its first argument, the operator takes no values. (Views proper are not among them: their kernels check the storage's size.)
+/// True for operators that do not read the values of their first argument. (Ordinary views are not among them: their kernels check the
+/// storage's size.)
 bool takes_shape_of_first(std::string_view name) {
   return is_one_of(name, {"zeros_like",
                           "ones_like",
@@ -56,14 +57,15 @@ bool takes_shape_of_first(std::string_view name) {
                           "_has_compatible_shallow_copy_type"});
 }
 
-/// Nor of the second one.
+/// True for operators that do not read the values of their second argument either.
 bool takes_shape_of_second(std::string_view name, std::string_view overload) {
   return is_one_of(name,
                    {"is_same_size", "result_type", "view_as", "reshape_as", "expand_as", "type_as", "_has_compatible_shallow_copy_type"}) ||
          (name == "to" && overload == "other");
 }
 
-/// Updates running statistics in training, which its schema does not say. (`_native_batch_norm_legit` and `_batch_norm_with_update` do.)
+/// True for operators that update running statistics in training, although their schemas do not say so. (Those of
+/// `_native_batch_norm_legit` and `_batch_norm_with_update` say so.)
 bool updates_statistics(std::string_view name) {
   return is_one_of(name, {"batch_norm", "_batch_norm_impl_index", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
                           "instance_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"});
@@ -105,7 +107,7 @@ bool OperatorArguments::updates(std::size_t argument, at::ArrayRef<c10::IValue> 
 
 void OperatorArguments::place_in_parameter(const engine::Unit& unit, c10::IValue* values) const {
   const auto& self = values[0].toTensor();
-  // All in elements of `self`, which may be a view in another dtype.
+  // All numbers are in elements of `self`, which may be a view in another dtype.
   const auto itemsize = static_cast<std::int64_t>(self.element_size());
   const auto position = self.storage_offset();
   std::int64_t begin = 0;
@@ -121,7 +123,7 @@ void OperatorArguments::place_in_parameter(const engine::Unit& unit, c10::IValue
     parameter = &unit.parameters[i];
     break;
   }
-  if (parameter == nullptr) return;  // a view of nothing, at the end of nothing
+  if (parameter == nullptr) return;  // an empty view behind the last parameter
 
   std::int64_t last = 0;
   bool has_elements = true;

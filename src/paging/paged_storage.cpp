@@ -16,7 +16,7 @@
 namespace fsdp::paging {
 namespace {
 
-/// Hands a parameter's accumulated gradient to the engine. Holds the engine: a model that dies takes its engine along.
+/// Passes a parameter's accumulated gradient to the engine. It owns the engine, which is therefore destroyed with its model.
 struct DeliverToEngine {
   std::shared_ptr<engine::Engine> engine;
   engine::Unit& unit;
@@ -29,16 +29,16 @@ struct DeliverToEngine {
                   "' got a gradient, but did not require one when fully_shard was called; set requires_grad before sharding");
     }
     watch_backward(engine);
-    // A parameter, or a view of one, is gathered like any other use: now, not under the engine's lock.
+    // If the gradient is a parameter, or a view of one, it is copied now, which gathers it, and not under the engine's lock.
     if (gradient.key_set().has(kTrapKey)) gradient = gradient.clone();
     engine->gradient(unit, index, gradient);
   }
 };
 
-/// What autograd keeps of a paged parameter. Notices who asks for its gradient outside of a backward: torch's optimizers, say.
+/// Autograd's data about a paged parameter. It notices when code asks for the gradient outside of a backward, as torch's optimizers do.
 class PagedMeta final : public torch::autograd::AutogradMeta {
  public:
-  /// Takes all from `before`, which is about to go.
+  /// Takes all data from `before`, which is about to be destroyed.
   PagedMeta(AutogradMeta& before, const std::shared_ptr<engine::Engine>& engine, const engine::UnitParameter& parameter)
       : engine_(engine), parameter_(parameter) {
     name_ = std::move(before.name_);
@@ -79,15 +79,16 @@ class PagedMeta final : public torch::autograd::AutogradMeta {
 
 void notice_grad(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, const engine::UnitParameter& info) {
   auto* before = torch::autograd::impl::get_autograd_meta(parameter);
-  if (before == nullptr || before->is_view_) return;  // needs no gradient; or is of a type of its own
+  if (before == nullptr || before->is_view_) return;  // it needs no gradient, or has a type of its own
   parameter.unsafeGetTensorImpl()->set_autograd_meta(std::make_unique<PagedMeta>(*before, engine, info));
 }
 
-/// Called when somebody asks for an address within the storage to write to.
+/// Called when code asks for an address within the storage to write to.
 void asked_for_address(c10::StorageImpl* storage) {
-  if (c10::impl::tls_is_dispatch_key_excluded(kTrapKey)) return;  // an operator, which the trap has seen
+  if (c10::impl::tls_is_dispatch_key_excluded(kTrapKey)) return;  // it is an operator, which the trap has seen
   auto* paged = static_cast<PagedStorage*>(storage);
-  if (paged->unit == nullptr || paged->unit->state() != engine::ParameterState::kPresent) return;  // the engine, which gathers it
+  if (paged->unit == nullptr || paged->unit->state() != engine::ParameterState::kPresent)
+    return;  // it is the engine, which gathers the unit
   paged->engine->wrote(*paged->unit);
 }
 
@@ -98,7 +99,7 @@ PagedStorage::PagedStorage(c10::Device device)
                   /*resizable=*/false) {}
 
 void PagedStorage::watch_address() {
-  // Replicated main parameters are what is written, and the engine writes there, too.
+  // The write goes directly to the replicated main parameters, where the engine writes, too.
   if (unit->replicated_parameters() && !unit->has_separate_main()) return;
   [](auto& storage) {
     if constexpr (requires { storage.set_materializer(&asked_for_address); }) {

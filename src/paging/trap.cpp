@@ -25,7 +25,7 @@
 namespace fsdp::paging {
 namespace {
 
-/// What an operator's arguments hold of paged units.
+/// The paged units whose parameters are among an operator's arguments.
 struct Touched {
   struct Use {
     engine::Engine* engine;
@@ -63,7 +63,8 @@ void visit(const c10::IValue& value, bool writes, Touched& touched) {
   }
 }
 
-/// A sharded parameter itself, not a view of it, is about to get other memory: updates and checkpoints would not know of that.
+/// Throws Error if a sharded parameter itself, not a view of it, is about to get other memory, which updates and checkpoints would not
+/// notice.
 void refuse_other_memory(at::ArrayRef<c10::IValue> values) {
   const auto& parameter = values[0].toTensor();
   const auto* storage = PagedStorage::of(parameter);
@@ -80,7 +81,7 @@ void refuse_other_memory(at::ArrayRef<c10::IValue> values) {
 
 PagedStorage& storage_of(const engine::Unit& unit) { return *static_cast<PagedStorage*>(unit.full.storage.unsafeGetStorageImpl()); }
 
-/// While it lives, an operator runs: what it touched is present and stays so.
+/// A guard while an operator runs: the units that it has touched are present, and stay so.
 class Running {
  public:
   Running() = default;
@@ -98,8 +99,8 @@ class Running {
       if (std::find(engines.begin(), engines.end(), use.engine) == engines.end()) engines.push_back(use.engine);
     }
     if (engines.size() > 1) {
-      // In one order: of two threads that are at the same two models, each would else wait for the other. And in that of all ranks [Order
-      // is collective].
+      // The order is fixed, because two threads that use the same two models could wait for each other otherwise. It is the same on all
+      // ranks [Order is collective].
       std::sort(engines.begin(), engines.end(), [](const auto* a, const auto* b) { return a->model() < b->model(); });
     }
     for (auto* engine : engines) {
@@ -118,7 +119,7 @@ class Running {
     model.gate.enter();
     const bool in_use =
         engine.follows_current_stream() && std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->in_use(phase); });
-    // What forward was in when backward began is in use as far as the engine knows, until it knows of the backward.
+    // Units that forward was in when backward began count as in use until the engine knows of the backward.
     if (!in_use || (within_backward && !engine.in_backward())) {
       model.gate.leave();
       watch_backward(engine.shared_from_this());
@@ -137,8 +138,8 @@ class Running {
   c10::SmallVector<Gate*, 2> gates_;
 };
 
-/// Below the key, an operator has failed. Where it may be for the dtypes of its arguments, the error says that parameters have another
-/// dtype than the module was written with.
+/// Extends the error of an operator that has failed below the key. If the dtypes of its arguments may be the reason, the text says that
+/// parameters have another dtype than the module was written with.
 void explain(c10::Error& error, const Touched& touched) {
   if (error.msg().find("type") == std::string::npos) return;
   for (const auto& use : touched.uses) {
@@ -174,8 +175,8 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kTrapKey)) {
     deferred::record(op, stack);
   } else {
-    // Autocast keeps copies of the weights that it casts until its outermost scope ends: of a sharded model they would be all parameters,
-    // present at once, and those of before an update.
+    // Autocast keeps copies of the weights that it casts until its outermost scope ends: for a sharded model, these would be all parameters
+    // at once, and they could be older than an update.
     const NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
     const c10::impl::ExcludeDispatchKeyGuard below(kTrapKey);
     try {

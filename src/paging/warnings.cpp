@@ -20,7 +20,7 @@ std::string list(const std::vector<std::string>& names) {
   return text;
 }
 
-/// Whether `requires_grad` is still what it was in fully_shard.
+/// True if the parameter still requires a gradient, as it did in fully_shard.
 bool is_trained(const engine::UnitParameter& parameter) {
   const auto tensor = parameter.tensor.lock();
   return parameter.trainable && tensor && tensor->requires_grad();

@@ -37,7 +37,7 @@ std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& p
   auto unit = std::make_unique<Unit>(shard::shown(plan.name), std::move(draft.parameters), std::move(draft.layout),
                                      std::move(draft.formats), unit_options, communicators, c10::Storage(storage));
   storage->unit = unit.get();
-  // The storage may outlive the unit in a graph or a view: it then knows that nobody can fill it any more.
+  // A graph or a view may keep the storage longer than the unit exists. The storage is then told that it can't be filled any more.
   unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {
     auto* orphan = static_cast<paging::PagedStorage*>(pointer);
     orphan->unit = nullptr;
@@ -46,7 +46,7 @@ std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& p
   return unit;
 }
 
-/// Does all steps, whichever of them fail, for the sake of ranks that take part in them; but a failed collective ends it.
+/// Runs all steps even if some of them fail, because other ranks take part in them. A failed collective ends it.
 class Steps {
  public:
   template <typename Step>
@@ -70,7 +70,7 @@ class Steps {
   std::string text_;
 };
 
-/// Numbers for the model, by the ranks of its units.
+/// The numbers of the model, one for each set of ranks of its units.
 class ModelNumbers {
  public:
   std::uint64_t operator()(const DeviceMesh& mesh) {
@@ -92,7 +92,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   const torch::NoGradGuard no_grad;
   if (deferred::current_session()) throw Error("fully_shard inside of deferred_init; call it on the result");
   if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
-  // What this rank refuses, it tells the others, which would wait for it. Until all agree, nothing has changed.
+  // If this rank refuses the model, it tells the other ranks, which would wait for it. Nothing is changed until all ranks agree.
   shard::ModelDraft draft;
   std::exception_ptr refusal;
   try {
@@ -131,7 +131,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     std::vector<std::int64_t> checksums;
     filling.run([&] { shard::fill_main(unit, plan, options.initial_values, options.check_initial_values ? &checksums : nullptr); });
     if (options.check_initial_values) filling.run([&] { shard::expect_same_values(plan, checksums); });
-    // Frees the original memory unit by unit, unless somebody else holds it.
+    // Frees the original memory unit by unit, unless the program still holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
     for (const auto* unit_module : plan.modules) api::Registry::instance().add(*unit_module, engine, k);
   }

@@ -44,18 +44,18 @@ void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vect
   });
 }
 
-/// Of a parameter's values on the unit's device.
+/// Returns the options for a parameter's values on the unit's device.
 at::TensorOptions options_of(const Unit& unit, const at::Tensor& parameter) {
   return at::TensorOptions().dtype(parameter.scalar_type()).device(unit.full.storage.device());
 }
 
-/// What a rank has of a unit's flattened parameters.
+/// The values of a unit's flattened parameters that a rank has.
 struct Held {
   Unit::Pieces pieces;
-  std::vector<at::Tensor> values;  ///< Those of each parameter that lie in `pieces`, on the unit's device.
+  std::vector<at::Tensor> values;  ///< For each parameter, its values that lie in `pieces`, on the unit's device.
 };
 
-/// Row rank 0 sends each rank of its row the part of what it holds that `pieces_of` says.
+/// Rank 0 of the row sends each rank of the row those of its values that lie in the pieces that `pieces_of` returns.
 template <typename PiecesOf>
 Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Held& held, comm::Communicator& row,
              const PiecesOf& pieces_of) {
@@ -80,7 +80,8 @@ Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Hel
   return received;
 }
 
-/// Along the inner dimension first: what an inner rank gets, it passes on to those that share it, or own a part of it, in the outer one.
+/// Sends values along the inner dimension first. Each inner rank then passes on its values along the outer dimension, to the ranks that
+/// replicate or divide them.
 void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
   std::exception_ptr failure;
   Held held{.pieces = unit.all_pieces(), .values = {}};
@@ -91,7 +92,7 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
         held.values[i] = value.reshape({-1}).to(unit.full.storage.device()).contiguous();
       });
     } catch (...) {
-      // The others wait for something.
+      // The other ranks wait for this one, so it takes part nevertheless.
       failure = std::current_exception();
       for (std::size_t i = 0; i < parameters.size(); ++i) {
         held.values[i] = at::zeros({parameters[i].numel()}, options_of(unit, parameters[i]));
@@ -111,12 +112,12 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
     });
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) main_of(unit, unit.main_slice(i)).copy_(held.values[i]);
-  // The rest of a replica is gathered at its first use.
+  // The rest of replicated parameters is gathered at the first use.
   if (!unit.replicated_optimizer()) unit.set_state(engine::ParameterState::kSharded);
   if (failure) std::rethrow_exception(failure);
 }
 
-/// What the modules of each unit hold besides sharded parameters, and no unit within it does: buffers, and parameters that are ignored.
+/// Returns, for each unit, the buffers and ignored parameters of its modules that belong to no unit within it.
 std::vector<std::vector<at::Tensor>> buffers_by_unit(const std::vector<UnitPlan>& plans) {
   std::vector<std::vector<at::Tensor>> buffers(plans.size());
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -39,10 +39,10 @@ void validate(const std::string& name, const at::Tensor& parameter, c10::Device 
   }
 }
 
-/// Different parameters over the same bytes would be torn apart by sharding.
+/// Throws Error for different parameters over the same bytes, because sharding would separate them.
 void refuse_overlaps(const std::vector<UnitPlan>& plans) {
   struct Range {
-    const void* storage;  // of a parameter without memory, which has no address
+    const void* storage;  // identifies a parameter without memory, which has no address
     std::uintptr_t begin;
     std::uintptr_t end;
     const std::string* name;
@@ -107,7 +107,7 @@ DeviceMesh tensor_parallel_mesh(const std::vector<UnitPlan>& plans, const FullyS
   return mesh;
 }
 
-/// Nothing where everything stays in the parameter's own dtype.
+/// Returns an empty text if everything has the parameter's own dtype.
 std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) {
   std::string text;
   if (!(format == engine::SubBufferFormat{.compute = own, .main = own, .main_gradient = own, .wire_gradient = own})) {
@@ -120,7 +120,7 @@ std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) 
   return text;
 }
 
-/// What a unit's settings come to, where options do not say it of each parameter.
+/// Describes those settings of a unit that the descriptions of its parameters do not contain.
 std::string describe(const UnitSettings& settings, const FullyShardOptions& options) {
   std::ostringstream text;
   text << std::setprecision(std::numeric_limits<double>::max_digits10) << "mesh";
@@ -135,7 +135,7 @@ std::string describe(const UnitSettings& settings, const FullyShardOptions& opti
   return text.str();
 }
 
-/// As a part of which whole, for ranks that hold parts of the same size.
+/// Describes of which whole a parameter is a part, for ranks that hold parts of the same size.
 std::string describe_piece(const std::string& name, const at::Tensor& parameter, const FullyShardOptions& options) {
   const auto piece = options.tensor_parallel ? options.tensor_parallel(name, parameter) : std::nullopt;
   if (!piece) return "";
@@ -143,7 +143,7 @@ std::string describe_piece(const std::string& name, const at::Tensor& parameter,
   return ", a tensor-parallel piece along dimension " + std::to_string(piece->dim) + " over " + row.name + "=" + std::to_string(row.size);
 }
 
-/// For ranks that hold other parts: sizes may differ where parameters are cut.
+/// Describes the parameters for ranks that hold other parts. Sizes along the divided dimension may differ.
 std::string describe_pieces(const std::vector<UnitPlan>& plans, const FullyShardOptions& options) {
   std::ostringstream text;
   for (const auto& plan : plans) {
@@ -184,8 +184,8 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
            << describe_piece(name, parameter, options) << "\n";
     }
   }
-  // Behind all parameters, so that where units differ, these are what an error shows.
-  const bool alike = !options.unit_settings && !options.mixed_precision;  // The options' own say it all.
+  // Settings come after all parameters, so that an error about different units shows the parameters.
+  const bool alike = !options.unit_settings && !options.mixed_precision;  // The description of the options is enough.
   for (std::size_t k = 0; k < plans.size() && !alike; ++k) {
     const auto& plan = plans[k];
     text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options) << "\n";
@@ -341,7 +341,8 @@ std::string types_below(const torch::nn::Module& root) {
   return types.size() > kMost ? text + " and others" : text;
 }
 
-/// True if the predicate accepts a module all the same: one that is a unit already. Predicates need not expect the root, which has no name.
+/// True if the predicate accepts a module that is a unit already. The root is left out, because predicates need not expect a module without
+/// a name.
 bool accepts_a_unit(const torch::nn::Module& root, const UnitPredicate& units) {
   for (const auto& item : root.named_modules("", /*include_self=*/false)) {
     if (units(item.key(), *item.value())) return true;
@@ -353,7 +354,7 @@ bool accepts_a_unit(const torch::nn::Module& root, const UnitPredicate& units) {
   }
 }
 
-/// Says so if rules that were given make no unit.
+/// Returns a warning if the given rules make no unit.
 std::string warn_of_idle_rules(const torch::nn::Module& root, const FullyShardOptions& options, const std::vector<UnitPlan>& plans) {
   std::string text;
   const auto groups =

@@ -80,7 +80,7 @@ class Division {
     return plans_.size() - 1;
   }
 
-  /// A unit that is found once more, perhaps within other units.
+  /// Returns the index of a unit that has been reached again, possibly from within another unit.
   std::size_t reached_from(std::size_t enclosing, std::size_t unit) {
     if (enclosing != unit) plans_[unit].parent = common_ancestor(plans_[unit].parent, enclosing);
     return unit;
@@ -97,7 +97,7 @@ class Division {
   const DivisionRules& rules_;
   std::map<std::string, std::size_t> group_of_;
   std::vector<std::size_t> unit_of_group_;
-  std::set<std::string> seen_;  // of the names in group_of_
+  std::set<std::string> seen_;  // the names in group_of_ that were found
   std::vector<UnitPlan> plans_;
   std::vector<Use> uses_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> use_of_;

@@ -35,10 +35,10 @@ struct Planned {
   std::int64_t bytes() const { return ckpt::numel(shape) * ckpt::itemsize(dtype); }
 };
 
-/// Elements that are read and converted at once.
+/// The number of elements that are read and converted at once.
 constexpr std::int64_t kConvertedAtOnce = std::int64_t{1} << 20;
 
-/// Calls `write` for a tensor's data as they will be, some after the other.
+/// Calls `write` with the converted data of a tensor, one part after the other.
 void in_parts(Source& source, const Planned& tensor, const std::function<void(std::span<const char> data)>& write) {
   const auto type = scalar_type_of(tensor.dtype, tensor.name);
   const auto all = ckpt::numel(tensor.shape);

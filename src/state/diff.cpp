@@ -14,7 +14,7 @@
 namespace fsdp::state {
 namespace {
 
-/// Elements that are compared at once.
+/// The number of elements that are compared at once.
 constexpr std::int64_t kComparedAtOnce = std::int64_t{1} << 20;
 
 std::string text_of(const Source::Tensor& tensor) {
@@ -23,7 +23,7 @@ std::string text_of(const Source::Tensor& tensor) {
   return text + "]";
 }
 
-/// As they are, or one number each of those that lie two in a byte.
+/// Returns the values, or, if a byte holds two numbers, one element for each number.
 at::Tensor unpacked(const at::Tensor& values) {
   if (values.scalar_type() != at::kFloat4_e2m1fn_x2) return values;
   const auto numbers = torch::tensor({0., .5, 1., 1.5, 2., 3., 4., 6., -0., -.5, -1., -1.5, -2., -3., -4., -6.});
@@ -31,7 +31,7 @@ at::Tensor unpacked(const at::Tensor& values) {
   return at::stack({numbers.index({(bytes % 16).to(at::kLong)}), numbers.index({bytes.div(16, "floor").to(at::kLong)})}, -1).flatten();
 }
 
-/// Values as numbers that can be subtracted.
+/// Converts values to a dtype in which they can be subtracted.
 at::Tensor as_numbers(const at::Tensor& values) { return values.to(values.is_complex() ? at::kComplexDouble : at::kDouble); }
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
@@ -54,7 +54,7 @@ std::string difference_of_values(Source& a, Source& b, const std::string& name, 
     compared += of_a.numel();
     same_type = of_a.scalar_type() == of_b.scalar_type();
     if (same_bytes(of_a, of_b)) continue;
-    // By bits where the dtypes are equal: zeros of two signs differ, and a NaN is itself.
+    // If the dtypes are equal, bits are compared: zeros of different signs differ, and a NaN equals itself.
     const auto width = of_a.element_size();
     const auto bytes = [&](const at::Tensor& values) { return values.view(at::kByte).view({-1, width}); };
     const auto differs = same_type ? bytes(of_a).ne(bytes(of_b)).any(1) : as_numbers(of_a).ne(as_numbers(of_b));

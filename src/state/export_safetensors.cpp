@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// In which dtype a tensor is written.
+/// Returns the dtype in which a tensor is written.
 at::ScalarType written_type(const at::Tensor& values, const ExportOptions& options) {
   return options.dtype && state::is_convertible(values.scalar_type()) ? *options.dtype : values.scalar_type();
 }

@@ -21,7 +21,7 @@ namespace {
 using ckpt::DcpPath;
 using ckpt::PythonValue;
 
-constexpr std::size_t kDeepest = 100;  ///< As ckpt::python_value has it: whoever walks over values recurses.
+constexpr std::size_t kDeepest = 100;  ///< The same limit as in ckpt::python_value, because code that walks over values recurses.
 
 bool is_in_one_item(const ExtraValue& value) {
   if (std::holds_alternative<at::Tensor>(value) || std::holds_alternative<ExtraDict>(value)) return false;
@@ -29,7 +29,7 @@ bool is_in_one_item(const ExtraValue& value) {
   return list == nullptr || std::all_of(list->items.begin(), list->items.end(), is_in_one_item);
 }
 
-/// Of what is in one item.
+/// Returns the value that is written as one item.
 PythonValue python_value(const ExtraValue& extra) {
   return std::visit(
       [](const auto& typed) -> PythonValue {
@@ -79,7 +79,7 @@ std::optional<std::string> key_text(const PythonValue& key) {
   return std::nullopt;
 }
 
-/// Nothing for what has no place in an ExtraState.
+/// Returns nothing for values that an ExtraState can't hold.
 std::optional<ExtraValue> extra_value(const PythonValue& value) {
   return std::visit(
       [](const auto& typed) -> std::optional<ExtraValue> {
@@ -110,7 +110,7 @@ std::optional<ExtraValue> extra_value(const PythonValue& value) {
       value.value);
 }
 
-/// Where a value belongs, below what `prefix` stands for. Without a path, the rest of the name is one name.
+/// Returns the path of a value below the dictionary that `prefix` stands for. If no path is known, the rest of the name is the only part.
 DcpPath path_below(const Source& source, const std::string& name, const std::string& prefix) {
   const auto path = source.path_of(name);
   DcpPath front;
@@ -124,8 +124,8 @@ DcpPath path_below(const Source& source, const std::string& name, const std::str
   return {name.substr(prefix.size())};
 }
 
-/// The value of a dictionary or list that `path` leads to; what there is not yet is made. All lists together have `room` for that many more
-/// items.
+/// Returns the value to which `path` leads, and makes dictionaries and lists on the way as needed. `room` is the number of items that all
+/// lists together may still get.
 ExtraValue& place_of(ExtraState& extra, std::span<const std::variant<std::string, std::int64_t>> path, std::size_t& room) {
   auto* place = &extra[std::get<std::string>(path.front())];
   for (const auto& part : path.subspan(1)) {
@@ -186,7 +186,7 @@ namespace {
 
 constexpr std::size_t kMostNamed = 20;
 
-/// Null if there is none.
+/// Returns the value of this name; null if there is none.
 const ExtraValue* find(const std::map<std::string, ExtraValue>& values, const std::string& name) {
   if (const auto found = values.find(name); found != values.end()) return &found->second;
   for (auto dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1)) {

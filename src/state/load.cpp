@@ -33,7 +33,7 @@ using state::lines;
 using state::Ranks;
 using state::StateItem;
 
-// How names begin.
+// The beginnings of names.
 constexpr std::string_view kModelPrefix = "model.";
 constexpr std::string_view kOptimizerPrefix = "optim.";
 constexpr std::string_view kExtraPrefix = "extra.";
@@ -48,14 +48,14 @@ std::string text_of(const std::vector<std::int64_t>& shape) {
 
 std::string rank_prefix(std::int64_t rank) { return std::string(kRankExtraPrefix) + std::to_string(rank) + "."; }
 
-/// What a load takes from a checkpoint.
+/// The values that a load takes from a checkpoint.
 class Loading {
  public:
   Loading(const std::string& path, const LoadOptions& options, const Ranks& ranks)
       : source_(state::open_source(path)), transfer_(*source_), path_(path), options_(options), ranks_(ranks) {}
 
   std::string stored_key(const std::string& key) const {
-    // The library's own names are no business of whoever renames the model's.
+    // `rename` gets only names of the model and the optimizer, not the library's own.
     if (!key.starts_with(kModelPrefix) && !key.starts_with(kOptimizerPrefix)) return key;
     auto name = options_.rename ? options_.rename(key) : key;
     for (const auto& [prefix, stored] : {std::pair(kModelPrefix, &options_.model_prefix), {kOptimizerPrefix, &options_.optimizer_prefix}}) {
@@ -88,7 +88,7 @@ class Loading {
     if (item.values.numel() > 0) transfer_.add(stored, item.box, item.offset, item.values);
   }
 
-  /// A name that other ranks may read.
+  /// Notes a name that other ranks may read.
   void expect(const std::string& key) {
     used_.insert(stored_key(key));
     if (!is_ignored(key) && has(key)) replaced_.insert(key);
@@ -109,7 +109,8 @@ class Loading {
     throw Error(path_ + ": '" + stored + "' is no number");
   }
 
-  /// How often parameters were updated, as far as the checkpoint has counts. One rank reads them for all, which take them.
+  /// Returns a text with the numbers of updates of the parameters, as far as the checkpoint has them. One rank reads them for all ranks,
+  /// which then call take_counts().
   std::string read_counts(const std::vector<std::string>& parameters) {
     std::string text;
     for (const auto& parameter : parameters) {
@@ -126,15 +127,15 @@ class Loading {
     }
   }
 
-  /// How often a parameter was updated, by the counts that were taken; its optimizer keeps state of these `kinds`. Nothing if the
-  /// checkpoint does not say: then that is noted as missing.
+  /// Returns the number of updates of a parameter, by the counts that were taken. `kinds` are the kinds of state that its optimizer keeps.
+  /// If the checkpoint does not say, the count is noted as missing, and the result is empty.
   std::optional<std::int64_t> updates(const std::string& parameter, const std::vector<optim::StateKind>& kinds) {
     const auto prefix = std::string(kOptimizerPrefix) + "state." + parameter + ".";
     if (is_ignored(prefix + "step")) return std::nullopt;
     const auto replaced_by = [&](std::int64_t count) {
       replaced_.insert(prefix + "step");
       if (count > 0) return count;
-      for (const auto& kind : kinds) replaced_.insert(prefix + kind.name);  // there is none then
+      for (const auto& kind : kinds) replaced_.insert(prefix + kind.name);  // there is no state then
       return count;
     };
     if (const auto count = counts_.find(parameter); count != counts_.end()) {
@@ -151,7 +152,8 @@ class Loading {
     return std::nullopt;
   }
 
-  /// What was asked for and not found, or is there of the model (and the optimizer's state) and was not asked for: an Error if strict.
+  /// Finds names that were asked for and are missing, and names of the model (and the optimizer's state) in the checkpoint that were not
+  /// asked for. Throws Error if strict.
   void check_names(bool with_optimizer) {
     for (const auto& name : source_->names()) {
       if (used_.contains(name) || is_ignored(name)) continue;
@@ -164,7 +166,7 @@ class Loading {
     throw Error(text + "\n  (LoadOptions::rename and the prefixes map names, ignore leaves some out, strict = false allows this)");
   }
 
-  /// What an earlier load has replaced in part, this one must replace as a whole.
+  /// Throws Error unless this load replaces all values that an earlier load has replaced in part.
   void check_torn(const std::set<std::string>& torn) const {
     std::vector<std::string> kept;
     std::set_difference(torn.begin(), torn.end(), replaced_.begin(), replaced_.end(), std::back_inserter(kept));
@@ -177,7 +179,7 @@ class Loading {
   void assign() { transfer_.read(); }
   void assign_at_once() { transfer_.read_at_once(); }
 
-  /// The names of all that this load replaces, on any rank, and that begin so.
+  /// Returns the names that begin with `prefix` of all values that this load replaces on any rank.
   std::set<std::string> replaced(std::string_view prefix) const {
     std::set<std::string> names;
     std::copy_if(replaced_.begin(), replaced_.end(), std::inserter(names, names.end()),
@@ -187,7 +189,7 @@ class Loading {
 
   ExtraState extra() { return state::extra_below(*source_, std::string(kExtraPrefix), options_.ignore); }
 
-  /// This rank's, if as many ranks saved theirs.
+  /// Returns this rank's own values, if as many ranks saved theirs.
   ExtraState rank_extra() {
     const auto saved = source_->has(state::kRanks) ? number(state::kRanks) : std::nullopt;
     return saved && *saved == static_cast<double>(ranks_.size())
@@ -195,7 +197,7 @@ class Loading {
                : ExtraState();
   }
 
-  /// This rank's generators, with what they get, if as many ranks saved theirs.
+  /// Returns this rank's generators with the states that they get, if as many ranks saved theirs.
   std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators(c10::Device device) {
     std::vector<std::pair<state::SavedGenerator, at::Tensor>> found;
     if (!options_.rng) return found;
@@ -211,7 +213,7 @@ class Loading {
     return found;
   }
 
-  /// What the program's GradScaler gets. One that is missing is noted.
+  /// Returns the state for the program's GradScaler. If it is missing, that is noted.
   std::optional<GradScalerState> grad_scaler() {
     const auto prefix = std::string(state::kScaler) + ".";
     if (options_.grad_scaler == nullptr) return std::nullopt;
@@ -231,7 +233,7 @@ class Loading {
   std::vector<std::string> take_missing() { return std::move(missing_); }
   std::vector<std::string> take_unexpected() { return std::move(unexpected_); }
 
-  /// How the saved optimizer calls a parameter; empty if that can't be told.
+  /// Returns the saved optimizer's name of a parameter; empty if it is not known.
   std::string saved_name(const std::string& parameter) const {
     const auto states = options_.optimizer_prefix + "state.";
     const std::string_view count = ".step";
@@ -243,7 +245,7 @@ class Loading {
     if (!groups_) groups_.emplace(*source_, options_.optimizer_prefix + "param_groups.");
     return *groups_;
   }
-  /// The optimizer gets what was saved of its groups: all their settings, or the learning rates' factors.
+  /// Restores the saved values of the optimizer's groups: all settings, or only the factors of learning rates.
   void restore_groups(Optimizer& optimizer) {
     const auto name = [this](const std::string& parameter) { return saved_name(parameter); };
     if (options_.optimizer_settings) {
@@ -259,7 +261,7 @@ class Loading {
   }
 
  private:
-  /// Where the model's names have no prefix, all tensors are the model's that nobody else has a prefix for.
+  /// If the model's names have no prefix, all tensors belong to the model whose names have no other known prefix.
   bool is_of_model(const std::string& name) const {
     if (!options_.model_prefix.empty()) return name.starts_with(options_.model_prefix);
     for (const std::string_view elses : {std::string_view(options_.optimizer_prefix), kExtraPrefix, kRankExtraPrefix, kOwnPrefix}) {
@@ -283,16 +285,17 @@ class Loading {
   std::set<std::string> replaced_;  // in the model and the optimizer
   std::vector<std::string> missing_;
   std::vector<std::string> unexpected_;
-  std::map<std::string, std::int64_t> counts_;  // of a parameter's updates
-  std::optional<state::SavedGroups> groups_;    // of the optimizer that was saved
+  std::map<std::string, std::int64_t> counts_;  // the number of updates, by parameter
+  std::optional<state::SavedGroups> groups_;    // the groups of the saved optimizer
 };
 
-/// How errors begin that leave a model torn.
+/// The beginning of errors that leave a model torn.
 constexpr const char* kNoLongerWhole =
     "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again";
 constexpr const char* kHalfway = "the load ended halfway, and the model is partly loaded; until another load succeeds, it cannot be used:";
 
-/// How often each of an optimizer's parameters was updated, as the checkpoint says; before and after, so that a failure can undo it.
+/// Sets the numbers of updates of an optimizer's parameters to those in the checkpoint, and keeps the former ones, so that a failure can
+/// undo it.
 class UpdateCounts {
  public:
   explicit UpdateCounts(Optimizer& optimizer) : optimizer_(optimizer) {
@@ -310,7 +313,7 @@ class UpdateCounts {
     for (const auto& [parameter, before] : before_) parameters.push_back(parameter);
     return loading.read_counts(parameters);
   }
-  /// Counts that the checkpoint has not stay as they are.
+  /// Counts that the checkpoint does not have stay unchanged.
   void set(Loading& loading) {
     std::map<std::string, std::int64_t> steps;
     for (const auto& [parameter, before] : before_) {
@@ -340,13 +343,13 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
   std::optional<Loading> loading;
   std::optional<UpdateCounts> steps;
-  std::string counts;  // of updates
+  std::string counts;  // the text of the numbers of updates
   std::optional<state::SettingsBefore> settings;
-  std::vector<StateItem> copies;  // whose values go on to where they belong
+  std::vector<StateItem> copies;  // items whose values are then copied to their source tensors
   std::optional<GradScalerState> grad_scaler;
   std::vector<std::pair<state::SavedGenerator, at::Tensor>> generators;
   state::Phases phases(options.on_phase);
-  // Where there is nothing to lose, one reading is enough.
+  // If nothing can be lost, one reading is enough.
   const bool at_once =
       ranks.all(options.strict && (!options.check_first || engine->main_may_be_lost()), "checkpoint: agreement on how it is read");
   Loaded loaded;

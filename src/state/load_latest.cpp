@@ -24,7 +24,7 @@ using state::Fields;
 using state::lines;
 using state::Ranks;
 
-/// What rank 0 sees in a folder: ranks that look for themselves may see different things.
+/// The steps that rank 0 sees in a folder. If each rank looked by itself, they might see different ones.
 struct FoundSteps {
   std::vector<ckpt::Step> complete;  ///< Newest first.
   std::vector<ckpt::Step> others;
@@ -57,7 +57,7 @@ FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
   return found;
 }
 
-/// Tells of the steps that are newer than the one that is taken (null: none is) and are not complete.
+/// Notes steps that are not complete and newer than the one that is taken (null: none).
 void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<std::string>& skipped) {
   for (const auto& step : found.others) {
     const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);

@@ -25,7 +25,7 @@ std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& e
   return rows;
 }
 
-/// How the text of a failure begins.
+/// The first letter of the text of a failure.
 constexpr char kDamage = 'd';
 constexpr char kOther = 'o';
 
@@ -87,7 +87,7 @@ void Ranks::agree(const std::exception_ptr& failure, const std::string& what) co
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {
     if (failures[rank].empty()) continue;
     is_damage = is_damage && failures[rank].front() == kDamage;
-    // What all see alike, the first one tells.
+    // A failure that several ranks report is listed for the first of them only.
     if (std::find(failures.begin(), failures.begin() + static_cast<std::ptrdiff_t>(rank), failures[rank]) !=
         failures.begin() + static_cast<std::ptrdiff_t>(rank)) {
       continue;

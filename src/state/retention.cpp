@@ -19,7 +19,7 @@
 namespace fsdp::state {
 namespace {
 
-/// Nothing for a step without one.
+/// Returns the metric of a step; nothing if it has none.
 std::optional<double> metric_of(const ckpt::Step& step) {
   if (step.state != ckpt::Step::State::kComplete) return std::nullopt;
   try {
@@ -36,7 +36,7 @@ std::optional<double> metric_of(const ckpt::Step& step) {
   }
 }
 
-/// Those with a metric, the least one first; of equal ones, the newest.
+/// Returns the steps that have a metric, the least one first, and among equal ones the newest first.
 std::vector<std::filesystem::path> best_first(const std::vector<ckpt::Step>& steps) {
   std::vector<std::pair<double, const ckpt::Step*>> ordered;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {

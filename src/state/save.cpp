@@ -23,9 +23,10 @@ using state::Ranks;
 using state::Snapshot;
 
 constexpr const char* kNothingSaved = "nothing was saved:";
-constexpr int kNiceWhileWriting = 10;  // A tenth of a core that training wants, too; all of one that it does not want.
+constexpr int kNiceWhileWriting = 10;  // The thread gets a tenth of a core that training also uses, and all of an idle core.
 
-/// This rank's part, or an Error on every rank. With a buffer, the part lies there as soon as that has finished.
+/// Takes a snapshot of this rank's part. Throws Error on every rank if one fails. With a buffer, the values are in the buffer once it has
+/// finished.
 Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                      const Ranks& ranks, state::HostBuffer* buffer, state::Phases& phases) {
   Snapshot snapshot;
@@ -79,7 +80,8 @@ struct AsyncSaver::Impl {
         const auto tell = c10::make_scope_exit([&] { copied.set_value(); });
         buffer.finish();
       });
-      // Of this thread alone: on Linux, threads have priorities of their own. Not before the copy has ended, as an update may wait for it.
+      // This changes the priority of this thread only, as on Linux each thread has its own. It is done after the copy, because an update
+      // may wait for the copy.
       [[maybe_unused]] const int now = ::nice(kNiceWhileWriting);
       state::write_checkpoint(path, snapshot, options, ranks, phases);
     } catch (const std::exception&) {
@@ -90,9 +92,10 @@ struct AsyncSaver::Impl {
   torch::nn::Module& module;
   Optimizer* optimizer;
   std::shared_ptr<engine::Engine> engine;
-  Ranks ranks;  // of its own: the thread speaks while the model trains
+  Ranks ranks;  // with communicators of their own, because the thread uses them while the model trains
   state::HostBuffer buffer;
-  // One per save, so that training goes on: it ends when the files are committed. What it writes, `failure`, is read after it was joined.
+  // There is one thread per save, beside which training continues. It ends when the files are committed. `failure`, which it writes, is
+  // read after it was joined.
   std::thread thread;
   std::exception_ptr failure;
 };
@@ -107,7 +110,7 @@ void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOpti
   impl_->wait();
   state::Phases phases(options.on_phase);
   // The program may change its working directory meanwhile.
-  std::error_code unknown;  // where it is now, because the folder is gone: then the path stays relative
+  std::error_code unknown;  // the working directory may be unknown, because it was removed; then the path stays relative
   const auto absolute = std::filesystem::absolute(path, unknown);
   const auto target = unknown || path.empty() ? path : absolute.string();
   auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer, phases);

@@ -83,7 +83,7 @@ void add_groups(Snapshot& snapshot, Optimizer& optimizer) {
   }
 }
 
-/// A tensor of which this rank writes all.
+/// Adds a tensor that this rank writes as a whole.
 void add_whole(Snapshot& snapshot, const DcpPath& path, const at::Tensor& tensor, bool guarded) {
   const auto values = row_major(tensor).view({-1});
   add(snapshot, {.path = {key_of(path)},
@@ -170,7 +170,7 @@ GradScalerState grad_scaler_state(const std::function<PythonValue(const std::str
   number("backoff_factor", state.backoff_factor);
   number("growth_interval", state.growth_interval);
   number("_growth_tracker", state.growth_tracker);
-  GradScaler().load_state_dict(state);  // throws if it has no meaning
+  GradScaler().load_state_dict(state);  // throws if the state is invalid
   return state;
 }
 
@@ -185,7 +185,7 @@ std::int64_t bytes_of(const Snapshot& snapshot) {
 void HostBuffer::begin(Snapshot& snapshot) {
   const std::int64_t bytes = bytes_of(snapshot);
   if (bytes > (memory_.defined() ? memory_.numel() : 0)) {
-    memory_ = at::Tensor();  // before the larger one
+    memory_ = at::Tensor();  // freed before the larger one is made
     memory_ = memory::host_zeros(device_, bytes);
   }
   copies_.clear();
@@ -208,14 +208,14 @@ void HostBuffer::begin(Snapshot& snapshot) {
 }
 
 void HostBuffer::finish() {
-  const c10::DeviceGuard guard(device_);  // A new thread is at the first device, where waiting would make a context.
+  const c10::DeviceGuard guard(device_);  // The current device of a new thread is the first one, and waiting there would make a context.
   // The computation goes on meanwhile on its own stream.
   std::optional<c10::StreamGuard> beside;
   if (ready_) {
     ready_->synchronize();
     beside.emplace(c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_));
   }
-  const auto copies = std::exchange(copies_, {});  // holds what is copied until it has been
+  const auto copies = std::exchange(copies_, {});  // keeps the tensors alive until they have been copied
   for (const auto& copy : copies) copy.to.copy_(copy.from, /*non_blocking=*/true);
   memory::synchronize(device_);
 }

@@ -27,21 +27,21 @@ namespace fs = std::filesystem;
 
 using ckpt::DcpTensor;
 
-/// As copy_() does it: a graph that saved the tensor must not be used any more.
+/// Bumps the tensor's version, as copy_() does, because a graph that has saved the tensor must not be used any more.
 void note_write(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
-/// Mapped apart from malloc's heap where it is large: it goes soon.
+/// Returns memory for values. Large blocks are mapped apart from malloc's heap, because they are freed soon.
 at::Tensor host_values(const std::string& name, ckpt::Dtype dtype, std::int64_t numel) {
   return memory::zeros(at::kCPU, numel * ckpt::itemsize(dtype)).view(scalar_type_of(dtype, name));
 }
 
-/// Where values wait that are converted, or copied to a device, as many at once as fit: of these, copies of a few each would take long.
+/// A buffer for values that are converted, or copied to a device. It collects as many as fit, because many small copies would take long.
 class Staging {
  public:
-  /// Of `numel` values that are stored as `dtype` and go to `to`.
+  /// For `numel` values that are stored as `dtype` and belong into `to`.
   Staging(const at::Tensor& to, std::int64_t numel, at::ScalarType dtype)
       : to_(to), values_(memory::host_zeros(to.device(), std::min(kElements, numel) * itemsize_of(dtype)).view(dtype)) {}
-  /// Memory for elements of `to` from `begin` on: `numel` of them, or as many as there is room for.
+  /// Returns memory for the elements of `to` from `begin` on: for `numel` elements, or for as many as there is room for.
   std::span<char> next(std::int64_t begin, std::int64_t numel) {
     if (begin != begin_ + filled_ || filled_ == values_.numel()) {
       flush();
@@ -53,7 +53,7 @@ class Staging {
     filled_ += count;
     return {place, static_cast<std::size_t>(count * itemsize)};
   }
-  /// What has come goes to its place.
+  /// Copies the collected values to their place.
   void flush() {
     if (filled_ > 0) to_.narrow(0, begin_, filled_).copy_(values_.narrow(0, 0, filled_));
     filled_ = 0;
@@ -65,8 +65,8 @@ class Staging {
 
   at::Tensor to_;
   at::Tensor values_;
-  std::int64_t begin_ = 0;   // in to_, of what waits
-  std::int64_t filled_ = 0;  // elements that wait
+  std::int64_t begin_ = 0;   // the position in to_ of the first collected value
+  std::int64_t filled_ = 0;  // the number of collected values
 };
 
 class Dcp final : public Source {
@@ -199,7 +199,7 @@ class Safetensors final : public Source {
   std::vector<ckpt::JoinedTensor> tensors_;
   std::vector<std::string> names_;
   std::map<std::string, const ckpt::JoinedTensor*> by_name_;
-  std::map<std::string, const std::string*> not_there_;  // and the file where it should be
+  std::map<std::string, const std::string*> not_there_;  // tensors that are not there, with the files in which they should be
 };
 
 }  // namespace
@@ -273,11 +273,11 @@ void Transfer::pass(const WantedBox& part, bool assigns) {
   auto& file = source_.file(part.part.place.file);
   const auto data = source_.locate(wanted.name, part.part);
   const auto itemsize = ckpt::itemsize(wanted.dtype);
-  // Checks bytes, and keeps them unless `to` is null.
+  // Sums bytes, and stores them unless `to` is null.
   const auto sum_of = [&](std::int64_t begin, std::int64_t end, char* to) {
     std::uint32_t sum = 0;
     for (auto at = begin; at < end;) {
-      // Up to the end of a block: of two blocks in part, both would be kept, and summed twice.
+      // Reads up to the end of a block. Reading parts of two blocks would keep both and sum them twice.
       const auto length = std::min(end - at, ckpt::kSummedBlock - at % ckpt::kSummedBlock);
       const auto size = static_cast<std::size_t>(length);
       const auto piece = to == nullptr ? file.check(at, length) : file.read(at, std::span(to + (at - begin), size));
@@ -292,7 +292,7 @@ void Transfer::pass(const WantedBox& part, bool assigns) {
     const auto numel = part.runs.back().destination + part.runs.back().length - part.runs.front().destination;
     staging.emplace(wanted.to, numel, scalar_type_of(wanted.dtype, wanted.name));
   }
-  // Checks elements, and brings them to their place.
+  // Sums elements, and brings them to their place.
   const auto sum_of_brought = [&](const ckpt::Run& run, std::int64_t begin) {
     if (!staging) {
       auto* to = static_cast<char*>(wanted.to.mutable_data_ptr());
@@ -321,7 +321,7 @@ void Transfer::pass(const WantedBox& part, bool assigns) {
   const auto stored_end = data.stored.offset + data.stored.length;
   const bool is_new = source_.whole_records_.emplace(part.part.place.file, data.stored.offset).second;
   const bool all_is_needed = ranges.size() == 1 && ranges[0] == std::pair(data.stored.offset, stored_end);
-  // A record without blocks' checksums is read as a whole, once to be checked, and whenever some of it is assigned on this reading.
+  // A record without checksums of blocks is read as a whole: once to check it, and whenever some of it is assigned in the same reading.
   const bool reads_all = !file.is_listed() && (is_new || at_once) && data.stored.crc32;
   std::vector<std::uint32_t> sums;
   std::uint32_t all = 0;

@@ -21,7 +21,7 @@ std::vector<std::string> path_below(const std::string& prefix, const std::vector
   return path;
 }
 
-/// Which of the values of parameter i that this rank holds are its own: [begin, begin + numel).
+/// Returns which of the values of a parameter that this rank holds are its own to write, as begin and numel.
 std::pair<std::int64_t, std::int64_t> own_part(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
   const auto own = unit.slice(parameter, unit.own_pieces());
   if (own.numel == 0 || !engine.speaks_for(unit.parameters[parameter])) return {0, 0};
@@ -30,11 +30,11 @@ std::pair<std::int64_t, std::int64_t> own_part(const engine::Engine& engine, con
 
 ckpt::Box piece_of(const engine::UnitParameter& parameter) { return {parameter.global_offset, parameter.shape}; }
 
-/// The rank that owns the first element speaks for the parameter.
+/// True on the rank that owns the first element, which writes values that exist once per parameter.
 bool owns_first_element(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
   const auto& shape = unit.parameters[parameter].global_shape;
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
-    // Nobody has an element: the first rank stands for them.
+    // No rank has an element, so the first rank counts as the owner.
     const auto& pieces = engine.tensor_parallel();
     return unit.own_pieces().first == 0 && (!pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0);
   }
@@ -102,7 +102,7 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       const auto [own_begin, own_numel] = own_part(*optimizer.engine(), unit, tensor.parameter);
       const auto per_value = tensor.kind.elements_per_value;
       const auto values_of = [per_value](std::int64_t elements) { return (elements + per_value - 1) / per_value; };
-      // A block that lies across two ranks' own parts, of which both hold all, is the own of the rank with its first element.
+      // A block may lie across the own parts of two ranks that both hold all of it. It belongs to the rank with its first element.
       const auto own = slice.parameter_offset + own_begin;
       const auto offset = slice.parameter_offset / per_value;
       const std::vector<std::int64_t> blocks = {values_of(unit.layout.placements()[tensor.parameter].numel)};

@@ -1,4 +1,4 @@
-// A checkpoint is written: every rank its file, rank 0 what joins them.
+// Writes a checkpoint. Every rank writes its file, and rank 0 the files that join them.
 
 #include <algorithm>
 #include <filesystem>
@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 using ckpt::DcpMetadata;
 using ckpt::DcpTensor;
 
-/// Writes a rank's records; says where they are.
+/// Writes a rank's records, and returns where they are.
 std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, const Snapshot& snapshot, std::int64_t rank) {
   ckpt::DcpFile file(folder, "__" + std::to_string(rank) + "_0.distcp");
   for (const auto& tensor : snapshot.tensors) {
@@ -39,7 +39,7 @@ std::pair<DcpMetadata, ckpt::ListedFile> write_records(const fs::path& folder, c
   return {file.take_metadata(), file.finish()};
 }
 
-/// What ranks tell rank 0: the file's line in the sidecar, then the metadata.
+/// Returns the text that ranks send to rank 0: the file's line in the sidecar, then the metadata.
 std::string packed(const DcpMetadata& metadata, const ckpt::ListedFile& file) {
   return ckpt::line_of(file) + "\n" + ckpt::write_dcp_metadata(metadata);
 }
@@ -51,7 +51,7 @@ std::pair<DcpMetadata, ckpt::ListedFile> unpacked(const std::string& text) {
   return {std::move(metadata), std::move(file)};
 }
 
-/// All ranks' records. Throws Error unless the boxes of every tensor make it up, each element once.
+/// Joins the metadata of all ranks. Throws Error unless the boxes of every tensor contain each element exactly once.
 DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
   DcpMetadata all;
   std::map<std::string, std::size_t> position;

@@ -18,7 +18,7 @@ struct Names {
   PyObject* spec = PyUnicode_InternFromString("_spec");
   PyObject* mesh = PyUnicode_InternFromString("mesh");
   PyObject* placements = PyUnicode_InternFromString("placements");
-  /// Never given back: there may be no Python any more when it would be.
+  /// The reference is never released, because Python may have ended by then.
   PyTypeObject* dtensor =
       reinterpret_cast<PyTypeObject*>(py::object(py::module_::import("torch.distributed.tensor").attr("DTensor")).release().ptr());
 };
@@ -44,7 +44,7 @@ bool equal(PyObject* a, PyObject* b, PyObject* name) {
   return result == 1;
 }
 
-/// Both DTensors of one mesh and equal placements, or both none.
+/// True if both are DTensors of the same mesh and with equal placements, or if neither is a DTensor.
 bool lie_alike(PyObject* parameter, PyObject* gradient) {
   if (is_dtensor(parameter) != is_dtensor(gradient)) return false;
   if (!is_dtensor(parameter)) return true;
@@ -65,7 +65,7 @@ bool is_plain(const at::Tensor& tensor) { return !tensor.key_set().has(c10::Disp
   throw Error(text.str());
 }
 
-/// The tensors behind the keys; fewer where one is missing.
+/// Returns the tensors of the keys; fewer if one is missing.
 std::vector<at::Tensor> state_of(const py::dict& state, PyObject* parameter, const std::vector<py::str>& keys) {
   std::vector<at::Tensor> tensors;
   if (keys.empty()) return tensors;

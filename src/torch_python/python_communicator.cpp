@@ -13,14 +13,14 @@ namespace py = pybind11;
 namespace fsdp::torch_python {
 namespace {
 
-/// Waits for a work of Python's (or for nothing, where the call was complete), and then does the local rest.
+/// Waits for a Python work (or for nothing, if the call was complete), and then does the rest locally.
 class PythonPending final : public comm::Pending {
  public:
   PythonPending(py::object work, std::function<void()> finish) : work_(std::move(work)), finish_(std::move(finish)) {}
   ~PythonPending() override {
     try {
       wait();
-    } catch (...) {  // Where it matters, the caller has waited.
+    } catch (...) {  // If the result matters, the caller has waited before.
     }
   }
 
@@ -48,7 +48,7 @@ bool one_dtype(const Parts& parts, at::ScalarType (*dtype_of)(const typename Par
   return true;
 }
 
-/// Its elements, or its bytes where several dtypes travel together.
+/// Returns the elements as a 1-D tensor, or the bytes if several dtypes are sent together.
 at::Tensor flat(const at::Tensor& tensor, bool as_bytes) {
   const auto elements = comm::flat_view(tensor, 0, tensor.numel());
   return as_bytes ? elements.view(at::kByte) : elements;
@@ -58,7 +58,7 @@ CommError named(const comm::Label& label, const std::string& text) {
   return CommError(label.operation + comm::of_unit(label.unit) + ": " + text);
 }
 
-/// Runs a call of Python; an exception names the collective, too.
+/// Runs a call of Python. Exceptions also name the collective.
 template <typename Call>
 auto call(const comm::Label& label, const Call& body) {
   const py::gil_scoped_acquire gil;

@@ -14,7 +14,7 @@ namespace {
 
 using ckpt::PythonValue;
 
-constexpr int kDeepest = 100;  // As deep as it is read.
+constexpr int kDeepest = 100;  // the same limit as for reading
 
 [[noreturn]] void refuse(py::handle object, const std::string& name) {
   throw Error(

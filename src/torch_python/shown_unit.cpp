@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace fsdp::torch_python {
 namespace {
 
-/// Null where there is none.
+/// Returns the storage of a tensor; null if it has none.
 const c10::StorageImpl* memory_of(const py::handle& tensor) {
   const auto* const impl = THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl();
   return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
@@ -16,7 +16,7 @@ const c10::StorageImpl* memory_of(const py::handle& tensor) {
 }  // namespace
 
 ShownUnit::ShownUnit(hooks::UnitSpec spec) {
-  const py::gil_scoped_release no_gil;  // Ranks may meet.
+  const py::gil_scoped_release no_gil;  // It may be collective.
   hooked_ = std::make_shared<hooks::HookedUnit>(std::move(spec));
   parameters_.resize(hooked_->spec().parameters.size());
 }
@@ -46,7 +46,7 @@ void ShownUnit::put(Shown form) {
   shown_ = form;
 }
 
-/// Parameters may have been frozen, or trained again, since they were shown last.
+/// Sets requires_grad of the form to that of the shards, because the program may have changed it since the form was last shown.
 void ShownUnit::train_as_shards(Shown form) {
   for (auto& parameter : parameters_) {
     parameter.trained = THPVariable_Unpack(parameter.shard.ptr()).requires_grad();
@@ -55,7 +55,7 @@ void ShownUnit::train_as_shards(Shown form) {
   }
 }
 
-/// What the program has frozen, or trains again, in the form that it sees counts for the shards.
+/// If the program has changed requires_grad of the form that it sees, the shards get the change, too.
 void ShownUnit::take_trainability() {
   if (shown_ == Shown::kShards) return;
   for (auto& parameter : parameters_) {
@@ -73,7 +73,7 @@ void ShownUnit::show() {
 }
 
 void ShownUnit::show_kept() {
-  if (!hooked_->unit().post_forward.live()) return;  // It stays whole, for one reason or another.
+  if (!hooked_->unit().post_forward.live()) return;  // The unit stays whole.
   train_as_shards(Shown::kKept);
   put(Shown::kKept);
 }
@@ -89,7 +89,7 @@ void ShownUnit::settle() {
   hide();
 }
 
-/// A DTensor's rows are the unit's. (Memory may be exchanged below all tensors over it: the storage is the same then.)
+/// True if a DTensor's rows still lie in the unit's storage. (Memory may be exchanged below a storage; the storage stays the same then.)
 bool ShownUnit::has_its_rows(std::size_t i) const {
   const auto& parameter = parameters_[i];
   const auto& shard = hooked_->shard(i);

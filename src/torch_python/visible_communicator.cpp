@@ -7,7 +7,7 @@
 namespace fsdp::torch_python {
 namespace {
 
-std::atomic<bool> replaced = false;  // any thread may ask
+std::atomic<bool> replaced = false;  // any thread may read it
 
 comm::CommStats sum(const comm::CommStats& a, const comm::CommStats& b) {
   return {.all_gather_bytes = a.all_gather_bytes + b.all_gather_bytes,

@@ -1,4 +1,4 @@
-"""Arguments of saves and loads of other types than they are meant to have."""
+"""Checks the types of arguments of saves and loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def check_path(name: str, value: Any) -> str:
-    """As a string."""
+    """Returns the path as a string."""
     if not isinstance(value, (str, bytes, os.PathLike)):
         refuse(name, value, "a path")
     return os.fsdecode(value)
@@ -28,7 +28,7 @@ def check_model(value: Any) -> None:
 
 
 def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """The optimizers of a save or a load."""
+    """Returns the optimizers of a save or a load as a list."""
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -40,7 +40,7 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 def check_counts(**counts: Any) -> None:
-    """Each is a whole number, of any library."""
+    """Raises TypeError unless each value is a whole number, of any library."""
     for name, value in counts.items():
         try:
             operator.index(value)
@@ -49,26 +49,26 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_metric(value: Any) -> None:
-    """A number, also a tensor or one of numpy's."""
+    """Raises TypeError unless the value is a number; a tensor and numpy's numbers are accepted, too."""
     if value is not None and not isinstance(value, SupportsFloat):
         refuse("metric", value, "a number, or None")
 
 
 def check_grad_scaler(value: Any) -> None:
-    """Of any class that has a state."""
+    """Raises TypeError unless the value is a scaler of any class with a state."""
     if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         refuse("grad_scaler", value, "a GradScaler, or None")
 
 
 def check_values(**values: Any) -> None:
-    """Each is a dictionary, or None."""
+    """Raises TypeError unless each value is a dictionary or None."""
     for name, value in values.items():
         if value is not None and not isinstance(value, Mapping):
             refuse(name, value, "a dictionary, as {'step': 100}, or None")
 
 
 def check_functions(taken: str, **functions: Any) -> None:
-    """Each is a function, or None."""
+    """Raises TypeError unless each value is a function or None."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             refuse(name, value, f"a function that takes {taken}, or None")

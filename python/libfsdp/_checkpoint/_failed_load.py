@@ -1,4 +1,4 @@
-"""A load that ended halfway: what it has replaced in part is not to be used."""
+"""Marks models and optimizers that a failed load has replaced in part, so that they are not used."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class FailedLoad:
         self._handles.append(optimizer.register_state_dict_pre_hook(self._refuse))
 
     def allow(self) -> None:
-        """A load has replaced all of it, or is about to."""
+        """Allows the use again, because a load has replaced all values, or is about to."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def failed_load_of(thing: nn.Module | torch.optim.Optimizer) -> FailedLoad | None:
-    """What stopped it."""
+    """Returns the mark of a model or an optimizer that refuses to be used; None if there is none."""
     return thing.__dict__.get(_ATTRIBUTE)
 
 
 def forget(thing: nn.Module | torch.optim.Optimizer) -> None:
-    """All values are whole again."""
+    """Removes the mark, because all values belong to one checkpoint again."""
     failed = thing.__dict__.pop(_ATTRIBUTE, None)
     if failed is not None:
         failed.allow()

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has."""
+"""Finds checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     That is the one that was saved last, of those whose names end in a number. Not collective.
 
     Args:
-        folder: need not be there.
+        folder: the folder, which need not exist.
 
     Returns:
         None if there is none.
@@ -26,15 +26,17 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def best(folder: str | os.PathLike[str]) -> str | None:
-    """Of the same ones, that with the least ``metric``, of equal ones the newest. Not collective.
+    """The path of the checkpoint with the least ``metric``, of those from which ``latest`` chooses.
+
+    Of several with the same metric, it is the newest. Not collective.
 
     Args:
-        folder: need not be there.
+        folder: the folder, which need not exist.
 
     Returns:
-        None if none has one.
+        None if none has a metric.
 
     Raises:
-        Error: as ``latest``.
+        Error: in the same case as ``latest``.
     """
     return _C.best(check_path("folder", folder))

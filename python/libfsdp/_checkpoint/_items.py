@@ -1,4 +1,4 @@
-"""What this rank holds of a model's and an optimizer's state: by name, and where in the whole it lies."""
+"""Lists the parts of a model's and an optimizer's state that this rank holds, with their names and their places in the whole."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from libfsdp import _C
 MODEL = "model"
 OPTIMIZER = "optim"
 _EXTRA_STATE = "_extra_state"
-# What wrappers put into names, and state dicts of checkpoints have not.
+# The parts of names that wrappers add, and that state dicts of checkpoints do not have.
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass
 class Item:
-    """A tensor of the state, as much of it as this rank holds.
+    """A tensor of the state, with the part of it that this rank holds.
 
     Attributes:
-        path: where it is in nested dictionaries; the key is the path joined by dots.
-        shape: of the whole tensor.
-        offsets: of the box that this rank holds.
-        values: that box: a view into the state.
-        writes: no other rank holds this part, or this rank is the one of them that writes it.
-        everywhere: each rank that has the name has all of it: the first of those that may write it does.
+        path: its path in nested dictionaries; the key is the path joined by dots.
+        shape: the shape of the whole tensor.
+        offsets: the offsets of the box that this rank holds.
+        values: the values of that box, as a view into the state.
+        writes: whether this rank writes its part: it is the only rank that holds the part, or the one of several that
+            writes it.
+        everywhere: whether each rank that has the name holds all of it. The first of those that may write it does so.
     """
 
     path: tuple[str, ...]
@@ -47,13 +48,13 @@ class Item:
 
 @dataclass
 class ModelState:
-    """A model's.
+    """The state of a model.
 
     Attributes:
         items: parameters and persistent buffers, each once.
         aliases: other names of tied parameters and shared buffers, and the name of their item.
-        extra: what modules give as extra state, by key.
-        names: of parameters, by their id.
+        extra: the extra state of modules, by key.
+        names: the names of parameters, by their id.
     """
 
     items: list[Item]
@@ -63,10 +64,10 @@ class ModelState:
 
 
 def model_state(model: nn.Module) -> ModelState:
-    """The state of a sharded model, as its state dict names it.
+    """Returns the state of a sharded model, with the names of its state dict.
 
     Raises:
-        Error: for what has no place in a checkpoint.
+        Error: for values that a checkpoint can't hold.
     """
     state = model.state_dict()  # Modules show shards then.
     first_names: dict[int, str] = {}
@@ -98,17 +99,17 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def clean(name: str) -> str:
-    """Without what wrappers add."""
+    """Returns a name without the parts that wrappers add."""
     for part in _OF_WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
 def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
-    """A tensor's item.
+    """Makes the item of a tensor.
 
     Raises:
-        Error: if it is no plain tensor, or it can't be told where this rank's part lies.
+        Error: if it is not a plain tensor, or if it is not known where this rank's part lies.
     """
     key = ".".join(path)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -129,13 +130,13 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
         return Item(path, shape, [0] * len(shape), local, writes=False)
     if any(placement.is_partial() for placement in tensor.placements):
         raise _C.Error(f"'{key}' has the placements {tensor.placements}: a sum that is pending")
-    # torch.distributed.checkpoint's protocol: uneven parts say themselves where they lie.
+    # By the protocol of torch.distributed.checkpoint, uneven parts tell where they lie.
     chunks = tensor.__create_chunk_list__()
     if local.numel() == 0:
         return Item(path, shape, [0] * len(shape), local, writes=0 in shape)
     if len(chunks) != 1 or list(chunks[0].sizes) != list(local.shape):
         raise _C.Error(f"'{key}': this rank's part is no box of the tensor; use torch.distributed.checkpoint")
-    # Of ranks that hold the same, the first one writes.
+    # If several ranks hold the same part, the first one writes it.
     replicas = [d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
     writes = all(mesh.get_local_rank(d) == 0 for d in replicas)
     return Item(path, shape, list(chunks[0].offsets), local, writes=writes)
@@ -143,13 +144,13 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
 
 @dataclass
 class OptimizerState:
-    """That of a model's optimizers.
+    """The state of a model's optimizers.
 
     Attributes:
-        items: tensors of their state.
-        values: numbers of their state, by path.
+        items: the tensors of their state.
+        values: the numbers of their state, by path.
         groups: for each of their groups, the names of the parameters.
-        names: of their parameters, by their id.
+        names: the names of their parameters, by id.
     """
 
     items: list[Item]
@@ -159,14 +160,14 @@ class OptimizerState:
 
 
 def optimizer_state(optimizers: list[torch.optim.Optimizer], names: dict[int, str]) -> OptimizerState:
-    """The state of optimizers, as get_optimizer_state_dict of torch.distributed.checkpoint names it.
+    """Returns the state of optimizers, with the names of torch.distributed.checkpoint's get_optimizer_state_dict.
 
     Args:
-        optimizers: of torch's kind.
-        names: of the model's parameters.
+        optimizers: optimizers of torch.
+        names: the names of the model's parameters.
 
     Raises:
-        Error: if they have other parameters, or state of which it can't be told how it is cut.
+        Error: if they have parameters of other models, or state of which it is not known how it is cut.
     """
     found = OptimizerState([], {}, [], {})
     for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
@@ -197,6 +198,6 @@ def _add_state(found: OptimizerState, path: tuple[str, ...], p: nn.Parameter, va
                 f"'{item.key}' is a plain tensor beside a sharded parameter: it does not say which part of the whole it is; use "
                 "torch.distributed.checkpoint"
             )
-        # A count of updates may stand still where there is nothing to update.
+        # Ranks without elements of the parameter may not count its updates.
         item.writes = p._local_tensor.numel() > 0 or 0 in p.shape
     found.items.append(item)

@@ -1,4 +1,4 @@
-"""Loads: values go from the files straight to where they are, once all ranks have found them whole."""
+"""Loads checkpoints. Once all ranks have found the data intact, values are read from the files straight to their places."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _HALFWAY = "the load ended halfway, and the model is partly loaded; until anothe
 
 @dataclass
 class Loaded:
-    """What a load found beside model and optimizer.
+    """The result of a load: what it found beside model and optimizer.
 
     Attributes:
-        path: the checkpoint's.
-        extra: the saved one.
+        path: the path of the checkpoint.
+        extra: the program's values that were saved.
         rank_extra: this rank's own, if as many ranks saved theirs; otherwise see ``libfsdp.read_rank_extra``.
         missing: names that the model has and the checkpoint has not. Empty if strict.
         unexpected: the reverse, within what was asked for (the model, or also the optimizer).
-        metric: as it was saved.
+        metric: the metric that was saved.
         rng: whether the random generators were restored.
         skipped: newer checkpoints that ``load_latest`` did not take, and why.
     """
@@ -86,12 +86,14 @@ def load(
 
     Args:
         path: the checkpoint's folder; or a file of safetensors.
-        model: sharded by ``fully_shard``.
-        optimizer: of its parameters, or a list of several. State that they do not have yet is made.
+        model: the model, sharded by ``fully_shard``.
+        optimizer: an optimizer of its parameters, or a list of several. State that they do not have yet is made.
         strict: raise Error if a name of the model is missing in the checkpoint, or the reverse. With False, such values of the model
             stay, and such names of the checkpoint are left out.
-        rename: takes a name of the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"), and gives the checkpoint's.
-        ignore: says of names of the model that their values stay, and of names in the checkpoint that they are left out.
+        rename: takes a name of the model ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"), and returns
+            the checkpoint's.
+        ignore: returns True for names of the model whose values stay, and for names in the checkpoint that are left
+            out.
         model_prefix: replaces "model." at the beginning of names, after ``rename``.
         optimizer_prefix: replaces "optim." in the same way.
         check_first: check all data before any are assigned, so that a damaged checkpoint changes nothing. With False (on all ranks, and
@@ -100,9 +102,9 @@ def load(
         optimizer_settings: the groups of the optimizer get the saved settings of their parameters (learning rates, betas), as
             ``load_state_dict`` gives them: schedulers of torch count on that. With False they keep their own, as in C++.
         rng: restore each rank's random generators, if as many ranks saved theirs.
-        grad_scaler: gets the saved state.
+        grad_scaler: a scaler that gets the saved state.
         on_phase: called on every rank at the end of each phase, with a report.
-        process_group: the ranks that have the model; None: all.
+        process_group: the ranks that have the model; None stands for all.
 
     Raises:
         Error: on all ranks, if it failed on any. Model and optimizer are then unchanged, unless the message says that they are partly
@@ -140,8 +142,8 @@ def load_latest(
     torch.distributed.checkpoint wrote, which are not taken. Collective.
 
     Args:
-        folder: with checkpoints whose names end in a number; it need not be there.
-        model: see libfsdp.load, as the others.
+        folder: the folder of the checkpoints, whose names end in a number; it need not exist.
+        model: see libfsdp.load, which has the same arguments.
         optimizer: see there.
         strict: see there.
         rename: see there.
@@ -183,7 +185,7 @@ def load_latest(
 def _checked(
     name: str, path: Any, model: Any, optimizer: Optimizers | None, on_phase: Any
 ) -> tuple[str, list[torch.optim.Optimizer]]:
-    """What all loads take."""
+    """Checks the arguments that all loads have."""
     check_model(model)
     check_functions("a report", on_phase=on_phase)
     return check_path(name, path), as_list(optimizer)
@@ -212,7 +214,7 @@ class _Load:
         self._failed_before = [
             failed for thing in (model, *optimizers) if (failed := failed_load_of(thing)) is not None
         ]
-        # What the optimizer gets beside tensors.
+        # The values beside tensors that the optimizer gets.
         self._without_state: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
         self._settings: list[dict[str, Any]] = []
@@ -220,7 +222,7 @@ class _Load:
 
     def run(self) -> Loaded:
         for failed in self._failed_before:
-            failed.allow()  # to be looked at
+            failed.allow()  # its state must be readable here
         try:
             loading = self._together.run(_NOTHING_LOADED, self._open)
             loaded, finish = self._agree(loading)
@@ -244,7 +246,7 @@ class _Load:
         return loaded
 
     def _open(self) -> Loading:
-        """Names and shapes are compared. Nothing is changed but that the optimizer has state."""
+        """Compares names and shapes. It changes nothing, except that the optimizer gets state if it had none."""
         loading = Loading(self._path, self._options)
         of_model = model_state(self._model)
         loading.add_model(of_model)
@@ -284,7 +286,7 @@ class _Load:
         for g, ((optimizer, group), names) in enumerate(zip(self._groups(), state.groups, strict=True)):
             for p, name in zip(group["params"], names, strict=True):
                 is_there, numbers = loading.add_state(name, items.get(name, []), values.get(name, {}))
-                # State that was made for nothing goes, too.
+                # State that was made here but is not in the checkpoint is removed, too.
                 if not loading.is_updated(name) or (not is_there and id(p) in made):
                     self._without_state.append((optimizer, p))
                 prefix = f"optim.state.{name}."
@@ -295,7 +297,7 @@ class _Load:
             self._settings.append(loading.settings_of(g, group, names) if wants else {})
 
     def _agree(self, loading: Loading) -> tuple[Loaded, Callable[[], None]]:
-        """Ranks join what they have found, and check what they will read."""
+        """The ranks join their results, and check the data that they will read."""
         own = loading.names
         every = self._together.exchange(
             [sorted(own.used), sorted(own.replaced), sorted(own.missing)], "checkpoint: names"
@@ -361,7 +363,7 @@ class _Load:
             optimizer.state.pop(p, None)
 
     def _stop(self, replaced: set[str]) -> None:
-        """Model and optimizer refuse to be used, if this load or one before it has replaced some of their values."""
+        """Makes model and optimizer refuse to be used, if this load or an earlier one has replaced some of their values."""
         names = replaced.union(*(failed.names for failed in self._failed_before))
         of_model = {name for name in names if name.startswith("model.")}
         if of_model:

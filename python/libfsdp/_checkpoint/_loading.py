@@ -1,4 +1,4 @@
-"""What a load takes from a checkpoint: names of the model and of the optimizer, and where their values go."""
+"""Matches the names in a checkpoint with those of the model and the optimizer, and decides where values go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OWN = "fsdp."
 
 @dataclass(frozen=True)
 class Options:
-    """See libfsdp.load."""
+    """The options of libfsdp.load."""
 
     strict: bool
     rename: Callable[[str], str] | None
@@ -50,12 +50,12 @@ class Options:
 
 @dataclass
 class Names:
-    """Of what this rank has found out.
+    """The names that this rank has found.
 
     Attributes:
-        used: in the checkpoint.
-        replaced: in the model and the optimizer.
-        missing: in the checkpoint, though the model or the optimizer has them.
+        used: names in the checkpoint that are used.
+        replaced: names in the model and the optimizer whose values are replaced.
+        missing: names of the model or the optimizer that the checkpoint does not have.
     """
 
     used: set[str] = field(default_factory=set)
@@ -79,9 +79,9 @@ class Loading:
         self._groups: list[dict[str, Any]] | None = None
 
     def stored(self, key: str) -> str:
-        """The checkpoint's name for one of the model's."""
+        """Returns the checkpoint's name for a name of the model."""
         if not key.startswith((_MODEL, _OPTIMIZER)):
-            return key  # The library's own names are no business of whoever renames the model's.
+            return key  # ``rename`` gets only names of the model and the optimizer, not the library's own.
         name = self.options.rename(key) if self.options.rename is not None else key
         if name.startswith(_MODEL):
             return self.options.model_prefix + name.removeprefix(_MODEL)
@@ -96,11 +96,11 @@ class Loading:
         return self.stored(key) in self._has
 
     def expect(self, key: str) -> None:
-        """The name is none that nobody asked for."""
+        """Notes that the name is not unexpected."""
         self.names.used.add(self.stored(key))
 
     def _begin(self, key: str) -> bool:
-        """The value is there, and will be replaced."""
+        """Notes that the value will be replaced, if the checkpoint has it. Returns whether it has."""
         if self.is_ignored(key):
             return False
         if not self.has(key):
@@ -111,7 +111,7 @@ class Loading:
         return True
 
     def add(self, item: Item, *, other_key: str | None = None) -> None:
-        """Notes where this rank's values of a tensor go.
+        """Notes where this rank's values of a tensor belong.
 
         Raises:
             Error: if the checkpoint has something else by this name.
@@ -136,7 +136,7 @@ class Loading:
         self.reading.add(stored, item.offsets, to)
 
     def add_model(self, state: ModelState) -> None:
-        """All of a model's names."""
+        """Adds all names of a model."""
         aliases: dict[str, list[str]] = {}
         for alias, first in state.aliases.items():
             aliases.setdefault(first, []).append(alias)
@@ -149,11 +149,11 @@ class Loading:
                 self.extra_states[key] = self.value(self.stored(key))
 
     def value(self, stored: str) -> Any:
-        """A tensor, or a plain value, by the checkpoint's name."""
+        """Returns a tensor or a plain value by its name in the checkpoint."""
         return self.reading.value(stored) if self.reading.shape(stored) is None else self.reading.tensor(stored)
 
     def number(self, key: str) -> float | None:
-        """A scalar's value; None if there is none."""
+        """Returns the value of a scalar; None if there is none."""
         if not self.has(key):
             return None
         self.expect(key)
@@ -165,7 +165,7 @@ class Loading:
         raise _C.Error(f"{self.path}: '{self.stored(key)}' is no number")
 
     def is_updated(self, name: str) -> bool:
-        """False: the optimizer that was saved had the parameter, and has not updated it. (Then it has no state.)"""
+        """Returns False if the saved optimizer had the parameter and has not updated it, so that it has no state."""
         count = f"{_OPTIMIZER}state.{name}.step"
         if self.stored(count).rpartition(".")[0] in self._with_state or self.is_ignored(count):
             return True
@@ -174,12 +174,12 @@ class Loading:
         return counted != 0 if counted is not None else f"{_OWN}lr_factor" in self._has or not self._had(count)
 
     def add_state(self, name: str, items: list[Item], values: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """An optimizer's state of one parameter.
+        """Adds an optimizer's state of one parameter.
 
         Args:
-            name: the parameter's.
-            items: its tensors.
-            values: its numbers, by key.
+            name: the name of the parameter.
+            items: the tensors of its state.
+            values: the numbers of its state, by key.
 
         Returns:
             Whether the optimizer has it after the load, if it had none before; and new values of its numbers.
@@ -199,7 +199,7 @@ class Loading:
         return any(name.startswith(self.options.optimizer_prefix) for name in self.all_names)
 
     def _saved_groups(self) -> list[dict[str, Any]]:
-        """Names of values by setting, for each group of the optimizer that was saved; "params" as they are."""
+        """For each group of the saved optimizer, the names of values by setting; "params" has the names of its parameters."""
         if self._groups is None:
             self._groups = []
             prefix = f"{self.options.optimizer_prefix}param_groups."
@@ -221,17 +221,17 @@ class Loading:
         return stored[len(prefix) : -len(".step")]
 
     def _had(self, count: str) -> bool:
-        """The optimizer that was saved had the parameter."""
+        """Returns whether the saved optimizer had the parameter."""
         name = self._name_in_groups(count)
         return any(name == str(one) for group in self._saved_groups() for one in group["params"])
 
     def settings_of(self, g: int, group: dict[str, Any], names: list[str]) -> dict[str, Any]:
-        """Saved settings of a group, those that it has.
+        """Returns the saved values of those settings that a group has.
 
         Args:
-            g: its number, for errors.
-            group: with its settings.
-            names: of its parameters.
+            g: the number of the group, for errors.
+            group: the group with its settings.
+            names: the names of its parameters.
 
         Raises:
             Error: if its parameters were saved with different ones.
@@ -254,7 +254,7 @@ class Loading:
         return found
 
     def unexpected(self, used: set[str], *, with_optimizer: bool) -> list[str]:
-        """What is there of the model, and of the optimizer's state, and no rank has asked for."""
+        """Returns names of the model and the optimizer's state in the checkpoint that no rank has asked for."""
         states = f"{self.options.optimizer_prefix}state."
         return [
             name
@@ -265,14 +265,17 @@ class Loading:
         ]
 
     def _is_of_model(self, name: str) -> bool:
-        """Where the model's names have no prefix, all tensors are the model's that nobody else has a prefix for."""
+        """If the model's names have no prefix, all tensors belong to the model whose names have no other known prefix."""
         if self.options.model_prefix:
             return name.startswith(self.options.model_prefix)
         others = (self.options.optimizer_prefix, _EXTRA, _RANK_EXTRA, _OWN)
         return not name.startswith(others) and self.reading.shape(name) is not None
 
     def below(self, prefix: str) -> dict[str, Any]:
-        """All values whose names begin so, by the rest of their names: dictionaries and lists that were taken apart are put together."""
+        """Returns all values whose names begin with the prefix, by the rest of their names.
+
+        Dictionaries and lists are put together again.
+        """
         found: dict[str | int, Any] = {}
         lists: list[tuple[dict[str | int, Any], str | int]] = []
         for name in self.all_names:
@@ -292,7 +295,7 @@ class Loading:
         return {str(name): value for name, value in found.items()}
 
     def _path_below(self, name: str, prefix: str) -> list[str | int]:
-        """Without a path, the rest of the name is one name."""
+        """Returns the path of a value below the prefix. If it is not known, the rest of the name is the only part."""
         path = self.reading.path(name)
         for k in range(1, len(path)):
             if ".".join(map(str, path[:k])) + "." == prefix:
@@ -300,7 +303,7 @@ class Loading:
         return [name.removeprefix(prefix)]
 
     def generators(self, device: torch.device, ranks: int, rank: int) -> dict[str, torch.Tensor]:
-        """What this rank's generators get, if as many ranks saved theirs."""
+        """Returns the states for this rank's generators, if as many ranks saved theirs."""
         found = {}
         for name in generator_states(device) if self.options.rng else ():
             saved = sum(f"{_OWN}{name}.{other}" in self._has for other in range(ranks + 1))
@@ -314,7 +317,7 @@ class Loading:
         return found
 
     def grad_scaler(self) -> dict[str, Any]:
-        """What the program's GradScaler gets. One that is missing is noted."""
+        """Returns the state for the program's GradScaler. If it is missing, that is noted."""
         scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return {}
@@ -329,7 +332,7 @@ class Loading:
 
     @torch.no_grad()
     def assign(self, *, at_once: bool) -> None:
-        """Brings all that was added to its place."""
+        """Reads all values that were added to their places."""
         self.reading.assign(at_once)
         for to, values in self._copies:
             for d in range(to.ndim):  # an expanded tensor has each value once

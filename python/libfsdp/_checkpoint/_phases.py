@@ -1,4 +1,4 @@
-"""How long the phases of a save or a load take."""
+"""Reports how long the phases of a save or a load take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PhaseReport:
 
     Attributes:
         phase: "collect", "write", "commit", "prune" of a save; "open", "check", "assign" of a load.
-        bytes: of values on this rank; of "write", of its file.
+        bytes: the size of this rank's values; for "write", the size of its file.
         seconds: how long it took.
     """
 
@@ -27,14 +27,14 @@ class PhaseReport:
 
 
 class Phases:
-    """Tells the program, if it asks."""
+    """Reports phases to the program's callback, if there is one."""
 
     def __init__(self, on_phase: Callable[[PhaseReport], None] | None) -> None:
         self._on_phase = on_phase
         self._began = time.perf_counter()
 
     def end(self, phase: str, size: int) -> None:
-        """The phase that began when the last one ended (the first one: when this was made) ends."""
+        """Ends a phase, which began when the last one ended (the first one: when this object was made)."""
         now = time.perf_counter()
         self.tell(phase, size, now - self._began)
         self._began = now

@@ -1,4 +1,4 @@
-"""Random generators that a checkpoint keeps, by the names that C++ gives them."""
+"""The random generators whose states a checkpoint keeps, with the same names as in C++."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Torch's default generator of the CPU, and that of the model's device if it is another."""
+    """Returns the states of torch's default generator of the CPU, and of that of the model's device if it is another one."""
     states = {"rng": torch.get_rng_state()}
     if device.type != "cpu":
         states[f"{device.type}_rng"] = torch.get_device_module(device.type).get_rng_state(device)
@@ -14,7 +14,7 @@ def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def takes(name: str, state: torch.Tensor, device: torch.device) -> bool:
-    """The state is one of this generator."""
+    """Returns whether the state is valid for this generator."""
     trial = torch.Generator() if name == "rng" else torch.Generator(device)
     try:
         trial.set_state(state)
@@ -24,7 +24,7 @@ def takes(name: str, state: torch.Tensor, device: torch.device) -> bool:
 
 
 def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
-    """Continues where the saved one stood."""
+    """Sets the state, so that the generator continues where the saved one stopped."""
     if name == "rng":
         torch.set_rng_state(state)
     else:

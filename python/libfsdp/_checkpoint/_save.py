@@ -1,4 +1,4 @@
-"""Saves: what this rank holds gets its names, and the C++ library writes and commits it."""
+"""Saves checkpoints. Python gives the values of this rank their names, and the C++ library writes and commits them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from libfsdp._checkpoint._phases import PhaseReport
 
 _NOTHING_SAVED = "nothing was saved:"
-_NICE_WHILE_WRITING = 10  # As in C++: a tenth of a core that training wants, too; all of one that it does not want.
+# As in C++: the thread gets a tenth of a core that training also uses, and all of an idle core.
+_NICE_WHILE_WRITING = 10
 
 
 def save(
@@ -64,17 +65,17 @@ def save(
     Args:
         path: the checkpoint's own folder, such as "run/step-1000".
         model: sharded by ``fully_shard``.
-        optimizer: of its parameters, or a list of several; their state is saved, too.
+        optimizer: an optimizer of its parameters, or a list of several; their state is saved, too.
         extra: values of the program, such as the step. Rank 0's are saved, and every rank gets them: None, bool, int, float, str,
             bytes, tensors, and lists, tuples and dictionaries of these (tensors not in tuples, and below text keys only).
         keep_last: how many checkpoints of a series ("step-" of "step-1000") are kept, this one included; 0: all. Older complete ones
             are removed after this one is complete.
-        keep_every: with ``keep_last``: those whose number is a multiple of this are kept as well.
-        keep_best: with ``keep_last``: this many of those with the least ``metric`` are kept as well.
+        keep_every: with ``keep_last``: checkpoints whose number is a multiple of this are kept as well.
+        keep_best: with ``keep_last``: this many of the checkpoints with the least ``metric`` are kept as well.
         metric: a loss, or the negative of an accuracy. Rank 0's is saved.
         rng: save each rank's random generators: torch's default one of the CPU, and that of the model's device.
         rank_extra: this rank's own values, such as the position of its data loader. Names may differ among ranks.
-        grad_scaler: whose state is saved.
+        grad_scaler: a scaler whose state is saved.
         on_phase: called on every rank at the end of each phase, with a report.
         process_group: the ranks that have the model; None: all. With pipeline parallelism, all stages save together.
 
@@ -122,7 +123,7 @@ class AsyncSaver:
 
         Args:
             model: sharded by ``fully_shard``.
-            optimizer: of its parameters, or a list of several.
+            optimizer: an optimizer of its parameters, or a list of several.
             process_group: the ranks that have the model; None: all.
         """
         check_model(model)
@@ -147,10 +148,10 @@ class AsyncSaver:
         grad_scaler: torch.amp.GradScaler | None = None,
         on_phase: Callable[[PhaseReport], None] | None = None,
     ) -> None:
-        """As libfsdp.save. Waits for the save before.
+        """Saves like libfsdp.save. Waits for the save before.
 
         Args:
-            path: see libfsdp.save, as the others. A relative one is resolved now.
+            path: see libfsdp.save, which has the same arguments. A relative path is resolved now.
             extra: see there.
             keep_last: see there.
             keep_every: see there.
@@ -162,7 +163,7 @@ class AsyncSaver:
             on_phase: after "collect", it is called on the saver's thread.
 
         Raises:
-            Error: also that of the save before; then no new save begins.
+            Error: also the error of the save before; then no new save begins.
         """
         target = os.path.abspath(check_path("path", path))
         check_counts(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
@@ -184,7 +185,7 @@ class AsyncSaver:
         phases.end("collect", parts.bytes)
 
         def write() -> None:
-            # On Linux, threads have priorities of their own.
+            # On Linux, each thread has its own priority.
             with contextlib.suppress(OSError, AttributeError):
                 me = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICE_WHILE_WRITING)
@@ -208,7 +209,7 @@ class AsyncSaver:
         """Returns when the last save is complete.
 
         Raises:
-            Error: the save's, on every rank.
+            Error: the error of the save, on every rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -230,7 +231,7 @@ def _collect(
     rng: bool,
     buffer: _C.HostBuffer | None,
 ) -> _C.CheckpointParts:
-    """This rank's part. With a buffer, it lies there."""
+    """Returns this rank's part, whose values are copied to the buffer if one is given."""
 
     def named() -> tuple[ModelState, OptimizerState]:
         if any(failed_load_of(thing) is not None for thing in (model, *optimizers)):
@@ -242,7 +243,8 @@ def _collect(
     items = of_model.items + of_optimizer.items
     values: dict[tuple[str, ...], Any] = {("model", key.removeprefix("model.")): v for key, v in of_model.extra.items()}
     values |= of_optimizer.values
-    # Of what several ranks have whole, the first one writes; ranks of a pipeline have other names, and other groups.
+    # If several ranks have the whole of an item, the first one writes it. Ranks of a pipeline have other names, and
+    # other groups.
     mine = [item.key for item in items if item.everywhere and item.writes] + [".".join(path) for path in values]
     every = together.exchange([mine, of_optimizer.groups], "checkpoint: names")
     first_of: dict[str, int] = {}
@@ -282,7 +284,7 @@ def _collect(
 
 
 def _add(parts: _C.CheckpointParts, path: tuple[str | int, ...], value: Any) -> None:
-    """A value of the program. As torch.distributed.checkpoint does it, what holds tensors is taken apart."""
+    """Adds a value of the program. As in torch.distributed.checkpoint, containers with tensors are taken apart."""
     if isinstance(value, torch.Tensor):
         parts.add_tensor(path, list(value.shape), [0] * value.ndim, value)
     elif isinstance(value, dict) and _holds_tensors(value) and all(isinstance(key, str) for key in value):

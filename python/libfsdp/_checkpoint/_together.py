@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    """Where a sharded model computes.
+    """Returns the device on which a sharded model computes.
 
     Raises:
         ValueError: if it is not sharded.
@@ -42,7 +42,7 @@ class Together:
         Args:
             model: sharded.
             group: None for all ranks.
-            own: with connections of its own, for a thread beside training. Collective.
+            own: make connections of its own, for a thread beside training. Collective.
         """
         device = device_of_model(model)
         group = group or dist.distributed_c10d._get_default_group()
@@ -66,10 +66,10 @@ class Together:
         return self._ranks.index
 
     def run(self, what: str, work: Callable[[], _T]) -> _T:
-        """Does the work, on all ranks or on none.
+        """Does the work on each rank, and raises on all ranks if it fails on one.
 
         Raises:
-            Error: on all ranks if the work has raised on one: `what`, and every rank's message.
+            Error: on all ranks if the work has raised on one; the message has `what`, and every rank's message.
         """
         result: list[_T] = []
         failure: Exception | None = None
@@ -87,5 +87,5 @@ class Together:
         return result[0]
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, of lists, dictionaries, strings and numbers."""
+        """Returns every rank's value, which may consist of lists, dictionaries, strings and numbers."""
         return [json.loads(text) for text in self._ranks.exchange(json.dumps(value).encode(), what)]

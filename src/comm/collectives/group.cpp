@@ -41,7 +41,7 @@ c10::intrusive_ptr<c10d::Work> send_bytes(c10d::Backend& backend, const at::Tens
   }
 }
 
-// Of a work whose wait was aborted: the message may have been on its last step.
+// Says whether a work whose wait was aborted has completed nevertheless, because the message was about to complete.
 bool is_complete(c10d::Work& work) {
   try {
     return work.wait(milliseconds(1));
@@ -188,13 +188,13 @@ void Group::advance_until(std::uint64_t number, const std::function<bool()>& rea
     const std::lock_guard<std::mutex> lock(mutex_);
     for (int peer = 0; peer < row.size(); ++peer) {
       if (peer == row.rank || !is_closed(peer)) continue;
-      // Of another host's rank that has left, others may have all that they need: who has not, raises an alarm.
+      // A rank of another host that has left may have done all that others need. A rank that still needs something from it raises an alarm.
       if ((!is_neighbour(peer) || is_done(peer)) && !has_alarm(peer)) continue;
       return "Connection closed by peer (waiting for rank " + std::to_string(peer) + ")";
     }
     if (std::chrono::steady_clock::now() - begin < shared->timeout()) return std::nullopt;
     const std::string text = "Timed out waiting " + std::to_string(shared->timeout().count()) + "ms";
-    // Who has not come yet, rather than who waits for that one, too.
+    // Name a rank that has not made the call yet, and not one that also waits for that rank.
     int late = -1;
     const auto has_come = [&](int peer) { return shared->call_of(peer - shared->first(), number) != nullptr; };
     for (int peer = shared->first() + shared->size() - 1; peer >= shared->first(); --peer) {
@@ -282,8 +282,8 @@ CommError Group::failure(const Label& label) {
   const std::string start = describe(label) + " on " + describe_rank() + " failed";
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (failed()) return CommError(start + ", because an earlier collective failed: " + first_failure_);
-  std::string text;   // Of the error.
-  std::string alarm;  // For the others.
+  std::string text;   // the text of the error
+  std::string alarm;  // the text for the other ranks
   try {
     throw;
   } catch (const RowFailure& failure) {
@@ -328,7 +328,7 @@ void Group::raise_alarm(const std::string& text) noexcept {
       if (peer == row.rank) continue;
       try {
         works.push_back(send_bytes(*control, bytes, peer, tags::kAlarm));
-      } catch (...) {  // That one has gone.
+      } catch (...) {  // That rank has ended.
       }
     }
     for (const auto& work : works) {
@@ -353,12 +353,13 @@ void Group::close_connections() noexcept {
   }
 }
 
-/// A peer that has failed takes no part in what the device has begun, which would go on writing into buffers that others have by then.
+/// Aborts collectives that the device has begun. A peer that failed does not take part in them, and they could still write into buffers
+/// that are used for something else by then.
 void Group::abort_data() noexcept {
   if (data == control) return;
   try {
     data->abort();
-  } catch (...) {  // A backend that can't has nothing of that kind.
+  } catch (...) {  // A backend without abort() has no such collectives.
   }
 }
 

@@ -76,7 +76,7 @@ void GroupPending::wait_after(const Compare& compare) {
   if (state_ == State::kDone) return;
   if (state_ == State::kFailed) throw CommError(error_);
   group_->check_process(label_);
-  if (group_->failed()) fail();  // Also where everything is here already: all ranks see the same of it.
+  if (group_->failed()) fail();  // Fails even if all data have arrived, so that all ranks see the same result.
   try {
     compare();
     finish();
@@ -119,7 +119,7 @@ GroupCommunicator::GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> 
       exceptions_at_construction_(std::uncaught_exceptions()) {}
 
 GroupCommunicator::~GroupCommunicator() {
-  // A rank that is failing leaves without a word: its peers see the closed connection.
+  // A rank that is failing sends nothing here: its peers see the closed connection.
   if (!debug_ || group_->failed() || std::uncaught_exceptions() > exceptions_at_construction_) return;
   try {
     compare_calls(group_->begin(kEndOfTraining, 0, 0), kEndOfTraining);
@@ -140,8 +140,8 @@ at::Tensor GroupCommunicator::exchange(const at::Tensor& value, const Label& lab
   return exchange_now(value, tags::data(call, 0), call, label);
 }
 
-// In rounds: each rank sends what it has, the values of so many ranks from itself on, to the rank that is so many before it, and gets as
-// many more. As many bytes as in messages from each to each, in only log2(size) messages.
+// The exchange proceeds in rounds. In each one, a rank that has the values of n ranks, counted from itself, sends them to the rank n places
+// before it, and receives n more. This takes as many bytes as messages between all pairs, but only log2(size) messages.
 at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label) {
   std::vector<std::int64_t> shape = {size()};
   shape.insert(shape.end(), value.sizes().begin(), value.sizes().end());
@@ -181,13 +181,13 @@ void GroupCommunicator::send(Transfers& transfers, const at::Tensor& bytes, int 
   ++stats_.control_messages;
 }
 
-// Down a tree: counted from the root, a rank gets it from the one whose number lacks its lowest bit. As many messages in all as from the
-// root to each, of which no rank sends more than log2(size).
+// The text is sent down a tree. With numbers counted from the root, a rank receives it from the rank whose number lacks the lowest set bit.
+// There are as many messages as if the root sent all of them, but no rank sends more than log2(size).
 std::string GroupCommunicator::broadcast(const std::string& text, int root, const Label& label) {
   const Call call = begin(label, 0, static_cast<std::uint64_t>(root));
   if (size() == 1) return text;
   const int own = (rank() - root + size()) % size();
-  // Ranks [own, own + below), as far as there are so many, get it from this one.
+  // Ranks [own, own + below), as far as they exist, receive it from this rank, directly or through others.
   const int below = own == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(size()))) : own & -own;
   const auto rank_at = [&](int number) { return (number + root) % size(); };
   const at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong);
@@ -214,8 +214,8 @@ std::string GroupCommunicator::broadcast(const std::string& text, int root, cons
   return received;
 }
 
-// One message from each rank, to the one that needs it. Fewer would have to be gathered on the way: rank 0 would receive as much, and most
-// texts would travel several times, through the memory of ranks that do not need them.
+// Each rank sends one message to rank 0, which needs the texts. To send fewer messages, ranks would have to collect texts on the way. Rank
+// 0 would receive as many bytes, and most texts would be sent several times, through the memory of ranks that do not need them.
 std::string GroupCommunicator::gather(const std::string& text, const Label& label) {
   const auto lengths = exchange(at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong), label);
   const Call call = begin(label, 0, 0);
@@ -282,7 +282,7 @@ void GroupCommunicator::confirm() {
 void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {
   at::Tensor record = at::empty({static_cast<std::int64_t>(sizeof(Call))}, at::kByte);
   std::memcpy(record.mutable_data_ptr(), &mine, sizeof(Call));
-  // The headers of the calls before this one are compared on the way: they agree, as the ranks have got here.
+  // Headers of earlier calls are compared in passing. They agree, because all ranks have come to this call.
   const at::Tensor all = exchange_now(record, tags::comparison(mine.number), mine, label);
   std::vector<Call> calls(static_cast<std::size_t>(size()));
   std::memcpy(calls.data(), all.const_data_ptr(), all.nbytes());

@@ -108,7 +108,7 @@ class NativeReduce final : public GroupPending {
  private:
   bool in_two_levels(const ReducePart& part) const { return levels_ != nullptr && needs_sum_here(part) && part.out.numel() > 0; }
 
-  /// To who sums it next: the backend, all ranks, or the neighbours.
+  /// Sends the gradients to where they are summed next: by the backend, by all ranks, or by the neighbours.
   std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced(bool several) {
     c10d::Backend& backend = *group_->data;
     CoalescedWorks works(backend, several);
@@ -132,7 +132,7 @@ class NativeReduce final : public GroupPending {
     return works.end();
   }
 
-  /// What was received of each rank, or of each host, in their order; one tensor if the backend added up.
+  /// The tensors that were received from each rank, or from each host, in their order; a single tensor if the backend has summed.
   std::vector<at::Tensor> pieces_of_ranks(const ReducePart& part) {
     const std::int64_t numel = part.out.numel();
     if (group_->data == nullptr) return {part.unreduced};

@@ -3,9 +3,10 @@
 namespace fsdp::comm {
 namespace {
 
-// Of all ranks' shards of a part. A message costs some 100 us of processor time on both sides, as much as copying it there and back.
+// The largest size of a part, over all ranks' shards, that is packed. A message costs about 100 us of processor time on both sides, as much
+// as copying this many bytes twice.
 constexpr std::int64_t kSmallBytes = 256 * 1024;
-constexpr std::int64_t kAlignment = 16;  // of any element's type
+constexpr std::int64_t kAlignment = 16;  // enough for elements of any type
 
 }  // namespace
 
@@ -21,7 +22,7 @@ PackedParts::PackedParts(std::span<const std::int64_t> shard_bytes, int ranks) {
     bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
   if (together_.size() > 1) return;
-  // One alone needs no copies.
+  // A single part needs no copies.
   for (const auto& entry : together_) alone_.push_back(entry.part);
   together_.clear();
   bytes_ = 0;

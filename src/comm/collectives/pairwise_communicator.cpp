@@ -13,7 +13,7 @@
 namespace fsdp::comm {
 namespace {
 
-// Rank r first exchanges with its neighbours, then with those further away: no rank is everybody's first peer.
+// Each rank first exchanges with its neighbours and then with ranks that are further away, so that no rank is the first peer of all others.
 int nth_source(const Row& row, int k) { return (row.rank + k) % row.size(); }
 int nth_target(const Row& row, int k) { return (row.rank + row.size() - k) % row.size(); }
 
@@ -24,10 +24,10 @@ char* region_of(const at::Tensor& tensor, int rank, std::int64_t bytes) {
 
 at::Tensor bytes_for(const PackedParts& packed, int ranks) { return at::empty({ranks * packed.bytes()}, at::kByte); }
 
-/// What gathers and reductions share: each peer sends one message with the small parts together, and one for each other part.
+/// The common base of gathers and reductions. Each peer sends one message with all small parts, and one for each other part.
 class PairwisePending : public GroupPending {
  protected:
-  /// `bytes`: of each part, from one rank.
+  /// `bytes` are the sizes of each part from one rank.
   PairwisePending(std::shared_ptr<Group> group, const Call& call, const Label& label, const std::vector<std::int64_t>& bytes)
       : GroupPending(std::move(group), call, label),
         transfers_(*group_),
@@ -147,7 +147,7 @@ class PairwiseReduce final : public PairwisePending {
     }
   }
 
-  // Sums each part as soon as it is here, while those behind it travel.
+  // Sums each part as soon as it has arrived, while later parts are still being sent.
   void finish() override {
     const Row& row = group_->row;
     const auto peers = static_cast<std::size_t>(row.size() - 1);

@@ -17,13 +17,13 @@
 namespace fsdp::comm {
 namespace {
 
-/// A stretch of this rank's memory that peers read.
+/// A range of this rank's memory that peers read.
 struct Stretch {
   const void* data;
   std::int64_t bytes;
 };
 
-/// What gathers and reductions in shared memory have in common. A subclass is final and calls end() in its destructor.
+/// The common base of gathers and reductions in shared memory. A subclass is final and calls end() in its destructor.
 class SharedPending : public GroupPending, public AdvancingCollective {
  public:
   SharedPending(std::shared_ptr<Group> group, const Call& call, const Label& label, std::shared_ptr<MessageThread> message_thread)
@@ -46,13 +46,13 @@ class SharedPending : public GroupPending, public AdvancingCollective {
   }
 
  protected:
-  /// After the messages of other hosts were asked for.
+  /// Call it after the receives from other hosts have been posted.
   void begin_waiting() {
     begin_advancing();
     if (hosts() > 1) message_thread_->add(this, [this] { await_messages(); });
   }
 
-  /// Says where this rank's stretches lie. Those outside of its shared heap are copied there.
+  /// Publishes where this rank's ranges lie. Ranges outside of its shared heap are copied there first.
   void offer(std::span<const Stretch> stretches) {
     HostMemory& host_memory = shared_.host_memory();
     const auto& heap = host_memory.heap();
@@ -76,12 +76,12 @@ class SharedPending : public GroupPending, public AdvancingCollective {
     shared_.publish_parts(call_.number, begin);
   }
 
-  /// Reads what is there. True if that was all; then it is not called again.
+  /// Reads the data that are available. Returns true once it has read all; it is not called again then.
   virtual bool read_all() = 0;
-  /// The rest, when the peers need nothing more of this rank. By the thread that waits.
+  /// Does the rest, once the peers need nothing more of this rank. Called by the thread that waits.
   virtual void conclude() {}
 
-  /// Where a neighbour's stretches lie; null if that is not known yet, or is none of this rank's business.
+  /// Returns where a neighbour's ranges lie; null if that is not known yet, or if this rank does not read them.
   const std::int64_t* parts_of(int neighbour) {
     const Call* const theirs = shared_.call_of(neighbour, call_.number);
     if (theirs == nullptr || shared_.is_revoked(neighbour)) return nullptr;
@@ -90,7 +90,7 @@ class SharedPending : public GroupPending, public AdvancingCollective {
     return nullptr;
   }
 
-  /// After reading from a neighbour: what was read is what it had published.
+  /// Call it after reading from a neighbour. Returns true if the data that were read are those that the neighbour had published.
   bool is_sound(int neighbour) {
     if (!shared_.is_revoked(neighbour)) return true;
     state_ = State::kLost;  // Its alarm will say why.
@@ -123,15 +123,16 @@ class SharedPending : public GroupPending, public AdvancingCollective {
   const Row& row() const { return group_->row; }
   int hosts() const { return row().size() / shared_.size(); }
   int own_host() const { return row().rank / shared_.size(); }
-  /// The rank of equal place on a host.
+  /// Returns the rank that has this rank's place on another host.
   int equal_on(int host) const { return host * shared_.size() + shared_.rank(); }
-  /// The k-th of the other hosts to send to, from 1, and the one whose k-th this is: no host is everybody's first.
+  /// The k-th host to which this one sends, from 1, and the host that sends to this one as its k-th. No host is the first target of all
+  /// others.
   int nth_target(int k) const { return (own_host() + hosts() - k) % hosts(); }
   int nth_source(int k) const { return (own_host() + k) % hosts(); }
 
   SharedRow& shared_;
   Transfers transfers_;  // with other hosts; the message thread waits for what is received
-  bool has_arrived_;     // what other hosts send; under the lock of all that advance
+  bool has_arrived_;     // whether the other hosts' data have arrived; protected by the lock that all advancing collectives share
 
  private:
   enum class State { kReading, kRead, kDone, kLost };  // kReading -> kRead -> kDone; kReading or kRead -> kLost
@@ -164,8 +165,8 @@ class SharedPending : public GroupPending, public AdvancingCollective {
   }
 
   const std::shared_ptr<MessageThread> message_thread_;  // null on one host
-  State state_ = State::kReading;                        // This, the next, and what read_all() writes: under the lock of all that advance.
-  std::exception_ptr failure_;                           // None where a peer's alarm will say why.
+  State state_ = State::kReading;                        // state_, failure_ and what read_all() writes are protected by that lock.
+  std::exception_ptr failure_;                           // Empty if a peer's alarm will say why.
   HostMemory::Block block_;                              // the offsets, and the copies behind them
 };
 
@@ -211,7 +212,7 @@ class SharedGather final : public SharedPending {
   }
 
  private:
-  /// Of each part, this rank's shard and those of the ranks of equal place, by host.
+  /// Publishes, for each part, this rank's shard and those of the ranks of equal place, by host.
   void offer_shards() {
     std::vector<Stretch> stretches;
     for (const GatherPart& part : parts_) {
@@ -308,17 +309,18 @@ class SharedReduce final : public SharedPending {
   }
 
  private:
-  /// Where the sums from a host lie: behind those for each host.
+  /// Returns the slot of the sums from a host. These slots come after those for the sums that are sent to each host.
   int received_slot(int host) const { return hosts() + (host < own_host() ? host : host - 1); }
 
-  /// A slot of the staging memory, which has sums of this part for one rank, or from one.
+  /// Returns a slot of the staging memory, which holds sums of this part for one rank, or from one.
   static at::Tensor sums(const ReducePart& part, int slot) {
     const auto wire_dtype = part.unreduced.scalar_type();
     const auto numel = part.out.numel() * static_cast<std::int64_t>(elementSize(sum_dtype(wire_dtype)) / elementSize(wire_dtype));
     return flat_view(part.staging, slot * numel, numel);
   }
 
-  /// On one host, that is all; else for each rank of equal place.
+  /// Sums the neighbours' gradients of part i. On one host this gives the result; with several hosts, it gives one sum for each rank of
+  /// equal place.
   void sum_neighbours(std::size_t i) {
     const ReducePart& part = parts_[i];
     const std::int64_t numel = part.out.numel();
@@ -342,7 +344,7 @@ class SharedReduce final : public SharedPending {
   }
 
   const std::vector<ReducePart> parts_;
-  std::vector<const std::int64_t*> offsets_;  // of each neighbour's parts
+  std::vector<const std::int64_t*> offsets_;  // where each neighbour's parts lie
   std::vector<const void*> sources_;
   const double scale_;
 };
@@ -354,7 +356,7 @@ SharedCommunicator::SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::B
       message_thread_(hosts() > 1 ? std::make_shared<MessageThread>() : nullptr) {}
 
 std::int64_t SharedCommunicator::staging_numel(std::int64_t shard_numel) const {
-  return staging_numel(shard_numel, at::kHalf);  // the smallest elements, and so the most of them
+  return staging_numel(shard_numel, at::kHalf);  // the smallest dtype takes the largest number of elements
 }
 
 std::int64_t SharedCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {

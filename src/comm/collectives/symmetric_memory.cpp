@@ -16,10 +16,10 @@
 namespace fsdp::comm::symmetric_memory {
 namespace {
 
-/// What all sources of this process have in common.
+/// The state that all sources of this process share.
 class Registry {
  public:
-  /// Outlives blocks that go at the end of the process.
+  /// It is never destroyed, because blocks may be freed at the end of the process.
   static Registry& of_process() {
     static Registry* const registry = new Registry;
     return *registry;
@@ -43,7 +43,7 @@ class Registry {
     const std::lock_guard lock(mutex_);
     return lent_.contains(address);
   }
-  /// Nobody uses it any more.
+  /// Keeps memory that is no longer used.
   void keep(c10::DataPtr memory) {
     const std::lock_guard lock(mutex_);
     kept_.push_back(std::move(memory));

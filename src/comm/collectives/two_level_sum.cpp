@@ -15,7 +15,7 @@
 namespace fsdp::comm {
 namespace {
 
-/// Of the same rank, messages arrive in the order in which they were sent.
+/// One tag serves for all messages, because messages from one rank arrive in the order in which they were sent.
 constexpr int kTag = 0;
 
 }  // namespace
@@ -36,7 +36,7 @@ c10::Stream TwoLevelSum::stream_behind_current(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (!stream_) stream_ = guard.getStreamFromGlobalPool(device);
-  // Marks the gradients, which the current stream computes.
+  // An event after the gradients, which the current stream computes.
   c10::Event until_here(device.type());
   until_here.record(guard.getStream(device));
   until_here.block(*stream_);

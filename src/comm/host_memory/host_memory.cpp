@@ -30,7 +30,7 @@ struct Current {
   std::weak_ptr<HostMemory> host_memory;
 };
 
-// A forked process begins with another one: a thread of the parent may have held the mutex.
+// A forked process gets an object of its own, because a thread of the parent may have held the mutex.
 Current& current() {
   static auto* current = new Current();
   static const int registered = pthread_atfork(nullptr, nullptr, [] { current = new Current(); });
@@ -41,7 +41,7 @@ Current& current() {
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free,
               "processes share atomics");
 
-// A descriptor that tells when the process ends; -1 where there is no such process, or the system has no such call.
+// Returns a descriptor that tells when the process ends; -1 if there is no such process, or the system has no such call.
 int open_process([[maybe_unused]] std::int64_t process) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, process, 0));
@@ -55,7 +55,7 @@ std::atomic<bool> several{true};  // until the system says that it knows no such
 #if defined(SYS_futex_waitv) && defined(FUTEX_32)
 constexpr std::size_t kWords = 128;  // the system's limit
 
-// False where the system has no such call.
+// Returns false if the system has no such call.
 bool sleep_on_all(const std::vector<WatchedWord>& words, std::int64_t microseconds) {
   if (!can_sleep_on_several() || words.size() > kWords) return false;
   std::array<futex_waitv, kWords> waits{};
@@ -84,7 +84,7 @@ bool sleep_on_all(const std::vector<WatchedWord>&, std::int64_t) {
 }  // namespace
 
 std::shared_ptr<const PeerHeap> PeerHeap::find(const HeapAddress& address) {
-  // The process before its heap: if another one has its number meanwhile, that has no such heap.
+  // The process is opened before its heap. If another process has got the number meanwhile, it does not have this heap.
   std::shared_ptr<PeerHeap> heap(new PeerHeap(open_process(address.process)));
   return heap->map(address) && heap->head().nonce == address.nonce ? heap : nullptr;
 }
@@ -94,7 +94,7 @@ bool PeerHeap::map(const HeapAddress& address) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (fd < 0 && errno == ENOENT) return false;
   if (fd < 0) throw Error("opening " + path + ": " + std::strerror(errno));
-  // What else may have that name can't be read safely: it may become shorter.
+  // Another file with that name could not be read safely, because it may become shorter.
   struct stat file {};
   const int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstat(fd, &file) != 0 || file.st_size != address.size) {
@@ -120,7 +120,7 @@ PeerHeap::~PeerHeap() {
 bool PeerHeap::has_lost_owner() const {
   pollfd owner{.fd = owner_, .events = POLLIN, .revents = 0};
   if (owner_ < 0 || poll(&owner, 1, 0) != 1) return false;
-  // An alarm that it has sent may still be on its way through the connection, which says more.
+  // An alarm of the ended process may still arrive through the connection, and would say more.
   constexpr std::chrono::nanoseconds kGrace = std::chrono::milliseconds(500);
   const std::int64_t now = std::chrono::steady_clock::now().time_since_epoch().count();
   std::int64_t first = 0;
@@ -177,7 +177,7 @@ std::vector<std::shared_ptr<const PeerHeap>> HostMemory::peers() {
   return all;
 }
 
-// As a slot pool does it: no more blocks than were ever lent at once.
+// Works like a slot pool: there are never more blocks than were ever lent at once.
 HostMemory::Block HostMemory::borrow(std::int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const auto fit = blocks_.lower_bound(bytes); fit != blocks_.end()) {
@@ -193,7 +193,7 @@ HostMemory::Block HostMemory::borrow(std::int64_t bytes) {
 
 void HostMemory::give_back(Block block) {
   if (!heap_->is_own()) return;
-  // A large one goes: it is a copy of what is not in the heap, and may be as large as a gradient.
+  // Large blocks are freed: they are copies of data outside of the heap, and may be as large as a gradient.
   constexpr std::int64_t kKept = std::int64_t{4} << 20;
   if (!block.memory || block.bytes > kKept) return;
   const std::lock_guard<std::mutex> lock(mutex_);

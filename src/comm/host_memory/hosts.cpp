@@ -47,7 +47,7 @@ Boot Boot::of_this_host() {
 }
 
 int ranks_per_host(std::span<const Boot> hosts) {
-  std::size_t ranks = 0;  // of the first host
+  std::size_t ranks = 0;  // the number of ranks of the first host
   while (ranks < hosts.size() && hosts[ranks] == hosts[0]) ++ranks;
   if (ranks == 0 || hosts.size() % ranks != 0) return 1;
   for (std::size_t i = 0; i < hosts.size(); ++i) {

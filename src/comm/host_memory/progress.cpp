@@ -21,7 +21,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-constexpr int kSpins = 200;  // some 20 microseconds: a peer that is about as far is awaited without a system call
+constexpr int kSpins = 200;  // about 20 microseconds, so that waiting for a peer that is nearly ready takes no system call
 constexpr microseconds kPatience{200};
 constexpr milliseconds kBetweenRequests{5};
 constexpr milliseconds kBetweenLooks{20};
@@ -156,7 +156,7 @@ void advance_all_until(HostMemory& host_memory, const std::function<bool()>& rea
     }
     if (now >= next_look) {
       const auto hopeless = look();
-      // What a peer did before it left still counts.
+      // Data that a peer published before it left still count.
       if (hopeless && collectives.advance_all(ready)) return;
       if (hopeless) throw std::runtime_error(*hopeless);
       next_look = now + kBetweenLooks;

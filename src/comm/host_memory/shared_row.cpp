@@ -19,12 +19,12 @@
 namespace fsdp::comm {
 namespace {
 
-/// What ranks tell each other before they try.
+/// The facts that ranks exchange before they try to map each other's heaps.
 struct HostFacts {
   Boot boot;
   std::int64_t user = -1;
-  std::uint64_t processes = 0;  ///< Its namespace: what the number of a process means.
-  std::int64_t ready = 0;       ///< This rank wants to share, and has a heap.
+  std::uint64_t processes = 0;  ///< The PID namespace, in which process numbers are valid.
+  std::int64_t ready = 0;       ///< Whether this rank wants to share and has a heap.
   HeapAddress heap;
   std::int64_t mailbox = 0;
 };
@@ -49,10 +49,10 @@ HostFacts own_host_facts() {
   return mine;
 }
 
-/// They may be able to read each other's memory.
+/// True if the two ranks may be able to read each other's memory.
 bool are_near(const HostFacts& a, const HostFacts& b) { return a.user == b.user && a.processes == b.processes && a.boot == b.boot; }
 
-/// A rank, and those next to it whose memory it reads.
+/// The ranks next to each other that read each other's memory.
 struct Neighbours {
   std::int64_t first;
   std::int64_t count;
@@ -88,7 +88,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
     for (int peer = 0; peer < size && mine.ready == 1; ++peer) {
       const auto& theirs = all[static_cast<std::size_t>(peer)];
       if (theirs.ready == 0 || !are_near(theirs, mine)) continue;
-      // Ranks that are threads of one process have one heap, and nothing of a process's own to be known by.
+      // Ranks that are threads of one process have the same heap, so they can't be told apart by it.
       if (theirs.heap.nonce != mine.heap.nonce) found[static_cast<std::size_t>(peer)] = row->host_memory_->peer(theirs.heap);
     }
   } catch (...) {
@@ -191,10 +191,10 @@ const char* SharedRow::part_of(int peer, const std::int64_t* parts, std::size_t 
 bool SharedRow::compare(std::uint64_t number) {
   while (!uncompared_.empty() && uncompared_.front().call.number <= number) {
     const auto& [mine, has_parts] = uncompared_.front();
-    // A gather or a reduction that this rank has done was compared with all peers, and the one before it may have gone on.
+    // A gather or a reduction that this rank has finished was compared with all peers, and the previous rank may have continued.
     if (mailbox_->done[mine.number % kCalls].load(std::memory_order_relaxed) < mine.number) {
       const Call* const theirs = call_of(previous(), mine.number);
-      // Of a rank that has given up, its alarm says why.
+      // If a rank has given up, its alarm says why.
       if (theirs == nullptr || is_revoked(previous())) return false;
       if (*theirs != mine) throw RowFailure(describe_divergence(mine, first_ + rank_, *theirs, first_ + previous()));
       if (!has_parts) set_done(mine.number);

@@ -86,7 +86,7 @@ void write_report(int fd, char kind, const std::string& text) {
   }
 }
 
-/// What `fn` returns, which the process is to end with: of a larger number, its end would show the low eight bits only.
+/// Calls `fn` and returns the exit code of the process. Throws for larger numbers, of which the system would keep the low eight bits only.
 int exit_code_of(const std::function<int()>& fn) {
   const int code = fn();
   if (code < 0 || code > 255) throw Error("its function returned " + std::to_string(code) + "; exit codes are 0 to 255");
@@ -115,7 +115,7 @@ int exit_code_of(const std::function<int()>& fn) {
   _exit(code);
 }
 
-// "rank 3", or nothing more than "this rank" where the launcher's variables are the very thing that is wrong.
+// Returns a text such as "rank 3", or "this rank" if the launcher's variables are invalid.
 std::string own_name() {
   try {
     return "rank " + std::to_string(read_world(process_environment).rank);
@@ -193,7 +193,7 @@ void read_report(RankProcess& process) {
   }
 }
 
-// What a rank wrote is in the pipe even when its end was seen first. A process that it left behind may hold the pipe open.
+// Data that a rank wrote may still be in the pipe after the rank has ended. A process that it left behind may hold the pipe open.
 void read_rest(RankProcess& process) {
   if (process.report_fd < 0) return;
   fcntl(process.report_fd, F_SETFL, O_NONBLOCK);
@@ -234,8 +234,9 @@ void signal_running(std::vector<RankProcess>& ranks, int signal) {
   }
 }
 
-// While it lives, SIGINT and SIGTERM to this process go to the ranks: they may want to save their work before they end. Ctrl-C in a
-// terminal goes to them anyway, and they get it twice. The second one is for a program that hangs: it ends this process, and so the ranks.
+// A guard. During its lifetime, SIGINT and SIGTERM to this process are passed on to the ranks, which may save their work before they end. A
+// terminal sends Ctrl-C to the ranks, too, so they get it twice. A second Ctrl-C is for programs that hang: it ends this process, and with
+// it the ranks.
 class SignalForwarder {
  public:
   SignalForwarder() {
@@ -288,7 +289,7 @@ class SignalForwarder {
       timespec now{};
       clock_gettime(CLOCK_MONOTONIC, &now);
       if (signal.arrived == 0) signal.first = now.tv_sec;
-      // What follows at once is the same one: timeout(1), for example, passes on what its group has got already.
+      // A signal that follows at once is the same one: timeout(1), for example, passes on a signal that its group has already got.
       if (number == SIGINT && signal.arrived != 0 && now.tv_sec - signal.first > 1) {
         sigaction(number, &signal.before, nullptr);
         raise(number);
@@ -341,7 +342,7 @@ std::vector<RankProcess*> supervise(std::vector<RankProcess>& ranks, SignalForwa
   return failures;
 }
 
-/// Of ranks that were started before another one could not be: they would wait for it.
+/// Ends ranks that were started before the start of another one failed, because they would wait for that one.
 void abandon(std::vector<RankProcess>& ranks) {
   signal_running(ranks, SIGKILL);
   for (RankProcess& process : ranks) {
@@ -351,7 +352,7 @@ void abandon(std::vector<RankProcess>& ranks) {
   }
 }
 
-/// All of them, or none and an exception.
+/// Starts all ranks, or throws and leaves none running.
 std::vector<RankProcess> start_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details, bool by_fork,
                                      const std::vector<int>& earlier_results) {
   std::uint16_t port = 0;
@@ -387,7 +388,7 @@ bool is_single_threaded() {
 
 int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details) {
   static std::optional<ProgramCopy> copy = take_own_copy();
-  static std::vector<int> results;  // Of the launches so far; in a copy, of those that it passes by.
+  static std::vector<int> results;  // The results of the launches so far; in a copy, those of the launches that it skips.
   if (!copy && fsdp::is_launched()) return run_here(fn);
   if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
   if (copy) {
@@ -408,7 +409,7 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails&
     ended_by = signals.ended_by(failures);
     if (ended_by == 0) result = report_failures(ranks, failures, can_fork ? 0 : results.size() + 1, details.grace);
   }
-  if (ended_by != 0) raise(ended_by);  // As whoever sent it expects of a program that does nothing about it.
+  if (ended_by != 0) raise(ended_by);  // The sender of a signal expects this of a program that does not handle it.
   return results.emplace_back(result);
 }
 

@@ -12,7 +12,7 @@
 namespace fsdp::comm {
 namespace {
 
-/// What follows the rank's name.
+/// Returns the text that follows the rank's name.
 std::string describe(const RankProcess& process, std::size_t call) {
   if (!process.returned() && !process.ending().empty()) return " failed: " + std::string(process.ending().substr(1));
   if (WIFSIGNALED(process.status)) {
@@ -36,7 +36,7 @@ struct FailureMessage {
 
 void add_message(std::vector<FailureMessage>& messages, std::int64_t rank, std::string text) {
   const auto same = std::find_if(messages.begin(), messages.end(), [&](const FailureMessage& message) { return message.text == text; });
-  // "rank 1 was ..., rank 2 was ...": only what reads well of several ranks is joined.
+  // "rank 1 was ..., rank 2 was ...": only texts that read well for several ranks are joined.
   if (same != messages.end() && text.starts_with(" failed: ")) {
     same->ranks.push_back(rank);
   } else {

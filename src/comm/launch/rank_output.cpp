@@ -16,13 +16,13 @@ namespace {
 void pass_on_all(int fd, const std::string& text) {
   for (std::size_t done = 0; done < text.size();) {
     const ssize_t n = write(fd, text.data() + done, text.size() - done);
-    if (n < 0 && errno == EAGAIN) {  // Of a terminal that some program has made non-blocking.
+    if (n < 0 && errno == EAGAIN) {  // Some program has made the terminal non-blocking.
       pollfd ready{.fd = fd, .events = POLLOUT, .revents = 0};
       poll(&ready, 1, -1);
       continue;
     }
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return;  // Nobody reads it any more.
+    if (n <= 0) return;  // The reader has closed the stream.
     done += static_cast<std::size_t>(n);
   }
 }

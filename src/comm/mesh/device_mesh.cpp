@@ -107,7 +107,7 @@ c10::Device local_device(const std::string& device_type, const comm::World& worl
   return device;
 }
 
-/// What `ask` finds out about a row's peers. Throws CommError if they do not answer.
+/// Returns the result of `ask`, which exchanges messages with a row's peers. Throws CommError if they do not answer.
 template <typename Ask>
 auto ask_peers(const comm::Row& row, const char* whether, const Ask& ask) {
   try {
@@ -141,7 +141,7 @@ using BackendOf = std::function<c10::intrusive_ptr<c10d::Backend>(std::int64_t n
 /// For measuring: whether a rank that is alone in its row calls the backend's collectives, as it does with peers.
 bool calls_itself() { return comm::process_environment("FSDP_SINGLE_RANK_COLLECTIVES") == "1"; }
 
-/// `neighbours`: as backend_of takes it.
+/// `neighbours` is the argument for backend_of.
 std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvous, const comm::Row& row, c10::Device device,
                                                       const MeshOptions& options, const BackendOf& backend_of, std::int64_t neighbours = 0,
                                                       const std::string& suffix = "") {
@@ -156,7 +156,7 @@ std::shared_ptr<comm::Communicator> make_communicator(comm::Rendezvous& rendezvo
   return make_native_communicator(row, std::move(backend), std::move(gloo), comm::Group::Ends::kWithGroup);
 }
 
-// Meshes are made in the same order on all ranks, so that the number of one is a name that all know.
+// Returns the prefix of the next mesh. All ranks make meshes in the same order, so the number of a mesh identifies it on all of them.
 std::string next_mesh_prefix() {
   static std::atomic<int> count{0};
   return "mesh" + std::to_string(count++);
@@ -238,7 +238,7 @@ double DeviceMesh::sum(double value) const {
 bool DeviceMesh::all(bool ok) const { return comm::Ranks(*this).agree(ok, {.operation = "DeviceMesh::all", .unit = {}}); }
 
 void DeviceMesh::barrier() const {
-  // Whoever leaves the barrier of dimension d knows that all ranks that differ from it in dimensions 0 to d only have arrived.
+  // When a rank leaves the barrier of dimension d, all ranks that differ from it in dimensions 0 to d only have arrived.
   for (const auto& row : fsdp::defined(state_).rows) row->communicator->barrier();
 }
 
@@ -247,7 +247,7 @@ namespace {
 void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row,
              const MeshOptions& options, const BackendOf& backend_of = {}) {
   auto communicator = make_communicator(*rendezvous, row, state.device, options, backend_of);
-  // The ranks of a row make its communicators in the same order, so that the number of one is a name that all know.
+  // All ranks of a row make its communicators in the same order, so the number of a communicator identifies it on all of them.
   const auto made = std::make_shared<int>(0);
   auto make = [rendezvous, row, made, device = state.device, options, backend_of](std::int64_t neighbours) {
     const auto part = neighbours_in(row, neighbours);

@@ -18,7 +18,7 @@ std::vector<std::shared_ptr<Communicator>> rows_of(const DeviceMesh& mesh) {
   return rows;
 }
 
-/// Texts, each behind its length.
+/// Packs a text behind its length, so that several can follow each other.
 std::string packed(const std::string& text) {
   const auto length = static_cast<std::int64_t>(text.size());
   return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
@@ -59,7 +59,7 @@ at::Tensor Ranks::exchange(const at::Tensor& values, const Label& label) const {
   return all.reshape({size(), values.numel()});
 }
 
-// The rows along the outermost dimension first: afterwards the first rank of each row along the next one has it.
+// Goes through the dimensions from the outermost one. Afterwards the first rank of each row along the next dimension has the text.
 std::string Ranks::broadcast(const std::string& text, const Label& label) const {
   auto known = index() == 0 ? text : std::string();
   for (const auto& row : rows_) known = row->broadcast(known, 0, label);
@@ -72,7 +72,7 @@ std::vector<std::string> Ranks::gather(const std::string& text, const Label& lab
   return index() == 0 ? unpacked(texts) : std::vector<std::string>();
 }
 
-// Row by row, what an earlier one has found included: less to send than with exchange.
+// Goes through the rows, each with the result of the rows before. This sends less than exchange().
 void Ranks::unite(std::span<std::uint8_t> bits, const Label& label) const {
   const auto own = at::from_blob(bits.data(), {static_cast<std::int64_t>(bits.size())}, at::kByte);
   for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) {
@@ -90,7 +90,7 @@ bool Ranks::agree(bool ok, const Label& label) const {
   return failed == 0;
 }
 
-// Along each dimension, what an earlier one found is told to the next.
+// Goes through the dimensions. Differences that were found along one dimension are passed on to the next.
 void Ranks::compare(std::string text, const Label& label) const {
   std::exception_ptr difference;
   for (auto row = rows_.rbegin(); row != rows_.rend(); ++row) {

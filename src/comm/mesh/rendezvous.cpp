@@ -80,7 +80,8 @@ World world_of(std::int64_t rank, std::int64_t size) {
 std::shared_ptr<gloo::transport::Device> make_gloo_device(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
   if (is_loopback(world.master_addr)) return Gloo::createDeviceForHostname("127.0.0.1");
-  // Of several, the first, as alarms are sure to arrive before their connection closes only where a pair of ranks has one.
+  // If several interfaces are named, the first one is used, because alarms arrive before a connection closes only if each pair of ranks has
+  // a single connection.
   if (const auto interfaces = process_environment("GLOO_SOCKET_IFNAME")) {
     return Gloo::createDeviceForInterface(interfaces->substr(0, interfaces->find(',')));
   }
