@@ -1,4 +1,4 @@
-"""From torch's DeviceMesh to the engine's communicators."""
+"""Makes the engine's communicators from torch's DeviceMesh."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ShardingMesh:
         mesh: one dimension (FSDP), or two: the first replicates, the second shards (HSDP).
         engine_mesh: the engine's view of the same ranks.
         shards: False if the only dimension replicates (DDP).
-        collectives: of Python, one per dimension, where the engine communicates through torch.distributed.
-        is_own: nobody else has these collectives.
+        collectives: Python collectives, one per dimension, if the engine communicates through torch.distributed.
+        is_own: whether no other unit uses these collectives.
     """
 
     mesh: DeviceMesh
@@ -63,13 +63,13 @@ class ShardingMesh:
 
     @property
     def gives_memory(self) -> bool:
-        """A backend of its groups has an allocator for buffers of collectives, as NCCL's has."""
+        """True if a backend of its groups has an allocator for buffers of collectives, as NCCL's has."""
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
         backends = [group._get_backend(self.device) for group in groups if type(group) is dist.ProcessGroup]
         return any(backend.supports_tensor_alloc(self.device) for backend in backends)
 
     def piece(self, *, replicated: bool, outer_sharded: bool) -> tuple[int, int]:
-        """How many pieces a parameter is cut into, and which is this rank's. The inner dimension cuts first."""
+        """Returns the number of pieces into which a parameter is cut, and this rank's piece. The inner dimension cuts first."""
         if replicated:
             return 1, 0
         if not outer_sharded:
@@ -84,13 +84,13 @@ class ShardingMesh:
 
 @dataclass(frozen=True)
 class _Row:
-    """This rank's ranks along one dimension of the engine's mesh."""
+    """The row of this rank along one dimension of the engine's mesh."""
 
     name: str
     ranks: list[int]
     mesh: DeviceMesh
-    dim: int | None  # None: this rank alone
-    of_neighbours: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # How many: their group.
+    dim: int | None  # None for a row of this rank alone
+    of_neighbours: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # The groups by their number of ranks.
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -101,7 +101,7 @@ class _Row:
         return self.ranks.index(dist.get_rank())
 
     def new_group(self, neighbours: int) -> dist.ProcessGroup:
-        """Of so many neighbours, this rank among them. Collective over these."""
+        """Makes a group of this many neighbours, this rank among them. Collective over these."""
         first = self.position // neighbours * neighbours
         seconds = None if self.group is None else timeout_of(self.group, device_of(self.mesh))
         return new_group(
@@ -111,7 +111,7 @@ class _Row:
         )
 
     def group_of(self, neighbours: int) -> dist.ProcessGroup | None:
-        """Of so many neighbours; of all ranks, the row's own. Collective over them at its first call."""
+        """Returns the group of this many neighbours; for all ranks, the row's own. Collective over the neighbours at its first call."""
         if neighbours == len(self.ranks):
             return self.group
         if neighbours not in self.of_neighbours:
@@ -121,9 +121,9 @@ class _Row:
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """New groups have connections of their own.
+    """A context in which new groups get connections of their own.
 
-    Where ``init_process_group`` was given a `device_id`, torch splits the default group, in which all of its ranks must take part.
+    If ``init_process_group`` was given a `device_id`, torch would split the default group, and all of its ranks would have to take part.
     """
     default = dist.distributed_c10d._get_default_group()
     device = default.bound_device_id
@@ -135,13 +135,13 @@ def _not_split() -> Iterator[None]:
 
 
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group with connections of its own. Collective over these ranks, and no others."""
+    """Makes a group with connections of its own. Collective over these ranks, and no others."""
     with _not_split():
         return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one, else on the CPU."""
+    """Returns a mesh of all ranks, on the accelerator if there is one, and otherwise on the CPU."""
     if not dist.is_initialized():
         try:
             dist.init_process_group()
@@ -163,7 +163,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 @dataclass
 class _OfWorld:
-    """What has been made of one world's process groups: it goes with the default group."""
+    """The objects that have been made from the process groups of one world. They are dropped with the default group."""
 
     meshes: dict[tuple[Any, ...], ShardingMesh] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
@@ -176,32 +176,32 @@ _given: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictiona
 
 @atexit.register
 def _tell_how_this_rank_ends() -> None:
-    """To ranks that wait for it: a script that has come to its end, and not one that an exception has ended."""
+    """Tells ranks that wait for this one whether its script has ended normally or by an exception."""
     _C.tell_ending(getattr(sys, "last_value", None) is None)
 
 
 @atexit.register
 def _let_go_of_destroyed_groups() -> None:
-    """Drops what still refers to the process groups after ``destroy_process_group()``, so that torch joins their threads now.
+    """Drops all references to the process groups after ``destroy_process_group()``, so that torch joins their threads now.
 
-    A thread of Gloo releases the tensors of the last collective after the collective has returned. One that does so while the interpreter
-    ends aborts the process ("terminate called without an active exception", Python before 3.13). Torch joins these threads when the last
-    reference to the group goes; models that are alive at the end, and their meshes, hold such references.
+    A thread of Gloo releases the tensors of the last collective after the collective has returned. A thread that does so while the
+    interpreter ends aborts the process ("terminate called without an active exception", Python before 3.13). Torch joins these threads when
+    the last reference to the group goes; models that are alive at the end, and their meshes, hold such references.
     """
     if dist.is_initialized():
         return
     Collectives.let_go_of_groups()
     for mesh in list(_given.values()):
-        getattr(mesh._get_root_mesh(), "_pg_registry", {}).clear()  # torch 2.11 has none
+        getattr(mesh._get_root_mesh(), "_pg_registry", {}).clear()  # torch 2.11 has no registry
 
 
 def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: bool = False) -> ShardingMesh:
-    """The engine's view of a mesh of one or two dimensions, made once.
+    """Returns the engine's view of a mesh of one or two dimensions. It is made once.
 
     Args:
-        mesh: of one or two dimensions.
+        mesh: the mesh, of one or two dimensions.
         shards: False if its only dimension replicates.
-        own_collectives: communicate through torch.distributed, by collectives that nobody else has.
+        own_collectives: communicate through torch.distributed, by collectives that no other unit uses.
     """
     world = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld())
     _given[id(mesh)] = mesh
@@ -216,7 +216,7 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
 
 
 def neighbours_mesh(mesh: DeviceMesh, neighbours: int) -> DeviceMesh:
-    """The ranks of a mesh as rows of so many neighbours. Made once; collective over all ranks when it is."""
+    """Returns the ranks of a mesh as rows of this many neighbours. The mesh is made once, which is collective over all ranks."""
     known = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld()).neighbours
     key = (neighbours, *mesh.mesh.flatten().tolist())
     if key not in known:
@@ -242,7 +242,7 @@ def _make(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> 
 
 
 def is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
-    """The group is torch's own, with this backend of C++ for the mesh's device: nothing of it is written in Python."""
+    """True if the group is torch's own, with this C++ backend for the mesh's device, so that no part of it is written in Python."""
     if type(group) is not dist.ProcessGroup:
         return False
     return isinstance(
@@ -251,7 +251,7 @@ def is_of(group: dist.ProcessGroup, backend: str, mesh: DeviceMesh) -> bool:
 
 
 def _launches_collectives(group: dist.ProcessGroup, mesh: DeviceMesh) -> bool:
-    """The group's backend launches several operations at once, as NCCL's does, for which streams wait and not the host. It is C++."""
+    """True if the group has a C++ backend, like NCCL's, that can launch several operations at once, for which streams wait."""
     if type(group) is not dist.ProcessGroup or mesh.device_type == "cpu":
         return False
     backend = group._get_backend(torch.device(mesh.device_type))
@@ -262,7 +262,7 @@ _TORCHS_OWN = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d
 
 
 def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
-    """The groups' own backends move the tensors, called by the engine; only small messages have connections of its own."""
+    """Makes a mesh whose tensors the groups' own backends move, called by the engine. Only small messages have connections of its own."""
     device = device_of(mesh)
 
     def backend_of(dimension: int, neighbours: int) -> dist.Backend | None:
@@ -285,7 +285,7 @@ def _over_store(
     world: _OfWorld,
     backend_of: Callable[[int, int], dist.Backend | None] | None = None,
 ) -> ShardingMesh:
-    """Connections of the engine's own. The ranks of the mesh have made the same meshes in the same order."""
+    """Makes a mesh with connections of the engine's own. The ranks of the mesh must make the same meshes in the same order."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     world.count[name] = world.count.get(name, 0) + 1
@@ -294,7 +294,7 @@ def _over_store(
     timeouts = [timeout_of(row.group, device_of(mesh)) for row in rows if row.group is not None]
     timeout = min((seconds for seconds in timeouts if seconds is not None), default=default_pg_timeout.total_seconds())
     if backend_of is not None:
-        # Before the backend's watchdog ends the process: messages name the rank that is late.
+        # This time-out ends before the one of the backend's watchdog, which ends the process: messages name the rank that is late.
         timeout -= min(timeout / 10, 60.0)
     _compare_shapes(mesh, ranks, store, prefix, timeout)
     engine_mesh = _C.make_mesh(
@@ -313,7 +313,7 @@ def _over_store(
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Of a group of Gloo or NCCL, seconds: what new_group was given, else what init_process_group was. None for other groups.
+    """Returns the time-out of a Gloo or NCCL group in seconds: that of new_group, or else of init_process_group. None for other groups.
 
     Torch gives the groups of ``init_device_mesh`` its own default, whatever the default group has.
     """
@@ -332,7 +332,7 @@ def _given_timeout(group: dist.ProcessGroup, device: torch.device) -> float | No
 
 
 def _compare_shapes(mesh: DeviceMesh, ranks: list[int], store: dist.Store, prefix: str, timeout: float) -> None:
-    """Raises Error on all ranks if some of them have arranged the same ranks otherwise: they would wait for each other for ever."""
+    """Raises Error on all ranks if some of them have arranged the same ranks in another way, as they would wait for each other for ever."""
     own = dist.get_rank()
     keys = [f"{prefix}/shape/{rank}" for rank in ranks]
     store.set(keys[ranks.index(own)], repr(mesh.mesh.tolist()))
@@ -372,7 +372,7 @@ def _over_python(
 def _maker(
     mesh: DeviceMesh, rows: list[_Row], collectives: tuple[Collectives, ...]
 ) -> Callable[[int, int], Collectives]:
-    """Makes the collectives of this rank's neighbours along a dimension; of all of them, those given."""
+    """Returns a function that makes the collectives of neighbours along a dimension; for a whole row, it returns those given."""
     device = device_of(mesh)
 
     def make(dimension: int, neighbours: int) -> Collectives:

@@ -1,4 +1,4 @@
-"""Backwards that have not come by a unit's outputs, and so could not be noticed in time."""
+"""Warns of backwards that have not passed through a unit's outputs, and therefore could not be noticed in time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MARK = "_libfsdp_may_miss_backward_hooks"
 
 
 def may_miss_backward_hooks(module: nn.Module) -> nn.Module:
-    """Says that backward may reach the module's parameters by other ways than its outputs: no warning tells of it.
+    """Says that backward may reach the module's parameters in other ways than through its outputs, so that there is no warning about it.
 
-    Where a module's outputs are detached, hidden in objects that are no collections of tensors, or left unused, backward is
-    noticed by the gradients alone. They are reduced at the end of backward then, and parameters must still be there:
-    ``reshard_after_forward=False``, or an ``unshard()`` before. The mark counts for the sharded modules in and below ``module``.
+    If a module's outputs are detached, hidden in objects that are not collections of tensors, or left unused, only the gradients show that
+    there is a backward. They are then reduced at its end, and the parameters must still be gathered, by ``reshard_after_forward=False`` or
+    an ``unshard()`` before. The mark counts for the sharded modules in and below ``module``.
 
     Returns:
         The module.
@@ -36,7 +36,7 @@ class MissedUnits:
         """Makes it for a model.
 
         Args:
-            states: with their names, the root's first; those with units are in the order of the units.
+            states: the states with their names, the root's first; those with units are in the order of the units.
         """
         self._root = states[0][1].modules
         self._units = [(name or "(root)", state.modules) for name, state in states if state.unit is not None]

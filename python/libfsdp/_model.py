@@ -31,8 +31,8 @@ class Running:
 
     Attributes:
         prefetch_depth: units that are gathered ahead of their use.
-        overlaps_reductions: with False, each reduction has ended before backward goes on.
-        after_backward: called at the end of each backward, when gradients are there; of any state.
+        overlaps_reductions: with False, each reduction ends before backward continues.
+        after_backward: called at the end of each backward, when the parameters have their gradients; any state may set it.
     """
 
     prefetch_depth: int = 1
@@ -48,7 +48,7 @@ class Model:
 
         Args:
             root: the state of the outermost module.
-            provisional: formed before a forward has told which module is the root: may be given up for a larger one.
+            provisional: whether it is formed before a forward has shown which module is the root; a larger model may then replace it.
         """
         self.provisional = provisional
         below = list(root.states_below())
@@ -57,7 +57,7 @@ class Model:
         self._with_units = [state for state in self.states if state.unit is not None]
         self._groups = [state for state in self.states if len(state.modules) > 1]
         self.forward_root: ShardState | None = None
-        self.inner_root_calls = 0  # of the root's modules, while a call of them is under way
+        self.inner_root_calls = 0  # the number of calls of the root's modules within a call of them
         self.leaves_at_once = False
         self._buffer_memory = _C.BufferMemory.PROCESS
         self.engine = _C.Model(
@@ -90,7 +90,7 @@ class Model:
         try:
             agree(self.engine, list(position_of), root)
         except _C.Error:
-            self.dissolve()  # No other forward is to use what ranks do not agree on.
+            self.dissolve()  # No other forward may use a model on which the ranks do not agree.
             raise
         self.choose_memory()
         for state in self.states:
@@ -99,24 +99,24 @@ class Model:
                 state.unshard(wait=True)
 
     def set_is_last_backward(self, last: bool) -> None:
-        """With False, the ends of backwards leave reductions under way."""
+        """With False, the end of a backward leaves reductions under way."""
         self.is_last_backward = last
         self.engine.set_is_last_backward(last)
 
     def set_manual_finalization(self, enabled: bool) -> None:
-        """With True, the ends of backwards reduce nothing, until finalize_backward."""
+        """With True, the end of a backward reduces nothing; finalize_backward does."""
         self.manual_finalization = enabled
         self.engine.set_manual_finalization(enabled)
 
     def choose_memory(self) -> None:
-        """Buffers lie where that was asked for any unit: units share their buffers."""
+        """Chooses the memory of buffers. The choice of any unit counts for all, because units share their buffers."""
         asked = max((state.buffer_memory for state in self.states), key=int)
         if asked != self._buffer_memory:
             self._buffer_memory = asked
             self.engine.set_buffer_memory(asked)
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
-        """Reduces what backwards have left, gives it to the shards, at once or by the handle, and frees what a backward frees."""
+        """Reduces the gradients that backwards have left, gives them to the shards (at once or by the handle), and frees units."""
         if self._finalization is not None:
             raise RuntimeError("finalize_backward was called before: wait on the previous handle first")
         for state in self.states:
@@ -127,7 +127,7 @@ class Model:
             self.engine.finalize_backward(not async_op)
         except _C.CommError:
             raise
-        except _C.Error:  # a report on gradients: they are the user's all the same
+        except _C.Error:  # it reports NaN in gradients, which the user still gets
             self._deliver_gradients()
             raise
         if async_op:
@@ -137,7 +137,7 @@ class Model:
         return None
 
     def finish_finalization(self, handle: GradientReductionHandle) -> None:
-        """Waits for what finalize_backward has started."""
+        """Waits for the reductions that finalize_backward has started."""
         if self._finalization is not handle:
             return
         self._finalization = None
@@ -159,10 +159,10 @@ class Model:
                 state.unit.hide()
 
     def begin_forward(self, root: ShardState) -> Model:
-        """The first of a model's modules begins its forward: in most programs the root.
+        """Called when the first of a model's modules, in most programs the root, begins its forward.
 
         Returns:
-            This model, or the one that was formed in its place because parameters have other dtypes, or are trained now.
+            This model, or the one that has replaced it because parameters have other dtypes, or are trained now.
         """
         for state in self._groups:
             state.modules_to_run.clear()
@@ -175,14 +175,14 @@ class Model:
         self.inner_root_calls = 0
         root.wait_for_optimizer()
         _C.set_collectives_replaced(are_replaced())
-        # Who counts collectives is to see the ones that are needed, and no predictions.
+        # A program that counts collectives must see only those that are needed, and not those that predictions start.
         self.leaves_at_once = _C.collectives_are_visible()
         self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.prefetch_depth)
         self.engine.begin_forward()
         return self
 
     def prepare_unshard(self, unit: _C.Unit) -> None:
-        """Before the program gathers a unit itself: it is to get the values that shards have now."""
+        """Called before the program itself gathers a unit, so that the unit gets the present values of the shards."""
         if self.forward_root is None and not _C.inside_backward():
             self.engine.prepare_unshard(unit)
 
@@ -206,7 +206,7 @@ class Model:
 
     @untraced
     def _end_backward(self) -> bool:
-        """Returns True. The callback of a model that has been collected returns None: then the engine delivers the gradients."""
+        """Returns True. If the model has been collected, its callback returns None instead, and the engine delivers the gradients."""
         self.forward_root = None
         self._missed.tell(self.engine.take_missed())
         self.warnings.stale(self.engine.take_stale())
@@ -224,10 +224,10 @@ class Model:
     def zero_gradients(self) -> None:
         """Drops gradients that were not delivered yet, also those that are not reduced. Not inside of a backward."""
         self.engine.zero_grad()
-        self._finalization = None  # What was being reduced is dropped, too.
+        self._finalization = None  # Reductions under way are dropped, too.
 
     def reset(self) -> None:
-        """After an exception: frees what was gathered, drops gradients that are not reduced."""
+        """Cleans up after an exception: frees gathered units, and drops gradients that are not reduced."""
         self._finalization = None
         self.engine.reset()
         self.forward_root = None
@@ -239,9 +239,9 @@ class Model:
 
 
 @outside_transforms
-@torch.inference_mode(False)  # what is made here serves later forwards, too
+@torch.inference_mode(False)  # tensors that are made here also serve later forwards
 def form(root: ShardState, *, provisional: bool) -> Model:
-    """Makes the model of all states below a root; those that were formed before with a smaller root are given up."""
+    """Makes the model of all states below a root. Models that were formed before with a smaller root are given up."""
     if len(root.modules) > 1 and not provisional:
         raise RuntimeError(f"FSDP requires a single root module but got {root.modules}")
     for name, state, _ in root.states_below():
@@ -265,7 +265,7 @@ def form(root: ShardState, *, provisional: bool) -> Model:
 
 
 def _name_units(root: ShardState) -> None:
-    """As they are named from here: in errors and profiles."""
+    """Gives units the names that they have from this root on, for errors and profiles."""
     module = root.modules[0]
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     module_names = {one: name for name, one in module.named_modules()}

@@ -1,4 +1,4 @@
-"""Settings of optimizers travel with the collectives of the model that they update, for ranks to compare."""
+"""Sends the settings of optimizers with the collectives of the model that they update, so that ranks compare them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from libfsdp._state import ShardState
 
-# By a parameter's identity: who has it. Identities are attributes of the tensors, which may be copied and pickled.
+# The state that has a parameter, by the parameter's identity. Identities are attributes of tensors, which survive copying and pickling.
 owners: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
 
 _numbers = itertools.count(1)
@@ -19,11 +19,11 @@ _TOLD = "_libfsdp_told"
 
 
 def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | None = None) -> None:
-    """At each step: tells the models of the first parameter of each group what has changed since the last one.
+    """Called at each step: tells the models of the first parameter of each group which settings have changed since the last step.
 
     Args:
-        optimizer: that is about to step.
-        grad_scale: by which its gradients are still to be divided.
+        optimizer: the optimizer that is about to step.
+        grad_scale: the number by which its gradients are still to be divided.
     """
     groups = optimizer.param_groups
     scale = None if grad_scale is None or grad_scale.device.type != "cpu" else grad_scale.item()
@@ -50,7 +50,7 @@ def _settings_of(group: dict[str, Any], of_group: str) -> str:
 
 
 def _value(value: Any) -> Any:
-    """As it is compared and shown. A tensor on an accelerator is not waited for."""
+    """Returns the value in the form that is compared and shown. Tensors on an accelerator are left out, to avoid waiting for them."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, (tuple, list)):

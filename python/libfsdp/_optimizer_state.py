@@ -1,4 +1,4 @@
-"""State of optimizers from before their first step: what a checkpoint is loaded into."""
+"""Makes the state of optimizers before their first step, so that a checkpoint can be loaded into it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def make_state(optimizer: torch.optim.Optimizer, missing: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
-    """Gives parameters the state that the optimizer's first step would, with counts of 0; all else stays as it is.
+    """Gives parameters the state that the optimizer's first step would make, with counts of 0, and changes nothing else.
 
-    Optimizers make their state in the first step: this is one on zeros, of parameters of the same shapes that belong to nobody.
+    Optimizers make their state in the first step, so this runs a step on temporary parameters of the same shapes, with gradients of zero.
 
     Args:
-        optimizer: whose state is made.
+        optimizer: the optimizer whose state is made.
         missing: the parameters without state, for each of its groups.
 
     Returns:
-        Those that have state now. An optimizer may keep none.
+        The parameters that have state now. An optimizer may keep none.
     """
     kept = [dict(group) for group in optimizer.param_groups]
     strangers = []
@@ -31,7 +31,7 @@ def make_state(optimizer: torch.optim.Optimizer, missing: Sequence[Sequence[nn.P
         group["params"] = [stranger for _, stranger in pairs]
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     kept_hooks = [hook.copy() for hook in hooks]
-    for hook in hooks:  # Users' hooks are for steps.
+    for hook in hooks:  # Users' hooks must run for real steps only.
         hook.clear()
     try:
         type(optimizer).step(optimizer)

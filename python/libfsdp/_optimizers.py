@@ -1,4 +1,4 @@
-"""What is known of optimizers: whose parameters they step, and which they would step in vain."""
+"""Finds the states whose parameters an optimizer has, to drop gradients and to warn of steps without effect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from libfsdp._sharded_parameter import ShardedParameter
     from libfsdp._state import ShardState
 
-# By the identity of a parameter, which all of its forms have.
+# The states by the identities of their parameters, which all forms of a parameter share.
 _states: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
 _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 
 def remember(state: ShardState) -> None:
-    """The state's parameters can be found by what optimizers have of them."""
+    """Registers a state, so that it can be found by the parameters that optimizers have."""
     for parameter in state.parameters:
         _states[parameter.identity] = state
         _parameters[parameter.identity] = parameter
@@ -32,12 +32,12 @@ def remember(state: ShardState) -> None:
 
 @dataclass
 class _Owners:
-    """Of an optimizer's parameters.
+    """The states to which an optimizer's parameters belong.
 
     Attributes:
-        key: of the groups that were looked at.
-        stepped: states some of whose parameters it has.
-        complete: those of them all of whose trained parameters it has.
+        key: identifies the groups from which this was computed.
+        stepped: the states of which it has some parameters.
+        complete: the states of which it has all trained parameters.
     """
 
     key: list[tuple[int, int]]
@@ -49,7 +49,7 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Owners] = weakref.Weak
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> _Owners:
-    """Looked up anew when groups have changed: a step is not to look at each parameter."""
+    """Returns the owners. They are computed again only when groups have changed, so that a step need not look at each parameter."""
     lists = [group["params"] for group in optimizer.param_groups]
     key = [(len(parameters), id(parameters[0]) if parameters else 0) for parameters in lists]
     owners = _known.get(optimizer)
@@ -100,7 +100,7 @@ def _alive(states: Iterable[weakref.ref[ShardState]]) -> Iterator[ShardState]:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before the step, so that forwards and backwards of a closure come after it."""
+    """Runs before the step, so that forwards and backwards of a closure come after it."""
     owners = _owners(optimizer)
     if owners.stepped:
         _C.note_step([state.unit for state in _alive(owners.stepped) if state.unit is not None])
@@ -113,15 +113,15 @@ class BeginsAnew(torch.optim.Optimizer):
     """An optimizer whose zero_grad drops gradients that are not synchronized, too."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; and what backwards without synchronization have left, if it has all trained parameters of their model."""
+        """Works like torch's. If it has all trained parameters of a model, it also drops gradients that are not synchronized."""
         super().zero_grad(set_to_none)
         drop_gradients(_alive(_owners(self).complete))
 
 
 def drop_gradients(states: Iterable[ShardState]) -> None:
-    """What backwards have left in the engine, and not given to parameters, of models all of whose trained units are among these.
+    """Drops gradients that are still in the engine, for models all of whose trained units are among these states.
 
-    Within a backward nothing: it is on its way.
+    Within a backward it drops nothing, because gradients are being computed.
     """
     if _C.inside_backward():
         return

@@ -1,4 +1,4 @@
-"""Tensors in what modules take and give."""
+"""Finds tensors in the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 
 def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
-    """All tensors in a module's output that backward may come by: in mappings, sequences, sets and dataclasses, which are only read."""
+    """Returns all tensors that require a gradient in a module's output, also in mappings, sequences, sets and dataclasses."""
     found: list[torch.Tensor] = []
     _collect(output, found)
     return found
 
 
-# Not a closure: one that calls itself is a cycle, which would keep the outputs and their graph until the garbage collector comes.
+# This is not a closure, because one that calls itself is a cycle, which would keep the outputs and their graph until the garbage collector
+# runs.
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:

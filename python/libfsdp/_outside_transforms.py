@@ -1,4 +1,4 @@
-"""What moves parameters is no part of a function that torch.func transforms."""
+"""Keeps transformations of torch.func away from the code that moves parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontM
 
 
 def outside_transforms(function: Function) -> Function:
-    """Operators in the function compute what they say, although a transformation (grad, jvp, vmap) is under way. See src/base."""
+    """Makes operators in the function ignore a transformation (grad, jvp, vmap) that is under way. See src/base/outside_transforms.h."""
 
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:

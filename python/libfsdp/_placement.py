@@ -1,4 +1,4 @@
-"""Along which dimension, and over which ranks, a parameter is cut."""
+"""Decides along which dimension, and over which ranks, a parameter is cut."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardPlacementResult:
-    """What a ``shard_placement_fn`` may return: a placement and ranks of the parameter's own.
+    """A result of a ``shard_placement_fn``: a placement, and the ranks over which this parameter is sharded.
 
-    torch's class of this name serves, too.
+    torch's class of this name is accepted, too.
 
     Attributes:
         placement: the dimension that is cut; None for the first one.
@@ -34,15 +34,15 @@ class ShardPlacementResult:
 def placement_of(
     function: Callable[[nn.Parameter], Any] | None, default: ShardingMesh, parameter: nn.Parameter
 ) -> tuple[ShardingMesh, int]:
-    """The ranks that a parameter is cut over, and the dimension.
+    """Returns the ranks over which a parameter is cut, and the dimension.
 
     Args:
-        function: the user's, or None.
+        function: the user's ``shard_placement_fn``, or None.
         default: the ranks of the call.
         parameter: before it is sharded.
 
     Raises:
-        AssertionError: if the dimension is none of the parameter's, or the placement no Shard.
+        AssertionError: if the parameter does not have the dimension, or if the placement is not a Shard.
         NotImplementedError: if another dimension than the first does not divide by the ranks.
         ValueError: if the function returned something else, or a mesh of more than two dimensions.
     """

@@ -1,4 +1,4 @@
-"""In which dtypes a parameter is computed with, and its gradient travels and arrives."""
+"""The dtypes of a parameter in computation, and of its gradient while it is sent and when it arrives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# torch 2.15 has what older ones lack: the function for single parameters, and reductions that follow grad_dtype.
+# torch 2.15 has added two things: the function for single parameters, and reductions that follow grad_dtype.
 torch_has_override = any(f.name == "param_dtype_override_fn" for f in fields(_TorchPolicy))
 
 
@@ -22,23 +22,23 @@ class MixedPrecisionPolicy(_TorchPolicy):
     """The dtypes of computation and of reductions: torch's policy, with what torch 2.15 adds to it.
 
     Attributes:
-        param_dtype: in which parameters are gathered and computed with; None: their own.
-        reduce_dtype: in which gradients travel; None: that of the computation.
-        output_dtype: to which a module's floating-point outputs are cast.
+        param_dtype: the dtype in which parameters are gathered and computed with; None: their own.
+        reduce_dtype: the dtype in which gradients are sent; None: that of the computation.
+        output_dtype: the dtype to which a module's floating-point outputs are cast.
         cast_forward_inputs: whether its floating-point inputs are cast to ``param_dtype``.
-        param_dtype_override_fn: asked once for each parameter, when fully_shard is called: its own dtype to compute with that,
-            ``param_dtype`` or None for the rule. Inputs are cast to ``param_dtype`` all the same. The answer must be the same
-            on all ranks.
+        param_dtype_override_fn: called once for each parameter, in fully_shard. It returns the parameter's own dtype to compute in that
+            dtype, and ``param_dtype`` or None for no exception. Inputs are cast to ``param_dtype`` nevertheless. The result must be the
+            same on all ranks.
     """
 
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
 def keeps_dtype(policy: _TorchPolicy, parameter: nn.Parameter) -> bool:
-    """The policy's function says that the parameter is computed with in its own dtype.
+    """True if the policy's function says that the parameter is computed with in its own dtype.
 
     Raises:
-        ValueError: if it gives anything else than None, the policy's dtype, or the parameter's.
+        ValueError: if the function returns anything else than None, the policy's dtype, or the parameter's.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     given = override(parameter) if override is not None else None
@@ -55,11 +55,11 @@ def keeps_dtype(policy: _TorchPolicy, parameter: nn.Parameter) -> bool:
 
 
 def followed_grad_dtype(parameter: nn.Parameter, follow: bool | None) -> torch.dtype | None:
-    """The dtype that the user has set for the parameter's gradient; None: there is none, or it is not asked for.
+    """Returns the dtype that the user has set for the parameter's gradient; None if none is set, or if it is not to be followed.
 
     Args:
-        parameter: before it is sharded.
-        follow: None: as FSDP2 of the installed torch, which does so from 2.15 on.
+        parameter: the parameter before it is sharded.
+        follow: whether to follow the dtype; None does the same as FSDP2 of the installed torch, which follows it from 2.15 on.
     """
     if not (torch_has_override if follow is None else follow):
         return None

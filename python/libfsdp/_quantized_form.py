@@ -1,4 +1,4 @@
-"""What a parameter that is computed with in fewer bits than its shards have must tell: its QuantizedForm."""
+"""The interface of parameters whose whole form has fewer bits than their shards: QuantizedForm."""
 
 from __future__ import annotations
 
@@ -8,65 +8,68 @@ if TYPE_CHECKING:
     import torch
 
 
-QUANTIZED = "_libfsdp_quantized_form"  # Of a parameter that fully_shard is to take as quantized: its QuantizedForm.
+QUANTIZED = "_libfsdp_quantized_form"  # The attribute of a parameter with its QuantizedForm, which makes fully_shard treat it as quantized.
 
 
 class QuantizedForm(Protocol):
-    """How a parameter's whole values become what modules compute with, where that has fewer bits than the shards have."""
+    """Converts a parameter's values to the quantized tensor with which modules compute, which has fewer bits than the shards."""
 
     def high_precision(self) -> torch.Tensor:
-        """The values that the shards begin with; called once."""
+        """Returns the first values of the shards. Called once."""
         ...
 
     def make(self, values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A quantized tensor, and those of its memory that come and go with the whole parameter."""
+        """Returns a quantized tensor of these values, and those of its inner tensors that are freed with the whole parameter."""
         ...
 
     def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
-        """Quantizes anew, into one that was made before."""
+        """Quantizes values into a tensor that was made before."""
         ...
 
     def renew(self, rows: torch.Tensor, shape: torch.Size, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """Main parameters were written: called once, with this rank's rows, before these are encoded for the first time.
+        """Called once after main parameters were written, with this rank's rows, before the rows are encoded.
 
         Args:
-            rows: as encode gets them, or parts of these that other ranks have the rest of.
-            shape: of the whole parameter.
-            whole: what modules have computed with, if they have.
+            rows: the rows that encode will get, or a part of them, if other ranks have the rest.
+            shape: the shape of the whole parameter.
+            whole: the tensor with which modules have computed, if there is one.
 
         Returns:
-            One element, if rows can be encoded only when the largest of all ranks' is known (see set_largest): this rank's. Else
-            None. It is the same on all ranks, and each time.
+            This rank's largest value, as a tensor of one element, if rows can be encoded only when the largest value of all ranks is known
+            (see set_largest). Otherwise None. All ranks return the same kind of result, each time.
         """
         ...
 
     def set_largest(self, largest: torch.Tensor) -> None:
-        """Of what all ranks' forms gave when they were renewed, the largest."""
+        """Called with the largest of the values that the ranks' forms returned from renew."""
         ...
 
     def encode(self, rows: torch.Tensor, shape: torch.Size) -> list[torch.Tensor] | None:
-        """This rank's rows (the first rank's number, with zeros behind fewer), quantized by themselves, as what travels.
+        """Returns the tensors to send: this rank's rows, quantized without those of other ranks.
 
-        None: they have not the bits then that they have in the whole parameter, of `shape`, so they travel as they are. It is the same
-        on all ranks, and each time.
+        There are as many rows as the first rank has; zeros fill up a shard with fewer. Returns None if rows that are quantized separately
+        would not have the bits that they have in the whole parameter, which has `shape`; they are then sent unquantized. All ranks return
+        the same kind of result, each time.
         """
         ...
 
     def decode(self, name: str, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """The quantized tensor over what all ranks have encoded, rank by rank. Its memory comes and goes by itself.
+        """Returns the quantized tensor over the encoded rows of all ranks, rank by rank.
+
+        It does not own their memory, which comes and goes.
 
         Args:
-            name: of the parameter, for errors.
-            arrived: one for each that was encoded.
-            shape: of the tensor.
-            dtype: that it says it has.
+            name: the name of the parameter, for errors.
+            arrived: one gathered tensor for each that encode returned.
+            shape: the shape of the tensor.
+            dtype: the dtype that the tensor has for its users.
         """
         ...
 
     def decoded(self, name: str, arrived: list[torch.Tensor], whole: torch.Tensor) -> None:
-        """Other values have arrived in the memory of a decoded tensor."""
+        """Called when new values have arrived in the memory of a decoded tensor."""
         ...
 
     def freed(self, whole: torch.Tensor) -> None:
-        """The whole parameter's memory is gone."""
+        """Called when the whole parameter's memory has been freed."""
         ...

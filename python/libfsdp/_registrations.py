@@ -1,4 +1,4 @@
-"""What programs register in modules after fully_shard: ties, which are taken in, and parameters that nobody would reduce."""
+"""Handles parameters that are registered after fully_shard: ties, which are accepted, and others, which are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _count(*_: object) -> None:
     _changes += 1
 
 
-# A registration anywhere in the process: a sign to look at a model's modules again, which costs too much for each step.
+# Counts registrations anywhere in the process. Only after a new one are a model's modules searched, because this costs too much for each
+# step.
 register_module_parameter_registration_hook(_count)
 register_module_module_registration_hook(_count)
 
@@ -52,10 +53,10 @@ class Registrations:
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def check(self) -> None:
-        """Before a forward.
+        """Called before a forward.
 
         Raises:
-            RuntimeError: if there are any that are to be trained.
+            RuntimeError: if there are new parameters that are trained.
         """
         if self._seen != _changes:
             self._frozen = list(self._late())
@@ -92,10 +93,10 @@ class Registrations:
 
 
 def take_ties(parameters: list[ShardedParameter]) -> list[ShardedParameter]:
-    """A place that was given another parameter of its unit shows that one from now on, in all forms.
+    """Makes a place to which the program has assigned another parameter of its unit show that one from now on, in all forms.
 
     Returns:
-        The parameters that are still shown anywhere; if nothing was tied, the list itself.
+        The parameters that still have a place; if nothing was tied, the list itself.
     """
     forms = {id(form): p for p in parameters for form in (p.sharded, p.whole, p.kept) if form is not None}
     ties = [
@@ -113,11 +114,11 @@ def take_ties(parameters: list[ShardedParameter]) -> list[ShardedParameter]:
 
 
 def refuse_lost(parameters: Sequence[ShardedParameter]) -> None:
-    """Of a unit, whose modules may have been changed.
+    """Refuses modules that no longer have the parameters of their unit.
 
     Raises:
         RuntimeError: if a module has lost one.
-        ValueError: if a module has one of another unit in its place.
+        ValueError: if a module has a parameter of another unit in its place.
     """
     lost = [p.name for p in parameters if any(place.module._parameters.get(place.name) is None for place in p.places)]
     if lost:

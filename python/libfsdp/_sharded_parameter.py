@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _identities = itertools.count()
 
-# Torch's own, what gradients lie in, and how a tensor is gathered: they belong to one form.
+# Attributes that belong to one form only: torch's own, those with gradients, and those that define how a tensor is gathered.
 _OF_ONE_FORM = frozenset({"_is_param", "main_grad", "decoupled_grad", "fsdp_pre_all_gather", "fsdp_post_all_gather"})
 
 
@@ -50,25 +50,26 @@ class ShardedParameter:
     """A parameter of a unit.
 
     Attributes:
-        name: in the module that fully_shard was called on; in the root once that is known.
+        name: its name in the module that fully_shard was called on; its name in the root once that is known.
         places: all modules that have it (tied parameters have several).
-        shape: of the whole parameter on this rank (a tensor-parallel one is a piece already).
+        shape: the shape of the whole parameter on this rank (a tensor-parallel one is a piece already).
         shard_dim: the dimension that is cut.
-        spec: of the sharded DTensor; None: an ordinary tensor, as each rank has all of it.
-        whole_spec: of the whole DTensor, if the parameter is tensor-parallel.
+        spec: the spec of the sharded DTensor; None for an ordinary tensor, of which each rank has all.
+        whole_spec: the spec of the whole DTensor, if the parameter is tensor-parallel.
         identity: equal for parameters that were one object before they were sharded.
         sharded: the parameter that the modules have between steps.
-        keeps_dtype: it is computed with in its own dtype, whatever the policy says of others.
-        float8_block: it travels in eight bits, so many elements with one scale; 0: as it is.
-        computes_in: the dtype that it had in the module, where its shards have another one (main_params_dtype).
-        grad_dtype: of its gradient, where that is not its own.
-        kept: the parameter that modules have between forward and backward, where neighbours keep a copy.
-        extended: its tensor says itself how it is gathered, or it is quantized.
-        quantized: how its whole form is made, where that has fewer bits than what is gathered.
-        trainable: the unit has room for its gradient.
-        before: the parameter that the module had before fully_shard; None when nobody has it any more.
-        attributes: that front ends have set on it, and both forms are to have. (Those that the program has set: see attributes_of.)
-        whole: the parameter that they have while they compute; of an extended one, when it has been gathered once.
+        keeps_dtype: whether it is computed with in its own dtype, whatever the policy says.
+        float8_block: if not 0, it is gathered in eight bits, with a scale for each block of this many elements.
+        computes_in: the dtype that it had in the module, if its shards have another one (main_params_dtype).
+        grad_dtype: the dtype of its gradient, if that is not its own.
+        kept: the parameter that modules have between forward and backward, if neighbours keep a copy.
+        extended: whether its tensor defines how it is gathered, or it is quantized.
+        quantized: makes its whole form, if that has fewer bits than the shards.
+        trainable: whether the unit has room for its gradient.
+        before: a weak reference to the parameter that the module had before fully_shard.
+        attributes: attributes that front ends have set on it, which both forms get. (For those that the program has set, see
+            attributes_of.)
+        whole: the parameter that modules have while they compute; for an extended one, it exists after the first gather.
     """
 
     name: str
@@ -93,25 +94,25 @@ class ShardedParameter:
     kept: nn.Parameter | None = field(default=None, repr=False)
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
-        """What modules have between steps, over `local`: a DTensor of this parameter's placements, if it has any."""
+        """Returns the tensor that modules have between steps, over `local`: a DTensor of this parameter's placements, if it has any."""
         return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
     def has_form_of(self, value: torch.Tensor | None) -> bool:
-        """The tensor could be the parameter's shard."""
+        """True if the tensor could be the parameter's shard."""
         return value is not None and isinstance(value, DTensor) == (self.spec is not None)
 
     def gradient_wrap(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Makes of this rank's part of the gradient what the parameter gets; None: that part as it is."""
+        """Returns a function that makes the parameter's gradient from this rank's part; None if the part is used as it is."""
         if self.spec is None:
             return None
         spec = self.spec
         if self.grad_dtype is not None and spec.tensor_meta is not None:
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.grad_dtype))
-        # Without DTensor's __init__, which does nothing and costs more than the rest: each step makes one for each parameter.
+        # It leaves out DTensor's __init__, which does nothing and costs more than the rest. Each step makes one for each parameter.
         return functools.partial(DTensor.__new__, DTensor, spec=spec, requires_grad=False)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
-        """In which it is gathered and computed with."""
+        """Returns the dtype in which it is gathered and computed with."""
         own = self.computes_in or self.dtype
         return own if not own.is_floating_point or self.keeps_dtype else policy.param_dtype or own
 
@@ -122,14 +123,14 @@ class ShardedParameter:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """Returns this rank's part of a DTensor, and any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the program has set on a parameter in one form, for the other forms to have it, too.
+    """Returns the attributes that the program has set on a parameter in one form, so that the other forms get them, too.
 
-    What a class keeps its values in is no such thing: it is there, too, in what the class makes of the tensor.
+    Attributes in which a tensor class keeps its values are left out, because the class sets them on other tensors that it makes, too.
     """
     of_class = () if type(tensor) in (torch.Tensor, nn.Parameter, DTensor) else vars(tensor.detach())
     return {
@@ -140,32 +141,35 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def carry_attributes(parameter: ShardedParameter, value: nn.Parameter) -> None:
-    """What becomes the shard has what the program has set on the one before. (swap_tensors takes it away; the whole form still has it.)"""
+    """Gives a new shard the attributes that the program has set on the former one.
+
+    (swap_tensors removes them; the whole form still has them.)
+    """
     if parameter.quantized is not None:
-        return  # Values of higher precision are among it.
+        return  # They contain values of higher precision.
     forms = (parameter.whole, parameter.sharded, value)
     vars(value).update({k: v for form in forms if form is not None for k, v in attributes_of(form).items()})
 
 
 def identity_of(parameter: nn.Parameter) -> int:
-    """A number that stays with the object, also where only some of its owners are sharded."""
+    """Returns a number that identifies the object, even if only some of the modules that own it are sharded."""
     if not hasattr(parameter, "_libfsdp_identity"):
         parameter._libfsdp_identity = next(_identities)
     return parameter._libfsdp_identity
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """It is, or was before that, a parameter of a unit."""
+    """True if it is a parameter of a unit, or became one."""
     return hasattr(parameter, "_libfsdp_identity")
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Writes to one are seen in the other. Addresses do not tell: tensors without elements have none."""
+    """True if writes to one tensor change the other. Addresses are not compared, because tensors without elements have none."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Which rows `rank` owns, as torch.chunk cuts: the first one and how many."""
+    """Returns the rows that `rank` owns, as torch.chunk cuts: the first row, and the number of rows."""
     per_rank = -(-size // ranks)
     begin = min(size, rank * per_rank)
     return begin, min(size, begin + per_rank) - begin
@@ -180,10 +184,10 @@ def sharded_spec(
     replicated: bool,
     outer_sharded: bool,
 ) -> tuple[DTensorSpec | None, DTensorSpec | None]:
-    """The placements of a parameter between steps, and those of its whole form if that is a DTensor, too.
+    """Returns the specs of a parameter between steps, and of its whole form if that is a DTensor, too.
 
     Args:
-        replicated: each rank has all of it (ZeRO-0): it stays the kind of tensor that it is.
+        replicated: whether each rank has all of it (ZeRO-0), so that it stays the kind of tensor that it is.
     """
     if replicated:
         own = parameter._spec if isinstance(parameter, DTensor) else None
@@ -196,7 +200,7 @@ def sharded_spec(
         for dimension, placement in enumerate(whole.placements):
             if isinstance(placement, Shard) and placement.dim == shard_dim:
                 pieces *= whole.mesh.size(dimension)
-    # The inner dimension cuts the pieces that there are, and the outer one each of its shards.
+    # The inner dimension cuts the existing pieces, and the outer one cuts each of the resulting shards.
     data: tuple[Placement, ...] = (Shard(shard_dim) if pieces == 1 else _StridedShard(shard_dim, split_factor=pieces),)
     if outer_sharded:
         data = (_StridedShard(shard_dim, split_factor=pieces * mesh.shard_size), *data)
@@ -210,7 +214,7 @@ def sharded_spec(
 
 
 def refuse_shared(parameters: Iterable[ShardedParameter]) -> None:
-    """Of the units of one model.
+    """Refuses parameters that several units of one model have.
 
     Raises:
         ValueError: if two of them have the same parameter.
@@ -226,7 +230,7 @@ def refuse_shared(parameters: Iterable[ShardedParameter]) -> None:
 
 
 def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], values: list[torch.Tensor]) -> None:
-    """torch.func.functional_call has put tensors into the modules for one call: these may be the shards once more.
+    """Checks tensors that torch.func.functional_call has put into the modules for one call. They may only be the shards again.
 
     Raises:
         RuntimeError: if they have other values.
@@ -243,9 +247,9 @@ def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], va
 
 @untraced
 def local_gradient(gradient: torch.Tensor, whole: DTensorSpec, data_parallel: frozenset[int]) -> torch.Tensor:
-    """This rank's tensor of a tensor-parallel gradient.
+    """Returns this rank's tensor of a tensor-parallel gradient.
 
-    Sums that are pending are made, except over the mesh's data-parallel dimensions, over which the engine reduces.
+    Pending sums are computed, except over the mesh's data-parallel dimensions, over which the engine reduces.
     """
     if not isinstance(gradient, DTensor):
         return gradient

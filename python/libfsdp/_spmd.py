@@ -34,7 +34,7 @@ class SpmdMesh:
         return frozenset(self.names.index(name) for name in (*self.shard, *self.replicate))
 
     def data_parallel_mesh(self) -> DeviceMesh:
-        """Of one dimension, or of two where some replicate and others shard; several of a kind are one dimension."""
+        """Returns a mesh of one dimension, or of two if some replicate and others shard. Several dimensions of a kind become one."""
         parts = [self._flat(names) for names in (self.replicate, self.shard) if names]
         return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
@@ -60,7 +60,7 @@ def spmd_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> SpmdMesh:
 
 
 def spmd_specs(parameter: nn.Parameter, spmd: SpmdMesh, shard_dim: int) -> tuple[DTensorSpec, DTensorSpec]:
-    """The placements of a parameter between steps, and of its whole form.
+    """Returns the specs of a parameter between steps, and of its whole form.
 
     Raises:
         ValueError: if the parameter is no DTensor on the mesh, or not replicated over its data-parallel dimensions.
@@ -95,7 +95,7 @@ def spmd_specs(parameter: nn.Parameter, spmd: SpmdMesh, shard_dim: int) -> tuple
 
 
 def _one_shard_dimension(spmd: SpmdMesh, placements: list[Placement], whole: DTensorSpec) -> DTensorSpec:
-    """Several dimensions that shard are one in the parameter's mesh."""
+    """Returns the spec in which several dimensions that shard are one dimension of the mesh."""
     parts: list[DeviceMesh] = []
     found: list[Placement] = []
     for position, name in enumerate(spmd.names):

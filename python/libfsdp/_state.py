@@ -1,4 +1,4 @@
-"""What one call of fully_shard leaves behind: a unit, its parameters in their forms, and what users set."""
+"""The state of one call of fully_shard: a unit, its parameters in their forms, and the options that users set."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from libfsdp._mesh import ShardingMesh
     from libfsdp._spmd import SpmdMesh
 
-# What users set on a unit; a unit that takes the place of another one has them, too.
+# The options that users set on a unit. A unit that replaces another one gets them, too.
 _OPTIONS = (
     "reshard_after_backward",
     "kept_across_forwards",
@@ -83,7 +83,7 @@ class ShardState(AsFSDP2State):
         """Makes the unit, and puts shards into the modules.
 
         Args:
-            companions: of the same modules, made before: their parameters have other ranks.
+            companions: states of the same modules that were made before, whose parameters have other ranks.
         """
         self.modules = modules
         self.class_names = [type(module).__name__ for module in modules]  # before fully_shard changes them
@@ -104,12 +104,13 @@ class ShardState(AsFSDP2State):
         self.manual_finalization = False
         self.buffer_memory = _C.BufferMemory.PROCESS
         self.kept_mesh: DeviceMesh | None = None
-        self.unsharded_early = False  # by a model that a larger one took the place of, or will
+        self.unsharded_early = False  # by a model that a larger one has replaced, or will replace
         self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
         self.reshard_after_forward_is_automatic = reshard_after_forward is None
         self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
         if parameters and self.kept_size > 1:
-            # The neighbours are about to meet, and would wait for those that have no such number, or another one.
+            # Connecting to neighbours is collective, so ranks with another number of them, or none, would be waited for. Therefore the
+            # ranks compare first.
             self.mesh.engine_mesh.compare(f"reshard_after_forward={self.kept_size}")
             self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
         self.parameters = [
@@ -131,12 +132,12 @@ class ShardState(AsFSDP2State):
 
     @property
     def is_replicated(self) -> bool:
-        """Each rank has all of each parameter (ZeRO-0)."""
+        """True if each rank has all of each parameter (ZeRO-0)."""
         return self.placements == "no_shard"
 
     @property
     def kept_size(self) -> int:
-        """So many neighbours keep a copy between them after forward; 0: none do."""
+        """Returns the number of neighbours that keep a copy between them after forward; 0 if no copy is kept."""
         size = self.reshard_after_forward
         if self.is_replicated:
             return 0
@@ -144,24 +145,24 @@ class ShardState(AsFSDP2State):
 
     @property
     def is_trained(self) -> bool:
-        """Gradients of some parameter are collected."""
+        """True if gradients of some parameter are collected."""
         return any(parameter.trainable for parameter in self.parameters)
 
     @property
     def offloads(self) -> bool:
-        """Shards, gradients and optimizer state lie in host memory."""
+        """True if shards, gradients and optimizer state lie in host memory."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Modules show shards again after forward."""
+        """True if modules show shards again after forward."""
         if isinstance(self.reshard_after_forward, bool):
             return self.reshard_after_forward
         return self.reshard_after_forward != 1
 
     @torch.no_grad()
     def _take_values(self, values: list[nn.Parameter]) -> None:
-        """The shards get this rank's rows of the given parameters, which the modules then show no more."""
+        """Fills the shards with this rank's rows of the given parameters, which the modules then no longer show."""
         if self.unit is None:
             return
         if not any(value.is_meta for value in values):
@@ -282,10 +283,10 @@ class ShardState(AsFSDP2State):
             local = functools.partial(local_gradient, whole=parameter.whole_spec, data_parallel=data_parallel)
         engine.collect_gradients(self.unit, i, parameter.whole, local)
 
-    # Values that come from elsewhere.
+    # Parameters and values that the program sets.
 
     def shows_its_parameters(self) -> bool:
-        """Between steps: the modules have the shards that they were given, over the unit's memory."""
+        """Between steps, returns True if the modules have the shards that they were given, over the unit's memory."""
         if self.unit is None:
             return True
         return all(
@@ -305,9 +306,9 @@ class ShardState(AsFSDP2State):
     @outside_transforms
     @torch.no_grad()
     def adopt_registered(self) -> None:
-        """Modules have other parameters than they were given, or these other memory: they become the shards, with their values.
+        """Makes other parameters that modules have now, or other memory of their shards, the shards, with their values.
 
-        Such come from module._apply (to_empty, to, cpu), from load_state_dict(assign=True), or from a user's hand.
+        They come from module._apply (to_empty, to, cpu), from load_state_dict(assign=True), or from an assignment of the user.
         """
         if self.unit is None:
             return
@@ -369,7 +370,7 @@ class ShardState(AsFSDP2State):
         return states_in(*self.modules)
 
     def _remake_unit(self, values: list[nn.Parameter]) -> None:
-        """The parameters have other dtypes, or are trained now: another unit takes the place of this one, and the model is formed anew."""
+        """Replaces the unit, because parameters have other dtypes, or are trained now. The model is then formed again."""
         if self.model is not None:
             self.model.dissolve()
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -381,7 +382,7 @@ class ShardState(AsFSDP2State):
             parameter.whole = None
             extended = parameter.quantized is not None or is_extended(local_of(value))
             if parameter.quantized is not None and not parameter.extended and isinstance(value, DTensor):
-                value._local_tensor = value._local_tensor.clone()  # else the earlier unit's memory stays for it
+                value._local_tensor = value._local_tensor.clone()  # otherwise it would keep the earlier unit's memory
             parameter.extended = extended
         self.extension = None
         assert self.unit is not None
@@ -390,7 +391,7 @@ class ShardState(AsFSDP2State):
             setattr(self.unit, option, getattr(before, option))
 
     def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
-        """Gradients travel in another dtype from now on. Another unit takes the place of this one: nothing may be unreduced."""
+        """Sets the dtype in which gradients are sent. This replaces the unit, so no gradient may be unreduced."""
         if self.unit is None or dtype == self.mp_policy.reduce_dtype:
             return
         self.reshard()
@@ -399,7 +400,7 @@ class ShardState(AsFSDP2State):
         self.adopt_registered()
 
     def model_of_forward(self) -> Model:
-        """The model, which is formed with this state as its root if it is not known yet."""
+        """Returns the model. If it is not known yet, it is formed with this state as its root."""
         if self.model is not None and not self.model.provisional:
             return self.model
         return form(self, provisional=False)
@@ -416,10 +417,10 @@ class ShardState(AsFSDP2State):
             if self.kept_mesh is not None and torch.is_grad_enabled():
                 self.unit.show_kept()
 
-    # What users tell.
+    # Calls of users.
 
     def set_manual_finalization(self, enabled: bool) -> None:
-        """Of a root: backwards reduce nothing at their ends."""
+        """On a root: with True, the end of a backward reduces nothing."""
         self.manual_finalization = enabled
         if self.model is not None:
             self.model.set_manual_finalization(enabled)
@@ -439,7 +440,7 @@ class ShardState(AsFSDP2State):
             self.unit.kept_across_forwards = not reshard
 
     def keep_until_backward(self) -> None:
-        """Of the root, unless the user has said something else: backward begins with it."""
+        """Keeps the root gathered after forward, unless the user has set this, because backward begins with the root."""
         self._reshard_after_forward(False)
 
     def _reshard_after_forward(self, reshard: bool) -> None:
@@ -465,7 +466,7 @@ class ShardState(AsFSDP2State):
         self.unit.show()
 
     def wait_for_unshard(self) -> None:
-        """Ends what unshard started."""
+        """Waits for the gather that unshard has started."""
         if self.unit is not None and self.model is not None:
             self.model.engine.unshard(self.unit)
             self.unit.show()
@@ -479,20 +480,20 @@ class ShardState(AsFSDP2State):
             self.model.engine.reshard(self.unit)
 
     def wait_for_optimizer(self) -> None:
-        """Orders the stream that gathers follow behind the event that the user gave for it, once."""
+        """Orders gathers behind the event that the user has given, once."""
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             torch.get_device_module(self.mesh.device.type).current_stream().wait_event(event)
 
     def apply_prefetch_lists(self) -> None:
-        """Tells the engine what the user listed, if it is there."""
+        """Tells the engine the prefetch lists of the user, if there is an engine."""
         if self.unit is None or self.model is None:
             return
         for in_backward, states in self.prefetch.items():
             self.unit.set_prefetch(in_backward, [state.unit for state in states if state.unit is not None])
 
     def deliver_gradients(self) -> None:
-        """What was reduced becomes the shards' gradients, added to those that they have."""
+        """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
         assert self.unit is not None
         assert self.model is not None
         if self.model.engine.deliver_gradients(self.unit, self.all_reduce_hook):

@@ -1,4 +1,4 @@
-"""Where modules keep what fully_shard left behind, and how to find all of it."""
+"""Finds the states that fully_shard has attached to modules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ATTRIBUTE = "_libfsdp_state"
 
 
 def state_of(module: nn.Module) -> ShardState | None:
-    """The state of a module that fully_shard was called on."""
+    """Returns the state of a module that fully_shard was called on."""
     return module.__dict__.get(ATTRIBUTE)
 
 
 def states_in(*modules: nn.Module) -> Iterator[tuple[str, ShardState, ShardState | None]]:
-    """All states in modules, each once, with name and closest enclosing state; enclosing ones come first."""
+    """Yields all states in modules, each once, with its name and the closest enclosing state. Enclosing states come first."""
     seen: set[nn.Module] = set()
     found: set[ShardState] = set()
 

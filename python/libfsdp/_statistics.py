@@ -1,4 +1,4 @@
-"""What the engine counts."""
+"""Statistics of the engine: memory, communication, units."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def memory_stats(module: nn.Module) -> dict[str, int]:
-    """Bytes that the engine holds for a model on this rank, counted exactly: live, and the peak, of each kind and of all.
+    """Returns the bytes that the engine holds for a model on this rank, counted exactly: live and peak, for each kind and in total.
 
-    Gradients that were given to the shards' ``.grad`` are the user's, and not counted.
+    Gradients that were given to the shards' ``.grad`` belong to the user, and are not counted.
 
     Args:
         module: the root, or any sharded module of the model.
@@ -30,7 +30,7 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
 
 
 def wire_stats(module: nn.Module) -> dict[str, int]:
-    """Bytes that this rank sent over the model's meshes, and collectives that it started, since the meshes were made.
+    """Returns what this rank has sent, in bytes, and the number of collectives that it has started, since the meshes were made.
 
     `shared_memory_bytes` says how many of these bytes peers on this host read from this rank's memory. The rest went over the wire.
 
@@ -45,16 +45,16 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What one unit of a sharded model holds, as seen from this rank.
+    """One unit of a sharded model, as seen from this rank.
 
     Attributes:
-        name: the module's; "(root)" for the root.
-        parameters: names, from the module that was asked.
-        whole_bytes: of the gathered parameters, without padding; those of extended parameters in the computation's dtype.
-        shard_bytes: of this rank's shards, which the optimizer updates.
-        param_dtypes: in which they are computed with, and counted in `whole_bytes`, each once.
-        main_dtypes: of the shards, each once.
-        reshard_after_forward: as set: True, False, or a number of neighbours.
+        name: the module's name; "(root)" for the root.
+        parameters: the names of its parameters in the module that unit_info was called on.
+        whole_bytes: the bytes of the gathered parameters, without padding; extended parameters count in the computation's dtype.
+        shard_bytes: the bytes of this rank's shards, which the optimizer updates.
+        param_dtypes: the dtypes of computation, which `whole_bytes` counts, each once.
+        main_dtypes: the dtypes of the shards, each once.
+        reshard_after_forward: the setting: True, False, or a number of neighbours.
         mesh: the sizes of its ranks' dimensions, by name.
     """
 
@@ -69,10 +69,10 @@ class UnitInfo:
 
 
 class Units(list[UnitInfo]):
-    """Units, which are printed as a table."""
+    """A list of units, which is printed as a table."""
 
     def __str__(self) -> str:
-        """A line for each unit, and one for all."""
+        """Returns a line for each unit, and one for the totals."""
         lines = [("unit", "parameters", "whole bytes", "shard bytes", "reshard", "mesh")]
         for unit in self:
             reshards = unit.reshard_after_forward
@@ -105,10 +105,10 @@ def _with_dtypes(count: int, dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def unit_info(module: nn.Module) -> Units:
-    """The units in and below a sharded module, enclosing ones first: a list that is printed as a table.
+    """Returns the units in and below a sharded module, enclosing ones first, as a list that is printed as a table.
 
     Args:
-        module: sharded, or one that has sharded modules below it.
+        module: a sharded module, or one that has sharded modules below it.
 
     Raises:
         ValueError: if there are none.

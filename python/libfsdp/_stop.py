@@ -23,7 +23,7 @@ def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
     the process, as they do by default, and afterwards they do nothing else. Collective.
 
     Args:
-        group: of torch.distributed; None is the default group, or this process alone where there is none.
+        group: a group of torch.distributed; None stands for the default group, or for this process alone if there is none.
 
     Raises:
         ValueError: the first call does not come from the main thread, which alone can set handlers.

@@ -1,4 +1,4 @@
-"""Is the installed torch the one that the extension was built with?"""
+"""Checks that the installed torch is the one that the extension was built with."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What optimizers tell: that sharded parameters have other values now."""
+"""Tells models when optimizers have changed sharded parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from libfsdp._sharded_parameter import is_sharded
 
 
 def _note_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Models may keep whole parameters across forwards, of a teacher of another optimizer's student, too.
+    """Outdates whole parameters that models keep across forwards, even models that this optimizer does not update.
 
-    An optimizer without sharded parameters may be one rank's alone: it tells nothing.
+    An optimizer without sharded parameters is ignored, because it may exist on one rank only.
     """
     if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         _C.note_update()

@@ -1,4 +1,4 @@
-"""What FSDP2 does without a word, and a program that does it wants to be told: once for each model."""
+"""Warnings, once for each model, about mistakes that FSDP2 does not report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class Warnings:
-    """Those of one model."""
+    """The warnings of one model."""
 
     def __init__(self, states: Sequence[tuple[str, ShardState]]) -> None:
         """Makes it for a model.
 
         Args:
-            states: with their names; those with units are in the order of the units.
+            states: the states with their names; those with units are in the order of the units.
         """
         self._names = [name or "(root)" for name, state in states if state.unit is not None]
         self._told: set[str] = set()
 
     def stale(self, units: Sequence[int]) -> None:
-        """The last backward went back through a forward of these units that an optimizer's step had followed."""
+        """Warns that the last backward belonged to a forward of these units after which an optimizer had stepped."""
         if units:
             self._tell(
                 "stale",
@@ -37,7 +37,7 @@ class Warnings:
             )
 
     def hooks(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Some of these have hooks on their gradients."""
+        """Warns that some of these parameters have hooks on their gradients."""
         self._tell(
             "hooks",
             f"hooks of register_hook on {[p.name for p in parameters if p.sharded._backward_hooks]} never run: autograd computes "
@@ -46,7 +46,7 @@ class Warnings:
         )
 
     def data(self, names: list[str]) -> None:
-        """The data of these DTensors was assigned."""
+        """Warns that the data of these DTensors was assigned."""
         self._tell(
             "data",
             f"assigning .data of {names} changes nothing: they are DTensors, whose values lie in their local tensors. Use copy_() "
@@ -54,7 +54,7 @@ class Warnings:
         )
 
     def options(self, states: Sequence[tuple[str, ShardState]]) -> None:
-        """The first state is the root's, whose options these are."""
+        """Warns of options of the whole model that were given to other modules than the root, whose state is the first."""
         (_, root), *others = states
         for option, attribute in (("keep_gathered_bytes", "keep_gathered_bytes"), ("report_nan_in_param_grad", "report_nan")):
             names = [name for name, state in others if getattr(state.beyond, attribute)]
@@ -68,7 +68,7 @@ class Warnings:
 
 
 def tell_of_early_hooks(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Hooks that were registered before fully_shard stay with tensors that nobody computes with any more."""
+    """Warns of hooks that were registered before fully_shard, because they belong to tensors that are no longer used."""
     names = [name for name, p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if names:
         warnings.warn(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def weak_method(method: Any) -> Callable[..., Any]:
-    """The method, without keeping its object: the garbage collector can't see what the engine keeps."""
+    """Returns the method without keeping its object alive, because the garbage collector can't see references of the engine."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class BufferView:
-    """Of one kind of memory of a unit.
+    """A view of one kind of memory of a unit.
 
     Attributes:
         data: an empty tensor of its dtype, on its device.
-        numel: elements that this rank has.
+        numel: the number of elements that this rank has.
     """
 
     data: torch.Tensor
@@ -51,7 +51,7 @@ class ParameterGroup:
 
     @property
     def main_weight_buffer(self) -> BufferView | None:
-        """What the optimizer updates, where it is not what is computed with."""
+        """The weights that the optimizer updates, if modules compute with others."""
         parameters = [p for p in self._state.parameters if p.computes_in is not None]
         if not parameters:
             return None
@@ -88,21 +88,21 @@ class ParamAndGradBuffer:
         return [(name, p) for name, p in self._model.module.named_parameters() if p.requires_grad]
 
     def manual_buffer_registration(self) -> None:
-        """Registers the buffers of collectives with NCCL, where that was asked for and they have not been."""
+        """Registers the buffers of collectives with NCCL, if that was asked for and has not been done."""
         if not self._model.ddp_config.nccl_ub or not self.register():
             tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and NCCL")
 
     def register(self) -> bool:
-        """Buffers of collectives come from the process groups' own allocators from now on; False: they have none."""
+        """Takes the buffers of collectives from the process groups' own allocators from now on. Returns False if they have none."""
         given = [state for state in self._states if state.mesh.gives_memory]
         for state in given:
             use_memory_of_group(state, enable=True)
         return bool(given)
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """As the model's."""
+        """Does the same as the model's method."""
         self._model.scale_gradients(scaling_factor)
 
     def zero_grad(self) -> None:
-        """As the model's zero_grad_buffer."""
+        """Does the same as the model's zero_grad_buffer."""
         self._model.zero_grad_buffer()

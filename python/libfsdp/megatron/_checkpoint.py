@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-FSDP's programs: their names, for models that anything has sharded.
+"""Checkpoints with the names of Megatron-FSDP's programs, for models that were sharded by FSDP2 or libfsdp.
 
 Such a program saves ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, where the model is a wrapper: parameters are
 ``model.module.<name>``, and the optimizer's state is ``optimizer.state.<number>.<kind>``, by the parameters' positions in its groups.
@@ -20,13 +20,13 @@ _WRAPPER = "module."
 
 
 def get_checkpoint_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint`` saves for Megatron-FSDP's programs, and loads into of what they have saved.
+    """Returns the state that ``torch.distributed.checkpoint`` saves for Megatron-FSDP's programs, and loads their checkpoints into.
 
-    Collective. The optimizer gets state of zeros if it has not stepped yet, as ``get_optimizer_state_dict`` gives it.
+    Collective. An optimizer that has not stepped yet gets state of zeros, as in ``get_optimizer_state_dict``.
 
     Args:
-        model: sharded by FSDP2 or by libfsdp, not wrapped.
-        optimizer: of its parameters. None: the model alone.
+        model: the model, sharded by FSDP2 or by libfsdp, not wrapped.
+        optimizer: an optimizer of its parameters; None for the model alone.
 
     Returns:
         ``{"model": ..., "optimizer": ...}``. Hand it to :func:`set_checkpoint_state` after it was loaded into.
@@ -39,15 +39,15 @@ def get_checkpoint_state(model: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def set_checkpoint_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
-    """Gives a model and an optimizer what was loaded into :func:`get_checkpoint_state`'s.
+    """Gives a model and an optimizer the values that were loaded into the result of :func:`get_checkpoint_state`.
 
     Args:
-        model: as there.
-        optimizer: as there.
-        state: what that function has returned, with the checkpoint's values.
+        model: the same as there.
+        optimizer: the same as there.
+        state: the result of that function, with the checkpoint's values.
 
     Raises:
-        ValueError: if a name of the model's does not begin with ``module.``, or there is no state for the optimizer.
+        ValueError: if a name of the model does not begin with ``module.``, or there is no state for the optimizer.
     """
     strange = [name for name in state["model"] if not name.startswith(_WRAPPER)]
     if strange:

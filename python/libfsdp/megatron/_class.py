@@ -1,4 +1,4 @@
-"""The module that wraps a sharded one, as Megatron-FSDP's."""
+"""The module that wraps a sharded one, as in Megatron-FSDP."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 class MegatronFSDP(nn.Module):
     """A module that is sharded as :func:`libfsdp.fully_shard` shards it, with the methods of Megatron-FSDP's users.
 
-    Peer: ``megatron_fsdp.MegatronFSDP``. Gradients are there, as ``parameter.grad``, after each backward with automatic
-    synchronization, else after :meth:`finish_grad_sync`, which an optimizer's step calls.
+    Peer: ``megatron_fsdp.MegatronFSDP``. With automatic synchronization, ``parameter.grad`` exists after each backward; otherwise after
+    :meth:`finish_grad_sync`, which an optimizer's step calls.
 
     Attributes:
         module: the module that was given.
         dist_index: the ranks.
         ddp_config: the options.
         mp_policy: the dtypes.
-        model_auto_sync: gradients are there after each backward.
-        microbatch_count: backwards since the last synchronization.
+        model_auto_sync: whether parameters have their gradients after each backward.
+        microbatch_count: the number of backwards since the last synchronization.
         param_and_grad_buffer: a view of the units.
     """
 
@@ -79,20 +79,20 @@ class MegatronFSDP(nn.Module):
         """Shards the module, in place.
 
         Args:
-            module: of ordinary parameters, or of tensor-parallel ones (DTensors, or with Megatron's attributes).
+            module: a module with ordinary parameters, or tensor-parallel ones (DTensors, or with Megatron's attributes).
             dist_index: the ranks.
             ddp_config: options, also as a dataclass of Megatron-Core's, whose older ones say the dtypes, too; without them, all is
                 sharded and communication overlaps, with those of the arguments below.
             mixed_precision_policy: dtypes.
-            fsdp_unit_modules: classes, or their import paths, whose modules are gathered and freed as units. What is in none
-                of them stays gathered while values do not change.
+            fsdp_unit_modules: classes, or their import paths, whose modules are gathered and freed as units. Parameters in none of them
+                stay gathered until their values change.
             disable_bucketing: changes nothing.
             device: to which the module is moved first.
             calculate_per_token_loss: gradients are added up over the ranks, and not divided by their number.
             init_model_with_meta_device: parameters on meta get their values by ``reset_parameters``, after sharding.
             sync_model_each_microbatch: see ``set_model_auto_sync``.
             keep_fp8_transpose_cache: the transposed copies of TransformerEngine's quantized parameters stay from forward on.
-            nccl_ub: as of ``ddp_config``, as are the next three.
+            nccl_ub: the option of ``ddp_config``; so are the next three.
             fsdp_double_buffer: see there.
             fsdp_db_use_persist_buf_on_alloc_fail: see there.
             disable_symmetric_registration: see there.
@@ -100,7 +100,7 @@ class MegatronFSDP(nn.Module):
             enable_fine_grained_param_gather_backward_hook: the same.
             fine_grained_recurse_module_types: with these, modules that are one unit with all below them: for those that compute with
                 the parameters of modules which they do not call.
-            report_nan_in_param_grad: each backward raises if gradients have NaN, with the parameters' names.
+            report_nan_in_param_grad: whether each backward raises if gradients have NaN, with the parameters' names.
 
         Raises:
             ValueError: for options that do not fit each other, the mesh, or TransformerEngine's quantized parameters.
@@ -208,7 +208,7 @@ class MegatronFSDP(nn.Module):
         self.set_model_auto_sync(sync_model_each_microbatch)
 
     def _prefetch_depth(self) -> int:
-        """Units that are gathered ahead. None is, where one of them exceeds what may be."""
+        """Returns the number of units that are gathered ahead; 0 if one unit alone exceeds the limit."""
         cap = self.ddp_config.suggested_communication_unit_size
         if not self.ddp_config.overlap_param_gather:
             return 0
@@ -219,7 +219,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """The next backward is the last one before the optimizer steps. Without effect under automatic synchronization."""
+        """True if the next backward is the last one before the optimizer steps. It has no effect under automatic synchronization."""
         return self._is_last_microbatch
 
     @is_last_microbatch.setter
@@ -228,7 +228,7 @@ class MegatronFSDP(nn.Module):
         self._tell_engine()
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """With True, each backward reduces its gradients fully, and they are there when it ends."""
+        """With True, each backward reduces its gradients fully, and parameters have them when it ends."""
         self.model_auto_sync = sync_model
         self._tell_engine()
 
@@ -246,7 +246,7 @@ class MegatronFSDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """No microbatch is the last one, for the time of a ``with`` block.
 
-        Strategies that shard gradients reduce them over the inner dimension all the same.
+        Strategies that shard gradients reduce them over the inner dimension nevertheless.
         """
         before = (self.model_auto_sync, self._is_last_microbatch)
         self.model_auto_sync, self._is_last_microbatch = False, False
@@ -259,12 +259,12 @@ class MegatronFSDP(nn.Module):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Gradients travel in another dtype, for the time of a ``with`` block of whole steps.
+        """Sends gradients in another dtype, for the time of a ``with`` block of whole steps.
 
-        Entering and leaving make the units anew: the shards are copied. Main parameters and gradients keep their dtypes.
+        Entering and leaving make new units, and copy the shards. Main parameters and gradients keep their dtypes.
 
         Args:
-            mixed_precision_policy: of which ``grad_comm_dtype`` counts.
+            mixed_precision_policy: a policy, of which only ``grad_comm_dtype`` counts.
 
         Raises:
             ValueError: with ``nccl_ub`` or ``cuda_graph_mode``, as buffers change.
@@ -278,7 +278,7 @@ class MegatronFSDP(nn.Module):
             self._set_policy(before)
 
     def _set_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Another dtype in which gradients travel."""
+        """Sets the dtype in which gradients are sent."""
         if self.ddp_config.nccl_ub or self.ddp_config.megatron_fsdp_cuda_graph_mode:
             raise ValueError(
                 "mixed_precision_context changes buffers, which nccl_ub and cuda_graph_mode keep: give grad_comm_dtype to "
@@ -295,7 +295,7 @@ class MegatronFSDP(nn.Module):
         self._tell_engine()
 
     def _separate_reductions(self) -> None:
-        """Groups for gathers alone ask for gathers and reductions that do not wait for each other; on Gloo they never do."""
+        """Makes gathers and reductions not wait for each other, if there are groups for gathers alone. On Gloo they never do."""
         index = self.dist_index
         if self.device.type != "cpu" and (index.fsdp_group_ag is not None or index.expt_fsdp_group_ag is not None):
             self.module.set_separate_reduce_scatter_group(True)
@@ -315,7 +315,7 @@ class MegatronFSDP(nn.Module):
                 state.unit.requires_all_reduce = fully
 
     def _end_backward(self) -> None:
-        """The engine has ended a backward."""
+        """Called when the engine has ended a backward."""
         self._fused_gradients.end_backward()
         self.microbatch_count += 1
         model = self._model
@@ -328,16 +328,16 @@ class MegatronFSDP(nn.Module):
         self._show_shards()
 
     def _show_shards(self) -> None:
-        """Whole parameters may stay gathered; users see shards."""
+        """Shows shards to users, while whole parameters may stay gathered."""
         for state in self._states:
             if state.unit is not None:
                 state.unit.hide()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduces what backwards have left, and waits: each parameter has its gradient then. Collective.
+        """Reduces the gradients that backwards have left, and waits. Each parameter has its gradient then. Collective.
 
         Args:
-            force_all_reduce: as of Megatron-Core's DDP; all is reduced in any case.
+            force_all_reduce: an argument of Megatron-Core's DDP. All gradients are reduced in any case.
 
         Raises:
             RuntimeError: inside of a backward.
@@ -345,7 +345,7 @@ class MegatronFSDP(nn.Module):
         self._refuse_inside_backward("finish_grad_sync")
         model = self._model
         if model is not None:
-            model.engine.finish_gradient_sync()  # What is on its way over the inner ranks alone can go on over the outer ones then.
+            model.engine.finish_gradient_sync()  # Reductions over the inner ranks alone can then continue over the outer ones.
             self._set_reductions(True, fully=True)
             try:
                 if model._finalization is not None:
@@ -360,7 +360,7 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Begins to reduce what backwards have left. Does nothing where reductions overlap, as they have begun.
+        """Begins to reduce the gradients that backwards have left. Does nothing if reductions overlap, because they have begun already.
 
         Raises:
             Error: with ``check_for_nan_in_grad``, if a gradient has NaN or infinity, on all ranks. All are reduced then.
@@ -381,13 +381,13 @@ class MegatronFSDP(nn.Module):
             self._tell_engine()
 
     def synchronize_gradient_reduce(self) -> None:
-        """Waits for reductions that are under way; what is not to be reduced yet stays."""
+        """Waits for reductions that are under way. Gradients that are not to be reduced yet stay."""
         self._refuse_inside_backward("synchronize_gradient_reduce")
         if self._model is not None:
             self._model.engine.finish_gradient_sync()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Gives parameters the gradients that are reduced."""
+        """Gives parameters their reduced gradients."""
         self.finish_grad_sync()
 
     def _refuse_inside_backward(self, method: str) -> None:
@@ -401,7 +401,7 @@ class MegatronFSDP(nn.Module):
     # Gradients.
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiplies all gradients; those that are not reduced yet are reduced first."""
+        """Multiplies all gradients. Gradients that are not reduced yet are reduced first."""
         if self.microbatch_count > 0:
             self.finish_grad_sync()
         self._gradients.scale(scaling_factor)
@@ -411,7 +411,7 @@ class MegatronFSDP(nn.Module):
         """Drops all gradients, also those that are not reduced.
 
         Args:
-            keep_tensors: those that are there stay, and are filled with zeros.
+            keep_tensors: whether existing gradients stay, filled with zeros.
         """
         if self._model is not None:
             self._model.zero_gradients()
@@ -421,7 +421,7 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As zero_grad_buffer."""
+        """Does the same as zero_grad_buffer."""
         self.zero_grad_buffer(keep_tensors=not set_to_none)
 
     # Parameters.
@@ -430,9 +430,9 @@ class MegatronFSDP(nn.Module):
         """Gathers parameters before forward: the first unit, or all of them if gathers do not overlap.
 
         Args:
-            unused: for Megatron-Core's hooks.
+            unused: arguments of Megatron-Core's hooks.
             force_sync: gather all, and wait. ``parameters()`` are whole then, until a forward, a step or ``synchronize_param_gather()``.
-            force_dispatch: as of Megatron-Core's DDP.
+            force_dispatch: an argument of Megatron-Core's DDP.
         """
         if self.strategy == ShardingStrategy.NO_SHARD:
             return
@@ -445,12 +445,12 @@ class MegatronFSDP(nn.Module):
             state.unshard(wait=True)
 
     def synchronize_param_gather(self) -> None:
-        """Frees whole parameters; ``parameters()`` are the optimizer's."""
+        """Frees whole parameters, so that ``parameters()`` are those of the optimizer."""
         for state in self._states:
             state.reshard()
 
     def install_optimized_model_weights(self) -> None:
-        """Says that the optimizer has written its weights: ``parameters()`` are these, and the next forward gathers them anew."""
+        """Says that the optimizer has written its weights. ``parameters()`` are these, and the next forward gathers them again."""
         self._awaits_install = False
         self._show_shards()
         if self._model is not None:
@@ -462,7 +462,7 @@ class MegatronFSDP(nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Where several ranks have the same piece of a parameter, they get the first one's values. Collective."""
+        """Gives ranks that have the same piece of a parameter the values of the first of them. Collective."""
         self._show_shards()
         for state in self._states:
             mesh = state.mesh.mesh
@@ -484,7 +484,7 @@ class MegatronFSDP(nn.Module):
     _replace_param_with_distributed_if_needed = _show_shards
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's.
+        """Runs the module's forward.
 
         Raises:
             RuntimeError: after an optimizer's step with ``install_optimized_model_weights=False``, before these are installed.

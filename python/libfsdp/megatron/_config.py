@@ -1,4 +1,4 @@
-"""The options of Megatron-FSDP as they reach the class, and what becomes of each here."""
+"""The options of Megatron-FSDP, and their effects here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("libfsdp")
 
 
 class ShardingStrategy(IntEnum):
-    """What is sharded, by number; the names are those of libfsdp's placements in capitals."""
+    """The strategies by number. The names are those of libfsdp's placements in capitals."""
 
     NO_SHARD = 0
     OPTIM = 1
@@ -25,12 +25,12 @@ class ShardingStrategy(IntEnum):
 
     @property
     def placements(self) -> str:
-        """The name that libfsdp.fully_shard has for it."""
+        """The name of the strategy in libfsdp.fully_shard."""
         return self.name.lower()
 
 
 def strategy_of(option: str, value: str | int, *, outer: bool = False) -> ShardingStrategy:
-    """A strategy by its number or name.
+    """Returns a strategy by its number or name.
 
     Raises:
         ValueError: for others, and for an outer strategy that shards more than optimizer state.
@@ -51,24 +51,24 @@ class DistributedDataParallelConfig:
     ``gradient_reduce_div_fusion``, ``bucket_size``, ``fp8_param_gather`` and ``fsdp_db_use_persist_buf_on_alloc_fail``.
 
     Attributes:
-        overlap_grad_reduce: False: each reduction has ended before backward goes on.
-        overlap_param_gather: False: no parameter is gathered before it is needed.
-        check_for_nan_in_grad: ``start_grad_sync`` raises if a gradient has NaN or infinity.
-        average_in_collective: where the division is made; here sums are always made first, and divided in fp32.
+        overlap_grad_reduce: with False, each reduction ends before backward continues.
+        overlap_param_gather: with False, no parameter is gathered before it is needed.
+        check_for_nan_in_grad: whether ``start_grad_sync`` raises if a gradient has NaN or infinity.
+        average_in_collective: where the division takes place. It has no effect here: sums are always computed first, and divided in fp32.
         data_parallel_sharding_strategy: a name of :class:`ShardingStrategy`.
         outer_dp_sharding_strategy: "no_shard" or "optim", over the outer dimension.
-        suggested_communication_unit_size: elements that may be gathered ahead of their use; None: one unit.
+        suggested_communication_unit_size: the number of elements that may be gathered ahead of their use; None: one unit.
         keep_fp8_transpose_cache: of TransformerEngine's parameters.
-        nccl_ub: buffers of collectives from NCCL's allocator. Sets ``fsdp_double_buffer``.
-        fsdp_double_buffer: buffers that stay allocated.
-        fsdp_manual_registration: they are registered by ``param_and_grad_buffer.manual_buffer_registration()``.
+        nccl_ub: whether buffers of collectives come from NCCL's allocator. Sets ``fsdp_double_buffer``.
+        fsdp_double_buffer: whether buffers stay allocated.
+        fsdp_manual_registration: whether ``param_and_grad_buffer.manual_buffer_registration()`` registers them.
         disable_symmetric_registration: without NCCL's windows.
-        fsdp_all_gather_in_start_param_sync: ``start_param_sync`` gathers the first unit at once.
-        megatron_fsdp_main_params_dtype: see :class:`MixedPrecisionPolicy`, as of the next two.
-        megatron_fsdp_use_decoupled_grad: gradients appear as ``decoupled_grad``, in the dtype in which they add up.
-        megatron_fsdp_cuda_graph_mode: gathered parameters and gradients keep their addresses.
-        megatron_fsdp_enable_fine_grained_param_gather: each module with parameters of its own is a unit.
-        megatron_fsdp_max_pool_double_buffer: double buffers for units of different sizes. Sets ``fsdp_double_buffer``.
+        fsdp_all_gather_in_start_param_sync: whether ``start_param_sync`` gathers the first unit at once.
+        megatron_fsdp_main_params_dtype: see :class:`MixedPrecisionPolicy`, also for the next two.
+        megatron_fsdp_use_decoupled_grad: whether gradients appear as ``decoupled_grad``, in the dtype in which they add up.
+        megatron_fsdp_cuda_graph_mode: whether gathered parameters and gradients keep their addresses.
+        megatron_fsdp_enable_fine_grained_param_gather: whether each module with parameters of its own is a unit.
+        megatron_fsdp_max_pool_double_buffer: whether units of different sizes share double buffers. Sets ``fsdp_double_buffer``.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -116,7 +116,7 @@ class DistributedDataParallelConfig:
 
 
 def adopt(config: Any) -> DistributedDataParallelConfig:
-    """The options of another dataclass with these names, as Megatron-Core's adapter gives its own. What that lacks is the default."""
+    """Converts the options of another dataclass with these names, such as that of Megatron-Core. Missing options have their defaults."""
     if isinstance(config, DistributedDataParallelConfig):
         return config
     names = [field.name for field in fields(DistributedDataParallelConfig) if hasattr(config, field.name)]
@@ -124,7 +124,7 @@ def adopt(config: Any) -> DistributedDataParallelConfig:
 
 
 def policy_of(config: Any) -> MixedPrecisionPolicy:
-    """The dtypes that options say which have no ``megatron_fsdp_main_params_dtype``: those of Megatron-Core before it had that."""
+    """Returns the policy for options without ``megatron_fsdp_main_params_dtype``, as older versions of Megatron-Core have them."""
     return MixedPrecisionPolicy(
         main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
         main_grads_dtype=torch.float32 if config.grad_reduce_in_fp32 else None,
@@ -135,7 +135,7 @@ _told: set[str] = set()
 
 
 def tell_once(option: str, reason: str) -> None:
-    """Warns, once per process and option, that an option changes nothing here."""
+    """Warns, once per process and option, that an option has no effect here."""
     if option not in _told:
         _told.add(option)
         warnings.warn(f"{option} changes nothing here: {reason}", stacklevel=4)
@@ -144,12 +144,12 @@ def tell_once(option: str, reason: str) -> None:
 def tell_of_options_without_effect(
     config: DistributedDataParallelConfig, given: dict[str, Any], device: torch.device
 ) -> None:
-    """Warns of options that only speed the peer up, and have no meaning here.
+    """Warns of options that make only the peer faster, and have no effect here.
 
     Args:
         config: the options of the class.
-        given: those of the functions that are none of them, where they are not the default.
-        device: of the parameters.
+        given: options of the functions that the class does not have, if they are not the default.
+        device: the device of the parameters.
     """
     on_host = device.type == "cpu"
     reasons = {

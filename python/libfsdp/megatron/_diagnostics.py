@@ -1,4 +1,4 @@
-"""What a sharded model holds, and how large its values are, parameter by parameter."""
+"""Diagnostics of a sharded model: the norms of its parameters, and tables of its memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger("libfsdp")
 
 @dataclass(frozen=True)
 class ParameterNorms:
-    """Of one parameter, over all ranks.
+    """The norms of one parameter, over all ranks.
 
     Attributes:
         parameter: the 2-norm of the weights that the optimizer updates.
-        gradient: that of their gradient; None if no rank has one.
+        gradient: the 2-norm of their gradient; None if no rank has one.
     """
 
     parameter: float
@@ -39,15 +39,15 @@ class ParameterNorms:
 
 @torch.no_grad()
 def per_parameter_norms(module: nn.Module) -> dict[str, ParameterNorms]:
-    """2-norms of all parameters and their gradients, by name. Collective: one all-reduce for each dimension of each mesh.
+    """Returns the 2-norms of all parameters and their gradients, by name. Collective: one all-reduce for each dimension of each mesh.
 
-    Sums are made in fp64. Gradients that are not reduced yet are not counted.
+    Sums are computed in fp64. Gradients that are not reduced yet are not counted.
 
     Args:
-        module: sharded, in whole or in part.
+        module: a module that is sharded, in whole or in part.
     """
     parameters = dict(module.named_parameters())
-    sums: dict[str, torch.Tensor] = {}  # of squares of values, of those of the gradient, and whether there is one
+    sums: dict[str, torch.Tensor] = {}  # the sums of squares of values and of the gradient, and whether there is one
     together: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
     for name, p in parameters.items():
         own = [local_of(p).double().square().sum()]
@@ -92,7 +92,7 @@ def group_table(groups: dict[str, tuple[ParameterGroup, ...]]) -> str:
     """Lines of text, one for each parameter group: dtype, parameters, elements, padding, bytes on this rank.
 
     Args:
-        groups: of the modules, by name.
+        groups: the groups of the modules, by name.
     """
     lines = ["module | dtype | trained | parameters | elements | padding | MiB here"]
     for name, of_module in groups.items():

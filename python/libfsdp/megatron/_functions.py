@@ -62,30 +62,30 @@ def fully_shard_model(
     :class:`DistributedDataParallelConfig`.
 
     Args:
-        module: of ordinary parameters, or tensor-parallel ones.
-        device_mesh: all ranks by name; by default one dimension of all of them.
+        module: a module with ordinary parameters, or tensor-parallel ones.
+        device_mesh: the mesh of all ranks, with names; by default, one dimension of all ranks.
         dp_shard_dim: the dimension that shards, which may be a flattened one.
         dp_outer_dim: the dimension that replicates what is sharded (HSDP), or shards optimizer state over it (HFSDP).
         tp_dim: the dimension over which tensor-parallel parameters are cut.
         hybrid_fsdp_group: all ranks of ``dp_outer_dim`` and ``dp_shard_dim``; needed with the former.
-        hybrid_fsdp_expt_group: the same of ``expt_device_mesh``.
+        hybrid_fsdp_expt_group: the same for ``expt_device_mesh``.
         expt_device_mesh: the ranks of experts: parameters with ``allreduce=False``.
-        fsdp_group_ag: of gathers alone.
-        expt_fsdp_group_ag: the same of experts.
+        fsdp_group_ag: a process group for gathers alone.
+        expt_fsdp_group_ag: the same for experts.
         fsdp_unit_modules: classes, or import paths of classes, whose modules are units.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         outer_dp_sharding_strategy: 0 or 1, or "no_shard", "optim".
         device: to which the module is moved first.
         init_model_with_meta_device: parameters on meta get their values by ``reset_parameters``, after sharding.
         mixed_precision_policy: dtypes.
-        overlap_grad_reduce: False: each reduction has ended before backward goes on.
-        overlap_param_gather: False: nothing is gathered ahead.
-        sync_model_each_microbatch: gradients are there after each backward.
-        preproc_state_dict_for_dcp_ckpt: state dicts say of shards where they lie, for torch.distributed.checkpoint.
-        report_nan_in_param_grad: each backward raises if gradients have NaN.
-        average_in_collective: changes nothing: sums are made in fp32 and divided then.
-        disable_bucketing: changes nothing: there are no buckets.
-        calculate_per_token_loss: gradients are added up, and not divided.
+        overlap_grad_reduce: with False, each reduction ends before backward continues.
+        overlap_param_gather: with False, no unit is gathered ahead.
+        sync_model_each_microbatch: whether parameters have their gradients after each backward.
+        preproc_state_dict_for_dcp_ckpt: whether state dicts say where shards lie, for torch.distributed.checkpoint.
+        report_nan_in_param_grad: whether each backward raises if gradients have NaN.
+        average_in_collective: has no effect: sums are computed in fp32, and then divided.
+        disable_bucketing: has no effect: there are no buckets.
+        calculate_per_token_loss: whether gradients are added up and not divided.
         keep_fp8_transpose_cache: of TransformerEngine's parameters.
         nccl_ub: buffers from NCCL's allocator; double buffers with it.
         fsdp_double_buffer: buffers stay allocated.
@@ -178,14 +178,14 @@ def _tell_where_shards_lie(module: nn.Module, state_dict: dict[str, Any], prefix
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
-    """Gives an optimizer of a MegatronFSDP's parameters what it needs beside its own step, in place.
+    """Extends the step of an optimizer of a MegatronFSDP's parameters, in place.
 
-    Peer: ``megatron_fsdp.fully_shard_optimizer``. ``step`` takes ``sync_grad_before_optimizer_step``: reduce what backwards
-    have left; and ``install_optimized_model_weights``: with False, ``model.install_optimized_model_weights()`` must come before
-    the next forward. ``zero_grad`` takes ``zero_grad_buffer``: also drop gradients that are not reduced.
+    Peer: ``megatron_fsdp.fully_shard_optimizer``. ``step`` takes ``sync_grad_before_optimizer_step``: reduce the gradients that backwards
+    have left; and ``install_optimized_model_weights``: with False, ``model.install_optimized_model_weights()`` must come before the next
+    forward. ``zero_grad`` takes ``zero_grad_buffer``: also drop gradients that are not reduced.
 
     Args:
-        optimizer: made of ``model.parameters()``.
+        optimizer: an optimizer that was made with ``model.parameters()``.
         preproc_state_dict_for_dcp_ckpt: state dicts are complete, also before the first step, and fit for
             torch.distributed.checkpoint.
 
@@ -208,23 +208,23 @@ def fully_shard(
     preproc_state_dict_for_dcp_ckpt: bool = True,
     **options: Any,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """fully_shard_model and fully_shard_optimizer, of an optimizer that was made of the module before.
+    """Runs fully_shard_model and fully_shard_optimizer for an optimizer that was made before with the module's parameters.
 
-    Peer: ``megatron_fsdp.fully_shard``. The optimizer keeps its groups, with the distributed parameters in the place of the
-    module's.
+    Peer: ``megatron_fsdp.fully_shard``. The optimizer keeps its groups, with the distributed parameters instead of the module's.
 
     Args:
         module: see :func:`fully_shard_model`.
-        optimizer: made of the module's parameters.
-        args: of :func:`fully_shard_model`, from ``device_mesh`` on.
-        preproc_state_dict_for_dcp_ckpt: of both.
-        options: of :func:`fully_shard_model`, by name.
+        optimizer: an optimizer that was made with the module's parameters.
+        args: the arguments of :func:`fully_shard_model`, from ``device_mesh`` on.
+        preproc_state_dict_for_dcp_ckpt: the option of both functions.
+        options: the arguments of :func:`fully_shard_model` by name.
 
     Returns:
         The model, and the same optimizer.
 
     Raises:
-        ValueError: as of the two functions, and if the optimizer has parameters that are none of the module's, or has stepped.
+        ValueError: in the same cases as the two functions, and if the optimizer has parameters that the module does not have, or has
+            stepped.
     """
     places = [(inner, name, p) for inner in module.modules() for name, p in inner._parameters.items() if p is not None]
     options["preproc_state_dict_for_dcp_ckpt"] = preproc_state_dict_for_dcp_ckpt

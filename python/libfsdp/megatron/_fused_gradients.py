@@ -1,4 +1,4 @@
-"""Kernels that add weight gradients to a buffer themselves (gradient accumulation fusion), in place of giving them to autograd."""
+"""Support for kernels that add weight gradients to a buffer (gradient accumulation fusion) instead of giving them to autograd."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class FusedGradients:
-    """The buffers of one backward that ``parameter.get_main_grad()`` of whole parameters gives.
+    """The buffers that ``parameter.get_main_grad()`` of whole parameters returns during one backward.
 
     A buffer is as large as the parameter, and holds zeros. A kernel adds the gradient to it, or overwrites it
     (``overwrite_main_grad``), sets ``parameter.grad_added_to_main_grad``, and returns any tensor of the parameter's shape, or
-    None, as the gradient. When autograd comes to the parameter, the buffer is reduced in its place. Without the flag the gradient
-    that autograd has is reduced, as ever.
+    None, as the gradient. When autograd comes to the parameter, the buffer is reduced instead of that gradient. Without the flag,
+    autograd's gradient is reduced as usual.
     """
 
     def __init__(self, states: Sequence[ShardState]) -> None:
         """Gives parameters the attributes that such kernels use. Tensor-parallel DTensors, which have no such kernels, get none.
 
         Args:
-            states: before their modules have computed.
+            states: the states, before their modules have computed.
         """
         self._given: list[tuple[str, Any]] = []  # parameters with a buffer now, by name
         get = weak_method(self._get)
@@ -55,13 +55,13 @@ class FusedGradients:
             dtype = state.mp_policy.reduce_dtype or parameter.compute_dtype(state.mp_policy)
             whole.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=state.mesh.device)
             self._given.append((parameter.name, whole))
-            # Instead of the engine's own hook: this one sees the flag.
+            # This hook replaces the engine's own, because it has to see the flag.
             whole._post_accumulate_grad_hooks = None
             whole.register_post_accumulate_grad_hook(functools.partial(_collect, state_of, i))
         return whole.main_grad
 
     def end_backward(self) -> None:
-        """A backward has ended.
+        """Called when a backward has ended.
 
         Raises:
             RuntimeError: if a kernel has added a gradient to its buffer, and autograd has not come to the parameter.
@@ -75,7 +75,7 @@ class FusedGradients:
             )
 
     def forget(self) -> None:
-        """What a backward that raised has left."""
+        """Drops the buffers that a backward which raised has left."""
         for _, whole in self._given:
             whole.main_grad, whole.grad_added_to_main_grad = None, False
         self._given.clear()

@@ -1,4 +1,4 @@
-"""Main gradients, and how optimizers find them: as grad, in the parameter's dtype, or as decoupled_grad, in their own."""
+"""Gives optimizers the main gradients: as grad, in the parameter's dtype, or as decoupled_grad, in their own dtype."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class MainGradients:
     """The gradients of a model's sharded parameters, between backwards.
 
-    The engine gives each backward's sums to ``parameter.grad``, in the dtype of main gradients. Optimizers of torch want the
-    parameter's dtype: where these differ, the main gradient is set aside as ``main_grad`` while ``grad`` is a copy of it, and
-    put back before the next backward adds to it.
+    The engine adds each backward's sums to ``parameter.grad``, in the dtype of main gradients. Torch's optimizers need the parameter's
+    dtype. If the two differ, ``main_grad`` holds the main gradient while ``grad`` is a copy of it, and the main gradient is put back before
+    the next backward adds to it.
     """
 
     def __init__(self, states: Sequence[ShardState], *, decoupled: bool) -> None:
@@ -34,17 +34,17 @@ class MainGradients:
         self.decoupled = decoupled
         self._copies: dict[
             int, tuple[torch.Tensor, tuple[int, int]]
-        ] = {}  # by id of the parameter: what install made grad, its versions
+        ] = {}  # by id of the parameter: the copy that install made grad, and its versions
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All that are sharded."""
+        """Yields all sharded parameters."""
         for state in self._states:
             for parameter in state.parameters:
                 yield parameter.sharded
 
     @torch.no_grad()
     def install(self) -> None:
-        """Backward has ended, and gradients are reduced: optimizers may step."""
+        """Called when backward has ended and gradients are reduced: gives optimizers gradients with which they can step."""
         for p in self.parameters():
             if p.grad is None:
                 continue
@@ -60,13 +60,13 @@ class MainGradients:
                 p.grad = None
             elif p.grad.dtype != p.dtype:
                 p.grad = None
-                p.grad_dtype = None  # of any
+                p.grad_dtype = None  # any dtype is allowed
                 p.grad = with_dtype(p.main_grad, p.dtype)
                 self._copies[id(p)] = (p.grad, _versions(p.grad))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Before a backward: main gradients are where the engine adds to them."""
+        """Called before a backward: puts main gradients back to where the engine adds to them."""
         if not self._copies:
             return
         for p in self.parameters():
@@ -90,10 +90,10 @@ class MainGradients:
 
     @torch.no_grad()
     def zero(self, *, keep: bool) -> None:
-        """No gradients.
+        """Drops the gradients.
 
         Args:
-            keep: tensors stay, and are filled with zeros.
+            keep: whether tensors stay, filled with zeros.
         """
         if not keep:
             self._copies.clear()
@@ -112,7 +112,7 @@ class MainGradients:
         """Collective.
 
         Args:
-            scalars: the model's others, which are looked at, too.
+            scalars: the scalar parameters of the model, whose gradients are checked, too.
 
         Raises:
             Error: on all ranks, if a gradient has NaN or infinity on one of them.
@@ -138,15 +138,15 @@ class MainGradients:
 
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
-    """What tells of a write to it, or to its local tensor."""
+    """Returns the versions of the gradient and its local tensor, which change with each write."""
     return gradient._version, local_of(gradient)._version
 
 
 class ReplicatedScalars:
-    """Parameters without dimensions: each rank has them, and the gradients of those that are trained are averaged.
+    """Scalar parameters. Each rank has all of them, and gradients of those that are trained are averaged.
 
-    Nothing of them can be cut, so they are no part of units. What a backward gives is set aside until it is reduced. Experts' are
-    averaged over the ranks that have the same expert.
+    They can't be cut, so they are not parts of units. The gradients of a backward are set aside until they are reduced. Those of experts
+    are averaged over the ranks that have the same expert.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class ReplicatedScalars:
         Args:
             named: the parameters.
             index: the ranks.
-            sums: gradients are added up over the ranks and not divided.
-            decoupled: they appear as ``decoupled_grad``.
+            sums: whether gradients are added up over the ranks and not divided.
+            decoupled: whether they appear as ``decoupled_grad``.
         """
         self._named = named
         self._trained = [(name, p) for name, p in named.items() if p.requires_grad]
@@ -183,7 +183,7 @@ class ReplicatedScalars:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages what backwards have given since the last time, and adds it to the gradients. Collective."""
+        """Averages the gradients that backwards have given since the last call, and adds them to the gradients. Collective."""
         for expert in (False, True):
             of_kind = [i for i, (_, p) in enumerate(self._trained) if is_expert(p) == expert]
             if not of_kind:
@@ -204,7 +204,7 @@ class ReplicatedScalars:
         setattr(p, self._attribute, mean.to(p.dtype) if before is None else before + mean.to(p.dtype))
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that are reduced, with the parameters' names."""
+        """Yields the reduced gradients with the parameters' names."""
         for name, p in self._trained:
             gradient = getattr(p, self._attribute, None)
             if gradient is not None:
@@ -218,7 +218,7 @@ class ReplicatedScalars:
 
     @torch.no_grad()
     def zero(self, *, keep: bool) -> None:
-        """No gradients; with ``keep``, zeros in those that are there."""
+        """Drops the gradients; with ``keep``, sets existing ones to zero instead."""
         self._unreduced = [None] * len(self._trained)
         for _, gradient in self.gradients():
             gradient.zero_()
@@ -228,7 +228,7 @@ class ReplicatedScalars:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """All get the values of the first rank that has the same ones. Collective."""
+        """Gives all ranks the values of the first rank that has the same parameters. Collective."""
         for p in self._named.values():
             group = self._index.get_dp_group(is_expert(p))
             assert group is not None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FSDPDistributedIndex:
-    """Which dimensions of which mesh shard, replicate, and cut tensors, for dense parameters and for experts.
+    """The mesh dimensions that shard, replicate, and cut tensors, for dense parameters and for experts.
 
     Peer: ``megatron_fsdp.FSDPDistributedIndex``.
     """
@@ -34,19 +34,19 @@ class FSDPDistributedIndex:
         """Looks the dimensions up.
 
         Args:
-            device_mesh: of the dense parameters.
+            device_mesh: the mesh of the dense parameters.
             dp_shard_dim: the dimension, possibly a flattened one (data and context parallel), that shards.
             dp_outer_dim: the dimension that replicates, or with ``hsdp_outer_dp_shard`` shards optimizer state.
             tp_dim: the dimension over which tensor-parallel parameters are cut.
             hybrid_fsdp_group: all ranks of the first two; needed with ``dp_outer_dim``.
-            hybrid_fsdp_expt_group: the same of experts.
-            hsdp_outer_dp_shard: optimizer state is sharded over the outer dimension.
-            expt_device_mesh: of the experts' parameters, with the same names.
-            fsdp_group_ag: of the ranks of ``dp_shard_dim``, checked; gathers and reductions have ways of their own without it.
-            expt_fsdp_group_ag: the same of experts.
+            hybrid_fsdp_expt_group: the same for experts.
+            hsdp_outer_dp_shard: whether optimizer state is sharded over the outer dimension.
+            expt_device_mesh: the mesh of the experts' parameters, with the same names.
+            fsdp_group_ag: a group of the ranks of ``dp_shard_dim``, which is checked. Gathers and reductions have connections of their own.
+            expt_fsdp_group_ag: the same for experts.
 
         Raises:
-            ValueError: if a dimension is none of the mesh's, or a group is missing or has other ranks.
+            ValueError: if the mesh does not have a dimension, or if a group is missing or has other ranks.
         """
         device_mesh = on_host_without_device(device_mesh)
         expt_device_mesh = None if expt_device_mesh is None else on_host_without_device(expt_device_mesh)
@@ -96,7 +96,7 @@ class FSDPDistributedIndex:
         """The mesh of one dimension, or of several in this order.
 
         Raises:
-            ValueError: if one of them is none of the mesh's.
+            ValueError: if the mesh does not have one of them.
         """
         mesh = self.get_root_mesh(is_expert_parallel)
         names = (
@@ -144,7 +144,7 @@ class FSDPDistributedIndex:
         return self.expt_device_mesh if is_expert_parallel else self.device_mesh
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """Which piece this rank has where optimizer state is sharded over both dimensions. The inner dimension cuts first.
+        """Returns this rank's piece if optimizer state is sharded over both dimensions. The inner dimension cuts first.
 
         Raises:
             ValueError: if it is not.
@@ -161,7 +161,7 @@ class FSDPDistributedIndex:
 
 
 def on_host_without_device(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of devices that are not there is one of CPUs. Megatron-Core's adapter makes meshes of CUDA devices on any machine."""
+    """Returns a CPU mesh for a mesh of devices that do not exist. Megatron-Core's adapter makes CUDA meshes on any machine."""
     if torch.get_device_module(mesh.device_type).is_available():
         return mesh
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -169,7 +169,7 @@ def on_host_without_device(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def submesh(mesh: DeviceMesh, name: str | None) -> DeviceMesh | None:
-    """The mesh of a dimension, also of one that was flattened; None if there is none of this name."""
+    """Returns the mesh of a dimension, which may be a flattened one; None if there is none of this name."""
     if name is None:
         return None
     if mesh.mesh_dim_names == (name,):

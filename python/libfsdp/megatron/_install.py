@@ -1,4 +1,4 @@
-"""Puts libfsdp behind Megatron-FSDP's imports, and takes it away again."""
+"""Makes Megatron-FSDP's imports give libfsdp, and undoes this."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from importlib.machinery import PathFinder
 
 import libfsdp
 
-# As the package is called on its own, and within Megatron-Core.
+# The package's name on its own, and within Megatron-Core.
 _PACKAGES = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
-# What programs import from the package, and which of ours has these names.
+# The modules that programs import from the package, and those of libfsdp that have their names.
 _MODULES = {
     "": "libfsdp.megatron",
     "fully_shard": "libfsdp.megatron",
@@ -33,7 +33,7 @@ _before: dict[str, types.ModuleType | None] = {}
 
 
 def install_megatron() -> None:
-    """From now on, ``import megatron_fsdp`` and the like give libfsdp's names; real packages of these names are hidden.
+    """Makes ``import megatron_fsdp`` and the like give libfsdp's names from now on. Real packages of these names are hidden.
 
     Names that programs have imported before stay as they are: where Megatron-Core is installed, it must be imported after this, since
     its own adapter takes its names when it is imported. Nothing happens if it is installed already.
@@ -66,10 +66,10 @@ def uninstall_megatron() -> None:
 
 
 def _missing_parents(package: str) -> list[str]:
-    """Those of the packages above one that are not installed. None is imported: one of Megatron-Core's imports the peer's names."""
+    """Returns the parent packages that are not installed. None is imported, because one of Megatron-Core's imports the peer's names."""
     parts = package.split(".")[:-1]
     parents = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    places = None  # where the next one is looked for
+    places = None  # where the next package is searched for
     for i, parent in enumerate(parents):
         if parent in sys.modules:
             places = getattr(sys.modules[parent], "__path__", [])
@@ -82,7 +82,7 @@ def _missing_parents(package: str) -> list[str]:
 
 
 def _stand_in(name: str, ours: str) -> types.ModuleType:
-    """A module of that name with the names of one of ours."""
+    """Makes a module of that name with the names of one of libfsdp's modules."""
     made = types.ModuleType(name, f"libfsdp's, in the place of {name}.")
     source = importlib.import_module(ours)
     vars(made).update({key: value for key, value in vars(source).items() if not key.startswith("__")})
@@ -96,6 +96,6 @@ def _put(name: str, module: types.ModuleType) -> None:
     _before[name] = sys.modules.get(name)
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
-    # A function of the package may have the name of its module, as fully_shard has: that is what the package shows.
+    # A function of the package may have the name of its module, as fully_shard has. The package then shows the function.
     if parent in sys.modules and child not in getattr(sys.modules[parent], "__all__", ()):
         setattr(sys.modules[parent], child, module)

@@ -1,4 +1,4 @@
-"""Models on the meta device: sharded first, and then given values one module after the other."""
+"""Gives models on the meta device their values after sharding, one module after the other."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def initialize(
 ) -> None:
     """Gives a sharded model its values, by ``reset_parameters`` of each module that has some of its own.
 
-    Inner modules come first. Beside the shards there is memory of one module at a time. The first data-parallel rank's values
-    count. A tensor that several modules have is made by the first of them.
+    Inner modules come first. Beside the shards there is memory of one module at a time. The values of the first data-parallel rank count. A
+    tensor that several modules have is made by the first of them.
 
     Args:
         root: a module whose parameters are shards on meta.
-        states: all of it.
+        states: all states of the model.
         index: the ranks.
-        take_form: of parameters that ``reset_parameters`` has quantized, by their names.
+        take_form: returns the form of a parameter that ``reset_parameters`` has quantized, by its name.
 
     Raises:
         ValueError: if a module has parameters on meta and no ``reset_parameters``.
@@ -60,7 +60,7 @@ def initialize(
                 f"init_model_with_meta_device: module '{names[module]}' has parameters or buffers of its own on the meta device, "
                 "and no reset_parameters() or _reset_parameters() that gives them values"
             )
-    # Of parameters that are no part of units, to_empty makes new ones.
+    # to_empty makes new tensors for parameters that are not parts of units.
     carried = [
         (module, name, attributes_of(p))
         for module in root.modules()
@@ -79,7 +79,7 @@ def initialize(
         _reset(module, places, scratch, done, index, take_form)
     for state in states:
         if any(parameter.quantized is not None and not parameter.extended for parameter in state.parameters):
-            state.adopt_registered()  # as quantized ones
+            state.adopt_registered()  # quantized parameters have become the shards
         if state.model is not None:
             state.model.engine.main_parameters_changed()
 
@@ -92,15 +92,15 @@ def _reset(
     index: FSDPDistributedIndex,
     take_form: Callable[[str, nn.Parameter], TransformerEngineForm],
 ) -> None:
-    """Gives one module its values. When it returns, nothing of what was whole is left.
+    """Gives one module its values. When it returns, all whole parameters have been freed.
 
     Args:
-        module: with parameters of its own.
-        places: of parameters, by the modules' ids and their names there.
-        scratch: for the whole parameters.
-        done: parameters that have their values.
+        module: a module with parameters of its own.
+        places: the parameters by the modules' ids and their names there.
+        scratch: the memory for the whole parameters.
+        done: the parameters that have their values already.
         index: the ranks.
-        take_form: of parameters that are quantized.
+        take_form: returns the form of a quantized parameter.
     """
     wholes: dict[str, nn.Parameter] = {}
     for name, shown in module._parameters.items():
@@ -143,8 +143,8 @@ def _reset(
 class _Scratch:
     """Memory of one module's whole parameters, which the next module uses again.
 
-    With a tensor per parameter, some of the module before would be there, too: a process group's thread may hold what it has
-    broadcast for a moment longer than the broadcast takes.
+    If each parameter had a tensor of its own, some of the previous module's would still exist, because a process group's thread may hold a
+    tensor for a moment after it has been broadcast.
     """
 
     def __init__(self) -> None:
@@ -153,11 +153,11 @@ class _Scratch:
         self._memory: torch.Tensor | None = None
 
     def make_room_for(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Before the first is taken: a module has all of these."""
+        """Makes room for all parameters of a module, before the first is taken."""
         self._capacity = max(self._capacity, sum(self._bytes_of(parameter) for parameter in parameters))
 
     def take(self, parameter: ShardedParameter, device: torch.device) -> torch.Tensor:
-        """A tensor of the parameter's whole shape, of no particular values."""
+        """Returns a tensor of the parameter's whole shape with undefined values."""
         if self._memory is None:
             self._memory = torch.empty(self._capacity, dtype=torch.uint8, device=device)
         begin = self._used
@@ -166,12 +166,12 @@ class _Scratch:
         return self._memory[begin : begin + parameter.shape.numel() * dtype.itemsize].view(dtype).view(parameter.shape)
 
     def clear(self) -> None:
-        """What was taken is not needed any more."""
+        """Says that the tensors that were taken are no longer needed."""
         self._used = 0
 
     @staticmethod
     def _bytes_of(parameter: ShardedParameter) -> int:
-        alignment = 64  # of the allocators' own tensors
+        alignment = 64  # that of the allocators' own tensors
         size = parameter.shape.numel() * _whole_dtype(parameter).itemsize
         return (size + alignment - 1) // alignment * alignment
 
@@ -186,7 +186,7 @@ def _whole_dtype(parameter: ShardedParameter) -> torch.dtype:
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """The module has parameters or buffers of its own on the meta device."""
+    """True if the module has parameters or buffers of its own on the meta device."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return any(local_of(t).is_meta for t in tensors)
 

@@ -1,4 +1,4 @@
-"""What the per-module interfaces of Megatron-FSDP share: classes of sharded modules, and values for parameters without memory."""
+"""Shared by the per-module interfaces of Megatron-FSDP: classes of sharded modules, and memory for parameters without it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def attach(module: nn.Module, original: type[nn.Module], mixin: type[FSDPModule]
     """Gives a module that libfsdp.fully_shard was called on a class of `mixin` and its own.
 
     Args:
-        module: sharded.
+        module: the sharded module.
         original: its class before.
-        mixin: derived from FSDPModule directly.
+        mixin: a class that is derived from FSDPModule directly.
     """
     if (original, mixin) not in _classes:
         contents = {"__deepcopy__": _refuse_deepcopy, "_orig_cls_mro_index": 3}
@@ -38,13 +38,13 @@ def _refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def states_of(module: nn.Module) -> list[ShardState]:
-    """What one call of fully_shard left in a module; parameters of several meshes make several states."""
+    """Returns the states of one call of fully_shard on a module. Parameters of several meshes make several states."""
     state = state_of(module)
     return [] if state is None else [state, *state.companions]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters in and below a module that no sharded module below it has, by name; tied ones have several."""
+    """Returns the parameters in and below a module that no sharded module below it has, by name; tied ones have several names."""
     found: dict[str, nn.Parameter] = {}
 
     def visit(inner: nn.Module, prefix: str) -> None:
@@ -61,7 +61,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def give_memory(module: nn.Module) -> None:
-    """Shards on the meta device become tensors on the mesh's device, of no particular values. Not those of modules below."""
+    """Gives shards on the meta device memory on the mesh's device, with undefined values, except those of sharded modules below."""
     for state in states_of(module):
         on_meta = [parameter for parameter in state.parameters if parameter.local.is_meta]
         for parameter in on_meta:
@@ -75,7 +75,7 @@ def give_memory(module: nn.Module) -> None:
 
 
 def require_quiet(module: nn.Module, function: str) -> None:
-    """Modules below one that is about to become their root may have run by themselves: their engines are given up.
+    """Gives up the engines of modules below a future root, which may have run by themselves.
 
     Raises:
         RuntimeError: inside of a backward, and while one of them shows whole parameters or has gradients that are not reduced.

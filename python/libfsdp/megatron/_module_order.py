@@ -1,4 +1,4 @@
-"""In which order modules are visited."""
+"""The order in which modules are visited."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """Each module once, after all that are below it: a module with several owners before the first of them.
+    """Yields each module once, after all modules below it; a module with several owners comes before the first of them.
 
     Args:
         module: the root, which comes last.
-        seen: what has come already.
+        seen: the modules that have been yielded already.
     """
     seen = set() if seen is None else seen
     seen.add(module)

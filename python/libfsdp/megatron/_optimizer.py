@@ -1,4 +1,4 @@
-"""Optimizers of a Megatron-FSDP model: what their step and zero_grad do beside their own."""
+"""Extends the step and zero_grad of optimizers of a Megatron-FSDP model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def model_of(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
-    """The model whose parameters an optimizer has.
+    """Returns the model whose parameters an optimizer has.
 
     Raises:
-        ValueError: if it has none of a MegatronFSDP's, or those of several.
+        ValueError: if it has no parameters of a MegatronFSDP, or those of several.
     """
     models = {
         id(model): model
@@ -64,7 +64,7 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
         # Backwards within no_sync() leave gradients unreduced under automatic synchronization, too.
         if sync_grad_before_optimizer_step and (not model.model_auto_sync or model.microbatch_count > 0):
             model.finish_grad_sync()
-        model._show_shards()  # What start_param_sync() has gathered shows the weights from before the step.
+        model._show_shards()  # Parameters that start_param_sync() has gathered show the weights from before the step.
         model._gradients.install()  # A forward since the last backward has put main gradients back.
         result = base_step(*args, **kwargs)
         if install_optimized_model_weights:
@@ -94,14 +94,14 @@ def _replace(optimizer: torch.optim.Optimizer, name: str, function: Callable[...
 
 
 def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, nn.Parameter]) -> None:
-    """Gives an optimizer the distributed parameters in the place of those that it was made of. Its groups stay as they are.
+    """Gives an optimizer the distributed parameters instead of those with which it was made. Its groups stay as they are.
 
     Args:
-        optimizer: made of the module's parameters before they were sharded.
-        exchanged: distributed parameters, by id of those before.
+        optimizer: an optimizer that was made with the module's parameters before they were sharded.
+        exchanged: the distributed parameters by the ids of the former ones.
 
     Raises:
-        ValueError: if it has stepped before, or has a parameter that is none of the module's.
+        ValueError: if it has stepped before, or has a parameter that the module does not have.
     """
     if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
@@ -119,7 +119,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, n
 
 
 class StateTemplate:
-    """State for parameters that have had no step yet, while a state dict is made: what a checkpoint is loaded into.
+    """Provides state for parameters that have had no step yet, while a state dict is made, so that a checkpoint can be loaded into it.
 
     The optimizer itself stays as it is.
     """
@@ -128,8 +128,8 @@ class StateTemplate:
         """Registers hooks.
 
         Args:
-            optimizer: of a MegatronFSDP's parameters.
-            tells_places: state dicts say where shards lie, for torch.distributed.checkpoint.
+            optimizer: an optimizer of a MegatronFSDP's parameters.
+            tells_places: whether state dicts say where shards lie, for torch.distributed.checkpoint.
         """
         self._made: list[nn.Parameter] = []
         self._tells_places = tells_places
@@ -149,7 +149,7 @@ class StateTemplate:
         for p in self._made:
             optimizer.state.pop(p, None)
         self._made.clear()
-        # All ranks have the parameters in one order, also where some rank's shard is empty and has no state of its own.
+        # All ranks have the parameters in the same order, even if some rank's shard is empty and has no state of its own.
         state_dict["state"] = dict(sorted(state_dict["state"].items()))
         if self._tells_places:
             _share_counts([p for group in optimizer.param_groups for p in group["params"]], state_dict["state"])
@@ -157,11 +157,11 @@ class StateTemplate:
 
 
 def _share_counts(parameters: list[nn.Parameter], states: dict[int, dict[str, Any]]) -> None:
-    """What is counted, as updates are, is the same on all ranks. Ranks whose shard is empty do not update it. Collective.
+    """Makes counts, such as those of updates, the same on all ranks. Ranks whose shard is empty do not update them. Collective.
 
     Args:
-        parameters: of the optimizer, in the order of its groups.
-        states: by number; those of empty shards are replaced.
+        parameters: the parameters of the optimizer, in the order of its groups.
+        states: the states by number; those of empty shards are replaced.
     """
     for expert in (False, True):
         uneven = [i for i, p in enumerate(parameters) if i in states and is_expert(p) == expert and _may_be_empty(p)]
@@ -182,7 +182,7 @@ def _share_counts(parameters: list[nn.Parameter], states: dict[int, dict[str, An
 
 
 def _may_be_empty(p: nn.Parameter) -> bool:
-    """Some rank may have nothing of it."""
+    """True if some rank may have no element of the parameter."""
     if not isinstance(p, DTensor):
         return False
     sharded = [(one.dim, p.device_mesh.size(dim)) for dim, one in enumerate(p.placements) if hasattr(one, "dim")]

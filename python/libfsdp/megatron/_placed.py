@@ -1,4 +1,4 @@
-"""What users of a Megatron-FSDP model see of each parameter: a DTensor over all ranks that have it, or pieces of it."""
+"""Makes the DTensors that users of a Megatron-FSDP model see, over all ranks that have a parameter or pieces of it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def describe(state: ShardState, i: int, tensor_parallel: DeviceMesh | None, cut_dim: int | None) -> None:
-    """Gives a parameter its DTensor, over the memory that it has. Before the first forward.
+    """Gives a parameter its DTensor, over the memory that it has. Called before the first forward.
 
-    Parameters that nothing is cut of (ZeRO-0) become replicated DTensors. Those that are pieces of Megatron's
+    Parameters that are not cut (ZeRO-0) become replicated DTensors. Those that are pieces of Megatron's
     tensor-parallel layers, and ordinary tensors, become DTensors of the whole; modules compute with the pieces as before.
 
     Args:
-        state: of the unit.
-        i: which of its parameters.
+        state: the state of the unit.
+        i: the index of the parameter in the unit.
         tensor_parallel: the ranks that have pieces.
-        cut_dim: along which dimension; None: all have the same.
+        cut_dim: the dimension along which they have pieces; None if all have the same.
     """
     parameter = state.parameters[i]
     whole = parameter.whole_spec
@@ -64,7 +64,7 @@ def describe(state: ShardState, i: int, tensor_parallel: DeviceMesh | None, cut_
 
 
 def _strided(placement: Placement, dim: int, pieces: int) -> Placement:
-    """Of a data-parallel dimension that cuts pieces along the dimension along which they were cut."""
+    """Returns the placement of a data-parallel dimension that cuts pieces along the dimension along which they were cut before."""
     if not isinstance(placement, Shard | _StridedShard) or placement.dim != dim or pieces == 1:
         return placement
     cut_before = placement.split_factor if isinstance(placement, _StridedShard) else 1
@@ -72,7 +72,7 @@ def _strided(placement: Placement, dim: int, pieces: int) -> Placement:
 
 
 def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in another dtype; a DTensor keeps its placements, and nothing is communicated."""
+    """Converts a tensor to another dtype. A DTensor keeps its placements, and nothing is communicated."""
     if tensor.dtype == dtype:
         return tensor
     if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""In which dtypes Megatron-FSDP's users want parameters, gradients and what travels."""
+"""The dtypes of parameters, gradients and communication in Megatron-FSDP's options."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _told_of_low_gradients = False
 
 
 def dtype_of(name: str, value: Any) -> torch.dtype | None:
-    """What an option says: a dtype, its short name ("fp32", "bf16", "fp16"), or None, which "auto" is, too.
+    """Returns the dtype that an option states: a dtype, its short name ("fp32", "bf16", "fp16"), or None, for which "auto" stands, too.
 
     Raises:
-        ValueError: for others, and for dtypes that gradients are not added up in.
+        ValueError: for other values, and for dtypes in which gradients can't be added up.
     """
     dtype = _BY_NAME.get(value, value) if isinstance(value, str) else value
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype in _SUPPORTED):
@@ -41,14 +41,14 @@ def dtype_of(name: str, value: Any) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes beside that of the computation, which is each parameter's own.
+    """The dtypes beside that of the computation, which is the one of each parameter.
 
     Peer: ``megatron_fsdp.MixedPrecisionPolicy``.
 
     Attributes:
-        main_params_dtype: of the weights that the optimizer updates and checkpoints hold. None: each parameter's own.
-        main_grads_dtype: of their gradients, in which several backwards add up. None: each parameter's own.
-        grad_comm_dtype: in which gradients travel; sums are made in fp32 all the same. None: ``main_grads_dtype``.
+        main_params_dtype: the dtype of the weights that the optimizer updates and checkpoints contain. None: each parameter's own.
+        main_grads_dtype: the dtype of their gradients, in which several backwards add up. None: each parameter's own.
+        grad_comm_dtype: the dtype in which gradients are sent; sums are always computed in fp32. None: ``main_grads_dtype``.
         preserve_fp32_weights: deprecated: True is ``main_params_dtype=torch.float32``, False is None.
         grad_reduce_in_fp32: deprecated: True is torch.float32 for main gradients and for what travels, False is None for both.
 
@@ -83,17 +83,17 @@ class MixedPrecisionPolicy:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients travel; None: each parameter's own."""
+        """The dtype in which gradients are sent; None: each parameter's own."""
         return self.grad_comm_dtype or self.main_grads_dtype
 
     def _set(self, name: str, value: torch.dtype | None) -> None:
         object.__setattr__(self, name, value)
 
     def warn_of_low_gradients(self, parameters: list[torch.dtype]) -> None:
-        """Says once per process that gradients add up in fewer bits than fp32's, if they do.
+        """Warns once per process if gradients add up in fewer bits than those of fp32.
 
         Args:
-            parameters: dtypes of those that are trained.
+            parameters: the dtypes of the parameters that are trained.
         """
         global _told_of_low_gradients
         dtypes = {self.main_grads_dtype} if self.main_grads_dtype is not None else set(parameters)

@@ -1,4 +1,4 @@
-"""What Megatron's modules and optimizers say by attributes of parameters."""
+"""The attributes of parameters by which Megatron's modules and optimizers communicate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Carried over to the distributed parameter, and to the whole one that modules compute with.
+# The attributes that are copied to the distributed parameter, and to the whole one with which modules compute.
 CARRIED = (
     "allreduce",
     "sequence_parallel",
@@ -27,17 +27,17 @@ CARRIED = (
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Those of the protocol that a parameter has."""
+    """Returns those attributes that a parameter has."""
     return {name: getattr(parameter, name) for name in CARRIED if hasattr(parameter, name)}
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
-    """The parameter is an expert's: other ranks have other ones in its place."""
+    """True if the parameter belongs to an expert, so that other ranks have other parameters instead."""
     return getattr(parameter, "allreduce", True) is False
 
 
 def tensor_parallel_dim(parameter: torch.Tensor) -> int | None:
-    """Along which dimension ranks have pieces of a parameter that is an ordinary tensor; None: all have the same."""
+    """Returns the dimension along which ranks have pieces of a parameter that is an ordinary tensor; None if all have the same."""
     by_mode = {"column": 0, "row": 1}.get(getattr(parameter, "_tensor_parallel_mode", None) or "")
     if by_mode is not None:
         return by_mode if by_mode < parameter.ndim else None

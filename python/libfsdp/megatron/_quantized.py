@@ -30,17 +30,17 @@ _REMAKES = ("_create_transpose", "_create_columnwise")
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """TransformerEngine has quantized it."""
+    """True if TransformerEngine has quantized the parameter."""
     return hasattr(parameter, "_quantizer")
 
 
 class TransformerEngineForm:
     """How one parameter is quantized after each gather.
 
-    Where scales are of blocks of rows, and no block is cut between ranks, or where there is one scale and ranks can know it (see
-    ``_scaling``), each rank quantizes its rows, and what travels has eight bits. Else the main weights travel in the dtype that
-    TransformerEngine says the parameter has (``parameter.dtype``), and are quantized as a whole on each rank. Either way these are the
-    values that one rank would have.
+    Each rank quantizes its rows, and eight bits per element are sent, if scales belong to blocks of rows that are not cut between ranks, or
+    if there is one scale that all ranks can know (see ``_scaling``). Otherwise the main weights are sent in the dtype that
+    TransformerEngine states for the parameter (``parameter.dtype``), and each rank quantizes the whole. Either way, the result has the
+    values that one rank alone would compute.
 
     The transposed copy, which backward computes with on some devices, is made when a unit is gathered for backward, and goes after
     forward and with the unit. With ``keeps_transposed`` it is made for forward, and stays.
@@ -50,12 +50,12 @@ class TransformerEngineForm:
         """Takes the parameter's quantizer.
 
         Args:
-            name: of the parameter.
-            parameter: quantized, with its values.
+            name: the name of the parameter.
+            parameter: the quantized parameter, with its values.
             keeps_transposed: ``keep_fp8_transpose_cache``.
 
         Raises:
-            ValueError: if it is trained, and its values before they were quantized are not there.
+            ValueError: if it is trained, and its values from before it was quantized are not available.
         """
         if parameter.requires_grad and not hasattr(parameter, "get_high_precision_init_val"):
             raise ValueError(
@@ -66,12 +66,12 @@ class TransformerEngineForm:
         self._quantizer: Any = parameter._quantizer
         self._keeps_transposed = keeps_transposed
         self._scale = scale_of(self._quantizer)
-        # The parts of a quantized tensor that travel, if ranks quantize so many rows; () if they do not.
+        # By the number of rows: the parts of a quantized tensor that are sent; () if ranks can't quantize this many rows separately.
         self._by_rows: dict[int, tuple[str, ...]] = {}
-        self._travels: tuple[str, ...] = ()  # of the rows that were quantized last
+        self._travels: tuple[str, ...] = ()  # the parts of the rows that were quantized last
 
     def high_precision(self) -> torch.Tensor:
-        """The values before they were quantized; of a parameter that is not trained, those after."""
+        """Returns the values from before they were quantized; for a parameter that is not trained, the quantized ones."""
         given, self._given = self._given, None
         if not hasattr(given, "get_high_precision_init_val"):
             return given.detach().dequantize()
@@ -80,7 +80,7 @@ class TransformerEngineForm:
         return values
 
     def make(self, values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The tensor to compute with, and what of it is freed between uses: the quantized values. Scales stay."""
+        """Returns the tensor for the computation, and those of its parts that are freed between uses: the quantized values. Scales stay."""
         whole = self._quantizer(values)
         names = (*_ROWWISE, *(() if _remakes_transposed(whole) else ("_columnwise_data",)))
         freed = [getattr(whole, name) for name in names if isinstance(getattr(whole, name, None), torch.Tensor)]
@@ -93,7 +93,7 @@ class TransformerEngineForm:
             self._quantizer.update_quantized(values, whole)
             return
         kept = {}
-        if self._keeps_transposed and _C.inside_backward():  # These are the values that forward has had.
+        if self._keeps_transposed and _C.inside_backward():  # The values are the same as in forward.
             kept = {name: getattr(whole, name) for name in _COLUMNWISE if hasattr(whole, name)}
         with self._without_transposed():
             self._quantizer.update_quantized(values, whole)
@@ -104,7 +104,7 @@ class TransformerEngineForm:
 
     def renew(self, rows: torch.Tensor, shape: torch.Size, whole: torch.Tensor | None) -> torch.Tensor | None:
         """See QuantizedForm."""
-        # TransformerEngine's modules may give the tensor that they compute with another quantizer.
+        # TransformerEngine's modules may have given their tensor another quantizer.
         self._quantizer = getattr(whole, "_quantizer", self._quantizer)
         if self._scale is None or not self._parts_by_rows(rows, shape):
             return None
@@ -149,16 +149,16 @@ class TransformerEngineForm:
             self._scale.deliver(name, self._quantizer, arrived[len(self._travels) :], whole)
 
     def _parts_by_rows(self, rows: torch.Tensor, shape: torch.Size) -> tuple[str, ...]:
-        """What travels of a quantized tensor, if ranks can quantize so many rows by themselves; else nothing."""
+        """Returns the parts of a quantized tensor that are sent, if ranks can quantize this many rows separately; otherwise none."""
         if rows.size(0) not in self._by_rows:
             self._by_rows[rows.size(0)] = self._find_parts_by_rows(rows, shape)
         return self._by_rows[rows.size(0)]
 
     def _find_parts_by_rows(self, rows: torch.Tensor, shape: torch.Size) -> tuple[str, ...]:
-        """What a quantized tensor consists of, if each part of it is one after the other of the ranks' parts; else nothing.
+        """Returns the parts of a quantized tensor, if each of them consists of the ranks' parts one after the other; otherwise none.
 
-        Then a scale is of whole rows of one rank, or of a part of a row; or it is one that does not travel, as ranks know it. Told by the
-        sizes of tensors without memory.
+        Then a scale belongs to whole rows of one rank, or to a part of a row, or it is the only scale, which is not sent because ranks know
+        it. The sizes of tensors without memory tell this.
         """
         if not hasattr(self._quantizer, "make_empty"):
             return ()
@@ -193,12 +193,12 @@ class TransformerEngineForm:
             self._quantizer.set_usage(columnwise=columnwise)
 
     def freed(self, whole: torch.Tensor) -> None:
-        """The unit is freed, and the transposed copy with it."""
+        """Called when the unit is freed; frees the transposed copy."""
         if not self._keeps_transposed:
             discard_transposed(whole)
 
     def leave_forward(self, whole: torch.Tensor | None) -> None:
-        """The module has computed, and its unit may stay gathered."""
+        """Called when the module has computed; its unit may stay gathered."""
         if whole is not None and not self._keeps_transposed:
             discard_transposed(whole)
 
@@ -211,7 +211,7 @@ class TransformerEngineForm:
 
 
 def _remakes_transposed(whole: torch.Tensor) -> bool:
-    """The transposed copy can be made of the quantized values; else it is another quantization, which needs those before."""
+    """True if the transposed copy can be made from the quantized values. Otherwise it is another quantization of the original values."""
     return any(hasattr(whole, name) for name in _REMAKES)
 
 
@@ -230,7 +230,7 @@ class QuantizedOptions:
 
     Attributes:
         strategy: what is sharded.
-        main_params_dtype: of the policy.
+        main_params_dtype: the dtype of main parameters in the policy.
         keeps_transposed: ``keep_fp8_transpose_cache``.
     """
 
@@ -239,7 +239,7 @@ class QuantizedOptions:
     keeps_transposed: bool
 
     def mark(self, module: nn.Module) -> None:
-        """Tells libfsdp.fully_shard which parameters of a module are quantized, and how.
+        """Marks the quantized parameters of a module for libfsdp.fully_shard, with their forms.
 
         Raises:
             ValueError: if there are such parameters, and the options or they themselves do not give main weights.
@@ -249,7 +249,7 @@ class QuantizedOptions:
                 setattr(parameter, QUANTIZED, self.take_form(name, parameter))
 
     def take_form(self, name: str, parameter: nn.Parameter) -> TransformerEngineForm:
-        """How a parameter is quantized.
+        """Returns the form of a quantized parameter.
 
         Raises:
             ValueError: if the options or the parameter do not give main weights.
@@ -268,7 +268,7 @@ class QuantizedOptions:
 
 
 def discard_transposed_after_forward(states: Sequence[ShardState]) -> None:
-    """Transposed copies go after forward, also in units that stay gathered."""
+    """Frees transposed copies after forward, also in units that stay gathered."""
     for state in states:
         for parameter in state.parameters:
             form = parameter.quantized

@@ -12,31 +12,31 @@ import torch
 
 
 class TensorScale(Protocol):
-    """One parameter's scale. Values are quantized with the same one until they are written again, as one rank quantizes them once."""
+    """The scale of one parameter. It stays the same until the values are written again, as on one rank, which quantizes them once."""
 
     def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> torch.Tensor | None:
-        """Other rows than before are to be quantized, or, of a parameter that is not trained, perhaps the same. As of QuantizedForm."""
+        """Called when new rows are to be quantized (or, if the parameter is not trained, possibly the same ones); see QuantizedForm."""
         ...
 
     def set_largest(self, largest: torch.Tensor) -> None:
-        """As of QuantizedForm."""
+        """See QuantizedForm."""
         ...
 
     def quantize(self, rows: torch.Tensor) -> Any:
-        """A quantized tensor that begins with the rows. Its transposed copy is not made."""
+        """Returns a quantized tensor that begins with the rows, without a transposed copy."""
         ...
 
     def beside(self) -> list[torch.Tensor]:
-        """What travels beside the rows that were quantized last: one element each."""
+        """Returns the tensors that are sent beside the rows that were quantized last, of one element each."""
         ...
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
-        """All ranks' rows have arrived, and what travelled beside them: the whole tensor gets its scale."""
+        """Called when all ranks' rows, and the tensors beside them, have arrived: gives the whole tensor its scale."""
         ...
 
 
 def scale_of(quantizer: Any) -> TensorScale | None:
-    """What gives ranks the scale of the whole tensor; None: the recipe is none of those that are known to have one scale."""
+    """Returns the object that gives ranks the scale of the whole tensor; None if the recipe is not known to have one scale."""
     recipe = quantizer._get_compatible_recipe() if hasattr(quantizer, "_get_compatible_recipe") else None
     names = {cls.__name__ for cls in getattr(recipe, "__mro__", ())}
     if "DelayedScaling" in names:
@@ -48,20 +48,21 @@ def scale_of(quantizer: Any) -> TensorScale | None:
 
 
 class DelayedScale:
-    """The quantizer has the scale before it sees the values, of the largest values of earlier ones, which it records.
+    """A scale that the quantizer has before it sees the values. It is computed from the largest of earlier values, which it records.
 
-    It may get another scale, and a new record, between two gathers of the same values. So the scale is copied when values were written,
-    and the largest of them is recorded once: that of all ranks' rows, which travels beside the rows.
+    The quantizer may get another scale, and a new record, between two gathers of the same values. So the scale is copied after values were
+    written, and the largest value of all ranks' rows, which is sent beside the rows, is recorded once.
     """
 
     def __init__(self) -> None:
         self._of_rows: Any = None
         self._is_recorded = True
-        # Of a device, which is not waited for: whose scales arrived last, whether they differ, and when the host knows.
+        # For a device, for which the host does not wait: the parameter whose scales arrived last, whether they differ, and the event after
+        # which the host can know.
         self._differ: tuple[str, torch.Tensor, torch.Event] | None = None
 
     def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> None:
-        """Keeps the scale that the quantizer has now; of a parameter that is not trained, the one that it had at first.
+        """Keeps the scale that the quantizer has now; for a parameter that is not trained, the one that it had first.
 
         Raises:
             ValueError: if the ranks had different scales the last time, on a device.
@@ -79,25 +80,25 @@ class DelayedScale:
         self._is_recorded = False
 
     def set_largest(self, largest: torch.Tensor) -> None:
-        """It is not asked for."""
+        """Never called."""
         raise NotImplementedError
 
     def quantize(self, rows: torch.Tensor) -> Any:
-        """With the scale that was kept."""
+        """Quantizes with the scale that was kept."""
         self._of_rows.amax.zero_()
         quantized = self._of_rows(rows)
         self._scale_inv = quantized._scale_inv
         return quantized
 
     def beside(self) -> list[torch.Tensor]:
-        """The scale, by which ranks see that theirs are the same, and the largest value of these rows."""
+        """Returns the scale, which ranks compare, and the largest value of these rows."""
         return [self._scale_inv.reshape(1), self._of_rows.amax.reshape(1)]
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
         """Records the largest value.
 
         Raises:
-            ValueError: if the ranks have different scales. A device is not waited for: there, renew tells it the next time.
+            ValueError: if the ranks have different scales. On a device, the next call of renew raises it, to avoid waiting here.
         """
         if self._is_recorded:
             return
@@ -114,23 +115,26 @@ class DelayedScale:
 
 
 class CurrentScale:
-    """The quantizer computes the scale from the largest of the values it gets: so each rank's rows get that of all ranks' as one more."""
+    """A scale that the quantizer computes from the largest of its values.
+
+    Each rank's rows therefore get the largest of all ranks' values in one more row.
+    """
 
     def __init__(self) -> None:
         self._is_delivered = True
 
     def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> torch.Tensor:
-        """The largest of these rows."""
+        """Returns the largest value of these rows."""
         self._of_rows = _for_rows(quantizer)
         self._is_delivered = False
         return rows.abs().amax().reshape(1)
 
     def set_largest(self, largest: torch.Tensor) -> None:
-        """Of all rows."""
+        """Keeps the largest value of all ranks' rows."""
         self._largest = largest
 
     def quantize(self, rows: torch.Tensor) -> Any:
-        """With one row more, behind them."""
+        """Quantizes the rows with one more row behind them."""
         more = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         more[-1].view(-1)[0] = self._largest
         quantized = self._of_rows(more)
@@ -138,11 +142,11 @@ class CurrentScale:
         return quantized
 
     def beside(self) -> list[torch.Tensor]:
-        """Nothing: all ranks have computed the same scale."""
+        """Returns nothing, because all ranks have computed the same scale."""
         return []
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
-        """Of this rank's rows, as it is of all."""
+        """Gives the whole tensor the scale of this rank's rows, which is that of all rows."""
         if not self._is_delivered:
             whole._scale_inv.copy_(self._scale_inv.reshape(whole._scale_inv.shape))
         self._is_delivered = True
@@ -157,7 +161,7 @@ def _different_scales(name: str, detail: str) -> ValueError:
 
 
 def _for_rows(quantizer: Any) -> Any:
-    """Another quantizer like it, which makes no transposed copies."""
+    """Returns a copy of the quantizer that makes no transposed copies."""
     other = copy.copy(quantizer)
     other.set_usage(columnwise=False)
     return other

@@ -1,4 +1,4 @@
-"""From the options of Megatron-FSDP to calls of libfsdp.fully_shard."""
+"""Calls libfsdp.fully_shard with the options of Megatron-FSDP."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _MOST_NAMED = 10
 
 @dataclass
 class UnitOptions:
-    """What all units of a model share.
+    """The options that all units of a model share.
 
     Attributes:
         index: the ranks.
         strategy: what is sharded over the inner dimension.
         policy: dtypes.
         unit_modules: classes whose modules are units.
-        per_module: each module with parameters of its own is a unit.
+        per_module: whether each module with parameters of its own is a unit.
         whole_modules: classes whose modules, with ``per_module``, are one unit with all below them.
-        report_nan: each backward looks for NaN.
-        sums: gradients are added up over the ranks and not divided.
+        report_nan: whether each backward looks for NaN.
+        sums: whether gradients are added up over the ranks and not divided.
         ignored: parameters that stay as they are.
     """
 
@@ -58,10 +58,10 @@ class UnitOptions:
 
 
 def classes_of(unit_modules: Sequence[type[nn.Module] | str] | None) -> tuple[type[nn.Module], ...]:
-    """The classes that were given, or named as "package.module.Class".
+    """Returns the classes that were given, or named as "package.module.Class".
 
     Raises:
-        ValueError: if a name is no class of modules.
+        ValueError: if a name is not that of a class of modules.
     """
     found: list[type[nn.Module]] = []
     if unit_modules is not None and not isinstance(unit_modules, (list, tuple, set, frozenset)):
@@ -83,7 +83,7 @@ def classes_of(unit_modules: Sequence[type[nn.Module] | str] | None) -> tuple[ty
 
 
 def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
-    """Shards a module: each unit, inner ones first, and then what is left.
+    """Shards a module: first each unit, inner ones before outer ones, and then the remaining parameters.
 
     Returns:
         The states of all calls, the root's first.
@@ -111,7 +111,7 @@ def _units_in(root: nn.Module, options: UnitOptions) -> set[nn.Module]:
     if not options.per_module:
         return units
     whole = _modules_of("fine_grained_recurse_module_types", options.whole_modules, root)
-    # These compute with the parameters of modules that they need not call.
+    # Modules of these classes compute with the parameters of modules below them without calling those.
     below = {inner for module in whole for inner in module.modules() if inner is not module}
     own = {
         module
@@ -122,7 +122,7 @@ def _units_in(root: nn.Module, options: UnitOptions) -> set[nn.Module]:
 
 
 def _modules_of(option: str, classes: tuple[type[nn.Module], ...], root: nn.Module) -> set[nn.Module]:
-    """The modules of these classes. Rank 0 warns if classes were given, and there are none."""
+    """Returns the modules of these classes. Rank 0 warns if classes were given, but the model has no such modules."""
     found = {module for module in root.modules() if isinstance(module, classes)}
     if classes and not found and dist.get_rank() == 0:
         given = ", ".join(cls.__qualname__ for cls in classes)
@@ -137,12 +137,12 @@ def _modules_of(option: str, classes: tuple[type[nn.Module], ...], root: nn.Modu
 
 
 def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> None:
-    """One call.
+    """Makes one call of fully_shard.
 
     Args:
-        module: that becomes a unit.
-        options: of the model.
-        stays_gathered: parameters stay whole until their values change.
+        module: the module that becomes a unit.
+        options: the options of the model.
+        stays_gathered: whether parameters stay whole until their values change.
     """
     index, policy = options.index, options.policy
     made: Any = fully_shard(
@@ -174,7 +174,7 @@ def _places_of_experts(index: FSDPDistributedIndex) -> Callable[[nn.Parameter], 
 
 
 def _set_divisor(state: ShardState, options: UnitOptions) -> None:
-    """By which sums of gradients are divided.
+    """Sets the number by which sums of gradients are divided.
 
     An expert's gradient is a sum over fewer ranks, but of tokens from all of them.
     """

@@ -28,10 +28,9 @@ _QUANTIZED = ("state1", "absmax1", "state2", "absmax2")
 class AdamW8bit(BeginsAnew):
     """AdamW with 2 + 8/256 bytes of state per element instead of 8, stepped in C++: on the CPU, or on a GPU by a kernel.
 
-    Of each block of 256 elements the largest magnitude of a moment is kept in fp32 (``absmax1``, ``absmax2``), and each element,
-    divided by it, as one of 256 numbers (``state1``, ``state2``): the state and the arithmetic of the C++ library's ``AdamW8bit``.
-    Blocks are counted from the start of a parameter. None may lie on two ranks, so the result does not depend on the number of
-    ranks.
+    For each block of 256 elements, the largest magnitude of a moment is kept in fp32 (``absmax1``, ``absmax2``). Each element, divided by
+    it, is kept as one of 256 numbers (``state1``, ``state2``). State and arithmetic are those of the C++ library's ``AdamW8bit``. Blocks
+    are counted from the start of a parameter. None may lie on two ranks, so the result does not depend on the number of ranks.
 
     Args:
         params: as torch.optim's.
@@ -55,7 +54,7 @@ class AdamW8bit(BeginsAnew):
     ) -> None:
         torch.optim.AdamW(
             [torch.empty(0)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
-        )  # refuses what it refuses
+        )  # raises for arguments that AdamW refuses
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -136,7 +135,7 @@ class AdamW8bit(BeginsAnew):
 
 
 def _zeros_per_block(parameter: Tensor, name: str) -> Tensor:
-    """A value per block: 1-D, cut over the ranks as the parameter is."""
+    """Returns a 1-D tensor with a value per block, which is cut over the ranks in the same way as the parameter."""
     blocks = math.ceil(parameter.numel() / _BLOCK)
     if not isinstance(parameter, DTensor):
         return torch.zeros(blocks)

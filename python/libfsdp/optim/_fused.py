@@ -22,7 +22,7 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
 class _InOneCall(BeginsAnew):
-    """The step that Adam, AdamW and SGD have in place of torch's."""
+    """The step that replaces torch's in Adam, AdamW and SGD."""
 
     _step_supports_amp_scaling = True
 
@@ -110,9 +110,9 @@ _STEPPED: dict[type, type] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, 
 
 
 def fuse(optimizer: _Optimizer) -> _Optimizer:
-    """From now on the optimizer steps in C++: it becomes one of this module's class.
+    """Makes an optimizer step in C++ from now on, by changing its class to one of this module.
 
-    Its groups, state, hooks and learning rate schedulers stay, those that were made before, too.
+    Its groups, state, hooks and learning rate schedulers stay.
 
     Args:
         optimizer: exactly torch's Adam, AdamW or SGD.
@@ -140,13 +140,13 @@ def fuse(optimizer: _Optimizer) -> _Optimizer:
     optimizer.__class__ = stepped
     optimizer._patch_step_function()
     if replaced is not None:
-        # A scheduler's wrapper holds the step of the class that was.
+        # A scheduler's wrapper holds the step of the former class.
         optimizer.step = _tracked(optimizer)
     return optimizer
 
 
 def _tracked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """As torch's schedulers wrap a step, to know whether it was called before theirs."""
+    """Wraps a step like torch's schedulers do, to know whether it was called before theirs."""
     optimizer_of = weakref.ref(optimizer)
 
     @functools.wraps(type(optimizer).step)
@@ -194,7 +194,7 @@ def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, foun
 
 
 def make_adam_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """What is missing of it, as torch's Adam makes it."""
+    """Makes missing state of a parameter in the same way as torch's Adam."""
     if "step" not in state:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group["fused"] else torch.float32
         device = parameter.device if group["fused"] else "cpu"

@@ -1,4 +1,4 @@
-"""torch.optim.Muon on matrices that ranks have rows of."""
+"""torch.optim.Muon on matrices of which each rank has some rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Row:
-    """Matrices of one parameter group that lie on one mesh, cut over the same ranks (or, without a process group, over none).
+    """The matrices of one parameter group on one mesh that are cut over the same ranks (or, without a process group, not cut).
 
     Attributes:
-        group: the ranks that a matrix is cut over.
-        mesh: of the matrices: their replicas, too.
-        matrices: by index in the parameter group: rows, columns, dimension that is cut, owner.
+        group: the ranks over which a matrix is cut.
+        mesh: the mesh of the matrices, including their replicas.
+        matrices: for each index in the parameter group: rows, columns, the dimension that is cut, and the owner.
     """
 
     group: dist.ProcessGroup | None
@@ -43,7 +43,7 @@ class _Row:
         self.matrices[index] = (*shape, dim, 0)
 
     def share_out(self) -> None:
-        """Each matrix gets its owner: the largest first, each to the rank that has least to do."""
+        """Gives each matrix an owner: the largest first, each to the rank that has the least work."""
         work = [0.0] * self.ranks
         for index, (rows, columns, dim, _) in sorted(self.matrices.items(), key=lambda item: -_work(*item[1][:2])):
             owner = work.index(min(work))
@@ -51,11 +51,11 @@ class _Row:
             self.matrices[index] = (rows, columns, dim, owner)
 
     def require_equal_gradients(self, number: int, parameters: list[Tensor]) -> list[int]:
-        """Ranks that send and expect other parts would wait for each other, and replicas would become different.
+        """Compares the gradients that ranks have. Otherwise ranks might wait for each other, and replicas might become different.
 
         Args:
-            number: of the parameter group.
-            parameters: of that group.
+            number: the number of the parameter group.
+            parameters: the parameters of that group.
 
         Returns:
             Indices of the matrices of which this rank has neither elements nor a gradient, while other ranks have one.
@@ -69,7 +69,7 @@ class _Row:
         shapes = {index: self.matrices[index][:2] for index in sorted(self.matrices)}
         mine = {index: (*shape, _has_gradient(parameters[index])) for index, shape in shapes.items()}
         flags = [having for *_, having in mine.values()]
-        # The greatest digests, and the smallest.
+        # The ranks agree if the greatest digests equal the smallest.
         bounds = torch.tensor(
             [sign * _digest(of) for of in (mine, shapes) for sign in (1, -1)] + [int(None in flags)],
             device=device_of(self.mesh),
@@ -100,7 +100,7 @@ class _Row:
 
 
 def _has_gradient(parameter: Tensor) -> bool | None:
-    """None: this rank has no elements of it, and no gradient, which says nothing about that of the others."""
+    """Returns None if this rank has no elements of the parameter and no gradient, which says nothing about other ranks."""
     if parameter.grad is not None:
         return True
     return None if _C.local_of(parameter).numel() == 0 else False
@@ -111,7 +111,7 @@ def _digest(value: Any) -> int:
 
 
 def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool | None]]]) -> str:
-    """Says what is not the same on all ranks, in the same words on each."""
+    """Describes the difference between ranks, in the same words on each."""
     rank, first = min(of_ranks.items())
     for other, matrices in sorted(of_ranks.items()):
         for index in sorted(first.keys() | matrices.keys()):
@@ -136,17 +136,17 @@ def _difference(number: int, of_ranks: dict[int, dict[int, tuple[int, int, bool 
 
 
 def _work(rows: int, columns: int) -> float:
-    """Of the iterations, up to a factor."""
+    """Returns the cost of the iterations for a matrix, up to a constant factor."""
     return float(rows) * columns * min(rows, columns)
 
 
 class Muon(BeginsAnew, torch.optim.Muon):
     """torch.optim.Muon, stepped in C++.
 
-    Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Of a sharded matrix each rank has some rows (or columns),
-    but its update needs all of it. Each matrix has an owner: its momentum's rows go there, in bfloat16, are made orthogonal
-    there, alone, and come back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks, after
-    an ``all_reduce`` of five numbers by which they see that they have gradients of the same matrices.
+    Arguments, ``param_groups``, state and ``state_dict()`` are torch's. Each rank has some rows (or columns) of a sharded matrix, but the
+    update needs all of it. Each matrix has an owner: the rows of its momentum are sent there in bfloat16, made orthogonal on that rank
+    alone, and sent back. A step is two ``all_to_all_single`` for each group of parameters that lie on the same ranks, after an
+    ``all_reduce`` of five numbers by which they see that they have gradients of the same matrices.
 
     The result is that of torch's own on the whole matrix: to the last bit where each rank's part of it fills whole vector
     registers (multiples of 64 bytes); elsewhere last bits of its last few elements may differ.
@@ -184,7 +184,7 @@ class Muon(BeginsAnew, torch.optim.Muon):
         return loss
 
     def _rows(self, number: int, parameters: list[Tensor]) -> list[_Row]:
-        """Known from the last step, unless the group has other parameters."""
+        """Returns the rows, which are kept from the last step unless the group has other parameters."""
         known: dict[int, tuple[list[Tensor], list[_Row]]] = self.__dict__.setdefault("_libfsdp_rows", {})
         of, rows = known.get(number, ([], []))
         if len(of) != len(parameters) or any(a is not b for a, b in zip(of, parameters, strict=True)):
@@ -235,7 +235,7 @@ def _rows_of(parameters: list[Tensor]) -> list[_Row]:
 
 
 def _cut_of(parameter: Tensor, index: int) -> tuple[dist.ProcessGroup | None, int]:
-    """Which ranks have parts of a parameter, and along which dimension; none if each has all of it."""
+    """Returns the ranks that have parts of a parameter, and the dimension that is cut; no ranks if each has all of it."""
     if not isinstance(parameter, DTensor):
         return None, 0
     placements = parameter.placements

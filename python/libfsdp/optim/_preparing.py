@@ -1,4 +1,4 @@
-"""What a step in C++ finds missing, and Python makes: once, as a rule, for each parameter."""
+"""Makes state and gradients that a step in C++ finds missing, usually once for each parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What a step returns."""
+    """Runs the closure, and returns the result of a step."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -23,7 +23,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def cut_dims(parameter: DTensor) -> list[int]:
-    """The dimensions of its mesh over which a parameter is cut, or a sum of it is pending: not those that have one rank."""
+    """Returns the mesh dimensions, of more than one rank, over which a parameter is cut or a sum of it is pending."""
     mesh = parameter.device_mesh
     return [d for d, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
 
@@ -44,7 +44,7 @@ def prepare_gradient(parameter: Tensor) -> None:
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros that lie as a tensor does; of a DTensor, without the way through its dispatch."""
+    """Returns zeros with the layout of a tensor. For a DTensor, it avoids the cost of its dispatch."""
     if not isinstance(tensor, DTensor):
         return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.preserve_format)
     local = torch.zeros_like(tensor._local_tensor, dtype=dtype, memory_format=torch.preserve_format)
