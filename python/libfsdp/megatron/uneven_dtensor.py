@@ -52,9 +52,9 @@ class _Cuts:
 
 
 def _cuts_of(dtensor: DTensor, name: str) -> _Cuts:
-    """In which order the mesh dimensions have cut the tensor's.
+    """Returns the order in which the mesh dimensions have cut the tensor's dimensions.
 
-    Those further to the right cut later, but a _StridedShard has cut what its split_factor parts were cut of before.
+    Dimensions further to the right cut later, except that a _StridedShard has cut before those that made its split_factor parts.
 
     Raises:
         ValueError: for other placements than Shard, _StridedShard and Replicate.
@@ -81,7 +81,7 @@ def _cuts_of(dtensor: DTensor, name: str) -> _Cuts:
 
 
 def _local_shape(dtensor: DTensor) -> tuple[int, ...]:
-    """This rank's sizes. An empty part may have lost its dimensions."""
+    """Returns the sizes of this rank's part. An empty part may have lost its dimensions."""
     local = dtensor._local_tensor
     if local.ndim != dtensor.ndim and local.numel() == 0:
         return (0,) * dtensor.ndim
@@ -89,7 +89,7 @@ def _local_shape(dtensor: DTensor) -> tuple[int, ...]:
 
 
 def _gather(value: Any, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[Any]:
-    """Everyone's value over these mesh dimensions, in the order of their coordinates. Collective."""
+    """Returns every rank's value over these mesh dimensions, in the order of their coordinates. Collective."""
     values = [value]
     for m in reversed(mesh_dims):
         group = mesh.get_group(m)
@@ -100,10 +100,10 @@ def _gather(value: Any, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[Any]
 
 
 def _compute_box(name: str, dtensor: DTensor, cuts: _Cuts, shapes: list[tuple[int, ...]]) -> ChunkStorageMetadata:
-    """This rank's box, from the shapes of all parts.
+    """Computes this rank's box from the shapes of all parts.
 
     Args:
-        shapes: in the order of coordinates on ``cuts.mesh_dims``.
+        shapes: the shapes in the order of coordinates on ``cuts.mesh_dims``.
 
     Raises:
         ValueError: on all ranks, if the parts are not the tensor.
@@ -178,7 +178,7 @@ def _boxes(dtensors: Mapping[str, DTensor]) -> dict[str, ChunkStorageMetadata]:
 
 
 def _is_pretended(mesh: DeviceMesh) -> bool:
-    """Of ranks that are not there (torch's fake process groups), which tell nothing."""
+    """True if the mesh's ranks do not exist (torch's fake process groups), so that they can't exchange anything."""
     return bool(dist.get_backend(mesh.get_group(0)) == "fake")
 
 
@@ -210,8 +210,8 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 
 
 def _attach(dtensor: DTensor, box: ChunkStorageMetadata) -> None:
-    # Where a part is empty, there is nothing to write and nothing to read. A tensor without elements is written by everyone, of whom
-    # DCP takes one, since a checkpoint has to have its name.
+    # Where a part is empty, there is nothing to write and nothing to read. Every rank writes a tensor without elements, because a
+    # checkpoint must have its name; DCP takes one of them.
     boxes = [box] if math.prod(box.sizes) > 0 or dtensor.numel() == 0 else []
 
     def create_write_items(name: str, tensor: DTensor) -> list[WriteItem]:
@@ -244,12 +244,12 @@ def filter_unflattened_state_dict(
     key_chain: Sequence[Any] = (),
     visit_condition: Callable[[Any], bool] = lambda _: False,
 ) -> list[list[Any]]:
-    """The paths of those values in nested dictionaries for which ``visit_condition`` is true.
+    """Returns the paths of those values in nested dictionaries for which ``visit_condition`` is true.
 
     Args:
         state_dict: of values and dictionaries.
-        key_chain: what all paths begin with.
-        visit_condition: is asked of each value that is no dictionary.
+        key_chain: the keys with which all paths begin.
+        visit_condition: called with each value that is not a dictionary.
 
     Returns:
         Lists of keys, in the order of the dictionaries.
@@ -265,7 +265,7 @@ def filter_unflattened_state_dict(
 
 
 def get_unflattened_state_dict(state_dict: Any, key_chain: Sequence[Any] = ()) -> Any:
-    """The value at a path in nested dictionaries.
+    """Returns the value at a path in nested dictionaries.
 
     Raises:
         KeyError: if there is none.
@@ -319,7 +319,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> Tensor:
     gather_and_compute_chunk_metadata(dtensor)
     cuts, mesh = _cuts_of(dtensor, "DTensor"), dtensor.device_mesh
     piece = dtensor._local_tensor.detach().reshape(_local_shape(dtensor))
-    # Each step undoes the last cut that is left, of one dimension.
+    # Each step undoes the last remaining cut of one dimension.
     for d, order in cuts.by_dim.items():
         for m in reversed(order):
             piece = _join(piece, d, mesh, m)
@@ -328,13 +328,13 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> Tensor:
 
 
 def _join(piece: Tensor, d: int, mesh: DeviceMesh, m: int) -> Tensor:
-    """The pieces of the ranks along one mesh dimension, side by side. Each is sent as it is, without padding."""
+    """Joins the pieces of the ranks along one mesh dimension. Each is sent in its size, without padding."""
     group = mesh.get_group(m)
     shapes = _gather(tuple(piece.shape), mesh, [m])
     mine = mesh.get_local_rank(m)
     pieces = [piece.contiguous() if rank == mine else piece.new_empty(shape) for rank, shape in enumerate(shapes)]
     works = [
-        # As bytes: backends do not know all dtypes.
+        # Pieces are sent as bytes, because backends do not know all dtypes.
         dist.broadcast(
             one.view(-1).view(torch.uint8), src=dist.get_global_rank(group, rank), group=group, async_op=True
         )
@@ -384,7 +384,7 @@ def split_dtensor(
     Args:
         dtensor: of any parts that are the whole together.
         split_size_or_sections: the length of all sections but the last, or of each.
-        dim: along which it is split.
+        dim: the dimension along which it is split.
         update_uneven_dtensor_chunk_meta: the results are ready for torch.distributed.checkpoint.
 
     Returns:

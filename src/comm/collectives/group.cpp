@@ -237,7 +237,7 @@ bool Group::is_neighbour(int peer) const { return shared != nullptr && peer >= s
 
 bool Group::is_closed(int peer) { return has_no_connection(peer) || (is_neighbour(peer) && shared->has_ended(peer - shared->first())); }
 
-// A wait that is aborted returns at once: false, or with the exception that has ended the connection.
+// A wait that is aborted returns false at once, or throws the exception that has ended the connection.
 bool Group::has_no_connection(int peer) {
   c10d::Work& work = *sentinels_[static_cast<std::size_t>(peer)].work;
   try {
@@ -249,7 +249,8 @@ bool Group::has_no_connection(int peer) {
   }
 }
 
-// A rank sends its alarm before it closes the connection: afterwards it is here, or never comes, which is an exception.
+// A rank sends its alarm before it closes the connection. Once the connection is closed, the alarm has arrived, or never will, which is an
+// exception.
 bool Group::has_alarm(int peer) {
   if (peer == row.rank || !has_no_connection(peer)) return false;
   c10d::Work& work = *alarms_[static_cast<std::size_t>(peer)].work;
@@ -264,7 +265,7 @@ bool Group::has_alarm(int peer) {
 
 std::optional<std::string> Group::received_alarm() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // When a connection ends, Gloo's thread tells those who wait, one by one. A further receive has to wait until it has told all.
+  // When a connection ends, Gloo's thread ends the waits for it, one by one. Another receive must not be posted before it has ended all.
   for (int peer = 0; peer < static_cast<int>(alarms_.size()); ++peer) {
     if (peer == row.rank) continue;
     try {

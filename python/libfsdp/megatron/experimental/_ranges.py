@@ -1,4 +1,4 @@
-"""Which modules compute, forward or backward, and the ranges that profilers show of it."""
+"""Tracks which modules compute, forward or backward, and shows this to profilers as ranges."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """What a module does.
+    """The phase of a module.
 
-    RESTING to FORWARD and back by its forward, RESTING to BACKWARD when backward comes to its outputs, and back when backward goes
-    on to a module that is not within it, or ends. A forward that backward repeats leaves BACKWARD as it is.
+    Its forward changes RESTING to FORWARD, and back. Backward changes RESTING to BACKWARD when it reaches the outputs, and back when it
+    reaches a module that is not within this one, or ends. A forward that backward repeats does not change BACKWARD.
     """
 
     RESTING = enum.auto()
@@ -33,15 +33,15 @@ class Ranges:
     """The modules of one context that compute now.
 
     NVTX shows a range for each, by name: "MFSDP layers.0 forward", "MFSDP <root> backward". Without CUDA there is no NVTX, and
-    ranges are seen in `phase` alone.
+    only `phase` shows the ranges.
     """
 
     def __init__(self) -> None:
         self._open: list[tuple[FsdpModule, int]] = []  # in backward, outermost first, with autograd's task
-        self._shows = True  # until NVTX says that it is not there
+        self._shows = True  # until NVTX turns out to be missing
 
     def begin_forward(self, module: FsdpModule) -> None:
-        """Before its forward."""
+        """Called before the module's forward."""
         if self._open and not _C.inside_backward():  # an exception has ended a backward
             self._close_to(0)
         if module.phase is not Phase.BACKWARD:
@@ -49,7 +49,7 @@ class Ranges:
         self._push(module, "forward")
 
     def end_forward(self, module: FsdpModule, output: Any) -> None:
-        """After its forward: backward will come by its outputs."""
+        """Called after the module's forward. Watches the outputs, through which backward will reach the module."""
         if module.phase is Phase.FORWARD:
             module._phase = Phase.RESTING
         self._pop()
@@ -60,7 +60,7 @@ class Ranges:
             tensor.register_hook(begin)
 
     def begin_backward(self, module: FsdpModule) -> None:
-        """Backward has come to one of its outputs."""
+        """Called when backward has reached one of the module's outputs."""
         if module.phase is Phase.BACKWARD:
             return
         enclosing = module._enclosing
@@ -77,7 +77,7 @@ class Ranges:
         self._open.append((module, task))
 
     def _end_task(self, task: int) -> None:
-        """A backward has ended; those around it, whose checkpoints it belongs to, have not."""
+        """Called when a backward has ended. Backwards around it, to whose activation checkpoints it belongs, have not."""
         keep = next((i for i, (_, of) in enumerate(self._open) if of == task), len(self._open))
         self._close_to(keep)
 
@@ -100,7 +100,7 @@ class Ranges:
 
 
 def enclosing_of(module: nn.Module, root: nn.Module, kind: type[Any]) -> frozenset[int]:
-    """The ids of modules of a kind that a module lies within, from a root on."""
+    """Returns the ids of the modules of a kind that contain a module, from a root on."""
     found: set[int] = set()
 
     def visit(inner: nn.Module, path: tuple[int, ...]) -> None:

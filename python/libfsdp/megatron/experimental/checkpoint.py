@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint of sharded modules and their optimizer."""
+"""Checkpoints of sharded modules and their optimizer, by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoi
     Peer: ``megatron_fsdp.experimental.save_checkpoint``.
 
     Args:
-        model: of sharded modules.
-        optimizer: of their parameters.
-        checkpoint_dir: a folder, of the same name on all ranks.
+        model: a model of sharded modules.
     """
     dcp.save(_state_dicts(model, optimizer), checkpoint_id=checkpoint_dir)
 
@@ -43,7 +41,7 @@ def load_checkpoint(
     *,
     sync_model_weights: bool = True,
 ) -> None:
-    """Reads what save_checkpoint wrote, on any number of ranks and with any placements. Collective.
+    """Reads a checkpoint of save_checkpoint, on any number of ranks and with any placements. Collective.
 
     Peer: ``megatron_fsdp.experimental.load_checkpoint``.
 
@@ -51,8 +49,7 @@ def load_checkpoint(
         model: of sharded modules.
         optimizer: of their parameters, before or after its first step.
         checkpoint_dir: the folder.
-        sync_model_weights: the next forward takes the loaded values, which it does in any case unless they were written
-            through ``.data``.
+        sync_model_weights: make the next forward take the loaded values, which is needed only if they were written through ``.data``.
     """
     made = _make_state(optimizer)
     try:
@@ -74,10 +71,10 @@ def _state_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @torch.no_grad()
 def _make_state(optimizer: torch.optim.Optimizer) -> bool:
-    """State to be loaded into, by a step that leaves values as they are: torch's own way gives gradients of the weights' dtype only.
+    """Makes the state for a load by a step that does not change values. Torch's own way gives gradients of the weights' dtype only.
 
     Returns:
-        Whether there was none.
+        Whether there was no state.
     """
     if optimizer.state:
         return False

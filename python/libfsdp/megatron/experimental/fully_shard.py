@@ -39,9 +39,9 @@ class Placements:
 
     Attributes:
         dp_axes: the dimensions, by number or name, in the mesh's order; one or two.
-        parameter: of what modules compute with: ``Shard(0)`` or ``Replicate()`` along each.
-        gradient: between microbatches: ``Shard(0)``, or ``Partial("avg")``: reduced after the last one.
-        optimizer: of the weights that the optimizer updates, and their state.
+        parameter: the placements of parameters in computation: ``Shard(0)`` or ``Replicate()`` along each dimension.
+        gradient: the placements of gradients between microbatches: ``Shard(0)``, or ``Partial("avg")`` to reduce after the last one.
+        optimizer: the placements of the weights that the optimizer updates, and of their state.
 
     Raises:
         ValueError: if there are not as many placements as dimensions.
@@ -66,14 +66,14 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
 ) -> Iterator[FsdpContext]:
-    """Modules that are sharded within it run together. None of them runs before it is left.
+    """A context for modules that run together. They are sharded within it, and run only after it has been left.
 
     Peer: ``megatron_fsdp.experimental.fully_shard_context``.
 
     Args:
-        device: that the meshes are on; any of torch's. None: that of the first mesh.
-        use_symmetric_memory: gathers go into torch's symmetric memory, as after ``set_symm_mem_for_comm``.
-        unify_communication_stream: changes nothing: gathers and reductions of the same ranks have one stream in any case, until
+        device: the device of the meshes; None stands for that of the first mesh.
+        use_symmetric_memory: whether gathers go into torch's symmetric memory, as after ``set_symm_mem_for_comm``.
+        unify_communication_stream: has no effect: gathers and reductions of the same ranks always have one stream, until
             ``set_separate_reduce_scatter_group`` gives them two.
 
     Raises:
@@ -103,11 +103,12 @@ def fully_shard(
     Parameters on the meta device get memory without particular values; initialise them, or load a checkpoint.
 
     Args:
-        module: within a ``fully_shard_context``.
-        mesh: has the data-parallel dimensions, and maybe others, over which parameters are DTensors already.
+        module: a module within a ``fully_shard_context``.
+        mesh: a mesh with the data-parallel dimensions, and possibly others over which parameters are DTensors already.
         placements: what is sharded along each of them.
         mixed_precision_policy: dtypes; by default the weights that are trained are fp32.
-        grad_divisor: by which gradients are divided once more: experts, whose gradients are sums over the tokens of so many ranks.
+        grad_divisor: a number by which gradients are divided in addition. For experts, whose gradients are sums over the tokens of this
+            many ranks.
 
     Raises:
         ValueError: for a module that is sharded already, one with modules of another context or parameters of another module of
@@ -175,8 +176,8 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
     last one, and ``parameter.grad`` is there then; those that are ``Shard(0)`` are reduced, and added to it, by each.
 
     Args:
-        context: of the modules.
-        is_last: reduce what this and earlier ones have left.
+        context: the context of the modules.
+        is_last: reduce the gradients that this and earlier microbatches have left.
 
     Raises:
         RuntimeError: while the context is open.
@@ -191,10 +192,10 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
 
 
 def _data_parallel_mesh(mesh: DeviceMesh, dp_axes: Sequence[int | str]) -> DeviceMesh:
-    """The dimensions of a mesh that are named, as a mesh.
+    """Returns the given dimensions of a mesh as a mesh.
 
     Raises:
-        ValueError: if it has not these, in that order.
+        ValueError: if the mesh does not have these dimensions in this order.
     """
     names = mesh.mesh_dim_names
     axes = []

@@ -1,4 +1,4 @@
-"""Contexts, which modules that run together share, and the class that sharded modules have beside their own."""
+"""Contexts, which modules that run together share, and the class that sharded modules get in addition to their own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["FsdpContext", "FsdpModule"]
 
 
 class FsdpContext:
-    """What modules that are sharded in one ``fully_shard_context`` share.
+    """The state that modules which are sharded in one ``fully_shard_context`` share.
 
     Attributes:
-        device: that the modules compute on; None before the first of them.
-        use_symmetric_memory: their gathers go there.
-        ranges: those of its modules that compute now.
-        identities: of all parameters that its modules have.
+        device: the device on which the modules compute; None before the first module.
+        use_symmetric_memory: whether their gathers go into symmetric memory.
+        ranges: the ranges of its modules that compute now.
+        identities: the identities of all parameters of its modules.
     """
 
     def __init__(self, device: torch.device | None, *, use_symmetric_memory: bool = False) -> None:
@@ -39,7 +39,7 @@ class FsdpContext:
         self.use_symmetric_memory = use_symmetric_memory
         self.ranges = Ranges()
         self.identities: set[int] = set()
-        # Weak, as modules have their context: a model that nobody has any more is to be freed at once.
+        # The references are weak, because modules refer to their context: an unused model must be freed at once.
         self._modules: list[weakref.ref[FsdpModule]] = []
         self._forward: list[weakref.ref[FsdpModule]] = []
         self._backward: list[weakref.ref[FsdpModule]] = []
@@ -48,17 +48,17 @@ class FsdpContext:
 
     @property
     def forward_order(self) -> tuple[FsdpModule, ...]:
-        """The modules, roots in the order of their construction, and each followed by those below it."""
+        """The modules in forward order: roots in the order of their construction, each followed by the modules below it."""
         return _alive(self._forward)
 
     @property
     def backward_order(self) -> tuple[FsdpModule, ...]:
-        """The last root first, and each followed by those below it, the last child first."""
+        """The modules in backward order: the last root first, each followed by the modules below it, the last child first."""
         return _alive(self._backward)
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Backwards reduce gradients fully. With False, those that are Partial between microbatches wait for the last one."""
+        """Whether backwards reduce gradients fully. With False, gradients that are Partial between microbatches wait for the last one."""
         return self._is_last_microbatch
 
     @is_last_microbatch.setter
@@ -74,7 +74,7 @@ class FsdpContext:
                     )
 
     def register_module(self, module: FsdpModule) -> None:
-        """A module has been sharded in this context.
+        """Adds a module that has been sharded in this context.
 
         Raises:
             RuntimeError: if the context has been left.
@@ -84,7 +84,7 @@ class FsdpContext:
         self._modules.append(weakref.ref(module))
 
     def finalize(self) -> None:
-        """All modules are there: finds roots, names and orders."""
+        """Finds roots, names and orders, once all modules have been added."""
         modules = _alive(self._modules)
         below = {id(inner) for module in modules for inner in list(_fsdp_modules(module))[1:]}
         roots = [module for module in modules if id(module) not in below]
@@ -112,7 +112,7 @@ class FsdpContext:
 
 
 class FsdpModule(FSDPModule):
-    """What a module is, beside its own class, once fully_shard was called on it. It has the methods of libfsdp.FSDPModule."""
+    """The class that fully_shard gives a module in addition to its own. It has the methods of libfsdp.FSDPModule."""
 
     Phase = _ranges.Phase
 
@@ -129,7 +129,7 @@ class FsdpModule(FSDPModule):
         self._phase, self._name, self._is_root, self._enclosing = self.Phase.RESTING, None, False, frozenset()
         context.register_module(self)
         module = cast("nn.Module", self)
-        # Before libfsdp's own, which gathers, and after its own, which frees.
+        # This runs before libfsdp's own hook, which gathers, and the other one after libfsdp's own, which frees.
         module.register_forward_pre_hook(_pre_forward, prepend=True)
         module.register_forward_hook(_post_forward, always_call=True)
         module.register_load_state_dict_pre_hook(_refuse_assignment)
@@ -141,7 +141,7 @@ class FsdpModule(FSDPModule):
 
     @property
     def phase(self) -> _ranges.Phase:
-        """What it does now."""
+        """The present phase of the module."""
         return self._phase
 
     @property
@@ -156,7 +156,7 @@ class FsdpModule(FSDPModule):
         return self._name
 
     def is_root(self) -> bool:
-        """No other module of its context has it."""
+        """Whether no other module of its context contains it."""
         return self._is_root
 
     @property
@@ -197,7 +197,7 @@ def _alive(references: Iterable[weakref.ref[FsdpModule]]) -> tuple[FsdpModule, .
 
 
 def _fsdp_modules(module: Any, *, backwards: bool = False) -> Iterator[FsdpModule]:
-    """Those in and below a module, enclosing ones first."""
+    """Yields the sharded modules in and below a module, enclosing ones first."""
     if isinstance(module, FsdpModule):
         yield module
     children = list(cast("nn.Module", module).children())

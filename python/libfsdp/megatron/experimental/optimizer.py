@@ -16,12 +16,12 @@ __all__ = ["fully_shard_optimizer"]
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer, *, precision_aware: bool = False) -> None:
     """Makes an optimizer step on sharded parameters whose gradients have another dtype. In place.
 
-    Peer: ``megatron_fsdp.experimental.fully_shard_optimizer``. For the time of a step, such gradients are replaced by copies in
-    the weights' dtype. Parameter groups stay as they are.
+    Peer: ``megatron_fsdp.experimental.fully_shard_optimizer``. During a step, copies in the weights' dtype replace such gradients.
+    Parameter groups stay as they are.
 
     Args:
-        optimizer: made of the parameters of sharded modules.
-        precision_aware: it takes gradients of any dtype: nothing is copied.
+        optimizer: an optimizer that was made with the parameters of sharded modules.
+        precision_aware: whether the optimizer takes gradients of any dtype, so that nothing is copied.
     """
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -32,7 +32,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, *, precision_aware: 
                 "fully_shard_optimizer does not support optimizer.step closures, whose gradients come within the step: call "
                 "backward before step()"
             )
-        replaced.clear()  # of a step that raised
+        replaced.clear()  # left by a step that raised
         if precision_aware:
             return
         for p in (p for group in stepping.param_groups for p in group["params"]):

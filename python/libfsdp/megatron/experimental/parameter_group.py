@@ -37,22 +37,22 @@ class FsdpParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """What modules and optimizers have between steps."""
+        """The parameter that modules and optimizers have between steps."""
         return self._parameter.sharded
 
     @property
     def unsharded(self) -> nn.Parameter | None:
-        """What modules compute with; None before the first forward."""
+        """The parameter with which modules compute; None before the first forward."""
         return self._parameter.whole
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a group's parameters.
+    """The layout of a group's parameters.
 
     Attributes:
-        size: elements on all ranks that have different ones together, with padding.
-        tensor_shapes: of the parameters.
+        size: the number of elements on all ranks with different ones together, with padding.
+        tensor_shapes: the shapes of the parameters.
     """
 
     size: int
@@ -64,9 +64,9 @@ class Buffer:
     """One kind of a group's tensors on this rank.
 
     Attributes:
-        layout: of the group.
-        dtype: of the elements.
-        local_tensors: one of each parameter; for gradients, of those that have one now.
+        layout: the layout of the group.
+        dtype: the dtype of the elements.
+        local_tensors: a tensor for each parameter; for gradients, for each parameter that has one now.
     """
 
     layout: Layout
@@ -75,7 +75,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """On this rank, without padding."""
+        """The size in bytes on this rank, without padding."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.local_tensors)
 
 
@@ -83,11 +83,11 @@ class ParameterGroup:
     """A unit's parameters of one dtype that are trained, or those that are not."""
 
     def __init__(self, state: ShardState, parameters: list[ShardedParameter], fqns: dict[int, tuple[str, ...]]) -> None:
-        """Makes it of some of a unit's parameters.
+        """Makes a group of some of a unit's parameters.
 
         Args:
-            state: of the unit.
-            parameters: some of its.
+            state: the state of the unit.
+            parameters: some of the unit's parameters.
             fqns: the names of each, by identity.
         """
         self._state = weakref.ref(state)
@@ -111,17 +111,17 @@ class ParameterGroup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which modules compute."""
+        """The dtype in which modules compute."""
         return self._parameters[0].compute_dtype(self._of.mp_policy)
 
     @property
     def requires_grad(self) -> bool:
-        """The parameters are trained."""
+        """Whether the parameters are trained."""
         return self._parameters[0].sharded.requires_grad
 
     @property
     def layout(self) -> Layout:
-        """Of all ranks."""
+        """The layout over all ranks."""
         pieces, _ = self._of.mesh.piece(replicated=self._of.is_replicated, outer_sharded=self._of.beyond.outer_sharded)
         size = 0
         for p in self._parameters:
@@ -145,12 +145,12 @@ class ParameterGroup:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the parameters take on this rank while they are gathered; 0 when they are freed."""
+        """The bytes that the parameters take on this rank while they are gathered; 0 when they are freed."""
         wholes = [p.whole for p in self._parameters if p.whole is not None]
         return sum({s._cdata: s.nbytes() for s in (local_of(w).untyped_storage() for w in wholes)}.values())
 
     def sync_model_weight_from_main_weight(self) -> None:
-        """The next forward takes the shards' values, however they were written."""
+        """Makes the next forward take the shards' values, however these were written."""
         model = self._of.model
         if model is not None:
             model.engine.main_parameters_changed()
@@ -160,8 +160,8 @@ def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup,
     """The groups of one sharded module.
 
     Args:
-        module: that fully_shard was called on.
-        names: of its parameters, with the identity of each.
+        module: a module that fully_shard was called on.
+        names: the names of its parameters, with the identity of each.
     """
     fqns: dict[int, tuple[str, ...]] = {}
     for name, identity in names.items():
@@ -178,13 +178,13 @@ def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup,
 
 
 def group_of(parameter: torch.Tensor) -> ParameterGroup | None:
-    """The group that a sharded parameter belongs to."""
+    """Returns the group to which a sharded parameter belongs."""
     reference = getattr(parameter, _GROUP, None)
     return None if reference is None else cast("ParameterGroup | None", reference())
 
 
 def sync_model_weights_from_main_weights(parameters: Iterable[torch.Tensor]) -> None:
-    """The next forward takes the values of these shards, however they were written: once for each group of them."""
+    """Makes the next forward take the values of these shards, however they were written."""
     done: set[int] = set()
     for parameter in parameters:
         group = group_of(parameter)

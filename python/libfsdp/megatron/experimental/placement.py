@@ -16,7 +16,7 @@ __all__ = ["Flat", "Strategy", "strategy_of"]
 
 
 class Flat(Shard):
-    """A shard along the first dimension. Peer: of a buffer that several parameters lie in; here it is ``Shard(0)``."""
+    """A shard along the first dimension. The peer shards a buffer with several parameters by it; here it is ``Shard(0)``."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -27,10 +27,10 @@ class Strategy:
     """What a combination of placements is.
 
     Attributes:
-        placements: of the last dimension, as libfsdp.fully_shard calls them.
-        outer_placements: of the dimension before it, if there is one.
-        defers_all: gradients of all but the last microbatch add up on each rank.
-        defers_outer: they add up within the last dimension.
+        placements: the placements over the last dimension, by their name in libfsdp.fully_shard.
+        outer_placements: the placements over the dimension before it, if there is one.
+        defers_all: whether gradients of all microbatches but the last add up on each rank.
+        defers_outer: whether they are reduced within the last dimension only.
     """
 
     placements: str
@@ -39,7 +39,7 @@ class Strategy:
     defers_outer: bool = False
 
 
-# Of parameters, gradients, and optimizer state.
+# The known combinations of placements of parameters, gradients, and optimizer state.
 _KNOWN = {
     "RPR": "no_shard",
     "RPS": "optim",
@@ -55,9 +55,9 @@ def strategy_of(
     """What a combination of placements is.
 
     Args:
-        parameter: of one or two dimensions.
-        gradient: of the same.
-        optimizer: of the same.
+        parameter: the placements of parameters, for one or two dimensions.
+        gradient: the placements of gradients, for the same dimensions.
+        optimizer: the placements of optimizer state, for the same dimensions.
 
     Raises:
         NotImplementedError: if it is none of ZeRO-0 to 3, HSDP and HFSDP.
@@ -76,7 +76,7 @@ def strategy_of(
         )
     return Strategy(
         placements=found[-1],
-        # The peer cuts between any two elements; here what has no row for each rank is replicated.
+        # The peer cuts between any two elements; here, parameters without a row for each rank are replicated.
         outer_placements="optim_if_even" if found[0] == "optim" and len(found) == 2 else "no_shard",
         defers_all=keys[-1][1] == "P",
         defers_outer=len(keys) == 2,

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's sharding of single modules, as in the peer's pull request 4435: what is sharded is told by a strategy's name."""
+"""Megatron-FSDP's sharding of single modules, as in the peer's pull request 4435: the name of a strategy says what is sharded."""
 
 from libfsdp.megatron._diagnostics import ParameterNorms
 from libfsdp.megatron._policy import MixedPrecisionPolicy

@@ -1,4 +1,4 @@
-"""The class that sharded modules have beside their own."""
+"""The class that sharded modules get in addition to their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("libfsdp")
 
 
 class FSDPModule(_Base):
-    """What a module is, beside its own class, once fully_shard was called on it. It has the methods of libfsdp.FSDPModule.
+    """The class that fully_shard gives a module in addition to its own. It has the methods of libfsdp.FSDPModule.
 
     Peer: ``megatron_fsdp.v2.FSDPModule``.
     """
@@ -34,11 +34,11 @@ class FSDPModule(_Base):
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """Its parameters, by dtype and by whether they are trained. Those of sharded modules below are theirs."""
+        """Its parameters, by dtype and by whether they are trained. Parameters of sharded modules below are left out."""
         return self._fsdp_param_groups
 
     def stop_communication(self) -> None:
-        """Waits for reductions that are under way, and delivers what they gave. Call it on the root, between backwards.
+        """Waits for reductions that are under way, and delivers their gradients. Call it on the root, between backwards.
 
         Raises:
             RuntimeError: inside of a backward.
@@ -51,11 +51,11 @@ class FSDPModule(_Base):
                 state.model._deliver_gradients()
 
     def compute_per_param_norms(self) -> dict[str, ParameterNorms]:
-        """2-norms of all parameters and gradients in and below it, over all ranks. Collective."""
+        """Returns the 2-norms of all parameters and gradients in and below it, over all ranks. Collective."""
         return per_parameter_norms(cast("nn.Module", self))
 
     def log_per_param_norms(self) -> None:
-        """Writes them to the logger "libfsdp", on the first rank. Collective."""
+        """Writes these norms to the logger "libfsdp", on the first rank. Collective."""
         log_norms(self.compute_per_param_norms())
 
     def log_parameter_groups(self) -> str:

@@ -38,13 +38,14 @@ def fully_shard(
     their values here, by ``reset_parameters``: those of the first rank count.
 
     Args:
-        module: that becomes a unit.
+        module: the module that becomes a unit.
         mesh: one dimension to shard over, or two: the first replicates. By default all ranks.
         mp_policy: dtypes; by default the weights that are trained are fp32.
         sharding_strategy: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3.
-        gradient_scaling_factor: by which sums of the ranks' gradients are multiplied. None: one over the number of ranks.
-        enable_unshard_prefetch: of the root's call: the next module's parameters are gathered while this one computes.
-        enable_async_reduce_grad: of the root's call: reductions run beside backward; else each ends before it goes on.
+        gradient_scaling_factor: the factor of the sums of the ranks' gradients. None: one over the number of ranks.
+        enable_unshard_prefetch: whether the next module's parameters are gathered while one computes. The value of the root's call counts.
+        enable_async_reduce_grad: whether reductions overlap with backward. Otherwise each ends before backward continues. The value of the
+            root's call counts.
         reshard_after_forward: False keeps parameters gathered until backward has used them.
         ignored_params: parameters that stay as they are.
 

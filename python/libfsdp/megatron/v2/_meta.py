@@ -1,4 +1,4 @@
-"""Modules on the meta device: given values before they are sharded, those of one call at a time."""
+"""Gives modules on the meta device their values before they are sharded, those of one call at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def materialize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
     """Gives modules with parameters or buffers on meta their values, by ``reset_parameters``, except for sharded ones below.
 
     The values of the mesh's first rank count. Megatron-Core's tracker of random numbers is forked around each, if it is in use,
-    so that tensor-parallel ranks draw the same numbers for what they all have; TransformerEngine's modules do so themselves.
+    so that tensor-parallel ranks draw the same numbers for parameters that they all have; TransformerEngine's modules do so themselves.
 
     Args:
-        module: that is going to be sharded.
-        mesh: its ranks.
-        device: where the values are to be.
+        module: the module that is going to be sharded.
+        mesh: the ranks of the module.
+        device: the device for the values.
 
     Raises:
         ValueError: if a module has parameters or buffers on meta, and no ``reset_parameters``.
@@ -60,7 +60,7 @@ def materialize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
 
 
 def _own_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Inner ones first."""
+    """Yields the modules to which the call applies, inner ones first."""
     for child_name, child in module.named_children():
         if state_of(child) is None:
             yield from _own_modules(child, f"{name}.{child_name}" if name else child_name)
@@ -68,7 +68,7 @@ def _own_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _forked(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Random numbers of Megatron-Core's tracker."""
+    """Returns a context that forks the random numbers of Megatron-Core's tracker."""
     if type(module).__module__.startswith("transformer_engine"):
         return contextlib.nullcontext()
     for name in _TRACKERS:
