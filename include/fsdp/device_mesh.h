@@ -61,8 +61,8 @@ class DeviceMesh {
   /// meet.
   std::shared_ptr<comm::Communicator> new_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
-  /// As new_communicator() makes it at the first call with this `neighbours`, and the same one at all later calls: on a GPU, each set of
-  /// process groups takes seconds and hundreds of MB.
+  /// Makes a communicator by new_communicator() at the first call with this `neighbours`, and returns the same one at all later calls: on a
+  /// GPU, each set of process groups takes seconds and hundreds of MB.
   std::shared_ptr<comm::Communicator> second_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
   /// The sum of a host value over the ranks of the mesh, the same on every rank. It is added in the order of the ranks, whatever the mesh's

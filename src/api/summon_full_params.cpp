@@ -18,7 +18,7 @@ namespace {
 
 bool is_first_rank(const engine::Unit& unit) { return unit.communicators.gather->rank() == 0 && unit.communicators.outer_rank() == 0; }
 
-/// Those parameters of the unit that still exist.
+/// Calls `fn` with those parameters of the unit that still exist.
 void for_each_parameter(const engine::Unit& unit, const std::function<void(const at::Tensor& parameter, std::size_t index)>& fn) {
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     if (const auto tensor = unit.parameters[i].tensor.lock()) fn(at::Tensor(tensor), i);

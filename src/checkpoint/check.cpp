@@ -59,7 +59,7 @@ class Records {
   std::map<std::string, std::unique_ptr<File>> open_;
 };
 
-/// What Python wrote has no other checksums than its records' own.
+/// Checks a record's own checksum, the only one in checkpoints that Python wrote.
 void check_data(const File& file, const TensorData& data, const std::string& name) {
   if (!data.stored.crc32) return;
   Scratch scratch(kSummedBlock);

@@ -265,7 +265,7 @@ void remove_quietly(const std::filesystem::path& path, FileSystem& files) noexce
   try {
     remove_tree(path, files);
   } catch (const std::exception&) {
-    // What is left has a temporary name.
+    // The rest of the folder has a temporary name.
   }
 }
 

@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What is at `path`, if it is a step.
+/// Returns the step at `path`; nothing if it is not a step.
 std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSystem& files) {
   Step step{.path = path, .name = name, .fault = {}};
   if (!is_there(path / kSidecar, files)) {

@@ -37,8 +37,8 @@ namespace fsdp::engine {
 ///   any -> kSharded         evicted, or given up; or, for replicated parameters, outdated by a write to the main ones
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 
-/// What the computation, or the user, has to do with a unit in the running pass (a forward, or a backward): departures act on it. All
-/// transitions are made by Engine::set_use, which refuses others:
+/// How the computation, or the user, uses a unit in the running pass (a forward, or a backward). Departures depend on it. All transitions
+/// are made by Engine::set_use, which refuses others:
 ///   any -> kInUse            entered; in a backward, by the backward proper
 ///   any but kInUse -> kRepeated   entered by a forward that activation checkpointing repeats within a backward
 ///   kInUse, kRepeated -> kLeft, kKept   departed from; also from kUnused, if forward was still in the unit when backward began

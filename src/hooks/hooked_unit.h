@@ -87,8 +87,8 @@ class HookedUnit {
   bool take_exchanged_memory();
   /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
   at::Tensor whole(std::size_t i) const;
-  /// What this rank keeps of parameter i after forward, in the given shape, if neighbours keep a copy between them: over memory that comes
-  /// and goes. Equal parts of the whole one, in the order of its elements.
+  /// If neighbours keep a copy between them after forward, returns this rank's part of parameter i, in the given shape, over memory that
+  /// comes and goes. The parts are equal and in the order of the elements.
   at::Tensor kept(std::size_t i, const std::vector<std::int64_t>& shape) const;
   /// The tensor that modules show as the whole parameter i, and autograd accumulates into: over the memory of whole(i).
   void set_leaf(std::size_t i, const at::Tensor& leaf);

@@ -87,7 +87,7 @@ class MegatronFSDP(nn.Module):
             fsdp_unit_modules: classes, or their import paths, whose modules are gathered and freed as units. Parameters in none of them
                 stay gathered until their values change.
             disable_bucketing: changes nothing.
-            device: to which the module is moved first.
+            device: the device to which the module is moved first.
             calculate_per_token_loss: gradients are added up over the ranks, and not divided by their number.
             init_model_with_meta_device: parameters on meta get their values by ``reset_parameters``, after sharding.
             sync_model_each_microbatch: see ``set_model_auto_sync``.

@@ -75,7 +75,7 @@ def fully_shard_model(
         fsdp_unit_modules: classes, or import paths of classes, whose modules are units.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         outer_dp_sharding_strategy: 0 or 1, or "no_shard", "optim".
-        device: to which the module is moved first.
+        device: the device to which the module is moved first.
         init_model_with_meta_device: parameters on meta get their values by ``reset_parameters``, after sharding.
         mixed_precision_policy: dtypes.
         overlap_grad_reduce: with False, each reduction ends before backward continues.

@@ -186,7 +186,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     """Where this rank's part lies. Collective over the mesh dimensions that cut the tensor.
 
     Args:
-        dtensor: of any parts that are the whole together.
+        dtensor: a DTensor whose parts, of any size, are the whole together.
 
     Returns:
         Offsets and sizes, in elements of each dimension.
@@ -204,7 +204,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     DTensor asks its local tensor for ``__create_chunk_list__`` and ``__create_write_items__``; these are set there.
 
     Args:
-        dtensor: of any parts that are the whole together.
+        dtensor: a DTensor whose parts, of any size, are the whole together.
     """
     _attach(dtensor, gather_and_compute_chunk_metadata(dtensor))
 
@@ -247,7 +247,7 @@ def filter_unflattened_state_dict(
     """Returns the paths of those values in nested dictionaries for which ``visit_condition`` is true.
 
     Args:
-        state_dict: of values and dictionaries.
+        state_dict: a dictionary of values and dictionaries.
         key_chain: the keys with which all paths begin.
         visit_condition: called with each value that is not a dictionary.
 
@@ -284,7 +284,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict
     Collective: all ranks have the same names. One exchange for all of them, if they are cut alike.
 
     Args:
-        state_dict: of values and dictionaries.
+        state_dict: a dictionary of values and dictionaries.
 
     Returns:
         The same object.
@@ -305,7 +305,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> Tensor:
     """The whole tensor, on every rank. Collective over the mesh dimensions that cut it.
 
     Args:
-        dtensor: of any parts that are the whole together.
+        dtensor: a DTensor whose parts, of any size, are the whole together.
 
     Returns:
         A plain tensor, not recorded by autograd. At its peak, twice its memory is in use.
@@ -352,7 +352,7 @@ def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
     """The tensor as a DTensor that all ranks of the mesh have as a whole. Collective, as above.
 
     Args:
-        dtensor: of any parts that are the whole together.
+        dtensor: a DTensor whose parts, of any size, are the whole together.
 
     Returns:
         Another DTensor on the same mesh.
@@ -382,7 +382,7 @@ def split_dtensor(
     Collective over the mesh dimensions that cut the tensor, at once, not as the parts are taken.
 
     Args:
-        dtensor: of any parts that are the whole together.
+        dtensor: a DTensor whose parts, of any size, are the whole together.
         split_size_or_sections: the length of all sections but the last, or of each.
         dim: the dimension along which it is split.
         update_uneven_dtensor_chunk_meta: the results are ready for torch.distributed.checkpoint.

@@ -33,7 +33,7 @@ class AdamW8bit(BeginsAnew):
     are counted from the start of a parameter. None may lie on two ranks, so the result does not depend on the number of ranks.
 
     Args:
-        params: as torch.optim's.
+        params: the parameters or groups, as in torch.optim.
         lr: the learning rate.
         betas: the decays of the two moments.
         eps: added to the root of the second moment.
@@ -111,7 +111,7 @@ class AdamW8bit(BeginsAnew):
             state["absmax" + moment] = _zeros_per_block(parameter, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim's; state of 8 bits keeps its dtypes.
+        """Works like torch.optim's; 8-bit state keeps its dtypes.
 
         Args:
             state_dict: what ``state_dict()`` of another AdamW8bit gave.

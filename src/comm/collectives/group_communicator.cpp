@@ -108,7 +108,7 @@ void GroupPending::settle() noexcept {
   try {
     wait_unconfirmed();
   } catch (...) {
-    // Whoever destroys an unfinished collective does not want its result; the group remembers the failure.
+    // The result of an unfinished collective that is destroyed is not needed; the group remembers the failure.
   }
 }
 

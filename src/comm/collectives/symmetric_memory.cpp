@@ -95,7 +95,7 @@ class Blocks : public std::enable_shared_from_this<Blocks> {
     const auto device = lent->source->device_;
     Registry::of_process().take_back(lent->memory.get());
     try {
-      // What is queued on any stream may still use it.
+      // Queued work on any stream may still use it.
       if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
     } catch (...) {  // The device has failed: an exception that says so is on its way.
       return Registry::of_process().keep(std::move(lent->memory));

@@ -46,8 +46,8 @@ def load_checkpoint(
     Peer: ``megatron_fsdp.experimental.load_checkpoint``.
 
     Args:
-        model: of sharded modules.
-        optimizer: of their parameters, before or after its first step.
+        model: a model of sharded modules.
+        optimizer: an optimizer of their parameters, before or after its first step.
         checkpoint_dir: the folder.
         sync_model_weights: make the next forward take the loaded values, which is needed only if they were written through ``.data``.
     """
