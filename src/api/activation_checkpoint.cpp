@@ -31,8 +31,8 @@
 #include <utility>
 
 #include "base/no_autocast_cache.h"
-#include "trigger/autograd_phase.h"
 #include "fsdp/error.h"
+#include "trigger/autograd_phase.h"
 
 namespace fsdp {
 namespace {

@@ -16,11 +16,11 @@ namespace py = pybind11;
 
 namespace fsdp::bindings {
 
+using torch_python::collectives_are_visible;
 using torch_python::FakeCommunicator;
 using torch_python::PythonCommunicator;
-using torch_python::VisibleCommunicator;
-using torch_python::collectives_are_visible;
 using torch_python::set_collectives_replaced;
+using torch_python::VisibleCommunicator;
 
 namespace {
 

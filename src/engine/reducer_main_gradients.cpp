@@ -24,7 +24,7 @@ void Reducer::allocate_main_gradient(Unit& unit) {
   auto& buffer = unit.main_gradient_buffer;
   if (unit.offloaded() && !device_.is_cpu()) {
     auto& host = unit.host_gradient_memory;
-    if (host.use_count() != 1) {  // None yet, or somebody has gradients in it.
+    if (host.use_count() != 1) {  // There is none yet, or a program still holds gradients in it.
       host = std::make_shared<c10::DataPtr>(memory::allocate_host(device_, buffer.bytes, unit.options.host_memory));
     }
     unit.main_gradient_memory = host;

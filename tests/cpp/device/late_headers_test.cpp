@@ -10,8 +10,8 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
-#include "comm/mesh/device_mesh_state.h"
 #include "comm/collectives/native_communicator.h"
+#include "comm/mesh/device_mesh_state.h"
 #include "comm/mesh/rendezvous.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
