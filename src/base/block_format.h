@@ -43,13 +43,13 @@ inline constexpr float kLargestFloat8 = 448;
 /// A scale's byte (e8m0) stands for 2^(byte - 127); this one for NaN.
 inline constexpr std::uint8_t kNanScale = 255;
 
-FSDP_HOST_DEVICE inline float scale_value(std::uint8_t byte) {
+FSDP_ELEMENT float scale_value(std::uint8_t byte) {
   if (byte == kNanScale) return float_of(0x7fc00000u);
   return float_of(byte == 0 ? 0x00400000u : static_cast<std::uint32_t>(byte) << 23);
 }
 
 /// The smallest power of two by which the largest magnitude of a block, whose bits are given, fits. The least one is 2^-127.
-FSDP_HOST_DEVICE inline std::uint8_t scale_for(std::uint32_t largest) {
+FSDP_ELEMENT std::uint8_t scale_for(std::uint32_t largest) {
   if (largest >= 0x7f800000u) return kNanScale;
   const std::uint32_t bits = bits_of(float_of(largest) / kLargestFloat8);
   const std::uint32_t exponent = bits >> 23;
@@ -59,12 +59,12 @@ FSDP_HOST_DEVICE inline std::uint8_t scale_for(std::uint32_t largest) {
 }
 
 template <typename T>
-FSDP_HOST_DEVICE inline std::uint8_t encoded(T value, float scale) {
+FSDP_ELEMENT std::uint8_t encoded(T value, float scale) {
   const float scaled = static_cast<float>(value) / scale;
   return scaled == scaled ? c10::Float8_e4m3fn(scaled).x : std::uint8_t{0x7f};
 }
 template <typename T>
-FSDP_HOST_DEVICE inline T decoded(std::uint8_t code, float scale) {
+FSDP_ELEMENT T decoded(std::uint8_t code, float scale) {
   return rounded_to<T>(static_cast<float>(c10::Float8_e4m3fn(code, c10::Float8_e4m3fn::from_bits())) * scale);
 }
 

@@ -34,12 +34,12 @@ bool with_real_type(c10::ScalarType dtype, const Fn& fn) {
   }
 }
 
-FSDP_HOST_DEVICE inline std::uint32_t bits_of(float value) {
+FSDP_ELEMENT std::uint32_t bits_of(float value) {
   std::uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
-FSDP_HOST_DEVICE inline float float_of(std::uint32_t bits) {
+FSDP_ELEMENT float float_of(std::uint32_t bits) {
   float value = 0;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -47,7 +47,7 @@ FSDP_HOST_DEVICE inline float float_of(std::uint32_t bits) {
 
 /// Rounded to T. Unlike c10's conversion, without a branch, so that loops vectorize.
 template <typename T, typename Wide>
-FSDP_HOST_DEVICE inline T rounded_to(Wide value) {
+FSDP_ELEMENT T rounded_to(Wide value) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     const auto narrow = static_cast<float>(value);
     const std::uint32_t bits = bits_of(narrow);

@@ -8,6 +8,16 @@
 #define FSDP_HOST_DEVICE
 #endif
 
+// The same for the arithmetic of an element. Always inlined: a call that is left in a loop, as compilers leave some in large files, costs
+// the vector instructions.
+#if defined(__CUDACC__)
+#define FSDP_ELEMENT __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+#define FSDP_ELEMENT inline __attribute__((always_inline))
+#else
+#define FSDP_ELEMENT inline
+#endif
+
 // Before a loop of a few rounds, whose arrays a GPU then has in registers.
 #if defined(__CUDA_ARCH__)
 #define FSDP_UNROLL _Pragma("unroll")

@@ -18,7 +18,7 @@ using Accumulator = std::conditional_t<std::is_same_v<Source, double>, double, f
 enum class Rounding : std::uint8_t { kNone, kBFloat16, kHalf };
 
 template <typename Acc>
-FSDP_HOST_DEVICE inline Acc round_to(Rounding rounding, Acc value) {
+FSDP_ELEMENT Acc round_to(Rounding rounding, Acc value) {
   switch (rounding) {
     case Rounding::kBFloat16:
       return static_cast<Acc>(static_cast<float>(rounded_to<c10::BFloat16>(value)));
@@ -32,7 +32,7 @@ FSDP_HOST_DEVICE inline Acc round_to(Rounding rounding, Acc value) {
 
 /// What becomes of `old`, the output's element, when the ranks' elements have been added up.
 template <typename Out, typename Acc>
-FSDP_HOST_DEVICE inline Out finish(Acc sum, Acc scale, Out old, bool accumulate, Rounding rounding) {
+FSDP_ELEMENT Out finish(Acc sum, Acc scale, Out old, bool accumulate, Rounding rounding) {
   const Acc scaled = round_to(rounding, sum * scale);
   // In the wider of both types: a main gradient in fp64 keeps its digits.
   using Wide = decltype(Acc{} + Accumulator<Out>{});

@@ -30,7 +30,7 @@ struct AdamWElement {
   float first;
   float second;
 };
-FSDP_HOST_DEVICE inline AdamWElement update_element(const BlockAdamW& c, float gradient, AdamWElement element) {
+FSDP_ELEMENT AdamWElement update_element(const BlockAdamW& c, float gradient, AdamWElement element) {
   element.first = c.beta1 * element.first + (1 - c.beta1) * gradient;
   element.second = c.beta2 * element.second + (1 - c.beta2) * (gradient * gradient);
   const float denominator = std::sqrt(element.second) * c.second_scale + c.eps;
@@ -39,12 +39,12 @@ FSDP_HOST_DEVICE inline AdamWElement update_element(const BlockAdamW& c, float g
 }
 
 /// As integers, magnitudes are in the same order, and the largest may be found in any; NaN wins.
-FSDP_HOST_DEVICE inline std::int32_t magnitude_bits(float x) {
+FSDP_ELEMENT std::int32_t magnitude_bits(float x) {
   std::int32_t bits = 0;
   std::memcpy(&bits, &x, sizeof bits);
   return bits & 0x7FFFFFFF;
 }
-FSDP_HOST_DEVICE inline float divisor_for(float largest) { return largest > 0 ? largest : 1; }
+FSDP_ELEMENT float divisor_for(float largest) { return largest > 0 ? largest : 1; }
 
 /// One of the two moments of a block: codes for its elements divided by the largest magnitude, whose sign it has not.
 struct BlockMoment {
