@@ -82,6 +82,7 @@ void Reducer::acquire(GradientAccumulator& gradients) {
 
 void Reducer::begin_backward(bool reduces_on_departure) {
   reduces_on_departure_ = reduces_on_departure;
+  expects_ = reduces_on_departure;
   entered_.clear();
   for (const auto& gradients : gradients_) {
     gradients->departures = 0;
@@ -127,10 +128,10 @@ void Reducer::finish() {
   }
   // [Usage is agreed] What was left to this moment last time is again, most likely: the device reduces it while the host asks. If it is
   // not, it counts as zero.
+  const bool expects = std::exchange(expects_, false);
   for (const auto& gradients : gradients_) {
     const bool departed = gradients->departures >= gradients->reduced_at_departure && gradients->reduced_at_departure < kLastDeparture;
-    gradients->reduced_unasked =
-        gradients->left_to_end && !departed && reduces_on_departure_ && gradients->unit.options.requires_gradient_sync;
+    gradients->reduced_unasked = expects && gradients->left_to_end && !departed && gradients->unit.options.requires_gradient_sync;
     if (gradients->reduced_unasked) reduce_at_end(*gradients);
   }
   std::vector<bool> unreduced(gradients_.size(), false);

@@ -127,6 +127,7 @@ class Reducer {
   Options options_;
   bool copies_to_host_ = false;  ///< Copies of offloaded gradients may be under way.
   bool reduces_on_departure_ = true;
+  bool expects_ = false;  ///< A backward for all leaves has begun since the last finish().
   bool overlaps_ = true;
   std::vector<std::unique_ptr<GradientAccumulator>> gradients_;  // by Unit::index
   std::vector<GradientAccumulator*> collecting_;
