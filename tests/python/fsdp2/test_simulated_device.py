@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support import device, megatron
 from support.comparison import assert_follows_replica, differences
-from support.ranks import ComparedRanks, StartRanks
+from support.ranks import ComparedRanks, Ranks, StartRanks
 from support.training import CASES, Options, Run, api, batch_of, full, make_optimizer, mesh_of, seeded, shard, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -259,10 +259,14 @@ def diverge() -> str:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_diverge_get_one_error(ranks: StartRanks, world: int) -> None:
-    for text in ranks(world).run(diverge):
-        assert "the ranks make different calls" in text
-        assert "all-gather of unit 'units.2'" in text
+def test_ranks_that_diverge_get_one_error(world: int) -> None:
+    ranks = Ranks(world)  # Their groups have failed afterwards.
+    try:
+        for text in ranks.run(diverge):
+            assert "the ranks make different calls" in text
+            assert "all-gather of unit 'units.2'" in text
+    finally:
+        ranks.end()
 
 
 class Fails(torch.autograd.Function):
