@@ -152,6 +152,41 @@ def test_scaled_losses(ranks: StartRanks, fused: bool) -> None:
         assert not (text := differences("value", parameters, expected, {})), text
 
 
+def save_beside(options: Options, folder: str | None) -> tuple[list[float], dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Steps, of which some are saved while the next ones train; losses, parameters, and those that the saves have to have."""
+    trainee = Trainee("libfsdp", options)
+    saver = libfsdp.AsyncSaver(trainee.model, trainee.optimizer)
+    losses, saved = [], []
+    for step in range(6):
+        losses.append(trainee.train_step(step))
+        if folder is not None and step % 2 == 1:
+            saved.append(trainee.parameters())
+            # The next step changes what the thread writes. The second save waits for the first one, and takes its memory again.
+            saver.save(f"{folder}/step-{step}", {"step": step})
+    saver.wait()
+    assert take_reports() == []
+    for number, expected in enumerate(saved):
+        other = Trainee("libfsdp", options)
+        extra = libfsdp.load(f"{folder}/step-{2 * number + 1}", other.model, other.optimizer).extra
+        assert extra == {"step": 2 * number + 1}
+        assert not (text := differences("saved", other.parameters(), expected, {})), text
+        if number == 1:  # its optimizer goes on as the saved one did
+            assert [other.train_step(step) for step in (4, 5)] == losses[4:]
+        assert take_reports() == []
+    return losses, trainee.parameters(), saved
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(compute=bf16, reduce=fp32), Options(offload=True), Options(reshard=False)]
+)
+def test_saves_beside_training(ranks: StartRanks, options: Options, tmp_path: Path) -> None:
+    """Losses and parameters are those of a run that saves nothing; a checkpoint has what there was at the call."""
+    without = ranks(2).run(save_beside, options, None)
+    for (losses, parameters, _), (expected_losses, expected, _) in zip(
+        ranks(2).run(save_beside, options, str(tmp_path)), without, strict=True
+    ):
+        assert losses == expected_losses
+        assert not (text := differences("value", parameters, expected, {})), text
 def train_scaled_by_sgd(implementation: str, overflows_at: int, dampening: float) -> dict[str, Tensor]:
     """Gradients of one step overflow on one rank. The host need not wait to know, but where a first momentum would be damped."""
     trainee = Trainee(implementation)
