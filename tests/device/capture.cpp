@@ -30,18 +30,24 @@ bool is_under_way(CaptureId capture) {
   return std::any_of(streams.begin(), streams.end(), [&](const auto& one) { return one.second.first == capture; });
 }
 
+bool any_on(int device) {
+  const auto& streams = captures().streams;
+  return std::any_of(streams.begin(), streams.end(), [&](const auto& one) { return one.second.second.device_index() == device; });
+}
+
 std::string name_of(c10::Stream stream) { return stream.id() == 0 ? "the default stream" : "stream " + std::to_string(agent_of(stream)); }
 
 }  // namespace
 
-void begin_capture(c10::Stream stream) {
+CaptureId begin_capture_on(c10::Stream stream) {
   const Lock lock;
   TORCH_CHECK(stream.id() != 0, "sim: the default stream cannot be captured");
   TORCH_CHECK(capture_of(stream) == 0, "sim: the stream is being captured");
   captures().streams.insert_or_assign(agent_of(stream), std::pair(++captures().last, stream));
+  return captures().last;
 }
 
-void end_capture(c10::Stream stream) {
+void end_capture_on(c10::Stream stream) {
   const Lock lock;
   const CaptureId ended = capture_of(stream);
   TORCH_CHECK(ended != 0, "sim: the stream is not being captured");
@@ -70,6 +76,8 @@ void wait_within_capture(c10::Stream stream, CaptureId waited_for) {
     report("capture: " + name_of(stream) + " waits for what a graph recorded whose capture has ended");
   } else if (own != 0) {
     report("capture: " + name_of(stream) + " is captured, and waits for what was recorded outside of its capture");
+  } else if (stream.id() == 0) {
+    report("capture: the default stream waits for what a graph records, and cannot take part");
   } else {
     captures().streams.insert_or_assign(agent_of(stream), std::pair(waited_for, stream));
   }
@@ -77,9 +85,15 @@ void wait_within_capture(c10::Stream stream, CaptureId waited_for) {
 
 void wait_beside_captures(int device, const std::string& reason) {
   const Lock lock;
-  const auto& streams = captures().streams;
-  if (std::any_of(streams.begin(), streams.end(), [&](const auto& one) { return one.second.second.device_index() == device; })) {
+  if (any_on(device)) {
     report("capture: the host waits (" + reason + ") while a graph is captured");
+  }
+}
+
+void allocate_beside_captures(c10::Stream stream) {
+  const Lock lock;
+  if (capture_of(stream) == 0 && any_on(stream.device_index())) {
+    report("capture: memory is allocated for " + name_of(stream) + ", which is not captured, while a graph is");
   }
 }
 

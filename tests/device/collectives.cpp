@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "graph.h"
 #include "memory.h"
 #include "streams.h"
 #include "turns.h"
@@ -64,12 +65,15 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void complete() {
     const std::lock_guard lock(mutex_);
     const auto self = std::exchange(self_, nullptr);
+    if (const auto record = std::exchange(record_, {})) record();
     turn_ ? turn_->wait() : wait_for_messages();  // Gloo's messages are waited for once.
     if (is_aborted_) return;
     for (const Posted& posted : std::exchange(posted_, {})) {
       if (posted.deliver) posted.deliver();
     }
   }
+  /// What the first complete() says to a graph.
+  void on_completion(std::function<void()> record) { record_ = std::move(record); }
   /// Nobody waits for what has not come: it never does.
   void abort() {
     is_aborted_ = true;
@@ -107,6 +111,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::vector<at::Tensor> tensors_;
   std::shared_ptr<Turn> turn_;
   std::shared_ptr<Transfer> self_;
+  std::function<void()> record_;
 };
 
 class Work final : public c10d::Work {
@@ -146,9 +151,17 @@ void check(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), "sim: a collective got a tensor that is not contiguous");
 }
 
-/// What a collective has read, flat.
-at::Tensor taken(const at::Tensor& tensor) { return on_cpu(tensor).reshape({-1}).clone(); }
-void put(const at::Tensor& to, const at::Tensor& values) { on_cpu(to).copy_(values.view(to.sizes())); }
+/// The tensors as the CPU sees them. Addresses are those of the call: until a replay, storages may be given others.
+std::vector<at::Tensor> on_cpu(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (const auto& tensor : tensors) all.push_back(sim::on_cpu(tensor));
+  return all;
+}
+using sim::on_cpu;
+
+/// What a collective has read, flat. Both work on tensors of on_cpu().
+at::Tensor taken(const at::Tensor& tensor) { return tensor.reshape({-1}).clone(); }
+void put(const at::Tensor& to, const at::Tensor& values) { to.copy_(values.view(to.sizes())); }
 
 at::Tensor reduced(const at::Tensor& a, const at::Tensor& b, const c10d::ReduceOp& op) {
   if (op == c10d::ReduceOp::MAX) return at::maximum(a, b);
@@ -215,16 +228,17 @@ class Collectives final : public c10d::Backend {
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
     TORCH_CHECK(out.numel() == in.numel() * size_, "sim: sizes of an all-gather");
     return add(
-        "all_gather", {in}, {out}, [this, in, out] { return gather(in, [out](const at::Tensor& all) { put(out, all); }); },
+        "all_gather", {in}, {out},
+        [this, in = on_cpu(in), out = on_cpu(out)] { return gather(in, [out](const at::Tensor& all) { put(out, all); }); },
         c10d::OpType::_ALLGATHER_BASE, options.asyncOp);
   }
   WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outs, std::vector<at::Tensor>& ins,
                     const c10d::AllgatherOptions& options) override {
-    const auto deliver = [outs = outs[0], size = size_](const at::Tensor& all) {
+    const auto deliver = [outs = on_cpu(outs[0]), size = size_](const at::Tensor& all) {
       for (std::size_t rank = 0; rank < outs.size(); ++rank) put(outs[rank], all.view({size, -1})[static_cast<std::int64_t>(rank)]);
     };
     return add(
-        "all_gather", {ins[0]}, outs[0], [this, in = ins[0], deliver] { return gather(in, deliver); }, c10d::OpType::ALLGATHER,
+        "all_gather", {ins[0]}, outs[0], [this, in = on_cpu(ins[0]), deliver] { return gather(in, deliver); }, c10d::OpType::ALLGATHER,
         options.asyncOp);
   }
   WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
@@ -235,10 +249,12 @@ class Collectives final : public c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
     TORCH_CHECK(in.numel() == out.numel() * size_, "sim: sizes of a reduce-scatter");
-    const auto deliver = [out, op = options.reduceOp, size = size_](const at::Tensor& all) { put(out, reduced(all.view({size, -1}), op)); };
+    const auto deliver = [out = on_cpu(out), op = options.reduceOp, size = size_](const at::Tensor& all) {
+      put(out, reduced(all.view({size, -1}), op));
+    };
     return add(
-        "reduce_scatter", {in}, {out}, [this, in, deliver] { return exchange(in, deliver); }, c10d::OpType::_REDUCE_SCATTER_BASE,
-        options.asyncOp);
+        "reduce_scatter", {in}, {out}, [this, in = on_cpu(in), deliver] { return exchange(in, deliver); },
+        c10d::OpType::_REDUCE_SCATTER_BASE, options.asyncOp);
   }
   WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
                                           const c10d::ReduceScatterOptions& options) override {
@@ -249,21 +265,22 @@ class Collectives final : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<std::int64_t>& outs, std::vector<std::int64_t>& ins,
                         const c10d::AllToAllOptions& options) override {
     TORCH_CHECK(outs.empty() && ins.empty(), "sim: an all-to-all has equal parts");
-    const auto deliver = [out](const at::Tensor& all) { put(out, all); };
+    const auto deliver = [out = on_cpu(out)](const at::Tensor& all) { put(out, all); };
     return add(
-        "all_to_all", {in}, {out}, [this, in, deliver] { return exchange(in, deliver); }, c10d::OpType::ALLTOALL_BASE, options.asyncOp);
+        "all_to_all", {in}, {out}, [this, in = on_cpu(in), deliver] { return exchange(in, deliver); }, c10d::OpType::ALLTOALL_BASE,
+        options.asyncOp);
   }
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    const auto deliver = [tensor = tensors[0], op = options.reduceOp, size = size_](const at::Tensor& all) {
+    const auto deliver = [tensor = on_cpu(tensors[0]), op = options.reduceOp, size = size_](const at::Tensor& all) {
       put(tensor, reduced(all.view({size, -1}), op));
     };
     return add(
-        "all_reduce", tensors, tensors, [this, in = tensors[0], deliver] { return gather(in, deliver); }, c10d::OpType::ALLREDUCE,
+        "all_reduce", tensors, tensors, [this, in = on_cpu(tensors[0]), deliver] { return gather(in, deliver); }, c10d::OpType::ALLREDUCE,
         options.asyncOp);
   }
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
     const bool is_root = options.rootRank == rank_;
-    const auto post = [this, tensor = tensors[0], options, is_root]() -> Posted {
+    const auto post = [this, tensor = on_cpu(tensors[0]), options, is_root]() -> Posted {
       std::vector<at::Tensor> values = {taken(tensor)};
       auto work = messages_->broadcast(values, options);
       if (is_root) return {{work}, {}};
@@ -275,11 +292,11 @@ class Collectives final : public c10d::Backend {
   // Messages between two ranks arrive in order; tags say nothing.
   WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int) override {
     return add(
-        "send", tensors, {}, [this, tensor = tensors[0], peer] { return send_message(tensor, peer); }, c10d::OpType::SEND, true);
+        "send", tensors, {}, [this, tensor = on_cpu(tensors[0]), peer] { return send_message(tensor, peer); }, c10d::OpType::SEND, true);
   }
   WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int) override {
     return add(
-        "recv", {}, tensors, [this, tensor = tensors[0], peer] { return receive_message(tensor, peer); }, c10d::OpType::RECV, true);
+        "recv", {}, tensors, [this, tensor = on_cpu(tensors[0]), peer] { return receive_message(tensor, peer); }, c10d::OpType::RECV, true);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     auto transfer = std::make_shared<Transfer>();
@@ -321,6 +338,7 @@ class Collectives final : public c10d::Backend {
       transfers_.push_back(transfer);
     }
     transfer->begin(device, std::move(operation.tensors));
+    record(async ? *stream_ : current, *transfer, operation.posts);
     if (turns_ == nullptr) {
       transfer->post(operation.posts);
     } else {
@@ -335,6 +353,15 @@ class Collectives final : public c10d::Backend {
     auto work = c10::make_intrusive<Work>(rank_, type, device, std::move(end), transfer, /*host_waits=*/false);
     if (!async) work->synchronize();
     return work;
+  }
+
+  /// In a graph: the same messages, at the same places in the order of the stream's work.
+  static void record(c10::Stream stream, Transfer& transfer, const std::vector<std::function<Posted()>>& posts) {
+    if (capture_of(stream) == 0) return;
+    const auto again = std::make_shared<Transfer>();
+    record_in_graph(stream, [again, posts] { again->post(posts); });
+    transfer.on_completion([stream, again] { record_in_graph(stream, [again] { again->complete(); }); });
+    record_at_end_of_graph(stream, [again] { again->complete(); });  // where nobody has waited
   }
 
   Posted gather(const at::Tensor& in, const std::function<void(const at::Tensor&)>& deliver) {

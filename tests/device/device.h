@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,7 @@
 //
 //   streams.h     clocks of streams; launch() checks and notes what a kernel reads and writes
 //   host_clock.h  clocks of threads
-//   capture.h     which streams take part in the capture of a graph
+//   capture.h     which streams take part in the capture of a graph; graph.h: what it records, and replays
 //   memory.h      a caching allocator by CUDA's rules, on addresses that the host cannot touch; pinned.h: pinned memory
 //   operators.cpp, fallback.cpp    ATen's operators
 //   collectives.h                  a c10d backend by NCCL's rules
@@ -36,11 +37,30 @@ void set_options(const Options& options);
 /// environment, the operation of number N (a report names numbers) shows its stack: runs are alike.
 std::vector<std::string> take_reports();
 
-/// Captures what comes on the stream as a graph. Kernels run at once all the same; what CUDA refuses is a report. A stream that waits for
-/// what was put on a captured one takes part until the end, when the first one has to be behind all of them. Until then they wait for
-/// nothing that was recorded outside, and the host does not wait for the device. The end is as if the graph had been run and waited for.
-void begin_capture(c10::Stream stream);
-void end_capture(c10::Stream stream);
+/// A graph of what comes on the current device's current stream during a capture, by CUDA's rules; what breaks them is a report. A stream
+/// that waits for what was put on a captured one takes part until the end, when the first one has to be behind all of them. Until then they
+/// wait for nothing that was recorded outside, and the host does not wait for the device. What they allocate is of the graph's own pool,
+/// from which nobody else gets memory until the graph has gone; other streams allocate nothing. A capture computes nothing: at its end, the
+/// device's memory is as before. A replay computes all of it, in the order and at the addresses of the capture, and uses no memory of
+/// others that was freed since.
+class Graph {
+ public:
+  Graph();
+  ~Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  void begin_capture();
+  void end_capture();
+  /// On the current stream.
+  void replay();
+  void reset();
+
+  struct Recorded;
+
+ private:
+  std::unique_ptr<Recorded> recorded_;
+};
 
 /// Runs before the host waits, in the waiting thread, with the reason as Stats names it. Empty: nothing does.
 void before_host_wait(std::function<void(const std::string& reason)> hook);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "generator.h"
+#include "graph.h"
 #include "host_clock.h"
 #include "memory.h"
 #include "operators.h"
@@ -48,10 +49,12 @@ class Call {
     for (std::size_t k = 0; k < given_.size(); ++k) choose_generator(k);
     const auto stream = current_stream(device_);
     const auto launched = launch(stream, schema_.name(), ranges_);
+    const torch::jit::Stack arguments(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
     if (waits_for_values(schema_.name()) || has_boolean_index_) host_waits(device_, launched.clock, "operator " + schema_.name());
     for (const auto& [device, cpu] : empty_outputs_) return_empty_output(device, cpu);
     for (std::size_t k = 0; k < schema_.returns().size(); ++k) convert_result(k);
+    if (capture_of(stream) != 0) record(stream, arguments);
   }
 
  private:
@@ -60,6 +63,23 @@ class Call {
   bool writes(std::size_t k) const {
     const auto* alias = schema_.arguments()[k].alias_info();
     return alias != nullptr && alias->isWrite();
+  }
+
+  /// In a graph: the same kernel on the same addresses. What it makes is copied to where that lies since the capture.
+  void record(c10::Stream stream, const torch::jit::Stack& arguments) const {
+    record_in_graph(stream, [op = op_, arguments, results = results_, returns = schema_.returns().size()] {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      auto stack = arguments;
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      for (const Result& result : results) {
+        if (result.made.defined()) {
+          result.to.copy_(result.made);
+          continue;
+        }
+        const c10::IValue& value = stack[stack.size() - returns + result.number];
+        result.to.copy_(value.isTensor() ? value.toTensor() : value.toTensorVector()[result.in_list]);
+      }
+    });
   }
 
   void convert_argument(std::size_t k) {
@@ -86,7 +106,7 @@ class Call {
     if (tensor.device().type() != kType) {
       const bool may_be = tensor.dim() == 0 || takes_host_tensors(schema_.name()) || argument.is_out() || !tensor.device().is_cpu();
       TORCH_CHECK(may_be, "sim: ", schema_.name(), " got a tensor of the host among the device's: ", argument.name());
-      return tensor;
+      return writes(k) ? tensor : tensor.clone();  // Kernels get the value; a graph keeps it.
     }
     if (device_ < 0) device_ = tensor.device().index();
     TORCH_CHECK(tensor.device().index() == device_, "sim: ", schema_.name(), " got tensors of two devices");
@@ -113,6 +133,7 @@ class Call {
     if (cpu.numel() == 0) return;
     device.resize_(cpu.sizes());
     fill(device, cpu);
+    results_.push_back({.to = on_cpu(device), .made = cpu});
   }
 
   void convert_result(std::size_t k) {
@@ -124,15 +145,16 @@ class Call {
         if (other != nullptr && *other == *alias) value = given_[argument];
       }
     } else if (value.isTensor()) {
-      value = to_device(value.toTensor());
+      value = to_device(value.toTensor(), k, 0);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor));
+      std::size_t in_list = 0;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, k, in_list++));
       value = std::move(list);
     }
   }
 
-  at::Tensor to_device(const at::Tensor& cpu) {
+  at::Tensor to_device(const at::Tensor& cpu, std::size_t number, std::size_t in_list) {
     if (!cpu.defined() || !cpu.device().is_cpu()) return cpu;
     if (cpu.numel() > 0) {
       for (const at::Tensor& tensor : tensors_) {
@@ -144,7 +166,10 @@ class Call {
       }
     }
     auto device = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), device_);
-    if (cpu.numel() > 0) fill(device, cpu);
+    if (cpu.numel() > 0) {
+      fill(device, cpu);
+      results_.push_back({.to = on_cpu(device), .number = number, .in_list = in_list});
+    }
     return device;
   }
 
@@ -161,7 +186,16 @@ class Call {
     std::vector<Range> ranges;
     add_ranges(ranges, device, /*write=*/true);
     launch(current_stream(device_), schema_.name(), ranges, Counts::kNot);
+    note_in_graph(current_stream(device_), ranges);
   }
+
+  /// What a kernel gives, and where it lies on the device.
+  struct Result {
+    at::Tensor to;
+    std::size_t number = 0;   ///< Of the return value,
+    std::size_t in_list = 0;  ///< and in it, if that is a list;
+    at::Tensor made = {};     ///< or an argument that the kernel has given memory.
+  };
 
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
@@ -172,6 +206,7 @@ class Call {
   std::vector<Range> ranges_;
   std::vector<at::Tensor> tensors_;                               // of the device
   std::vector<std::pair<at::Tensor, at::Tensor>> empty_outputs_;  // of the device, and the CPU's in its place
+  std::vector<Result> results_;
   bool has_boolean_index_ = false;
 };
 

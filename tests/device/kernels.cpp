@@ -6,6 +6,7 @@
 
 #include "base/block_format.h"
 #include "comm/device_sums.h"
+#include "graph.h"
 #include "memory.h"
 #include "optim/device_adamw.h"
 #include "streams.h"
@@ -27,6 +28,13 @@ void add_range(std::vector<Range>& ranges, const void* address, std::int64_t byt
   if (bytes > 0) ranges.push_back({.begin = begin, .end = begin + static_cast<std::uintptr_t>(bytes), .write = write});
 }
 
+/// And at each replay, where the stream is captured.
+template <typename Kernel>
+void run(c10::Stream stream, const Kernel& kernel) {
+  kernel();
+  record_in_graph(stream, kernel);
+}
+
 template <typename Source, typename Out>
 void sum(fsdp::comm::DeviceSum given, c10::Stream stream) {
   std::vector<Range> ranges;
@@ -43,9 +51,11 @@ void sum(fsdp::comm::DeviceSum given, c10::Stream stream) {
     part.out = pointer_behind(part.out);
   }
   launch(stream, "fsdp::sum", ranges);
-  for (int number = 0; number < given.count; ++number) {
-    for (int thread = 0; thread < kThreads; ++thread) fsdp::comm::sum_part<Source, Out>(given, number, thread, kThreads);
-  }
+  run(stream, [given] {
+    for (int number = 0; number < given.count; ++number) {
+      for (int thread = 0; thread < kThreads; ++thread) fsdp::comm::sum_part<Source, Out>(given, number, thread, kThreads);
+    }
+  });
 }
 
 void launch_sum(const fsdp::comm::DeviceSum& given, const c10::Stream& stream) {
@@ -66,9 +76,11 @@ void launch_conversion(const fsdp::BlockedPieces& given, const c10::Stream& stre
   here.wire = pointer_behind(given.wire);
   fsdp::with_real_type(given.dtype, [&](auto type) {
     using T = decltype(type);
-    for (int thread = 0; thread < kThreads; ++thread) {
-      kEncodes ? fsdp::encode_blocks<T>(here, thread, kThreads) : fsdp::decode_blocks<T>(here, thread, kThreads);
-    }
+    run(stream, [here] {
+      for (int thread = 0; thread < kThreads; ++thread) {
+        kEncodes ? fsdp::encode_blocks<T>(here, thread, kThreads) : fsdp::decode_blocks<T>(here, thread, kThreads);
+      }
+    });
   });
 }
 
@@ -113,7 +125,8 @@ void launch_adamw_8bit(const fsdp::optim::DeviceAdamW8bit& given, const c10::Str
     *moment = {.map = pointer_behind(moment->map), .codes = pointer_behind(moment->codes), .largest = pointer_behind(moment->largest)};
   }
   fsdp::with_real_type(given.dtype, [&](auto value) {
-    fsdp::with_real_type(given.gradient_dtype, [&](auto gradient) { step_adamw_8bit<decltype(value), decltype(gradient)>(here); });
+    fsdp::with_real_type(given.gradient_dtype,
+                         [&](auto gradient) { run(stream, [here] { step_adamw_8bit<decltype(value), decltype(gradient)>(here); }); });
   });
 }
 

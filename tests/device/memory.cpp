@@ -27,6 +27,8 @@ struct Block {
   std::size_t bytes = 0;
   std::uintptr_t segment = 0;  ///< Blocks of one segment become one again.
   c10::StreamId stream = 0;    ///< Whose blocks it may be.
+  CaptureId pool = 0;          ///< Of which graph it is; 0: of none.
+  std::uint64_t number = 0;    ///< Of its allocation.
   bool is_used = false;
   std::set<c10::StreamId> recorded;
   std::optional<Clock> until;  ///< It is freed, but recorded streams use it until then.
@@ -37,6 +39,7 @@ struct Memory {
   std::uintptr_t begin = 0;
   std::uintptr_t behind = 0;  ///< What is added to a device's address.
   std::uintptr_t unused = 0;  ///< From here on.
+  std::uint64_t allocations = 0;
   Blocks blocks;
 };
 
@@ -70,6 +73,7 @@ void give_back(Memory& memory, Blocks::iterator block) {
   poison(memory, block->first, block->second.bytes);
   const auto merge = [&](Blocks::iterator left, Blocks::iterator right) {
     if (left->second.is_used || right->second.is_used || left->second.segment != right->second.segment) return;
+    if (left->second.pool != right->second.pool) return;
     left->second.bytes += right->second.bytes;
     memory.blocks.erase(right);
   };
@@ -88,23 +92,26 @@ void give_back_what_is_over(Memory& memory, int device) {
   for (const auto address : over) give_back(memory, memory.blocks.find(address));
 }
 
-Blocks::iterator new_segment(Memory& memory, int device, std::size_t bytes, c10::StreamId stream) {
+Blocks::iterator new_segment(Memory& memory, int device, std::size_t bytes, c10::StreamId stream, CaptureId pool) {
   bytes = rounded(bytes, kSegment);
   TORCH_CHECK_WITH(OutOfMemoryError, memory.unused + bytes <= memory.begin + kWindow, "sim: device ", device, " is out of memory");
   const auto segment = std::exchange(memory.unused, memory.unused + bytes);
   poison(memory, segment, bytes);
   stats_of(device).reserved += static_cast<std::int64_t>(bytes);
-  return memory.blocks.emplace(segment, Block{.bytes = bytes, .segment = segment, .stream = stream, .recorded = {}, .until = {}}).first;
+  return memory.blocks
+      .emplace(segment, Block{.bytes = bytes, .segment = segment, .stream = stream, .pool = pool, .recorded = {}, .until = {}})
+      .first;
 }
 
 /// The smallest one that fits.
-Blocks::iterator free_block(Memory& memory, int device, std::size_t bytes, c10::StreamId stream) {
+Blocks::iterator free_block(Memory& memory, int device, std::size_t bytes, c10::StreamId stream, CaptureId pool) {
   auto best = memory.blocks.end();
   for (auto block = memory.blocks.begin(); block != memory.blocks.end(); ++block) {
-    const bool fits = !block->second.is_used && block->second.stream == stream && block->second.bytes >= bytes;
+    const Block& one = block->second;
+    const bool fits = !one.is_used && one.stream == stream && one.pool == pool && one.bytes >= bytes;
     if (fits && (best == memory.blocks.end() || block->second.bytes < best->second.bytes)) best = block;
   }
-  if (best == memory.blocks.end()) best = new_segment(memory, device, bytes, stream);
+  if (best == memory.blocks.end()) best = new_segment(memory, device, bytes, stream, pool);
   if (best->second.bytes > bytes) {
     Block rest = best->second;
     rest.bytes -= bytes;
@@ -126,7 +133,7 @@ void free_memory(void* data) {
   for (const auto id : block->second.recorded) recorded.join(clock_of(c10::Stream(c10::Stream::UNSAFE, sim::device(device), id)));
   bool told = false;
   accesses().for_each(block->first, block->first + block->second.bytes, [&](const Access& access) {
-    if (known.knows(access)) return;
+    if (known.knows(access) || block->second.pool != 0) return;  // Nobody else gets what a graph has.
     if (recorded.knows(access)) {
       block->second.until = recorded;
       return;
@@ -153,6 +160,43 @@ void* behind(const void* device_address) {
   return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(device_address) + memory_of(device_of(device_address)).behind);
 }
 
+Allocation allocation_at(std::uintptr_t address) {
+  const int device = device_of(reinterpret_cast<const void*>(address));
+  if (device < 0) return {};
+  auto& blocks = memory_of(device).blocks;
+  auto block = blocks.upper_bound(address);
+  if (block == blocks.begin()) return {};
+  --block;
+  if (!block->second.is_used || address >= block->first + block->second.bytes) return {};
+  return {.address = block->first, .number = block->second.number, .pool = block->second.pool};
+}
+
+Snapshot snapshot(int device) {
+  Snapshot all;
+  const Memory& memory = memory_of(device);
+  for (const auto& [address, block] : memory.blocks) {
+    if (!block.is_used) continue;
+    const auto* const bytes = reinterpret_cast<const std::byte*>(address + memory.behind);
+    all.emplace(block.number, std::pair(address, std::vector<std::byte>(bytes, bytes + block.bytes)));
+  }
+  return all;
+}
+
+void restore(int device, const Snapshot& before, CaptureId pool) {
+  const Memory& memory = memory_of(device);
+  for (const auto& [address, block] : memory.blocks) {
+    if (block.pool == pool) poison(memory, address, block.bytes);
+    const auto was = block.is_used ? before.find(block.number) : before.end();
+    if (was != before.end()) std::memcpy(reinterpret_cast<void*>(address + memory.behind), was->second.second.data(), block.bytes);
+  }
+}
+
+void give_pool_back(int device, CaptureId pool) {
+  for (auto& [address, block] : memory_of(device).blocks) {
+    if (block.pool == pool) block.pool = 0;
+  }
+}
+
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kType) return tensor;
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -171,8 +215,10 @@ at::DataPtr Allocator::allocate_on(int device, std::size_t bytes) {
   Memory& memory = memory_of(device);
   const auto stream = current_stream(device);
   give_back_what_is_over(memory, device);
-  const auto block = free_block(memory, device, rounded(bytes, kBlock), stream.id());
+  allocate_beside_captures(stream);
+  const auto block = free_block(memory, device, rounded(bytes, kBlock), stream.id(), capture_of(stream));
   block->second.is_used = true;
+  block->second.number = ++memory.allocations;
   // Whoever uses it on another stream has to be behind this.
   const Range range{.begin = block->first, .end = block->first + block->second.bytes, .write = true};
   launch(stream, "allocate", std::span(&range, 1), Counts::kNot);

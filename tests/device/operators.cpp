@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "graph.h"
 #include "host_clock.h"
 #include "memory.h"
 #include "pinned.h"
@@ -110,12 +111,19 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return at::_local_scalar_dense(on_cpu(self));
 }
 
+/// And at each replay, where it is captured.
+void copy_now(const at::Tensor& from, const at::Tensor& to) {
+  const auto copy = [from = on_cpu(from), to = on_cpu(to)] { to.copy_(from); };
+  copy();
+  record_in_graph(current_stream((to.device().is_cpu() ? from : to).device().index()), copy);
+}
+
 at::Tensor copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
   std::vector<Range> ranges;
   add_ranges(ranges, from, /*write=*/false);
   add_ranges(ranges, to, /*write=*/true);
   launch(current_stream(to.device().index()), "aten::copy_", ranges);
-  on_cpu(to).copy_(on_cpu(from));
+  copy_now(from, to);
   return to;
 }
 
@@ -137,7 +145,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       pinned_memory().use(ranges.back());
     }
     launched = launch(current_stream(device), to_host ? "aten::copy_ to the host" : "aten::copy_ from the host", ranges);
-    on_cpu(to).copy_(on_cpu(from));
+    copy_now(from, to);
     // torch copies strided memory through a block of its own, for which it waits.
     if (non_blocking && is_pinned && host.is_non_overlapping_and_dense()) {
       pinned_memory().begin_copy(ranges.back(), launched.access);

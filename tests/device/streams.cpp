@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "graph.h"
 #include "host_clock.h"
 #include "pinned.h"
 
@@ -127,6 +128,7 @@ Launched launch(c10::Stream stream, const std::string& name, std::span<const Ran
   if (counts != Counts::kNot) {
     host_works(state().cost.launch);
     ++stats_of(stream.device_index()).kernels[name];
+    note_in_graph(stream, ranges);
   }
   Clock& clock = state().streams[agent_of(stream)];
   clock.join(host_clock());
