@@ -1,6 +1,7 @@
 // Where reductions put their results: see reducer.h. The reductions are in reducer.cpp.
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@ memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? m
 // From torch's allocator, not from a slot: gradients lie where activations were, and the next activations after them: they never add up.
 void Reducer::allocate_main_gradient(Unit& unit) {
   if (unit.main_gradient_memory) return;
+  RECORD_USER_SCOPE(memory::allocation_range(main_gradients_kind(unit)));
   auto& buffer = unit.main_gradient_buffer;
   if (unit.offloaded() && !device_.is_cpu()) {
     auto& host = unit.host_gradient_memory;

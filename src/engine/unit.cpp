@@ -201,6 +201,7 @@ void Unit::allocate_main(memory::Accounting& accounting) {
   const auto device = full.storage.device();
   const auto allocate = [&](Buffer& buffer, at::Tensor& memory, memory::Kind kind) {
     if (!memory.defined()) {
+      RECORD_USER_SCOPE(memory::allocation_range(kind));
       memory =
           kind == memory::Kind::kHost ? memory::host_zeros(device, buffer.bytes, options.host_memory) : memory::zeros(device, buffer.bytes);
     }

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "engine/buffer.h"
 #include "fsdp/error.h"
 #include "fsdp/gather_format.h"
+#include "memory/accounting.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
 
@@ -196,6 +198,7 @@ std::vector<std::int64_t> HookedUnit::shard_shape(std::size_t i) const {
 
 void HookedUnit::allocate() {
   const auto device = spec_.mesh.device();
+  RECORD_USER_SCOPE(memory::allocation_range(unit_->offloaded() ? memory::Kind::kHost : memory::Kind::kMainParameters));
   unit_->main_memory = unit_->offloaded() ? memory::host_zeros(device, unit_->main_buffer.bytes, spec_.options.host_memory)
                                           : memory::zeros(device, unit_->main_buffer.bytes);
   if (unit_->replicated_parameters()) unit_->replica_memory = memory::zeros(device, unit_->full.bytes);

@@ -12,6 +12,26 @@ void grow(MemoryUse& use, std::int64_t bytes) {
 
 }  // namespace
 
+const char* allocation_range(Kind kind) {
+  switch (kind) {
+    case Kind::kMainParameters:
+      return "libfsdp::main_parameters";
+    case Kind::kMainGradients:
+      return "libfsdp::main_gradients";
+    case Kind::kGatheredParameters:
+      return "libfsdp::gathered_parameters";
+    case Kind::kUnreducedGradients:
+      return "libfsdp::unreduced_gradients";
+    case Kind::kCommunication:
+      return "libfsdp::communication";
+    case Kind::kOptimizerState:
+      return "libfsdp::optimizer_state";
+    case Kind::kHost:
+      return "libfsdp::host";
+  }
+  return "";
+}
+
 void Accounting::add(Kind kind, std::int64_t bytes) {
   grow(by_kind_[static_cast<std::size_t>(kind)], bytes);
   if (kind != Kind::kHost) grow(total_, bytes);

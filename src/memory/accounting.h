@@ -18,6 +18,10 @@ enum class Kind : std::uint8_t {
   kHost,  ///< Offloaded data; not a part of the total.
 };
 
+/// The range of torch's profiler in which such memory is allocated: profiles with memory, NVTX (emit_nvtx) and memory snapshots with
+/// annotations show it by this name.
+const char* allocation_range(Kind kind);
+
 /// Counts live and peak bytes by kind, and those of the pool behind the slots. Every allocation and release of the engine's memory is
 /// entered here; nothing is estimated. Not thread-safe: the engine serializes.
 class Accounting {

@@ -1,5 +1,6 @@
 #include "memory/slot_pool.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
@@ -86,10 +87,10 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   if (follows_plan_) {
     const auto planned = plan_.slot_of[lease];
     slot.capacity_ = plan_.capacities[planned];
-    slot.block_ = planned_[planned] ? std::exchange(planned_[planned], {}) : allocate_block(slot.capacity_);
+    slot.block_ = planned_[planned] ? std::exchange(planned_[planned], {}) : allocate_block(slot.capacity_, kind);
     planned_lent_[planned] = true;
   } else {
-    slot.block_ = take_any(bytes, slot.capacity_);
+    slot.block_ = take_any(bytes, kind, slot.capacity_);
   }
   if (!too_long_) leases_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
   ++lent_;
@@ -104,7 +105,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   return slot;
 }
 
-PoolBlock SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
+PoolBlock SlotPool::take_any(std::int64_t bytes, Kind kind, std::int64_t& capacity) {
   auto fit = free_.lower_bound(bytes);
   if (fit != free_.end()) {
     capacity = fit->first;
@@ -118,10 +119,12 @@ PoolBlock SlotPool::take_any(std::int64_t bytes, std::int64_t& capacity) {
     free_.erase(largest);
   }
   capacity = bytes;
-  return allocate_block(bytes);
+  return allocate_block(bytes, kind);
 }
 
-PoolBlock SlotPool::allocate_block(std::int64_t bytes) {
+/// Other kinds may use it later; it is named for the one that it is made for.
+PoolBlock SlotPool::allocate_block(std::int64_t bytes, Kind kind) {
+  RECORD_USER_SCOPE(allocation_range(kind));
   auto memory = source_ ? source_(bytes) : allocate_shareable(device_, bytes);
   accounting_.pool_grew(bytes, SharedHeap::is_block(memory));
   return {.memory = std::move(memory), .stream = stream_};

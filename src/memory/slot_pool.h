@@ -112,8 +112,8 @@ class SlotPool {
   static constexpr std::size_t kMaxRecord = 1U << 16U;
   static constexpr std::size_t kUnrecorded = static_cast<std::size_t>(-1);
 
-  PoolBlock take_any(std::int64_t bytes, std::int64_t& capacity);
-  PoolBlock allocate_block(std::int64_t bytes);
+  PoolBlock take_any(std::int64_t bytes, Kind kind, std::int64_t& capacity);
+  PoolBlock allocate_block(std::int64_t bytes, Kind kind);
   void free_block(PoolBlock block, std::int64_t capacity);
   void free_blocks();
   void begin_plan();

@@ -42,3 +42,25 @@ def test_ranges_have_the_names_of_fsdp2(ranks: StartRanks) -> None:
                 for unit in ("Sequential", "0", "2")
             },
         }
+
+
+def memory_by_range() -> dict[str, int]:
+    """Bytes that torch's allocator gave within each range of the library, while a model was sharded and trained for a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        fully_shard(model[0])
+        fully_shard(model)
+        model(torch.ones(3, 40)).sum().backward()
+    found: Counter[str] = Counter()
+    for event in profiled.events():
+        if event.name.startswith("libfsdp::"):
+            found[event.name.removeprefix("libfsdp::")] += event.cpu_memory_usage
+    gradients = sum(p.grad.to_local().nbytes for p in model.parameters())
+    assert found["main_gradients"] >= gradients
+    return dict(found)
+
+
+def test_memory_is_shown_by_its_kind(ranks: StartRanks) -> None:
+    for found in ranks(2).run(memory_by_range):
+        assert all(found[kind] > 0 for kind in ("main_parameters", "gathered_parameters", "unreduced_gradients"))
