@@ -31,8 +31,9 @@ class ShardingMesh:
         mesh: one dimension (FSDP), or two: the first replicates, the second shards (HSDP).
         engine_mesh: the engine's view of the same ranks.
         shards: False if the only dimension replicates (DDP).
-        collectives: Python collectives, one per dimension, if the engine communicates through torch.distributed.
-        is_own: whether no other unit uses these collectives.
+        collectives: of Python, one per dimension, where the engine communicates through torch.distributed.
+        is_own: nobody else has these collectives.
+        more_backends: which the engine has asked for so far, beside those of the mesh's groups.
     """
 
     mesh: DeviceMesh
@@ -40,6 +41,7 @@ class ShardingMesh:
     shards: bool = True
     collectives: tuple[Collectives, ...] = ()
     is_own: bool = False
+    more_backends: list[dist.Backend] = field(default_factory=list, compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -62,11 +64,16 @@ class ShardingMesh:
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
 
     @property
-    def gives_memory(self) -> bool:
-        """True if a backend of its groups has an allocator for buffers of collectives, as NCCL's has."""
+    def backends(self) -> list[dist.Backend]:
+        """Of torch's own groups along its dimensions, and of those that the engine has asked for so far."""
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
-        backends = [group._get_backend(self.device) for group in groups if type(group) is dist.ProcessGroup]
-        return any(backend.supports_tensor_alloc(self.device) for backend in backends)
+        own = [group._get_backend(self.device) for group in groups if type(group) is dist.ProcessGroup]
+        return [*own, *self.more_backends]
+
+    @property
+    def gives_memory(self) -> bool:
+        """A backend of its groups has an allocator for buffers of collectives, as NCCL's has."""
+        return any(backend.supports_tensor_alloc(self.device) for backend in self.backends)
 
     def piece(self, *, replicated: bool, outer_sharded: bool) -> tuple[int, int]:
         """Returns the number of pieces into which a parameter is cut, and this rank's piece. The inner dimension cuts first."""
@@ -264,18 +271,20 @@ _TORCHS_OWN = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d
 def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfWorld) -> ShardingMesh:
     """Makes a mesh whose tensors the groups' own backends move, called by the engine. Only small messages have connections of its own."""
     device = device_of(mesh)
+    more: list[dist.Backend] = []
 
     def backend_of(dimension: int, neighbours: int) -> dist.Backend | None:
         row = rows[dimension]
         if row.group is None:  # This rank alone.
             return None
-        if neighbours == len(row.ranks):
-            return row.new_group(neighbours)._get_backend(device)
-        group = row.group_of(neighbours or len(row.ranks))
+        group = row.new_group(neighbours) if neighbours == len(row.ranks) else row.group_of(neighbours or len(row.ranks))
         assert group is not None
-        return group._get_backend(device)
+        backend = group._get_backend(device)
+        if group is not row.group:
+            more.append(backend)
+        return backend
 
-    return _over_store(mesh, rows, shards, world, backend_of)
+    return replace(_over_store(mesh, rows, shards, world, backend_of), more_backends=more)
 
 
 def _over_store(

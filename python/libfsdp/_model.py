@@ -22,6 +22,7 @@ from libfsdp._weak_method import weak_method
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from libfsdp._registered_memory import RegisteredMemory
     from libfsdp._state import ShardState
 
 
@@ -31,13 +32,15 @@ class Running:
 
     Attributes:
         prefetch_depth: units that are gathered ahead of their use.
-        overlaps_reductions: with False, each reduction ends before backward continues.
-        after_backward: called at the end of each backward, when the parameters have their gradients; any state may set it.
+        overlaps_reductions: with False, each reduction has ended before backward goes on.
+        after_backward: called at the end of each backward, when gradients are there; of any state.
+        buffers: where the engine's buffers lie; None: where units ask for it.
     """
 
     prefetch_depth: int = 1
     overlaps_reductions: bool = True
     after_backward: Callable[[], None] | None = None
+    buffers: RegisteredMemory | None = None
 
 
 class Model:
@@ -93,6 +96,8 @@ class Model:
             self.dissolve()  # No other forward may use a model on which the ranks do not agree.
             raise
         self.choose_memory()
+        if root.running.buffers is not None:
+            root.running.buffers.serve(self)
         for state in self.states:
             state.apply_prefetch_lists()
             if state.unsharded_early and not provisional:

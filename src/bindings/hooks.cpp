@@ -14,6 +14,7 @@
 #include "engine/tensor_bytes.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
+#include "torch_python/memory_source.h"
 #include "torch_python/python_gather_extension.h"
 #include "torch_python/shown_unit.h"
 #include "trigger/autograd_phase.h"
@@ -424,6 +425,15 @@ void bind_hooks(py::module_& module) {
           "set_overlaps_reductions", [](HookedModel& model, bool overlaps) { model.engine().set_overlaps_reductions(overlaps); }, kNoGil)
       .def(
           "set_buffer_memory", [](HookedModel& model, comm::BufferMemory memory) { model.engine().set_buffer_memory(memory); }, kNoGil)
+      .def(
+          "set_buffer_sources",
+          [](HookedModel& model, py::function of_gathers, py::function of_the_rest) {
+            auto gathers = torch_python::memory_source(std::move(of_gathers));
+            auto rest = torch_python::memory_source(std::move(of_the_rest));
+            const py::gil_scoped_release no_gil;
+            model.engine().set_buffer_sources(std::move(gathers), std::move(rest));
+          },
+          py::arg("of_gathers"), py::arg("of_the_rest"), "Each makes a tensor of so many bytes.")
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
       .def("memory_stats", &memory_stats)

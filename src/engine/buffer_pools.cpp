@@ -14,19 +14,25 @@ void BufferPools::set_memory(const std::vector<std::unique_ptr<Unit>>& units, co
       if (own && !source) source = std::move(own);
     }
   }
-  is_symmetric_ = source && memory == comm::BufferMemory::kSymmetric;
-  shared_.set_source(is_symmetric_ ? comm::MemorySource() : source);
-  symmetric_.set_source(is_symmetric_ ? source : comm::MemorySource());
+  gathers_apart_ = source && memory == comm::BufferMemory::kSymmetric;
+  shared_.set_source(gathers_apart_ ? comm::MemorySource() : source);
+  of_gathers_.set_source(gathers_apart_ ? source : comm::MemorySource());
+}
+
+void BufferPools::set_sources(comm::MemorySource of_gathers, comm::MemorySource of_the_rest) {
+  gathers_apart_ = true;
+  of_gathers_.set_source(std::move(of_gathers));
+  shared_.set_source(std::move(of_the_rest));
 }
 
 void BufferPools::free_idle() {
   shared_.free_idle();
-  symmetric_.free_idle();
+  of_gathers_.free_idle();
 }
 
 void BufferPools::end_step() {
   shared_.end_step();
-  symmetric_.end_step();
+  of_gathers_.end_step();
 }
 
 }  // namespace fsdp::engine

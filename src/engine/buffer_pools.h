@@ -10,21 +10,24 @@
 
 namespace fsdp::engine {
 
-/// The slots of an engine's buffers. They share one pool, except where gathers go into symmetric memory: then these have a pool of their
-/// own. Ranks find each other's symmetric blocks by using the same ones in the same order. All ranks gather alike, but when a rank needs
-/// memory for gradients depends on those that it gets.
+/// The slots of an engine's buffers. They share one pool, except where gathers go into symmetric memory, or into memory of a source of
+/// their own: then these have a pool of their own. Ranks find each other's symmetric blocks, and NCCL registers windows, by using the same
+/// ones in the same order. All ranks gather alike, but when a rank needs memory for gradients depends on those that it gets.
 class BufferPools {
  public:
   BufferPools(c10::Device device, memory::Accounting& accounting)
-      : device_(device), shared_(device, accounting), symmetric_(device, accounting) {}
+      : device_(device), shared_(device, accounting), of_gathers_(device, accounting) {}
 
-  memory::SlotPool& of_gathers() { return is_symmetric_ ? symmetric_ : shared_; }
+  memory::SlotPool& of_gathers() { return gathers_apart_ ? of_gathers_ : shared_; }
   memory::SlotPool& of_the_rest() { return shared_; }
 
   /// Takes new blocks from this kind of memory, if the process groups of the units have it. The first group that has it serves all units,
   /// because units share their slots. Each communicator also takes the memory that its collectives themselves need from its own group.
   /// Collective.
   void set_memory(const std::vector<std::unique_ptr<Unit>>& units, comm::BufferMemory memory);
+
+  /// New blocks come from these sources, which others have made.
+  void set_sources(comm::MemorySource of_gathers, comm::MemorySource of_the_rest);
 
   /// See SlotPool.
   void free_idle();
@@ -33,8 +36,8 @@ class BufferPools {
  private:
   c10::Device device_;
   memory::SlotPool shared_;
-  memory::SlotPool symmetric_;
-  bool is_symmetric_ = false;
+  memory::SlotPool of_gathers_;
+  bool gathers_apart_ = false;
 };
 
 }  // namespace fsdp::engine

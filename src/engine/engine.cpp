@@ -26,6 +26,7 @@ Engine::Engine(const EngineOptions& options)
       main_parameters_(options.mesh.device(), units_, gatherer_) {}
 
 Engine::~Engine() {
+  stream_.rejoin();
   reducer_.drop();
   for (const auto& unit : units_) {
     unit->gather.reset();  // waits

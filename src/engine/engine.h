@@ -168,7 +168,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const auto lock = this->lock();
     pools_.set_memory(units_, memory);
   }
-  /// With true, the end of a backward reduces nothing. finalize_backward reduces, once for all backwards before it.
+  /// They come from these sources: those of gathers, which all ranks make alike, and the others.
+  void set_buffer_sources(comm::MemorySource of_gathers, comm::MemorySource of_the_rest) {
+    const auto lock = this->lock();
+    pools_.set_sources(std::move(of_gathers), std::move(of_the_rest));
+  }
+  /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
   void set_manual_finalization(bool manual) {
     const auto lock = this->lock();
     facts_.manual_finalization = manual;
@@ -203,6 +208,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void tell_update(std::uint64_t by, std::string settings) {
     const auto lock = this->lock();
     facts_.tell_update(by, std::move(settings));
+  }
+
+  /// Before memory is freed that the model's work has used on other streams than that of its allocation.
+  void rejoin_streams() {
+    const auto lock = this->lock();
+    stream_.rejoin();
   }
 
   memory::Accounting& accounting() { return accounting_; }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <optional>
+#include <vector>
 
 namespace fsdp::engine {
 
@@ -23,13 +24,16 @@ class OneStream {
 
   /// Orders the current stream behind the followed one, if they differ, and follows it. The engine serializes calls.
   void follow();
+  /// Orders all streams that were followed before behind the followed one: what was allocated for them can be freed.
+  void rejoin() noexcept;
 
  private:
   c10::StreamId current_id() const;
 
   c10::Device device_;
   std::optional<c10::Stream> followed_;
-  std::atomic<c10::StreamId> followed_id_ = -1;  // the id of `followed_`; -1, which is no stream's id, if none is followed
+  std::vector<c10::Stream> left_;                // each once
+  std::atomic<c10::StreamId> followed_id_ = -1;  // of `followed_`; -1: none is followed, which is never a stream's
 };
 
 }  // namespace fsdp::engine

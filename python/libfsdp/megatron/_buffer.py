@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from libfsdp._buffer_memory import use_memory_of_group
+from libfsdp._registered_memory import RegisteredMemory, can_register
 from libfsdp.megatron._config import tell_once
 
 if TYPE_CHECKING:
@@ -88,16 +88,23 @@ class ParamAndGradBuffer:
         return [(name, p) for name, p in self._model.module.named_parameters() if p.requires_grad]
 
     def manual_buffer_registration(self) -> None:
-        """Registers the buffers of collectives with NCCL, if that was asked for and has not been done."""
-        if not self._model.ddp_config.nccl_ub or not self.register():
+        """Registers the buffers of collectives with NCCL, where that was asked for and they have not been. Collective."""
+        buffers = self._states[0].running.buffers
+        if buffers is None:
             tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and NCCL")
+        else:
+            buffers.register()
 
-    def register(self) -> bool:
-        """Takes the buffers of collectives from the process groups' own allocators from now on. Returns False if they have none."""
-        given = [state for state in self._states if state.mesh.gives_memory]
-        for state in given:
-            use_memory_of_group(state, enable=True)
-        return bool(given)
+    def use_registered_memory(self) -> None:
+        """Buffers of collectives come from NCCL's allocator, as nccl_ub and the options beside it say; nothing without NCCL."""
+        config = self._model.ddp_config
+        mesh = self._states[0].mesh
+        if config.nccl_ub and any(can_register(backend) for state in self._states for backend in state.mesh.backends):
+            self._states[0].running.buffers = RegisteredMemory(
+                mesh.device,
+                symmetric=not config.disable_symmetric_registration,
+                manually=config.fsdp_manual_registration,
+            )
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Does the same as the model's method."""

@@ -195,8 +195,7 @@ class MegatronFSDP(nn.Module):
         self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:
             self.module.set_keep_unsharded_storage(True)
-        if self.ddp_config.nccl_ub and not self.ddp_config.fsdp_manual_registration:
-            self.param_and_grad_buffer.register()
+        self.param_and_grad_buffer.use_registered_memory()
         self._separate_reductions()
         running = self._states[0].running
         running.after_backward = weak_method(self._end_backward)

@@ -1,0 +1,185 @@
+"""nccl_ub: buffers in pools of NCCL's memory, registered with the groups. Gloo, with what NCCL's backend has for it, stands in."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.megatron import batch, plain_model, shard
+from support.ranks import StartRanks
+from torch import nn
+
+import libfsdp
+from libfsdp import _mesh
+from libfsdp._registered_memory import RegisteredMemory
+from libfsdp._states import state_of
+from libfsdp.megatron import fully_shard_optimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:nccl_ub changes nothing here")
+
+
+class Pool:
+    """As torch.cuda.MemPool."""
+
+    made: ClassVar[list[Pool]] = []
+
+    def __init__(self, allocator: Any) -> None:
+        assert allocator == "NCCL's allocator"
+        self.allocations = 0
+        Pool.made.append(self)
+
+
+@contextmanager
+def use_mem_pool(pool: Pool, device: torch.device) -> Iterator[None]:
+    pool.allocations += 1
+    yield
+
+
+class Backend:
+    """Gloo's, which remembers what is registered with it: (pool's number, whether as windows, allocations so far)."""
+
+    mem_allocator = "NCCL's allocator"
+    all: ClassVar[dict[int, Backend]] = {}
+    fails = False
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.registered: list[tuple[int, bool]] = []
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def register_mem_pool(self, pool: Pool, symm: bool = False) -> None:
+        self.calls += 1
+        self.registered.append((Pool.made.index(pool), symm))
+
+    def deregister_mem_pool(self, pool: Pool) -> None:
+        if Backend.fails:
+            raise RuntimeError("the group has gone")
+        self.registered = [entry for entry in self.registered if entry[0] != Pool.made.index(pool)]
+
+
+@contextmanager
+def nccl(version: tuple[int, int, int] = (2, 28, 3)) -> Iterator[None]:
+    """Within it, groups have such backends."""
+    Pool.made, Backend.all, Backend.fails = [], {}, False
+    of_group = dist.ProcessGroup._get_backend
+
+    def backend_of(self: Any, device: Any) -> Backend:
+        backend = of_group(self, device)
+        return Backend.all.setdefault(id(backend), Backend(backend))
+
+    with pytest.MonkeyPatch.context() as patch:
+        world = _mesh._worlds.setdefault(dist.distributed_c10d._get_default_group(), _mesh._OfWorld())
+        patch.setattr(world, "meshes", {})
+        patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
+        patch.setattr(torch.cuda, "MemPool", Pool)
+        patch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+        patch.setattr(torch.cuda.nccl, "version", lambda: version)
+        yield
+
+
+def with_calls() -> list[Backend]:
+    return [backend for backend in Backend.all.values() if backend.calls > 0]
+
+
+def train_step(model: Any, optimizer: Any, step: int) -> float:
+    loss = model(batch(step, dist.get_rank())).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def trainee(**options: Any) -> tuple[Any, Any]:
+    model = shard(plain_model(), **options)
+    return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def use_pools(kind: str, options: dict[str, Any], version: tuple[int, int, int], windows: bool) -> None:
+    model, optimizer = trainee(kind=kind)
+    expected = [train_step(model, optimizer, step) for step in range(4)]
+    with nccl(version):
+        model, optimizer = trainee(kind=kind, nccl_ub=True, **options)
+        assert Pool.made == [], "nothing is registered before there is an engine"
+        losses = [train_step(model, optimizer, 0)]
+        assert len(Pool.made) == 2
+        assert [backend.registered for backend in with_calls()] == [[(0, windows), (1, False)]] * (
+            1 if kind == "fsdp" else 2
+        )
+        assert all(pool.allocations > 0 for pool in Pool.made)
+        losses += [train_step(model, optimizer, step) for step in (1, 2)]
+        before = [pool.allocations for pool in Pool.made]
+        losses.append(train_step(model, optimizer, 3))
+        assert [pool.allocations for pool in Pool.made] == before, "blocks are used again"
+        assert losses == expected
+        model.param_and_grad_buffer.manual_buffer_registration()
+        assert all(backend.calls == 2 for backend in with_calls()), "once"
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_pools_are_registered_with_all_groups(ranks: StartRanks, kind: str) -> None:
+    ranks(2 if kind == "fsdp" else 4).run(use_pools, kind, {}, (2, 27, 0), True)
+
+
+@pytest.mark.parametrize(
+    ("options", "version"), [({"disable_symmetric_registration": True}, (2, 28, 3)), ({}, (2, 26, 5))]
+)
+def test_no_windows(ranks: StartRanks, options: dict[str, Any], version: tuple[int, int, int]) -> None:
+    """Where they are turned off, and where NCCL has none."""
+    ranks(2).run(use_pools, "fsdp", options, version, False)
+
+
+def register_manually(early: bool) -> None:
+    with nccl():
+        model, optimizer = trainee(nccl_ub=True, fsdp_manual_registration=True)
+        if early:  # before there is an engine: as soon as there is one
+            model.manual_buffer_registration()
+        train_step(model, optimizer, 0)
+        assert all(pool.allocations > 0 for pool in Pool.made), "buffers lie there from the first step on"
+        assert len(with_calls()) == int(early)
+        model.manual_buffer_registration()
+        train_step(model, optimizer, 1)
+        assert [backend.registered for backend in with_calls()] == [[(0, True), (1, False)]]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_manual_registration(ranks: StartRanks, early: bool) -> None:
+    ranks(2).run(register_manually, early)
+
+
+def let_go(fails: bool) -> None:
+    with nccl():
+        model = libfsdp.fully_shard(nn.Linear(4, 4))
+        state = state_of(model)
+        assert state is not None
+        state.running.buffers = RegisteredMemory(state.mesh.device, symmetric=True, manually=False)
+        model(torch.ones(2, 4)).sum().backward()
+        assert [len(backend.registered) for backend in with_calls()] == [2]
+        Backend.fails = fails
+        del model, state
+        gc.collect()
+        assert [len(backend.registered) for backend in with_calls()] == [2 if fails else 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pools_go_with_the_model(ranks: StartRanks, fails: bool) -> None:
+    """Also where their group has gone before."""
+    ranks(2).run(let_go, fails)
+
+
+def leave_it_out() -> None:
+    with nccl():
+        model, optimizer = trainee(fsdp_double_buffer=True)
+        train_step(model, optimizer, 0)
+        assert Pool.made == []
+
+
+def test_only_where_it_is_asked_for(ranks: StartRanks) -> None:
+    ranks(2).run(leave_it_out)
