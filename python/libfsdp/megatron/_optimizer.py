@@ -75,9 +75,11 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
 
     @functools.wraps(base_zero_grad)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
+        to_none = args[0] if args else kwargs.get("set_to_none", True)
+        if model.ddp_config.megatron_fsdp_cuda_graph_mode:  # A graph adds to the gradients where they were when it was captured.
+            args, kwargs = (), {**kwargs, "set_to_none": False}
         base_zero_grad(*args, **kwargs)
         if zero_grad_buffer:
-            to_none = args[0] if args else kwargs.get("set_to_none", True)
             model.zero_grad_buffer(keep_tensors=not to_none)
 
     _replace(optimizer, "step", step, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)

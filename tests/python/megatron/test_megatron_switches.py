@@ -111,3 +111,22 @@ def groups() -> list[str]:
 def test_groups_of_gathers(ranks: StartRanks) -> None:
     for said in ranks(2).run(groups):
         assert [text.split(" changes")[0] for text in said] == ["fsdp_group_ag"]
+
+
+def keep_gradients_where_they_are() -> None:
+    model = shard(plain_model(), cuda_graph_mode=True)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    addresses = []
+    for step in range(3):
+        model(batch(step, dist.get_rank())).square().mean().backward()
+        gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        addresses.append([gradient.data_ptr() for gradient in gradients])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(gradient.count_nonzero() == 0 for gradient in gradients)
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def test_gradients_of_graphs_keep_their_addresses(ranks: StartRanks) -> None:
+    """A captured step adds to them where they were: zero_grad() of the optimizer keeps them, though it drops others."""
+    ranks(2).run(keep_gradients_where_they_are)
