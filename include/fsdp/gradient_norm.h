@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
 #include <string>
@@ -20,6 +21,11 @@ struct ClipGradNormOptions {
 /// summed in fp64, and one small exchange adds up the shards in rank order, so every strategy gets the same norm. Collective. Throws Error
 /// if max_norm or norm_type is not positive.
 double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOptions options = {});
+
+/// The same, and the norm stays on the module's device, as a tensor of fp64 without dimensions: the host waits for nothing, so that a step
+/// that is captured as a graph can clip. (It waits for the norm of offloaded gradients, and where `error_if_nonfinite` is set: in a
+/// capture, both are an Error.)
+at::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, ClipGradNormOptions options = {});
 
 /// The p-norm of each parameter's gradient by name, in the order of named_parameters(), the same on every rank. Parameters without a
 /// gradient are left out. Collective: one exchange of 8 bytes per parameter. Throws Error if norm_type is not positive.

@@ -1,10 +1,14 @@
 #include "base/stream_capture.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <string>
 #ifdef USE_C10D_NCCL
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
+
+#include "fsdp/error.h"
 
 namespace fsdp {
 namespace {
@@ -33,5 +37,10 @@ bool is_capturing_by(const Guard& guard, const c10::Stream& stream) {
 }  // namespace
 
 bool is_capturing(const c10::Stream& stream) { return is_capturing_by(c10::impl::VirtualGuardImpl(stream.device_type()), stream); }
+
+void refuse_in_capture(c10::Device device, const char* what, const char* instead) {
+  if (device.is_cpu() || !is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device))) return;
+  throw Error(std::string(what) + " in a step that is captured as a graph: the host would need what the device computes; " + instead);
+}
 
 }  // namespace fsdp

@@ -12,6 +12,7 @@
 #include <set>
 #include <utility>
 
+#include "base/stream_capture.h"
 #include "bindings/bindings.h"
 #include "optim/adamw_8bit_step.h"
 #include "optim/fused.h"
@@ -67,6 +68,9 @@ optim::StepTensors counted(OptimizedGroup& group) {
                              .found_inf = {}};
   tensors.steps = std::move(tensors.states.back());
   tensors.states.pop_back();
+  if (!tensors.steps.empty() && tensors.steps.front().is_cpu()) {
+    refuse_in_capture(tensors.values.front().device(), "a step that counts updates on the host", "give the optimizer fused=True");
+  }
   return tensors;
 }
 

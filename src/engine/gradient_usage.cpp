@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/on_host.h"
+#include "base/stream_capture.h"
 #include "comm/mesh/ranks.h"
 #include "fsdp/error.h"
 
@@ -85,6 +86,7 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
 }
 
 void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank) {
+  refuse_in_capture(gradients.front()->unit.full.storage.device(), "report_nan_in_param_grad", "leave it out");
   // This rank's number, then two values for each parameter: before its reduction, and after, in this rank's own piece of the result.
   std::vector<at::Tensor> flags;
   const auto none = at::scalar_tensor(false, at::kBool);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/on_host.h"
+#include "base/stream_capture.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -89,6 +90,7 @@ GradScaler::Model* GradScaler::find(const std::shared_ptr<engine::Engine>& engin
 // Nothing is written before all ranks have agreed. If gradients are replicated, every rank checks its own piece only, and scales all of
 // them.
 GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& engine) {
+  refuse_in_capture(engine->device(), "GradScaler", "capture forward and backward alone, and unscale and step behind each replay");
   const torch::NoGradGuard no_grad;
   engine->finish_gradient_sync();
   std::vector<at::Tensor> pieces;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/on_host.h"
+#include "base/stream_capture.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -62,7 +63,86 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
   return result;
 }
 
+/// Of this rank's own pieces only, also where other ranks hold them, too: every element counts once, in the same sums for every strategy.
+std::vector<at::Tensor> own_gradients(engine::Engine& engine, double max_norm, const std::string& function) {
+  if (!(max_norm > 0)) throw Error(function + ": max_norm must be positive, got " + std::to_string(max_norm));
+  engine.check_parameters();
+  engine.finish_gradient_sync();
+  std::vector<at::Tensor> mine;
+  for (const auto& unit : engine.units()) {
+    if (!unit->main_gradient_valid) continue;
+    if (!engine.tensor_parallel().defined()) {
+      for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
+        mine.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
+      }
+      continue;
+    }
+    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
+      if (!unit->parameters[i].trainable || !engine.speaks_for(unit->parameters[i])) continue;
+      const auto slice = unit->slice(i, unit->own_pieces());
+      mine.push_back(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
+    }
+  }
+  return mine;
+}
+
+/// The norm of what all ranks have, merged in their order.
+double total_on_host(const engine::Engine& engine, const Norm& norm, const at::Tensor& mine) {
+  const auto all = optim::exchange(engine, mine.view({1}), "gradient norm");
+  double merged = 0;
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) merged = norm.merge(merged, all.const_data_ptr<double>()[rank]);
+  return norm.finish(merged);
+}
+
+/// The same on the device, without a wait of the host.
+at::Tensor total_on_device(const engine::Engine& engine, const Norm& norm, const at::Tensor& mine) {
+  const auto& communicators = engine.units().front()->communicators;
+  const auto& pieces = engine.tensor_parallel();
+  at::Tensor all = mine.view({1});
+  for (auto* row : {communicators.outer.get(), communicators.gather.get(),
+                    pieces.defined() ? pieces.communicator(pieces.dims().front().name).get() : nullptr}) {
+    if (row == nullptr || row->size() == 1) continue;
+    auto every = at::empty({row->size() * all.numel()}, all.options());
+    const comm::GatherPart part{.full = every, .shard = all};
+    row->all_gather({&part, 1}, {.operation = "gradient norm", .unit = "(all)"})->wait();
+    all = every;
+  }
+  return norm.finish(norm.merge(all));
+}
+
+/// By a factor of the device.
+void scale(std::vector<at::Tensor>& gradients, const at::Tensor& factor) {
+  for (auto& gradient : gradients) {
+    if (gradient.numel() == 0) continue;
+    if (gradient.scalar_type() == at::kFloat || gradient.scalar_type() == at::kDouble) {
+      gradient.mul_(factor.to(gradient.scalar_type()));
+    } else {
+      gradient.copy_(gradient.to(at::kFloat).mul_(factor.to(at::kFloat)));
+    }
+  }
+}
+
 }  // namespace
+
+at::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, ClipGradNormOptions options) {
+  const auto engine = handle(module).engine();
+  const Norm norm(options.norm_type, "clip_grad_norm_");
+  const torch::NoGradGuard no_grad;
+  const bool has_offload = std::any_of(engine->units().begin(), engine->units().end(), [](const auto& unit) { return unit->offloaded(); });
+  if (engine->device().is_cpu() || has_offload || options.error_if_nonfinite) {
+    refuse_in_capture(engine->device(), "clip_grad_norm_", "do without error_if_nonfinite and offload");
+    const auto total = handle(module).clip_grad_norm(max_norm, options);
+    return at::full({}, total, at::device(engine->device()).dtype(at::kDouble));
+  }
+  auto mine = norm.of_pieces(own_gradients(*engine, max_norm, "clip_grad_norm_"));
+  if (mine.is_cpu()) mine = at::zeros({}, at::device(engine->device()).dtype(at::kDouble));  // this rank has none
+  const auto total = total_on_device(*engine, norm, mine);
+  const auto factor = at::clamp_max(max_norm / (total + 1e-6), 1.0);
+  for (const auto& unit : engine->units()) {
+    if (unit->main_gradient_valid) scale(unit->main_gradient, factor);
+  }
+  return total;
+}
 
 double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOptions options) {
   return handle(module).clip_grad_norm(max_norm, options);
@@ -71,32 +151,11 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOp
 double FSDPModule::clip_grad_norm(double max_norm) { return clip_grad_norm(max_norm, ClipGradNormOptions{}); }
 
 double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& options) {
-  if (!(max_norm > 0)) throw Error("clip_grad_norm: max_norm must be positive, got " + std::to_string(max_norm));
+  refuse_in_capture(engine_->device(), "clip_grad_norm", "use clip_grad_norm_, whose norm stays on the device");
   const Norm norm(options.norm_type, "clip_grad_norm");
   const torch::NoGradGuard no_grad;
-  engine_->check_parameters();
-  engine_->finish_gradient_sync();
-  std::vector<at::Tensor> mine;
-  for (const auto& unit : engine_->units()) {
-    if (!unit->main_gradient_valid) continue;
-    // Each rank sums its own piece only, even if other ranks hold the piece, too. So every element counts once, in the same sums for every
-    // strategy.
-    if (!engine_->tensor_parallel().defined()) {
-      for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-        mine.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
-      }
-      continue;
-    }
-    for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      if (!unit->parameters[i].trainable || !engine_->speaks_for(unit->parameters[i])) continue;
-      const auto slice = unit->slice(i, unit->own_pieces());
-      mine.push_back(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
-    }
-  }
-  const auto all = optim::exchange(*engine_, norm.of_pieces(mine).cpu().view({1}), "gradient norm");
-  double merged = 0;
-  for (std::int64_t rank = 0; rank < all.size(0); ++rank) merged = norm.merge(merged, all.const_data_ptr<double>()[rank]);
-  const double total = norm.finish(merged);
+  const auto mine = own_gradients(*engine_, max_norm, "clip_grad_norm");
+  const double total = total_on_host(*engine_, norm, norm.of_pieces(mine).cpu());
   if (options.error_if_nonfinite && !std::isfinite(total)) {
     throw Error("clip_grad_norm: the gradients' norm is " + std::to_string(total) + " on all ranks; gradients are unchanged");
   }

@@ -83,8 +83,7 @@ at::Tensor Norm::of_pieces(const std::vector<at::Tensor>& pieces) const {
   auto norms = at::_foreach_norm(on_device, p_, at::kDouble);
   if (!std::isinf(p_)) at::_foreach_pow_(norms, p_);
   if (has_host) norms.push_back(at::scalar_tensor(merged, norms.front().options()));
-  const auto sums = at::stack(norms);
-  return std::isinf(p_) ? sums.max() : sums.sum();
+  return merge(at::stack(norms));
 }
 
 double Norm::merge(double a, double b) const { return std::isinf(p_) ? larger(a, b) : add(a, b); }
@@ -92,6 +91,13 @@ double Norm::merge(double a, double b) const { return std::isinf(p_) ? larger(a,
 double Norm::finish(double merged) const {
   if (p_ == 2) return std::sqrt(merged);
   return p_ == 1 || std::isinf(p_) ? merged : std::pow(merged, 1 / p_);
+}
+
+at::Tensor Norm::merge(const at::Tensor& parts) const { return std::isinf(p_) ? parts.max() : parts.sum(); }
+
+at::Tensor Norm::finish(const at::Tensor& merged) const {
+  if (p_ == 2) return merged.sqrt();
+  return p_ == 1 || std::isinf(p_) ? merged : merged.pow(1 / p_);
 }
 
 }  // namespace fsdp::optim

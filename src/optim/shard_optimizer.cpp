@@ -1,5 +1,6 @@
 #include "optim/shard_optimizer.h"
 
+#include <ATen/record_function.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
@@ -9,9 +10,12 @@
 #include <utility>
 
 #include "base/after_error.h"
+#include "base/replays.h"
+#include "base/stream_capture.h"
 #include "comm/mesh/ranks.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
+#include "memory/accounting.h"
 #include "memory/device_memory.h"
 
 namespace fsdp {
@@ -130,6 +134,9 @@ void Optimizer::State::refuse_torn() const {
 }
 
 void Optimizer::State::step() {
+  if (!std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part->can_be_captured(); })) {
+    refuse_in_capture(engine->device(), "an optimizer's step", "capture steps of AdamW or SGD, or forward and backward alone");
+  }
   tell_settings();
   for (const auto& part : parts) part->step();
 }
@@ -171,6 +178,7 @@ StateMemory::~StateMemory() {
 at::Tensor StateMemory::zeros(const engine::Unit& unit, std::int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   const bool on_host = unit.options.offload != Offload::kNone;
+  RECORD_USER_SCOPE(memory::allocation_range(on_host ? memory::Kind::kHost : memory::Kind::kOptimizerState));
   auto state = (on_host ? memory::host_zeros(engine_->device(), bytes) : memory::zeros(engine_->device(), bytes)).view(dtype);
   (on_host ? host_bytes_ : device_bytes_) += bytes;
   engine_->accounting().add(on_host ? memory::Kind::kHost : memory::Kind::kOptimizerState, bytes);
@@ -206,6 +214,8 @@ Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, 
   }
   groups_.take_in(*engine_, this->selection());
 }
+
+Elementwise::~Elementwise() { engine_->rejoin_streams(); }
 
 std::vector<Elementwise::Piece> Elementwise::pieces_of(const engine::Unit& unit) {
   std::vector<Piece> pieces;
@@ -251,6 +261,7 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
 }
 
 void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
+  ++divisions_;
   state.segments.clear();
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     state.parameters[i].active = unit.parameters[i].has_gradient && state.parameters[i].selected;
@@ -304,7 +315,8 @@ std::int64_t Elementwise::steps(const engine::Unit& unit, std::size_t parameter)
 void Elementwise::set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) {
   auto& state = units_[unit.index];
   state.parameters[parameter].steps = steps;
-  state.segments.clear();  // Segments hold counts of their own, and are divided by counts.
+  state.segments.clear();  // They hold counts of their own, and are divided by them.
+  ++divisions_;
 }
 
 std::vector<StateTensor> Elementwise::state() {
@@ -333,10 +345,12 @@ std::vector<StateTensor> Elementwise::state() {
 
 void Elementwise::step() {
   std::vector<std::vector<Segment*>> by_group(groups_.size());
+  std::vector<std::size_t> updated;  // units
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const auto& unit = *engine_->units()[u];
     auto& state = units_[u];
     if (!unit.main_gradient_valid) continue;
+    updated.push_back(u);
     if (!state.allocated) allocate(unit, state);
     bool changed = state.segments.empty();
     for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
@@ -345,10 +359,9 @@ void Elementwise::step() {
     if (changed) divide(unit, state);
     for (auto& segment : state.segments) {
       segment.step.add_(1);
-      ++segment.updates;
       by_group[segment.group].push_back(&segment);
     }
-    for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;
+    count_step(state);
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     // Gradients of another dtype, and offloaded state, are copied one segment at a time, so that the copies stay small.
@@ -363,6 +376,34 @@ void Elementwise::step() {
     segments.erase(copied, segments.end());
     if (!segments.empty()) update_(groups_[g], groups_[g].lr.now(), segments);
   }
+  tell_replays(std::move(updated));
+}
+
+void Elementwise::count_step(UnitState& state) {
+  for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;
+  for (auto& segment : state.segments) ++segment.updates;
+}
+
+/// A graph has the learning rates and the segments of its capture.
+void Elementwise::tell_replays(std::vector<std::size_t> updated) {
+  std::vector<double> lrs;
+  for (std::size_t g = 0; g < groups_.size(); ++g) lrs.push_back(groups_[g].lr.now());
+  const auto check = [this, exists = std::weak_ptr(exists_), lrs, divisions = divisions_] {
+    if (exists.expired()) throw Error("CapturedStep::replay: the optimizer that was captured no longer exists");
+    for (std::size_t g = 0; g < lrs.size(); ++g) {
+      if (groups_[g].lr.now() == lrs[g]) continue;
+      throw Error("CapturedStep::replay: a learning rate is " + shortest(groups_[g].lr.now()) + ", but the step was captured with " +
+                  shortest(lrs[g]) + ", which its graph has; capture it again");
+    }
+    if (divisions_ == divisions) return;
+    throw Error(
+        "CapturedStep::replay: since the step was captured, a checkpoint was loaded, or other parameters had gradients; capture it "
+        "again");
+  };
+  const auto count = [this, updated = std::move(updated)] {
+    for (const auto u : updated) count_step(units_[u]);
+  };
+  beside_each_replay({.before = check, .after = count});
 }
 
 }  // namespace optim

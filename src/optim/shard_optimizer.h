@@ -37,6 +37,8 @@ class Part {
  public:
   virtual ~Part() = default;
   virtual void step() = 0;
+  /// Whether a step that is captured as a graph is right in each replay: nothing in it depends on what the host counts.
+  virtual bool can_be_captured() const { return false; }
 
   // The groups of parameters. The first one has the parameters that no ParamGroup matches.
 
@@ -131,7 +133,9 @@ class Elementwise final : public Algorithm {
   /// `selection` are the parameters that it updates, by default all.
   Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Update update,
               const Selection& selection = {});
+  ~Elementwise() override;
   void step() override;
+  bool can_be_captured() const override { return true; }
   bool updates(const engine::Unit& unit, std::size_t parameter) const override;
   std::int64_t steps(const engine::Unit& unit, std::size_t parameter) const override;
   void set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) override;
@@ -166,10 +170,14 @@ class Elementwise final : public Algorithm {
   static std::vector<Piece> pieces_of(const engine::Unit& unit);
   void allocate(const engine::Unit& unit, UnitState& state);
   void divide(const engine::Unit& unit, UnitState& state);
+  static void count_step(UnitState& state);
+  void tell_replays(std::vector<std::size_t> updated);
 
   Update update_;
   StateMemory memory_;
   std::vector<UnitState> units_;
+  std::uint64_t divisions_ = 0;  // How often segments were made, or thrown away.
+  const std::shared_ptr<bool> exists_ = std::make_shared<bool>(true);
 };
 
 /// AdamW through ATen's fused kernel. Throws Error if an option is out of range. The groups are described with `more` settings, those of

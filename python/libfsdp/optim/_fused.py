@@ -166,8 +166,8 @@ def _refuse_flags(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
         raise ValueError(f"{name}: differentiable=True needs a step that autograd records; use torch.optim.{name}")
     if group.get("capturable"):
         raise ValueError(
-            f"{name}: capturable=True is for steps within a graph capture, which a step in C++ is not; leave it out, or use "
-            f"torch.optim.{name}"
+            f"{name}: capturable=True is for steps within a graph capture, where a step in C++ needs "
+            f"fused=True alone; leave it out, or use torch.optim.{name}"
         )
 
 

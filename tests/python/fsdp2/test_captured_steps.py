@@ -1,0 +1,217 @@
+"""Whole steps as graphs of the simulated device: what is replayed has the bits of steps that are not captured."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import device, megatron
+from support.ranks import StartRanks
+from support.training import CASES, Options, batch_of, full, seeded, shard
+from torch import Tensor
+
+import libfsdp
+from libfsdp.megatron import fully_shard_optimizer
+
+pytestmark = [
+    pytest.mark.skipif(device.TYPE != "sim", reason="FSDP_TEST_DEVICE is not 'sim'"),
+    pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch has no graphs of any device"),
+]
+
+bf16, fp32 = torch.bfloat16, torch.float32
+WARM_UP, REPLAYED = 3, 3
+
+
+def take_reports() -> list[str]:
+    """What the device has seen on this rank."""
+    torch.accelerator.synchronize()
+    reports: list[str] = importlib.import_module("sim_device").take_reports()
+    return reports
+
+
+def steps_of(
+    step: Callable[[], Tensor], set_input: Callable[[int], None], captured: bool, held: list[Any] | None = None
+) -> list[float]:
+    """What `step` gives behind a warm-up, on the inputs of its number: run each time, or captured and replayed."""
+    module: Any = torch.get_device_module("sim")
+    sim: Any = importlib.import_module("sim_device")
+    set_input(0)
+    stream = module.Stream()
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        for _ in range(WARM_UP):
+            result = step()
+    module.current_stream().wait_stream(stream)
+    if captured:
+        graph: Any = torch.accelerator.Graph()
+        with module.stream(stream), graph:
+            result = step()
+        if held is not None:
+            held.append(graph)
+    values = []
+    for number in range(1, REPLAYED + 1):
+        set_input(number)
+        if captured:
+            sim.reset_stats(dist.get_rank())
+            graph.replay()
+            assert not sim.host_waits(dist.get_rank())
+        else:
+            result = step()
+        values.extend(result.flatten().tolist())
+    return values
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=0.01, capturable=True)
+
+
+def fused(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def in_cpp(parameters: Any) -> Any:
+    return libfsdp.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def run(
+    implementation: str, options: Options, optimizer_of: Callable[[Any], Any], scaled: bool, captured: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms, an evaluation, and parameters behind one more step that is no graph's."""
+    case = CASES["transformer"]
+    model = shard(seeded(case), case, implementation, options)
+    optimizer = optimizer_of(model.parameters())
+    scaler = torch.amp.GradScaler("sim", init_scale=256.0, growth_interval=2, enabled=scaled)
+    batch = batch_of(case, 0, 0, dist.get_rank())
+    clip = libfsdp.clip_grad_norm_ if implementation == "libfsdp" else torch.nn.utils.clip_grad_norm_
+
+    def set_input(step: int) -> None:
+        for into, values in zip(batch, batch_of(case, step, 0, dist.get_rank()), strict=True):
+            into.copy_(values)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = case.loss(model, batch)
+        scaler.scale(loss).backward()
+        results = [loss.detach()]
+        if options.clip is not None:
+            scaler.unscale_(optimizer)
+            norm = clip(model.parameters(), options.clip)
+            results.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        scaler.step(optimizer)
+        scaler.update()
+        return torch.stack([result.float() for result in results])
+
+    held: list[Any] = []
+    values = steps_of(step, set_input, captured, held)
+    with torch.no_grad():
+        values.append(case.loss(model, batch).item())
+    values.extend(step().tolist())
+    values.append(scaler.get_scale() if scaled else 1.0)
+    assert take_reports() == []
+    return values, {name: full(p) for name, p in model.named_parameters()}
+
+
+CASES_OF_STEPS = [
+    (1, Options(), adamw, False),
+    (2, Options(), adamw, False),
+    (2, Options(compute=bf16, reduce=fp32), fused, False),
+    (2, Options(compute=bf16), in_cpp, False),
+    (2, Options(reshard=False, clip=0.01), in_cpp, False),
+    (2, Options(clip=0.01), fused, True),
+    (4, Options(replicas=2), adamw, False),
+]
+
+
+@pytest.mark.parametrize(("world", "options", "optimizer_of", "scaled"), CASES_OF_STEPS)
+def test_replayed_steps(
+    ranks: StartRanks, world: int, options: Options, optimizer_of: Callable[[Any], Any], scaled: bool
+) -> None:
+    expected = ranks(world).run(run, "libfsdp", options, optimizer_of, scaled, False)
+    found = ranks(world).run(run, "libfsdp", options, optimizer_of, scaled, True)
+    for (values, parameters), (expected_values, expected_parameters) in zip(found, expected, strict=True):
+        assert values == expected_values
+        for name, value in parameters.items():
+            assert torch.equal(value, expected_parameters[name]), name
+
+
+def counts_on_the_host() -> None:
+    case = CASES["mlp"]
+    model = shard(seeded(case), case, "libfsdp", Options())
+    optimizer = libfsdp.optim.AdamW(model.parameters())
+    batch = batch_of(case, 0, 0, dist.get_rank())
+
+    def step() -> Tensor:
+        loss = case.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with pytest.raises(libfsdp.Error, match="a step that counts updates on the host in a step that is captured"):
+        steps_of(step, lambda number: None, captured=True)
+    assert take_reports() == []
+
+
+def test_counts_on_the_host_are_refused(ranks: StartRanks) -> None:
+    ranks(2).run(counts_on_the_host)
+
+
+def run_megatron(strategy: str, captured: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """With Megatron-FSDP's cuda_graph_mode."""
+    model = megatron.shard(megatron.plain_model(), strategy, cuda_graph_mode=True)
+    optimizer: Any = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True))
+    x = megatron.batch(0, dist.get_rank())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach().reshape(1)
+
+    held: list[Any] = []
+    values = steps_of(step, lambda number: x.copy_(megatron.batch(number, dist.get_rank())), captured, held)
+    values.extend(step().tolist())
+    assert take_reports() == []
+    return values, {name: megatron.whole(p.detach()).cpu() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", megatron.STRATEGIES)
+def test_cuda_graph_mode(ranks: StartRanks, strategy: str) -> None:
+    expected = ranks(2).run(run_megatron, strategy, False)
+    found = ranks(2).run(run_megatron, strategy, True)
+    for (values, parameters), (expected_values, expected_parameters) in zip(found, expected, strict=True):
+        assert values == expected_values
+        for name, value in parameters.items():
+            assert torch.equal(value, expected_parameters[name]), name
+
+
+def addresses(options: Options) -> list[list[int]]:
+    """Where the parameters lie with which each unit computes, by step."""
+    case = CASES["transformer"]
+    model = shard(seeded(case), case, "libfsdp", options)
+    optimizer = fused(model.parameters())
+    of_steps: list[list[int]] = []
+
+    def note(unit: Any, arguments: Any) -> None:
+        of_steps[-1].extend(p.data_ptr() for p in unit.parameters())
+
+    for unit in case.units(model):
+        unit.register_forward_pre_hook(note)
+    for step in range(6):
+        of_steps.append([])
+        case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return of_steps
+
+
+@pytest.mark.parametrize("options", [Options(), Options(compute=bf16), Options(reshard=False)])
+def test_addresses_stay_behind_the_third_step(ranks: StartRanks, options: Options) -> None:
+    for of_steps in ranks(2).run(addresses, options):
+        assert of_steps[3]
+        assert of_steps[4:] == [of_steps[3]] * 2
