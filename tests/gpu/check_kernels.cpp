@@ -1,5 +1,5 @@
 // What libfsdp's own kernels give on a device, against the same on the CPU, bit for bit; and how fast they read and write. A line for each:
-// "passed NAME", "failed NAME: WHY", "measured NAME: VALUE". See kernels.py.
+// "passed NAME", "failed NAME: WHY", "measured NAME: VALUE". See own_kernels.py.
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

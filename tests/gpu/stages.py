@@ -94,7 +94,7 @@ STAGES = {
     5: Stage(
         "libfsdp's kernels against the CPU; compute-sanitizer on a small step",
         90,
-        [Program(python("tests/gpu/kernels.py"), most=40), sanitized("memcheck"), sanitized("racecheck")],
+        [Program(python("tests/gpu/own_kernels.py"), most=40), sanitized("memcheck"), sanitized("racecheck")],
     ),
     6: Stage("Megatron's front end, HSDP, 8-bit gathers, memory of NCCL", 60, [Program(python("tests/gpu/features.py"), COLLECTIVES)]),
     7: Stage("CUDA graphs of a step", 60, [Program(python("tests/gpu/graphs.py"))]),
