@@ -241,8 +241,9 @@ def host_waits_of_a_step(name: str, options: Options, scaled: bool) -> dict[str,
         scaler.step(trainee.optimizer)
         scaler.update()
         trainee.optimizer.zero_grad()
+    waits = dict(sim.host_waits(dist.get_rank()))
     assert take_reports() == []
-    return dict(sim.host_waits(dist.get_rank()))
+    return waits
 
 
 @pytest.mark.parametrize("compute", [None, bf16])
