@@ -101,15 +101,14 @@ def check_end(sent: signal.Signals) -> None:
     seconds = str(100_000 + os.getpid())
     lines = (
         "import subprocess, sys",
-        "from hosts import Hosts",
+        "from harness.hosts import Hosts",
         "with Hosts(2, 100) as hosts:",
         f"    ranks = hosts.start(1, ('sleep', '{seconds}'), {{}}, subprocess.DEVNULL)",
         "    print('started', flush=True)",
         "    ranks[0].wait()",
     )
-    environment = {**os.environ, "PYTHONPATH": sys.path[0]}
     command = (sys.executable, "-c", "\n".join(lines))
-    maker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    maker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert maker.stdout is not None
     expect(maker.stdout.readline() == "started\n", "the hosts were not made")
     deadline = time.monotonic() + 20

@@ -144,6 +144,8 @@ void expect_one_error(int size, const Divergence& divergence) {
                                         message = message_of<CommError>([&] {
                                           (rank == 1 ? divergence.odd : divergence.other)(ranks);
                                           ranks.communicator->confirm();
+                                          // Of four ranks, two are not beside the odd one: an exchange tells them.
+                                          ranks.communicator->barrier();
                                         });
                                       }) ||
                     divergence.is_found_at_once);
