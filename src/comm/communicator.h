@@ -131,7 +131,8 @@ class Communicator {
 
   virtual void barrier() = 0;
 
-  /// The ranks have made the same calls up to now, or this throws CommError. Blocks where wait_unconfirmed() has not.
+  /// Throws CommError if this rank and the one before it in the row have not made the same calls, or if a failure of another rank is known.
+  /// Blocks where wait_unconfirmed() has not.
   virtual void confirm() {}
 
   /// Who gives such memory, not initialised; empty where the backend has none, and for kProcess. What a collective needs beside the
