@@ -1,7 +1,6 @@
 #include "fsdp/capture.h"
 
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "base/device_graph.h"
+#include "base/order_streams.h"
 #include "base/replays.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
@@ -26,12 +26,6 @@ struct CapturedStep::State {
 };
 
 namespace {
-
-void order(const c10::Stream& first, const c10::Stream& second) {
-  c10::Event until_here(first.device_type());
-  until_here.record(first);
-  until_here.block(second);
-}
 
 void check(const engine::Engine& engine, const CaptureOptions& options) {
   if (options.warm_up < 1) {
@@ -79,7 +73,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
   const c10::DeviceGuard on_device(device);
   const c10::Stream before = implementation.getStream(device);
   const c10::Stream stream = implementation.getStreamFromGlobalPool(device);
-  order(before, stream);
+  order_streams(before, stream);
   {
     const c10::StreamGuard on_stream(stream);
     for (int i = 0; i < options.warm_up; ++i) state->step();
@@ -98,7 +92,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
     }
     state->graph->end_capture();
   }
-  order(stream, before);
+  order_streams(stream, before);
   return CapturedStep(std::move(state));
 }
 

@@ -38,7 +38,7 @@ using LaunchConversion = void(const BlockedPieces& pieces, const c10::Stream& st
 DeviceFunctions<LaunchConversion>& device_encoders();
 DeviceFunctions<LaunchConversion>& device_decoders();
 
-/// Of float8_e4m3fn.
+/// The largest value of float8_e4m3fn.
 inline constexpr float kLargestFloat8 = 448;
 /// A scale's byte (e8m0) stands for 2^(byte - 127); this one for NaN.
 inline constexpr std::uint8_t kNanScale = 255;

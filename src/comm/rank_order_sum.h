@@ -27,7 +27,7 @@ struct SumEnd {
 Rounding rounding_of(at::ScalarType source, at::ScalarType out, const SumEnd& end);
 /// What is summed is one source, which already lies where the output is to be.
 bool changes_nothing(at::ScalarType source, at::ScalarType out, const SumEnd& end);
-/// Of a part of a reduce-scatter.
+/// Returns the end of the sum that a part of a reduce-scatter asks for.
 SumEnd sum_end(const ReducePart& part, double scale);
 
 /// [Reduce in full precision] out = scale * (sources[0] + sources[1] + ...), with all that `end` says. The sum runs in fp32 (fp64 for

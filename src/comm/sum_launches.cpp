@@ -27,7 +27,8 @@ std::optional<std::int64_t> stride_of(const std::vector<at::Tensor>& sources, st
   return stride.value_or(0);
 }
 
-/// Of a rank's own piece, which may lie among what it sends, the others follow each other where they were received.
+/// The sum as a kernel takes it. A rank's own piece may lie apart, among what the rank sends; the others follow each other where they
+/// arrived.
 std::optional<DevicePart> part_of(const RankOrderSum& sum) {
   const auto count = static_cast<std::int64_t>(sum.sources.size());
   if (count > DeviceSum::kMostPieces) return {};

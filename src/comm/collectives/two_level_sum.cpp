@@ -1,13 +1,13 @@
 #include "comm/collectives/two_level_sum.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "base/order_streams.h"
 #include "comm/device_sums.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
@@ -36,10 +36,8 @@ c10::Stream TwoLevelSum::stream_behind_current(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (!stream_) stream_ = guard.getStreamFromGlobalPool(device);
-  // An event after the gradients, which the current stream computes.
-  c10::Event until_here(device.type());
-  until_here.record(guard.getStream(device));
-  until_here.block(*stream_);
+  // The current stream computes the gradients.
+  order_streams(guard.getStream(device), *stream_);
   return *stream_;
 }
 
