@@ -74,8 +74,7 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 
 # Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
 NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers cuda oldest newest
-nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; $(BUILD_DIR)/tests/cpp/test_comm --gtest_brief=1 --gtest_filter='*ARankThatIsKilled*' && \
-  ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error -R "Python.(test_parity|test_features|test_megatron_microbatches|test_wheel)"
+nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -L "unit|python"
 nightly_messages = FSDP_SHARED_MEMORY=0 ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error
 nightly_soak = make soak SECONDS=1800
 nightly_fuzz = make fuzz SECONDS=600

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 
 from libfsdp import fully_shard, stop_requested
 
-DIM, LAYERS, HEADS, CONTEXT = 256, 6, 4, 256
+DIM, HEADS, CONTEXT = 256, 4, 256
 SEQUENCES = 4  # per step, over all ranks
 LR, WARMUP, CLIP = 1e-3, 30, 1.0
 KEPT = 2  # checkpoints
@@ -52,17 +52,17 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the bytes that follow out."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, DIM)
         self.positions = nn.Embedding(CONTEXT, DIM)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                adds = name.endswith(("out.weight", "mlp.2.weight"))  # to the residual stream, 2 * LAYERS times
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if adds else 0.02)
+                adds = name.endswith(("out.weight", "mlp.2.weight"))  # to the residual stream, 2 * layers times
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.size(1), device=tokens.device))
@@ -142,6 +142,7 @@ class Log:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT on text, sharded over processes.")
     parser.add_argument("--steps", type=int, default=400, help="default: %(default)s, some minutes on two cores")
+    parser.add_argument("--layers", type=int, default=6, help="transformer blocks, each a unit; default: %(default)s")
     headers = Path(torch.__file__).parent / "include"
     parser.add_argument("--data", type=Path, default=headers, help="a text file, or a folder of them: %(default)s")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints: %(default)s")
@@ -188,7 +189,8 @@ def begin_run(options: argparse.Namespace, lock: Lock | None) -> tuple[Path, Loc
     lock = lock or Lock(run)
     if dist.get_rank() == 0:
         print(f"run folder: {run}", flush=True)
-        config = {"steps": options.steps, "data": str(options.data.absolute()), "save_every": options.save_every}
+        config = {name: getattr(options, name) for name in ("steps", "layers", "save_every")}
+        config["data"] = str(options.data.absolute())
         (run / "config.json").write_text(json.dumps(config))
     return run, lock
 
@@ -200,7 +202,7 @@ def main() -> None:
     lock = Lock(options.resume) if options.resume else None
     train, validation = read_text(options.data)
     torch.manual_seed(1)  # the same first values on all ranks
-    model = GPT()
+    model = GPT(options.layers)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

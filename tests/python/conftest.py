@@ -21,6 +21,14 @@ os.environ["PYTHONWARNINGS"] = "error:`torch.:FutureWarning,ignore:`torch.jit.:F
 torch.set_num_threads(1)  # As the ranks: sums of matrix products depend on it.
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what has the mark ``nightly``, unless FSDP_NIGHTLY is set."""
+    if "FSDP_NIGHTLY" not in os.environ:
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
 @contextmanager
 def kept_ranks(attempts: int) -> Iterator[StartRanks]:
     """Ranks that are started when they are first used, and kept."""

@@ -9,7 +9,7 @@ import torch
 from support import clients, float8, lightning_clients
 from support.clients import Trained
 from support.comparison import differences
-from support.marks import needs_in_torch
+from support.marks import at_night, needs_in_torch
 from support.ranks import ComparedRanks, StartRanks
 
 needs = {
@@ -41,7 +41,7 @@ def check_same(
 
 
 @needs["accelerate"]
-@pytest.mark.parametrize("options", ["", "bf16 full", "efficient checkpointing", "offload", "offload bf16 full"])
+@pytest.mark.parametrize("options", ["", at_night("bf16 full"), "efficient checkpointing", at_night("offload"), "offload bf16 full"])
 def test_accelerate(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
@@ -49,7 +49,7 @@ def test_accelerate(compared_ranks: ComparedRanks, options: str) -> None:
 
 
 @needs["accelerate"]
-@pytest.mark.parametrize("options", ["hsdp", "hsdp bf16 full", "hsdp offload checkpointing"])
+@pytest.mark.parametrize("options", [at_night("hsdp"), at_night("hsdp bf16 full"), "hsdp offload checkpointing"])
 def test_accelerate_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
     """Two replicas of two shards: sums of two numbers in both directions, so they have one order."""
     for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split(), world=4):
@@ -58,7 +58,7 @@ def test_accelerate_on_replicas(compared_ranks: ComparedRanks, options: str) -> 
 
 
 @needs["accelerate"]
-@pytest.mark.parametrize("options", ["", "bf16 checkpointing"])
+@pytest.mark.parametrize("options", [at_night(""), "bf16 checkpointing"])
 def test_transformers_trainer(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
@@ -74,14 +74,14 @@ def test_transformers_trainer_on_replicas(compared_ranks: ComparedRanks, options
 
 
 @needs["peft"]
-@pytest.mark.parametrize("options", ["", "bf16"])
+@pytest.mark.parametrize("options", [at_night(""), "bf16"])
 def test_peft_lora(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, clients.with_peft, *options.split()):
         assert of_rank.notes["trained"] == len(of_rank.notes["adapter"]) == 8
 
 
 @needs["lightning"]
-@pytest.mark.parametrize("options", ["", "meta"])
+@pytest.mark.parametrize("options", [at_night(""), "meta"])
 def test_lightning_fabric(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, lightning_clients.with_fabric, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
@@ -89,7 +89,7 @@ def test_lightning_fabric(compared_ranks: ComparedRanks, options: str) -> None:
 
 
 @needs["lightning"]
-@pytest.mark.parametrize("options", ["", "full"])
+@pytest.mark.parametrize("options", [at_night(""), "full"])
 def test_lightning_trainer(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, lightning_clients.with_trainer, *options.split()):
         assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
@@ -100,7 +100,7 @@ def test_lightning_trainer(compared_ranks: ComparedRanks, options: str) -> None:
 
 @needs["torchtitan"]
 @needs_in_torch(torch.distributed.fsdp, "DataParallelMeshDims")  # which torchtitan imports
-@pytest.mark.parametrize("options", ["compile", "tied", "bf16"])
+@pytest.mark.parametrize("options", ["compile", at_night("tied"), at_night("bf16")])
 def test_torchtitan(compared_ranks: ComparedRanks, options: str) -> None:
     """It sets gradient_divide_factor to 1."""
     check_same(compared_ranks, clients.with_torchtitan, *options.split())

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import hugging_face
 from support.llama import BUILD, CASES, LLAMA3, VOCABULARY, make, run
+from support.marks import at_night
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(not hugging_face.available(), reason="not installed: transformers")
@@ -87,7 +88,7 @@ def test_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
         assert not expected["model.embed_tokens.weight"][5].any()
 
 
-@pytest.mark.parametrize("case", ["llama 3.1", "qwen2 tied", "qwen3", "mistral"])
+@pytest.mark.parametrize("case", ["llama 3.1", *(at_night(case) for case in ("qwen2 tied", "qwen3", "mistral"))])
 def test_transformers_loads_what_was_fine_tuned(case: str, tmp_path: Path) -> None:
     family, config = CASES[case]
     before = make(family, tmp_path / "model", **config)
@@ -207,6 +208,7 @@ def test_bf16(tmp_path: Path) -> None:
     assert load(tmp_path / "narrow").dtype == torch.bfloat16
 
 
+@pytest.mark.nightly
 def test_recomputing_saves_memory_and_changes_no_bit(tmp_path: Path) -> None:
     """Each layer keeps 2 sequences of 512 tokens by more than 10 vectors of 256 elements: 10 MiB."""
     make("Qwen2", tmp_path / "model", hidden_size=256, intermediate_size=512, num_hidden_layers=10)
@@ -235,6 +237,7 @@ def test_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.nightly
 def test_reads_older_configurations_and_files(tmp_path: Path) -> None:
     """Before transformers 5: rope_theta and rope_scaling; a tied head that is in the file; tables of frequencies."""
     safetensors = importlib.import_module("safetensors.torch")
@@ -264,6 +267,7 @@ def test_bytes_are_tokens(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "entries", "message"),
     [

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import hugging_face
 from support.llama import BUILD, CASES, VOCABULARY, make, run
+from support.marks import at_night
 
 pytestmark = pytest.mark.skipif(not hugging_face.available(), reason="not installed: transformers")
 
@@ -54,7 +55,10 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
 
 
-@pytest.mark.parametrize("case", ["llama", "llama 3.1", "qwen2", "qwen3 sliding in part", "mistral", "mistral sliding"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "qwen3 sliding in part", *(at_night(case) for case in ("llama 3.1", "qwen2", "mistral", "mistral sliding"))],
+)
 def test_the_likeliest_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     family, config = CASES[case]
     model: Any = make(family, tmp_path / "model", **config, eos_token_id=None).eval()
@@ -64,6 +68,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(case: str, tmp_path: Pat
     assert generate(tmp_path / "model", "--tokens", 20, "--temperature", 0) == expected
 
 
+@pytest.mark.nightly
 def test_what_is_left_out_is_what_transformers_takes(tmp_path: Path) -> None:
     """A Mistral whose config.json says nothing of a window has one of 4,096 tokens; null is none."""
     transformers = importlib.import_module("transformers")
@@ -85,6 +90,7 @@ def test_what_is_left_out_is_what_transformers_takes(tmp_path: Path) -> None:
     assert written[0] != written[1]
 
 
+@pytest.mark.nightly
 def test_ends_at_the_token_that_ends_a_text(tmp_path: Path) -> None:
     """That of generation_config.json, where it is there, even if it names none; else that of config.json."""
     transformers = importlib.import_module("transformers")
@@ -130,6 +136,7 @@ def test_a_full_context_goes_on_from_its_second_half(tmp_path: Path) -> None:
     assert generate(tmp_path / "model", "--tokens", 40, "--temperature", 0) == tokens
 
 
+@pytest.mark.nightly
 def test_draws_are_those_of_the_seed(tmp_path: Path) -> None:
     make("Llama", tmp_path / "model", eos_token_id=None)
     drawn = [generate(tmp_path / "model", "--tokens", 20, "--seed", seed) for seed in (1, 1, 2)]

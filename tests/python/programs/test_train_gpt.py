@@ -55,7 +55,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
-    output = train(tmp_path, "--data", text, "--steps", 12)
+    output = train(tmp_path, "--data", text, "--layers", 2, "--steps", 12)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 2, output  # after the first and the last step, once
     assert 5.0 < losses[0] < 6.0, "untrained, every byte is about as likely: ln 256 = 5.55"
@@ -74,9 +74,9 @@ def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path, text: Path) -> None:
-    common = ("--data", text, "--save-every", 12)
-    train(tmp_path, *common, "--steps", 24, "--folder", "whole")
-    command = [*COMMAND, *(str(word) for word in common), "--steps", "24", "--folder", "stopped"]
+    common = ("--data", text, "--layers", 2, "--save-every", 6)
+    train(tmp_path, *common, "--steps", 12, "--folder", "whole")
+    command = [*COMMAND, *(str(word) for word in common), "--steps", "12", "--folder", "stopped"]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
         log = tmp_path / "stopped" / "log.jsonl"
         while process.poll() is None and not (log.exists() and '"step": 1,' in log.read_text()):
@@ -84,7 +84,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path:
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C: to torchrun and to its ranks
         output = process.communicate(timeout=120)[0]
     stopped_at = int(re.findall(r"ended by a signal after step (\d+); to go on: --resume stopped", output)[0])
-    assert 1 <= stopped_at < 24
+    assert 1 <= stopped_at < 12
     assert (tmp_path / "stopped" / f"step-{stopped_at}" / ".metadata").exists()
 
     # A run that is killed has logged steps that no checkpoint has, and half of a line.
@@ -95,26 +95,26 @@ def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path:
     assert found == [(row["step"], row["loss"]) for row in rows(tmp_path / "whole") if "loss" in row]
     assert rows(tmp_path / "stopped")[-1] == rows(tmp_path / "whole")[-1]
     names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert names == {".lock", "config.json", "log.jsonl", "step-12", "step-24"}
+    assert names == {".lock", "config.json", "log.jsonl", "step-6", "step-12"}
     # Two are kept, and what is given beside it counts: more steps.
-    assert "done: 26 steps" in train(tmp_path, "--resume", "whole", "--steps", 26)
+    assert "done: 14 steps" in train(tmp_path, "--resume", "whole", "--steps", 14)
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {
         ".lock",
         "config.json",
         "log.jsonl",
-        "step-24",
-        "step-26",
+        "step-12",
+        "step-14",
     }
 
     # Nothing changes where nothing is left, or a load fails, or another process trains there.
     config = tmp_path / "whole" / "config.json"
     before = config.read_text()
-    assert "nothing is left to train: whole has made 26 steps" in end_at_once(
-        tmp_path, "--resume", "whole", "--steps", 25, fails=False
+    assert "nothing is left to train: whole has made 14 steps" in end_at_once(
+        tmp_path, "--resume", "whole", "--steps", 13, fails=False
     )
     with (tmp_path / "whole" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another training goes on in whole" in end_at_once(tmp_path, "--resume", "whole", "--steps", 30)
-    (tmp_path / "whole" / "step-26" / ".metadata").write_bytes(b"")
+    (tmp_path / "whole" / "step-14" / ".metadata").write_bytes(b"")
     end_at_once(tmp_path, "--resume", "whole", "--steps", 30)
     assert config.read_text() == before

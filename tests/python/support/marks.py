@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from support import hugging_face
 
@@ -18,3 +19,8 @@ def needs_in_torch(owner: object, name: str) -> pytest.MarkDecorator:
 needs_transformers = pytest.mark.skipif(
     not hugging_face.available(), reason="the package transformers is not installed"
 )
+
+
+def at_night(*values: object) -> ParameterSet:
+    """A set of parameters with which a test runs in `make nightly` only."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
