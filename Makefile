@@ -107,7 +107,7 @@ torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KIL
 	python tests/torture/torture.py --train-gpt $(BUILD_DIR)/examples/train_gpt --fsdp-ckpt $(BUILD_DIR)/tools/fsdp-ckpt \
 	  --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-mutants: | $(STAMP)-build $(STAMP)-clang $(STAMP)-test  ## Break the library, one change at a time: does a test notice? PART=2/5, ONLY=comm/
+mutants: | $(STAMP)-build $(STAMP)-clang $(STAMP)-test  ## Break the library, one change at a time: does a test notice? PART=2/5, ONLY=src/comm/
 	python tests/mutants/mutants.py run . $(BUILD_DIR)-mutants --workshops $(JOBS) $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY))
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS

@@ -4,17 +4,18 @@
     mutants.py run ROOT WORK [--part 2/5] [--only NAME] [--workshops N]
                                                    builds and tests them in WORK, a folder of their own
 
-A mutant is a file under tests/mutants: a few `key: value` lines, then the text that it replaces and the new one.
+The mutants of a source are in one file, tests/mutants/<path of the source>.diff, ordered by the place that they change:
 
+    @@ each_value_is_rounded                               the name, which no other mutant of that source has
     promise: docs/develop/design.md, Reduce in full precision    what it breaks
-    file: src/comm/rank_order_sum.cpp                    where
-    test: test_comm RankOrderSum.IsBitExact              who must notice: a test program and a filter, or `adversaries`
-                                                         and a name (tests/adversaries), or `pytest` and a file in a
-                                                         folder of tests/python with the name of a test; one or more
-    --- old
-    ...                                                    whole lines, which occur exactly once in the file
-    --- new
-    ...
+    test: test_comm RankOrderSum.IsBitExact                who must notice: a test program and a filter, or `adversaries`
+                                                           and a name (tests/adversaries), or `pytest` and a file in a
+                                                           folder of tests/python with the name of a test; one or more
+     a line that stays
+    -a line that goes
+    +a line that comes
+
+The lines that stay or go occur exactly once in the source. Empty lines between two mutants count for neither.
 
 `run` first sees that the named tests pass as the library is. A mutant is killed when one of its tests fails, or runs
 into its time-out; it survived when all pass, and that makes `run` fail. WORK/results.json keeps what came out, so that
@@ -60,35 +61,53 @@ class MutantError(Exception):
     pass
 
 
-def read_mutant(path: Path, name: str) -> Mutant:
-    head, old_mark, rest = path.read_text(encoding="utf-8").partition("--- old\n")
-    old, new_mark, new = rest.partition("--- new\n")
-    if not old_mark or not new_mark:
-        raise MutantError(f"{name}: has no '--- old' or no '--- new'")
-    values: dict[str, str] = {}
-    tests = []
-    for line in head.splitlines():
-        key, _, value = line.partition(": ")
-        if key == "test":
-            program, _, pattern = value.partition(" ")
-            tests.append((program, pattern))
+def read_mutant(file: str, block: str) -> Mutant:
+    heading, *lines = block.rstrip("\n").split("\n")
+    name = f"{file}:{heading}"
+    promises: list[str] = []
+    tests: list[tuple[str, str]] = []
+    while lines and (line := re.match(r"(promise|test): (.+)", lines[0])):
+        if line[1] == "promise":
+            promises.append(line[2])
         else:
-            values[key] = value
-    if set(values) != {"promise", "file"} or not tests:
-        raise MutantError(f"{name}: needs one `promise`, one `file`, and at least one `test`")
-    return Mutant(name, values["promise"], values["file"], old, new, tuple(tests))
+            program, _, pattern = line[2].partition(" ")
+            tests.append((program, pattern))
+        del lines[0]
+    if len(promises) != 1 or not tests or not lines:
+        raise MutantError(f"{name}: needs one `promise`, at least one `test`, then the lines that it changes")
+    # An editor may have taken the blank of an empty line that stays.
+    marked = [line or " " for line in lines]
+    if strange := [line for line in marked if line[0] not in " -+"]:
+        raise MutantError(f"{name}: a line neither stays, goes nor comes: {strange[0]}")
+    old, new = ("".join(f"{line[1:]}\n" for line in marked if line[0] in marks) for marks in (" -", " +"))
+    return Mutant(name, promises[0], file, old, new, tuple(tests))
 
 
 def read_mutants(root: Path) -> list[Mutant]:
     folder = root / "tests" / "mutants"
-    paths = sorted(folder.glob("*/*.txt"))
-    return [read_mutant(path, str(path.relative_to(folder).with_suffix(""))) for path in paths]
+    found: dict[str, Mutant] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        if path.suffix != ".diff":
+            if path.parent != folder:
+                raise MutantError(f"{path.relative_to(root)} is no .diff")
+            continue
+        file = str(path.relative_to(folder).with_suffix(""))
+        if not (root / file).is_file():
+            raise MutantError(f"{path.relative_to(root)}: there is no {file}")
+        before, *blocks = re.split(r"^@@ ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        if before or not blocks:
+            raise MutantError(f"{path.relative_to(root)} does not begin with a mutant (@@)")
+        for block in blocks:
+            mutant = read_mutant(file, block)
+            if mutant.name in found:
+                raise MutantError(f"{mutant.name} is there twice")
+            found[mutant.name] = mutant
+    return list(found.values())
 
 
 def mutated(root: Path, mutant: Mutant) -> str:
     """The mutant's file, changed."""
-    path = root / mutant.file
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = (root / mutant.file).read_text(encoding="utf-8")
     count = ("\n" + text).count("\n" + mutant.old)
     if count != 1:
         raise MutantError(f"{mutant.name}: its old text occurs {count} times in {mutant.file}, not once")
@@ -265,7 +284,8 @@ def key_of(root: Path, mutant: Mutant) -> str:
 def chosen(mutants: list[Mutant], part: str, only: list[str]) -> list[Mutant]:
     index, _, count = part.partition("/")
     if only:
-        return [mutant for mutant in mutants if any(mutant.name.startswith(name) for name in only)]
+        begins = tuple(only)
+        return [m for m in mutants if m.name.startswith(begins) or m.name.partition(":")[2].startswith(begins)]
     return mutants[int(index) - 1 :: int(count)]
 
 
@@ -373,13 +393,17 @@ def main() -> int:
     runner.add_argument("root", type=Path)
     runner.add_argument("work", type=Path)
     runner.add_argument("--part", default="1/1", help="2/5: the second of five parts")
-    runner.add_argument("--only", action="append", default=[], help="mutants whose names begin so")
+    runner.add_argument("--only", action="append", default=[], help="mutants whose source or name begins so")
     runner.add_argument(
         "--workshops", type=int, default=os.cpu_count() or 1, help="copies of the tree to work in at once"
     )
     arguments = parser.parse_args()
     root = arguments.root.resolve()
-    mutants = read_mutants(root)
+    try:
+        mutants = read_mutants(root)
+    except MutantError as error:
+        print(error)
+        return 1
     if arguments.command == "run":
         mutants = chosen(mutants, arguments.part, arguments.only)
     found = faults(root, mutants)
