@@ -16,6 +16,9 @@
 #include "comm/device_sums.h"
 #include "comm/rank_order_sum.h"
 #include "fsdp/gather_format.h"
+#include "optim/adamw_8bit_step.h"
+#include "optim/block_adamw.h"
+#include "optim/fused.h"
 
 namespace {
 
@@ -139,6 +142,41 @@ void check_formats(Check& check) {
   }
 }
 
+fsdp::optim::QuantizedPart quantized_part(std::int64_t numel, at::ScalarType value, at::ScalarType gradient, const c10::Device& device) {
+  const auto blocks = (numel + fsdp::optim::kBlock - 1) / fsdp::optim::kBlock;
+  fsdp::optim::QuantizedPart part{
+      .value = numbers(numel, 1, value).to(device), .gradient = numbers(numel, 2, gradient).to(device), .state = {}};
+  for (int moment = 0; moment < 2; ++moment) {
+    part.state.push_back(at::full({numel}, moment == 0 ? 127 : 0, part.value.options().dtype(at::kByte)));
+    part.state.push_back(at::zeros({blocks}, part.value.options().dtype(at::kFloat)));
+  }
+  return part;
+}
+
+/// Three steps, the last blocks of which are not whole.
+void check_adamw_8bit(Check& check) {
+  if (!fsdp::optim::steps_adamw_8bit_on(check.device.type())) return;
+  const fsdp::optim::AdamStep step{.lr = 0.01, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1, .eps = 1e-6};
+  for (const auto value : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const auto gradient : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      int wrong = 0;
+      for (const std::int64_t numel : {1, 255, 256, 257, 100'003}) {
+        const auto expected = quantized_part(numel, value, gradient, at::kCPU);
+        const auto here = quantized_part(numel, value, gradient, check.device);
+        for (std::int64_t steps = 1; steps <= 3; ++steps) {
+          fsdp::optim::step_adamw_8bit(expected, step, steps);
+          fsdp::optim::step_adamw_8bit(here, step, steps);
+        }
+        bool same = same_bits(here.value, expected.value);
+        for (std::size_t k = 0; k < here.state.size(); ++k) same = same && same_bits(here.state[k], expected.state[k]);
+        wrong += same ? 0 : 1;
+      }
+      const auto name = std::string("AdamW with 8-bit state on ") + c10::toString(value) + " and gradients in " + c10::toString(gradient);
+      check.passed_if(wrong == 0, name, std::to_string(wrong) + " of 5 have other bits than the CPU's");
+    }
+  }
+}
+
 /// How many GB/s `bytes` read and written are, by what `work` puts on the stream.
 void measure(const Check& check, const std::string& name, double bytes, const std::function<void()>& work) {
   const c10::impl::VirtualGuardImpl guard(check.device.type());
@@ -170,6 +208,10 @@ void measure_all(const Check& check, std::int64_t numel) {
   const auto whole = at::zeros({1, numel}, main.options().dtype(at::kBFloat16));
   measure(check, "encode fp32", static_cast<double>(numel) * 5, [&] { format.pre_all_gather(main, wire); });
   measure(check, "decode to bf16", static_cast<double>(numel) * 3, [&] { format.post_all_gather(wire, whole); });
+  if (!fsdp::optim::steps_adamw_8bit_on(check.device.type())) return;
+  const auto part = quantized_part(numel / 4, at::kFloat, at::kFloat, check.device);
+  measure(check, "AdamW with 8-bit state", static_cast<double>(numel / 4) * 16,
+          [&] { fsdp::optim::step_adamw_8bit(part, {.lr = 0.01}, 1); });
 }
 
 }  // namespace
@@ -181,6 +223,7 @@ int main(int argc, char** argv) {
   check_sums(check);
   check_many_parts(check);
   check_formats(check);
+  check_adamw_8bit(check);
   measure_all(check, check.device.is_cpu() ? 1 << 16 : 1 << 28);
   return check.failed ? 1 : 0;
 }
