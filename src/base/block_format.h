@@ -16,20 +16,20 @@ namespace fsdp {
 struct BlockedPieces {
   void* values = nullptr;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  std::uint8_t* wire = nullptr;
+  std::uint8_t* encoded = nullptr;
   std::int64_t pieces = 0;
   std::int64_t numel = 0;
   std::int64_t block = 0;
 
   FSDP_HOST_DEVICE std::int64_t blocks() const { return pieces * (numel / block); }
-  FSDP_HOST_DEVICE std::int64_t wire_bytes() const { return numel + numel / block; }  ///< Of a piece.
+  FSDP_HOST_DEVICE std::int64_t encoded_bytes() const { return numel + numel / block; }  ///< Of a piece.
   FSDP_HOST_DEVICE std::uint8_t* codes_of(std::int64_t number) const {
     const std::int64_t in_piece = numel / block;
-    return wire + number / in_piece * wire_bytes() + number % in_piece * block;
+    return encoded + number / in_piece * encoded_bytes() + number % in_piece * block;
   }
   FSDP_HOST_DEVICE std::uint8_t* scale_of(std::int64_t number) const {
     const std::int64_t in_piece = numel / block;
-    return wire + number / in_piece * wire_bytes() + numel + number % in_piece;
+    return encoded + number / in_piece * encoded_bytes() + numel + number % in_piece;
   }
 };
 

@@ -41,7 +41,7 @@ using torch_python::value_from;
 namespace {
 
 using Sizes = std::vector<std::int64_t>;
-using state::Ranks;
+using state::CheckpointRanks;
 using state::Snapshot;
 
 const auto kWithoutGil = py::call_guard<py::gil_scoped_release>();
@@ -85,15 +85,15 @@ OnPhase on_phase_of(const py::object& function) {
   };
 }
 
-void write(const std::string& path, const Snapshot& snapshot, const Ranks& ranks, int keep_last, std::int64_t keep_every, int keep_best,
-           const py::object& on_phase) {
+void write(const std::string& path, const Snapshot& snapshot, const CheckpointRanks& ranks, int keep_last, std::int64_t keep_every,
+           int keep_best, const py::object& on_phase) {
   const SaveOptions options = {.keep_last = keep_last, .keep_every = keep_every, .keep_best = keep_best};
   state::Phases phases(on_phase_of(on_phase));
   const py::gil_scoped_release no_gil;
   state::write_checkpoint(path, snapshot, options, ranks, phases);
 }
 
-void agree_on_failure(const Ranks& ranks, const std::optional<std::string>& failure, bool is_damage, const std::string& what) {
+void agree_on_failure(const CheckpointRanks& ranks, const std::optional<std::string>& failure, bool is_damage, const std::string& what) {
   std::exception_ptr thrown;
   if (failure && is_damage) thrown = std::make_exception_ptr(ckpt::DamageError(*failure));
   if (failure && !is_damage) thrown = std::make_exception_ptr(Error(*failure));
@@ -133,7 +133,7 @@ class Reading {
   std::optional<std::map<std::string, ckpt::DcpPath>> paths_;  // set at the first call of path_of()
 };
 
-py::tuple take_newest(const std::string& folder, const Ranks& ranks, const py::function& load_one) {
+py::tuple take_newest(const std::string& folder, const CheckpointRanks& ranks, const py::function& load_one) {
   const auto call = [&](const std::string& path) {
     const py::gil_scoped_acquire gil;
     try {
@@ -152,13 +152,13 @@ py::tuple take_newest(const std::string& folder, const Ranks& ranks, const py::f
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
-  py::class_<Ranks>(module, "CheckpointRanks", "The ranks that write or read a checkpoint together. All methods are collective.")
+  py::class_<CheckpointRanks>(module, "CheckpointRanks", "The ranks that write or read a checkpoint together. All methods are collective.")
       .def(py::init<const DeviceMesh&>(), py::arg("mesh"))
-      .def_property_readonly("size", &Ranks::size)
-      .def_property_readonly("index", &Ranks::index)
+      .def_property_readonly("size", &CheckpointRanks::size)
+      .def_property_readonly("index", &CheckpointRanks::index)
       .def(
           "exchange",
-          [](const Ranks& ranks, const std::string& text, const std::string& operation) {
+          [](const CheckpointRanks& ranks, const std::string& text, const std::string& operation) {
             std::vector<std::string> all;
             {
               const py::gil_scoped_release no_gil;

@@ -8,39 +8,39 @@
 
 namespace fsdp::ckpt {
 
-using Kind = PickleValue::Kind;
+using ValueKind = PickleValue::Kind;
 
 std::string PickleValue::description() const {
   constexpr std::size_t kShown = 60;
   const auto quoted = [this] { return std::string("'").append(text_.substr(0, kShown)).append(text_.size() > kShown ? "...'" : "'"); };
   switch (kind_) {
-    case Kind::none:
+    case ValueKind::none:
       return "None";
-    case Kind::boolean:
+    case ValueKind::boolean:
       return number_.boolean ? "True" : "False";
-    case Kind::integer:
+    case ValueKind::integer:
       return "the integer " + std::to_string(number_.integer);
-    case Kind::big_integer:
+    case ValueKind::big_integer:
       return "an integer of " + std::to_string(text_.size()) + " bytes";
-    case Kind::real:
+    case ValueKind::real:
       return "the number " + std::to_string(number_.real);
-    case Kind::string:
+    case ValueKind::string:
       return "the string " + quoted();
-    case Kind::bytes:
+    case ValueKind::bytes:
       return std::to_string(text_.size()) + " bytes";
-    case Kind::tuple:
+    case ValueKind::tuple:
       return "a tuple of " + std::to_string(items_.size());
-    case Kind::list:
+    case ValueKind::list:
       return "a list of " + std::to_string(items_.size());
-    case Kind::dict:
+    case ValueKind::dict:
       return "a dict of " + std::to_string(items_.size() / 2);
-    case Kind::set:
+    case ValueKind::set:
       return "a set of " + std::to_string(items_.size());
-    case Kind::global:
+    case ValueKind::global:
       return "the global " + quoted();
-    case Kind::object:
-      return items_[0]->is(Kind::global) ? "an object of '" + std::string(items_[0]->text_.substr(0, kShown)) + "'" : "an object";
-    case Kind::persistent:
+    case ValueKind::object:
+      return items_[0]->is(ValueKind::global) ? "an object of '" + std::string(items_[0]->text_.substr(0, kShown)) + "'" : "an object";
+    case ValueKind::persistent:
       return "a persistent id";
   }
   return "nothing";
@@ -50,54 +50,54 @@ void PickleValue::throw_unexpected(const std::string& expected) const {
   throw Error(owner_->file() + ", byte " + std::to_string(position_) + ": expected " + expected + ", found " + description());
 }
 
-void PickleValue::expect(Kind kind, const char* expected) const {
+void PickleValue::expect(ValueKind kind, const char* expected) const {
   if (kind_ != kind) throw_unexpected(expected);
 }
 
 bool PickleValue::boolean() const {
-  expect(Kind::boolean, "True or False");
+  expect(ValueKind::boolean, "True or False");
   return number_.boolean;
 }
 
 std::int64_t PickleValue::integer() const {
-  expect(Kind::integer, "an integer");
+  expect(ValueKind::integer, "an integer");
   return number_.integer;
 }
 
 double PickleValue::real() const {
-  expect(Kind::real, "a floating-point number");
+  expect(ValueKind::real, "a floating-point number");
   return number_.real;
 }
 
 std::string_view PickleValue::string() const {
-  expect(Kind::string, "a string");
+  expect(ValueKind::string, "a string");
   return text_;
 }
 
 std::string_view PickleValue::bytes() const {
-  expect(Kind::bytes, "bytes");
+  expect(ValueKind::bytes, "bytes");
   return text_;
 }
 
 std::span<const PickleValue* const> PickleValue::items() const {
-  if (kind_ == Kind::object) return std::span(items_).subspan(3);
-  if (kind_ != Kind::tuple && kind_ != Kind::list && kind_ != Kind::set) throw_unexpected("a tuple, a list or a set");
+  if (kind_ == ValueKind::object) return std::span(items_).subspan(3);
+  if (kind_ != ValueKind::tuple && kind_ != ValueKind::list && kind_ != ValueKind::set) throw_unexpected("a tuple, a list or a set");
   return items_;
 }
 
 std::span<const PickleValue* const> PickleValue::entries() const {
-  if (kind_ == Kind::object) {
+  if (kind_ == ValueKind::object) {
     if (items_.size() % 2 == 0) throw_unexpected("an object with keys and values");
     return std::span(items_).subspan(3);
   }
-  expect(Kind::dict, "a dict");
+  expect(ValueKind::dict, "a dict");
   return items_;
 }
 
 const PickleValue* PickleValue::find(std::string_view key) const {
   const std::span<const PickleValue* const> all = entries();
   for (std::size_t i = all.size(); i > 0; i -= 2) {
-    if (all[i - 2]->is(Kind::string) && all[i - 2]->text_ == key) return all[i - 1];
+    if (all[i - 2]->is(ValueKind::string) && all[i - 2]->text_ == key) return all[i - 1];
   }
   return nullptr;
 }
@@ -109,31 +109,31 @@ const PickleValue& PickleValue::at(std::string_view key) const {
 }
 
 std::string_view PickleValue::global() const {
-  expect(Kind::global, "a global");
+  expect(ValueKind::global, "a global");
   return text_;
 }
 
 bool PickleValue::is_object_of(std::string_view global) const {
-  return kind_ == Kind::object && items_[0]->is(Kind::global) && items_[0]->text_ == global;
+  return kind_ == ValueKind::object && items_[0]->is(ValueKind::global) && items_[0]->text_ == global;
 }
 
 const PickleValue& PickleValue::callable() const {
-  expect(Kind::object, "an object");
+  expect(ValueKind::object, "an object");
   return *items_[0];
 }
 
 const PickleValue& PickleValue::arguments() const {
-  expect(Kind::object, "an object");
+  expect(ValueKind::object, "an object");
   return *items_[1];
 }
 
 const PickleValue* PickleValue::state() const {
-  expect(Kind::object, "an object");
+  expect(ValueKind::object, "an object");
   return items_[2];
 }
 
 const PickleValue& PickleValue::persistent_id() const {
-  expect(Kind::persistent, "a persistent id");
+  expect(ValueKind::persistent, "a persistent id");
   return *items_[0];
 }
 
@@ -182,22 +182,22 @@ class PickleReader {
     return text;
   }
 
-  PickleValue* add(Kind kind) {
+  PickleValue* add(ValueKind kind) {
     pickle_.values_.push_back(PickleValue(pickle_, kind, at_, &pickle_.memory_));
     return &pickle_.values_.back();
   }
 
-  PickleValue* push(Kind kind) {
+  PickleValue* push(ValueKind kind) {
     PickleValue* value = add(kind);
     stack_.push_back(value);
     return value;
   }
 
-  void push_text(Kind kind, std::size_t length) { push(kind)->text_ = take(length); }
-  void push_integer(std::int64_t value) { push(Kind::integer)->number_.integer = value; }
+  void push_text(ValueKind kind, std::size_t length) { push(kind)->text_ = take(length); }
+  void push_integer(std::int64_t value) { push(ValueKind::integer)->number_.integer = value; }
 
   void push_long(std::uint64_t length) {
-    if (length > 8) return push_text(Kind::big_integer, length);
+    if (length > 8) return push_text(ValueKind::big_integer, length);
     const std::uint64_t bits = number(length);
     const int unused = 64 - 8 * static_cast<int>(length);
     push_integer(length == 0 ? 0 : static_cast<std::int64_t>(bits << unused) >> unused);
@@ -206,7 +206,7 @@ class PickleReader {
   void push_real() {
     std::uint64_t bits = 0;
     for (const char byte : take(8)) bits = bits << 8 | static_cast<unsigned char>(byte);  // big-endian
-    push(Kind::real)->number_.real = std::bit_cast<double>(bits);
+    push(ValueKind::real)->number_.real = std::bit_cast<double>(bits);
   }
 
   /// Entries of the stack above the last mark.
@@ -236,7 +236,7 @@ class PickleReader {
   }
 
   /// A new container of the stack's entries from `begin`.
-  void collect(Kind kind, std::size_t begin) {
+  void collect(ValueKind kind, std::size_t begin) {
     PickleValue* value = add(kind);
     value->items_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(begin), stack_.end());
     stack_.resize(begin);
@@ -245,16 +245,16 @@ class PickleReader {
 
   void collect_last(std::size_t count) {
     need(count);
-    collect(Kind::tuple, stack_.size() - count);
+    collect(ValueKind::tuple, stack_.size() - count);
   }
 
   /// Moves the stack's entries from `begin` into the container below them.
-  void extend(Kind kind, std::size_t begin) {
+  void extend(ValueKind kind, std::size_t begin) {
     const std::size_t floor = marks_.empty() ? 0 : marks_.back();
     if (begin <= floor) fail("nothing on the stack to add to");
     PickleValue* container = stack_[begin - 1];
-    if (!container->is(kind) && !container->is(Kind::object)) fail("cannot add elements to " + container->description());
-    if (kind == Kind::dict && (stack_.size() - begin) % 2 != 0) fail("a dict with a key that has no value");
+    if (!container->is(kind) && !container->is(ValueKind::object)) fail("cannot add elements to " + container->description());
+    if (kind == ValueKind::dict && (stack_.size() - begin) % 2 != 0) fail("a dict with a key that has no value");
     container->items_.insert(container->items_.end(), stack_.begin() + static_cast<std::ptrdiff_t>(begin), stack_.end());
     stack_.resize(begin);
   }
@@ -277,15 +277,15 @@ class PickleReader {
   }
 
   void push_known_global(std::string_view text) {
-    push(Kind::global)->text_ = text;
+    push(ValueKind::global)->text_ = text;
     if (met_.insert(text).second) pickle_.globals_.push_back(text);
   }
 
   void push_object(PickleValue* arguments, PickleValue* callable) {
     // An object: what a function returned, such as a method.
-    if (!callable->is(Kind::global) && !callable->is(Kind::object)) fail("a call of " + callable->description());
-    if (!arguments->is(Kind::tuple)) fail("a call with " + arguments->description() + " as arguments");
-    push(Kind::object)->items_ = {callable, arguments, nullptr};
+    if (!callable->is(ValueKind::global) && !callable->is(ValueKind::object)) fail("a call of " + callable->description());
+    if (!arguments->is(ValueKind::tuple)) fail("a call with " + arguments->description() + " as arguments");
+    push(ValueKind::object)->items_ = {callable, arguments, nullptr};
   }
 
   void memoize(std::uint64_t index) {
@@ -321,11 +321,11 @@ bool PickleReader::step() {
   const char code = take(1)[0];
   switch (code) {
     case 'N':
-      push(Kind::none);
+      push(ValueKind::none);
       break;
     case '\x88':
     case '\x89':
-      push(Kind::boolean)->number_.boolean = code == '\x88';
+      push(ValueKind::boolean)->number_.boolean = code == '\x88';
       break;
     case 'K':
       push_integer(static_cast<std::int64_t>(number(1)));
@@ -346,31 +346,31 @@ bool PickleReader::step() {
       push_real();
       break;
     case '\x8c':
-      push_text(Kind::string, number(1));
+      push_text(ValueKind::string, number(1));
       break;
     case 'X':
-      push_text(Kind::string, number(4));
+      push_text(ValueKind::string, number(4));
       break;
     case '\x8d':
-      push_text(Kind::string, number(8));
+      push_text(ValueKind::string, number(8));
       break;
     case 'U':  // Python 2's str
     case 'C':
-      push_text(Kind::bytes, number(1));
+      push_text(ValueKind::bytes, number(1));
       break;
     case 'T':
     case 'B':
-      push_text(Kind::bytes, number(4));
+      push_text(ValueKind::bytes, number(4));
       break;
     case '\x8e':
     case '\x96':  // a bytearray
-      push_text(Kind::bytes, number(8));
+      push_text(ValueKind::bytes, number(8));
       break;
     case '(':
       marks_.push_back(stack_.size());
       break;
     case ')':
-      push(Kind::tuple);
+      push(ValueKind::tuple);
       break;
     case '\x85':
       collect_last(1);
@@ -382,36 +382,36 @@ bool PickleReader::step() {
       collect_last(3);
       break;
     case 't':
-      collect(Kind::tuple, pop_mark());
+      collect(ValueKind::tuple, pop_mark());
       break;
     case ']':
-      push(Kind::list);
+      push(ValueKind::list);
       break;
     case 'a':
       need(2);
-      extend(Kind::list, stack_.size() - 1);
+      extend(ValueKind::list, stack_.size() - 1);
       break;
     case 'e':
-      extend(Kind::list, pop_mark());
+      extend(ValueKind::list, pop_mark());
       break;
     case '}':
-      push(Kind::dict);
+      push(ValueKind::dict);
       break;
     case 's':
       need(3);
-      extend(Kind::dict, stack_.size() - 2);
+      extend(ValueKind::dict, stack_.size() - 2);
       break;
     case 'u':
-      extend(Kind::dict, pop_mark());
+      extend(ValueKind::dict, pop_mark());
       break;
     case '\x8f':
-      push(Kind::set);
+      push(ValueKind::set);
       break;
     case '\x90':
-      extend(Kind::set, pop_mark());
+      extend(ValueKind::set, pop_mark());
       break;
     case '\x91':
-      collect(Kind::set, pop_mark());
+      collect(ValueKind::set, pop_mark());
       break;
     case 'c': {
       const std::string_view module = line();
@@ -434,13 +434,13 @@ bool PickleReader::step() {
     case 'b': {
       need(2);
       PickleValue* state = pop();
-      if (!top()->is(Kind::object)) fail("a state for " + top()->description());
+      if (!top()->is(ValueKind::object)) fail("a state for " + top()->description());
       top()->items_[2] = state;
       break;
     }
     case 'Q': {
       PickleValue* id = pop();
-      push(Kind::persistent)->items_ = {id};
+      push(ValueKind::persistent)->items_ = {id};
       break;
     }
     case '0':

@@ -206,7 +206,7 @@ std::vector<std::string> files_of_ranks(const std::filesystem::path& folder) {
 SafetensorsFile read_file_of(const std::filesystem::path& path, FileSystem& files) {
   const File file = File::open(path, files);
   SafetensorsHeader header = read_safetensors_header(file.reader(), file.size(), path.string());
-  place_parts(header, path.string());
+  place_boxes(header, path.string());
   return {path.filename().string(), std::move(header.tensors)};
 }
 

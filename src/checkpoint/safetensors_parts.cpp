@@ -38,7 +38,7 @@ class PlacesEvents final : public JsonEvents {
 
 }  // namespace
 
-void place_parts(SafetensorsHeader& header, const std::string& file) {
+void place_boxes(SafetensorsHeader& header, const std::string& file) {
   const auto text = header.metadata.find(kPlaces);
   if (text == header.metadata.end()) return;
   PlacesEvents events(file);
@@ -55,7 +55,7 @@ void place_parts(SafetensorsHeader& header, const std::string& file) {
   }
 }
 
-std::vector<JoinedTensor> join_parts(const std::vector<SafetensorsFile>& files) {
+std::vector<JoinedTensor> join_boxes(const std::vector<SafetensorsFile>& files) {
   std::vector<JoinedTensor> joined;
   std::map<std::string_view, std::size_t> places;
   for (const SafetensorsFile& file : files) {

@@ -16,7 +16,7 @@ inline constexpr std::string_view kSafetensorsShard = "shard-";
 
 /// Sets SafetensorsTensor::begin of the tensors of a file, if the file's metadata say that they are parts of larger tensors. Errors begin
 /// with `file`.
-void place_parts(SafetensorsHeader& header, const std::string& file);
+void place_boxes(SafetensorsHeader& header, const std::string& file);
 
 /// A tensor of a model, which may be divided among files.
 struct JoinedTensor {
@@ -27,6 +27,6 @@ struct JoinedTensor {
 
 /// Joins the parts in a model's files to tensors, in the order in which they occur. Throws Error if parts of one name do not belong to one
 /// tensor, for example because their dtypes differ. It does not check whether parts overlap or leave elements out.
-std::vector<JoinedTensor> join_parts(const std::vector<SafetensorsFile>& files);
+std::vector<JoinedTensor> join_boxes(const std::vector<SafetensorsFile>& files);
 
 }  // namespace fsdp::ckpt

@@ -52,7 +52,7 @@ c10::intrusive_ptr<c10::TensorImpl> deferred_impl(const at::Tensor& tensor, c10:
 }
 
 /// A tensor among an operator's arguments, in its state before the call.
-struct Use {
+struct TensorArgument {
   at::Tensor tensor;
   bool written = false;
   c10::intrusive_ptr<DeferredStorage> storage;  ///< The storage; null if the tensor has memory.
@@ -62,7 +62,7 @@ struct Use {
 /// A guard during which the storages of some uses tell their addresses, for operators on the meta device.
 class Unlocked {
  public:
-  explicit Unlocked(const std::vector<Use>& uses) : uses_(uses) {
+  explicit Unlocked(const std::vector<TensorArgument>& uses) : uses_(uses) {
     for (const auto& use : uses_) {
       if (use.storage) use.storage->unlock();
     }
@@ -76,13 +76,13 @@ class Unlocked {
   Unlocked& operator=(const Unlocked&) = delete;
 
  private:
-  const std::vector<Use>& uses_;
+  const std::vector<TensorArgument>& uses_;
 };
 
 /// One call of an operator, with the key excluded.
-class Call {
+class RecordedOperator {
  public:
-  Call(const c10::OperatorHandle& op, Values arguments);
+  RecordedOperator(const c10::OperatorHandle& op, Values arguments);
   Values run();
 
  private:
@@ -102,12 +102,12 @@ class Call {
 
   at::Tensor generator_state() const;
   at::Tensor adopt(const at::Tensor& tensor, std::size_t result, std::size_t element);
-  Operation::Input input(const Use& use) const;
+  Operation::Input input(const TensorArgument& use) const;
   void append(const std::shared_ptr<Operation>& operation);
 
   const c10::OperatorHandle op_;
   Values arguments_;
-  std::vector<Use> uses_;  // in the order of map_tensors over the arguments
+  std::vector<TensorArgument> uses_;  // in the order of map_tensors over the arguments
   bool takes_deferred_ = false;
   bool writes_deferred_ = false;
   bool takes_memory_ = false;
@@ -119,13 +119,13 @@ class Call {
   std::unordered_map<const c10::StorageImpl*, std::pair<c10::Storage, c10::intrusive_ptr<DeferredStorage>>> made_;
 };
 
-Call::Call(const c10::OperatorHandle& op, Values arguments) : op_(op), arguments_(std::move(arguments)) {
+RecordedOperator::RecordedOperator(const c10::OperatorHandle& op, Values arguments) : op_(op), arguments_(std::move(arguments)) {
   const auto& schema = op_.schema().arguments();
   for (std::size_t i = 0; i < arguments_.size(); ++i) {
     const auto* alias = schema[i].alias_info();
     const bool written = alias != nullptr && alias->isWrite();
     map_tensors(arguments_[i], [&](const at::Tensor& tensor) {
-      auto& use = uses_.emplace_back(Use{.tensor = tensor, .written = written, .storage = {}, .view = {}});
+      auto& use = uses_.emplace_back(TensorArgument{.tensor = tensor, .written = written, .storage = {}, .view = {}});
       auto* storage = DeferredStorage::of(tensor);
       if (storage == nullptr) return tensor;
       if (!storage->memory() && storage->session()->home) {
@@ -153,7 +153,7 @@ Call::Call(const c10::OperatorHandle& op, Values arguments) : op_(op), arguments
   if (op_.hasTag(at::Tag::inplace_view)) writes_deferred_ = false;  // it writes their shapes, not their contents
 }
 
-Values Call::run() {
+Values RecordedOperator::run() {
   const bool recording = current_session() != nullptr;
   if (!takes_deferred_) {
     return recording && uses_.empty() && is_factory(op_) ? recorded() : called(arguments_);
@@ -175,7 +175,7 @@ Values Call::run() {
 }
 
 /// Operators on lists do the same to each element: recorded apart, the elements do not need each other.
-Values Call::one_by_one() const {
+Values RecordedOperator::one_by_one() const {
   const std::size_t count = arguments_.front().toListRef().size();
   std::vector<c10::List<at::Tensor>> joined(op_.schema().returns().size());
   for (std::size_t i = 0; i < count; ++i) {
@@ -191,14 +191,14 @@ Values Call::one_by_one() const {
         value = value.toTensor().narrow(0, static_cast<std::int64_t>(i), 1);
       }
     }
-    const auto results = Call(op_, std::move(arguments)).run();
+    const auto results = RecordedOperator(op_, std::move(arguments)).run();
     for (std::size_t k = 0; k < results.size(); ++k) joined[k].push_back(results[k].toTensorVector().front());
   }
   return {joined.begin(), joined.end()};
 }
 
 template <typename Fn>
-Values Call::with_tensors(const Fn& fn) const {
+Values RecordedOperator::with_tensors(const Fn& fn) const {
   Values values;
   std::size_t next = 0;
   for (const auto& argument : arguments_) {
@@ -210,7 +210,7 @@ Values Call::with_tensors(const Fn& fn) const {
   return values;
 }
 
-Values Call::called(Values arguments) const {
+Values RecordedOperator::called(Values arguments) const {
   // A tensor without memory is on the meta device, which therefore stands for the CPU here.
   const bool recording = current_session() != nullptr;
   for (auto& value : arguments) {
@@ -222,12 +222,12 @@ Values Call::called(Values arguments) const {
 
 /// Calls the operator on the meta device. Returns nothing if that is impossible, because its result depends on values, or because it exists
 /// for the CPU only. (If it exists for no device, the call with memory throws.)
-std::optional<Values> Call::on_meta() const {
+std::optional<Values> RecordedOperator::on_meta() const {
   if (op_.hasTag(at::Tag::dynamic_output_shape) && op_.operator_name().name != "aten::index") return std::nullopt;
   const Unlocked unlocked(uses_);
   try {
-    auto arguments =
-        with_tensors([](const Use& use, std::size_t) { return use.storage || !use.tensor.defined() ? use.tensor : meta_like(use.tensor); });
+    auto arguments = with_tensors(
+        [](const TensorArgument& use, std::size_t) { return use.storage || !use.tensor.defined() ? use.tensor : meta_like(use.tensor); });
     const auto& schema = op_.schema().arguments();
     for (std::size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].isDevice() || (uses_.empty() && schema[i].name() == "device")) arguments[i] = c10::Device(c10::kMeta);
@@ -241,7 +241,7 @@ std::optional<Values> Call::on_meta() const {
 }
 
 /// Calls the operator on tensors in memory, which have the values of the uses, or only their shapes.
-Values Call::in_memory(Inputs inputs) {
+Values RecordedOperator::in_memory(Inputs inputs) {
   in_memory_.clear();
   std::vector<DeferredView> wanted;
   std::vector<std::size_t> wanted_by;
@@ -261,7 +261,7 @@ Values Call::in_memory(Inputs inputs) {
     // Calls that autograd refuses fail here as well.
     if (uses_[i].storage && inputs == Inputs::kValues && uses_[i].tensor.requires_grad()) in_memory_[i].requires_grad_();
   }
-  auto arguments = with_tensors([&](const Use&, std::size_t index) { return in_memory_[index]; });
+  auto arguments = with_tensors([&](const TensorArgument&, std::size_t index) { return in_memory_[index]; });
   for (auto& value : arguments) {
     if (value.isDevice() && value.toDevice().is_meta()) value = c10::Device(c10::kCPU);
   }
@@ -270,7 +270,7 @@ Values Call::in_memory(Inputs inputs) {
 }
 
 /// Converts results of in_memory() to the form that the meta device would have returned.
-Values Call::without_memory(const Values& results) const {
+Values RecordedOperator::without_memory(const Values& results) const {
   Values values;
   for (std::size_t k = 0; k < results.size(); ++k) {
     const auto* alias = op_.schema().returns()[k].alias_info();
@@ -290,7 +290,7 @@ Values Call::without_memory(const Values& results) const {
   return values;
 }
 
-Values Call::recorded() {
+Values RecordedOperator::recorded() {
   for (const auto& value : arguments_) {
     if (value.isDevice() && !value.toDevice().is_cpu() && !value.toDevice().is_meta()) {
       fail("asks for device " + value.toDevice().str() +
@@ -328,7 +328,7 @@ Values Call::recorded() {
   return std::move(*results);
 }
 
-at::Tensor Call::generator_state() const {
+at::Tensor RecordedOperator::generator_state() const {
   auto generator = at::detail::getDefaultCPUGenerator();
   if (generator_argument_ && arguments_[*generator_argument_].isGenerator()) generator = arguments_[*generator_argument_].toGenerator();
   if (!generator.device().is_cpu())
@@ -338,7 +338,7 @@ at::Tensor Call::generator_state() const {
 }
 
 /// Replaces the storage of a result of the call without memory by one that knows which operation computes its contents.
-at::Tensor Call::adopt(const at::Tensor& tensor, std::size_t result, std::size_t element) {
+at::Tensor RecordedOperator::adopt(const at::Tensor& tensor, std::size_t result, std::size_t element) {
   if (!tensor.defined()) return tensor;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) fail("gives a tensor that is not dense; call it before deferred_init");
   c10::Storage storage = tensor.storage();
@@ -358,7 +358,7 @@ at::Tensor Call::adopt(const at::Tensor& tensor, std::size_t result, std::size_t
   return tensor;
 }
 
-Operation::Input Call::input(const Use& use) const {
+Operation::Input RecordedOperator::input(const TensorArgument& use) const {
   if (!use.storage) return {.deferred = {}, .value = use.tensor.defined() ? kept(use.tensor) : at::Tensor()};
   auto view = use.view;
   const bool is_first = &use == uses_.data();
@@ -369,7 +369,7 @@ Operation::Input Call::input(const Use& use) const {
   return {.deferred = std::move(view), .value = {}};
 }
 
-void Call::append(const std::shared_ptr<Operation>& operation) {
+void RecordedOperator::append(const std::shared_ptr<Operation>& operation) {
   std::size_t next = 0;
   const auto& schema = op_.schema().arguments();
   for (std::size_t i = 0; i < arguments_.size(); ++i) {
@@ -399,7 +399,7 @@ void record(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   const auto count = op.schema().arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
-  Call call(op, Values(arguments.begin(), arguments.end()));
+  RecordedOperator call(op, Values(arguments.begin(), arguments.end()));
   torch::jit::drop(*stack, count);
   auto results = call.run();
   std::move(results.begin(), results.end(), std::back_inserter(*stack));

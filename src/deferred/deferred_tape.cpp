@@ -40,7 +40,7 @@ void for_each_input(const Operation& operation, const Fn& fn) {
 }
 
 /// Tensors that share operators or storages, and all operators that lead to them, in the recorded order.
-struct Group {
+struct ConnectedOperations {
   std::vector<std::size_t> wanted;
   std::vector<const Operation*> operations;
 };
@@ -52,8 +52,8 @@ class Grouping {
     for (std::size_t i = 0; i < wanted.size(); ++i) visit(wanted[i].contents, i);
   }
 
-  std::vector<Group> groups() {
-    std::vector<Group> groups;
+  std::vector<ConnectedOperations> groups() {
+    std::vector<ConnectedOperations> groups;
     std::unordered_map<std::size_t, std::size_t> group_of;
     for (std::size_t i = 0; i < leader_.size(); ++i) {
       const auto [found, is_new] = group_of.emplace(find(i), groups.size());
@@ -154,9 +154,9 @@ class DefaultDtype {
 };
 
 /// Runs operators on memory that exists as long as they need it.
-class Run {
+class Replay {
  public:
-  Run(std::span<const DeferredView> wanted, const Group& group) : wanted_(wanted), group_(group) {
+  Replay(std::span<const DeferredView> wanted, const ConnectedOperations& group) : wanted_(wanted), group_(group) {
     for (std::size_t step = 0; step < group_.operations.size(); ++step) {
       const auto& operation = *group_.operations[step];
       for_each_input(operation, [&](const Operation::Input& input) {
@@ -241,7 +241,7 @@ class Run {
   }
 
   std::span<const DeferredView> wanted_;
-  const Group& group_;
+  const ConnectedOperations& group_;
   std::unordered_map<std::uint64_t, std::size_t> last_use_;
   std::unordered_map<const Operation*, std::size_t> step_of_;
   std::unordered_map<std::uint64_t, c10::Storage> memory_;
@@ -273,7 +273,7 @@ void replay(std::span<const DeferredView> wanted, const std::function<void(std::
   const c10::InferenceMode no_inference(false);
   const torch::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet(kTrapKey) | c10::autocast_dispatch_keyset);
-  for (const auto& group : Grouping(wanted).groups()) Run(wanted, group).run(take);
+  for (const auto& group : Grouping(wanted).groups()) Replay(wanted, group).run(take);
 }
 
 c10::Storage fresh_memory(std::size_t bytes) {

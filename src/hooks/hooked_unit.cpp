@@ -94,7 +94,7 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
 
 /// `ranks` is the number of ranks over which the inner dimension cuts, and `pieces` the number over which both dimensions cut.
 layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int64_t pieces) {
-  std::vector<layout::ParameterSpec> parameters;
+  std::vector<layout::ParameterTraits> parameters;
   for (const auto& given : spec.parameters) {
     const auto parameter = in_real_numbers(given);
     if (given.shape.empty()) throw Error("parameter '" + parameter.name + "' is a scalar, which has no rows to shard");

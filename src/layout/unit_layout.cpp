@@ -50,7 +50,7 @@ std::string describe(const std::vector<std::int64_t>& shape) {
   return text + "]";
 }
 
-void validate(const ParameterSpec& parameter) {
+void validate(const ParameterTraits& parameter) {
   const std::string name = "parameter '" + parameter.name + "'";
   for (const std::int64_t size : parameter.shape) {
     if (size < 0) throw Error(name + " has a negative size in its shape " + describe(parameter.shape) + "; give the shape of a tensor");
@@ -67,7 +67,7 @@ void validate(const ParameterSpec& parameter) {
 }
 
 // The product of the sizes from `first_dim` on.
-std::int64_t numel_of(const ParameterSpec& parameter, std::size_t first_dim, std::int64_t world_size) {
+std::int64_t numel_of(const ParameterTraits& parameter, std::size_t first_dim, std::int64_t world_size) {
   const CheckedArithmetic checked(parameter.name, world_size);
   const auto begin = parameter.shape.begin() + static_cast<std::ptrdiff_t>(std::min(first_dim, parameter.shape.size()));
   // A 0 may follow sizes whose product doesn't fit.
@@ -75,7 +75,7 @@ std::int64_t numel_of(const ParameterSpec& parameter, std::size_t first_dim, std
   return std::accumulate(begin, parameter.shape.end(), std::int64_t{1}, [&](auto a, auto b) { return checked.multiply(a, b); });
 }
 
-std::int64_t quantum_of(const ParameterSpec& parameter, std::int64_t world_size) {
+std::int64_t quantum_of(const ParameterTraits& parameter, std::int64_t world_size) {
   switch (parameter.granularity.kind) {
     case Granularity::Kind::kRows:
       return std::max<std::int64_t>(numel_of(parameter, 1, world_size), 1);
@@ -89,12 +89,12 @@ std::int64_t quantum_of(const ParameterSpec& parameter, std::int64_t world_size)
 }
 
 // A sub-buffer in the making.
-struct Group {
+struct SubBufferDraft {
   SubBuffer buffer;
   std::vector<std::size_t> members;  // parameters, in their given order
 };
 
-bool fits(const SubBuffer& buffer, const ParameterSpec& parameter, std::int64_t quantum) {
+bool fits(const SubBuffer& buffer, const ParameterTraits& parameter, std::int64_t quantum) {
   return buffer.dtype == parameter.dtype && buffer.itemsize == parameter.itemsize && buffer.trainable == parameter.trainable &&
          buffer.kind == parameter.granularity.kind && buffer.quantum == quantum;
 }
@@ -102,7 +102,7 @@ bool fits(const SubBuffer& buffer, const ParameterSpec& parameter, std::int64_t 
 // Parameters in order, each at a multiple of the quantum, cut into equal shards at multiples of the quantum. This is right for three
 // granularities: elements (the quantum is then the alignment), blocks, and rows: whole rows leave no gap, and since every parameter of the
 // group starts at a multiple of the row, a multiple of the row is between two rows of whichever parameter it falls into.
-void place_end_to_end(Group& group, std::vector<ParameterPlacement>& placements, const CheckedArithmetic& checked,
+void place_end_to_end(SubBufferDraft& group, std::vector<ParameterPlacement>& placements, const CheckedArithmetic& checked,
                       std::int64_t world_size) {
   const std::int64_t quantum = group.buffer.quantum;
   std::int64_t end = 0;
@@ -117,7 +117,8 @@ void place_end_to_end(Group& group, std::vector<ParameterPlacement>& placements,
 
 // Whole parameters on ranks: longest processing time first, that is, the largest parameter that is left goes to the rank that has least.
 // Ties go to the earlier parameter and the lower rank, so that all ranks compute the same.
-void place_whole(Group& group, std::vector<ParameterPlacement>& placements, const CheckedArithmetic& checked, std::int64_t world_size) {
+void place_whole(SubBufferDraft& group, std::vector<ParameterPlacement>& placements, const CheckedArithmetic& checked,
+                 std::int64_t world_size) {
   std::vector<std::size_t> largest_first = group.members;
   std::stable_sort(largest_first.begin(), largest_first.end(),
                    [&](std::size_t a, std::size_t b) { return placements[a].numel > placements[b].numel; });
@@ -149,29 +150,29 @@ void place_whole(Group& group, std::vector<ParameterPlacement>& placements, cons
 
 }  // namespace
 
-UnitLayout::UnitLayout(std::vector<ParameterSpec> parameters, std::int64_t world_size)
+UnitLayout::UnitLayout(std::vector<ParameterTraits> parameters, std::int64_t world_size)
     : parameters_(std::move(parameters)), world_size_(world_size), placements_(parameters_.size()) {
   if (world_size < 1) throw Error("a layout over " + std::to_string(world_size) + " ranks was asked for; at least one rank is needed");
 
-  std::vector<Group> groups;
+  std::vector<SubBufferDraft> groups;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     validate(parameter);
     placements_[i].numel = numel_of(parameter, 0, world_size);
     const std::int64_t quantum = quantum_of(parameter, world_size);
-    auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return fits(g.buffer, parameter, quantum); });
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const SubBufferDraft& g) { return fits(g.buffer, parameter, quantum); });
     if (group == groups.end()) {
       const SubBuffer buffer{.dtype = parameter.dtype,
                              .itemsize = parameter.itemsize,
                              .trainable = parameter.trainable,
                              .kind = parameter.granularity.kind,
                              .quantum = quantum};
-      group = groups.insert(groups.end(), Group{buffer, {}});
+      group = groups.insert(groups.end(), SubBufferDraft{buffer, {}});
     }
     group->members.push_back(i);
   }
 
-  const auto first_frozen = std::stable_partition(groups.begin(), groups.end(), [](const Group& g) { return g.buffer.trainable; });
+  const auto first_frozen = std::stable_partition(groups.begin(), groups.end(), [](const SubBufferDraft& g) { return g.buffer.trainable; });
   trainable_sub_buffers_ = static_cast<std::size_t>(first_frozen - groups.begin());
 
   for (auto& group : groups) {

@@ -16,7 +16,8 @@ namespace fsdp::layout {
 /// results), and NCCL takes its fast path. Rows and blocks set their own multiples and can't have this one as well.
 inline constexpr std::int64_t kAlignment = 64;
 
-struct ParameterSpec {
+/// What the layout needs to know of a parameter.
+struct ParameterTraits {
   std::string name;
   std::vector<std::int64_t> shape;  ///< Any: 0-D, empty (a 0 in the shape), single-row.
   std::int32_t dtype = 0;           ///< Opaque key; parameters of different dtypes never share a sub-buffer.
@@ -70,10 +71,10 @@ class UnitLayout {
  public:
   /// Throws fsdp::Error if world_size < 1, a shape has a negative size, an itemsize is not in {1, 2, 4, 8, 16}, a block is < 1
   /// or the buffer would exceed 2^63 - 1 bytes; the message names the parameter.
-  UnitLayout(std::vector<ParameterSpec> parameters, std::int64_t world_size);
+  UnitLayout(std::vector<ParameterTraits> parameters, std::int64_t world_size);
 
   std::int64_t world_size() const { return world_size_; }
-  const std::vector<ParameterSpec>& parameters() const { return parameters_; }
+  const std::vector<ParameterTraits>& parameters() const { return parameters_; }
   const std::vector<ParameterPlacement>& placements() const { return placements_; }
   const std::vector<SubBuffer>& sub_buffers() const { return sub_buffers_; }
   std::size_t trainable_sub_buffers() const { return trainable_sub_buffers_; }
@@ -93,7 +94,7 @@ class UnitLayout {
   LocalSlice local_slice(std::size_t parameter, std::int64_t first_rank, std::int64_t ranks) const;
 
  private:
-  std::vector<ParameterSpec> parameters_;
+  std::vector<ParameterTraits> parameters_;
   std::int64_t world_size_;
   std::vector<ParameterPlacement> placements_;
   std::vector<SubBuffer> sub_buffers_;

@@ -59,7 +59,7 @@ int make_file(std::int64_t size) {
   return fd;
 }
 
-struct Block {
+struct HeapBlock {
   std::shared_ptr<SharedHeap> heap;
   std::int64_t offset;
   std::int64_t bytes;
@@ -133,18 +133,18 @@ c10::DataPtr SharedHeap::allocate(std::int64_t bytes) {
     free_.erase(range);
     if (rest > 0) free_.emplace(offset + needed, rest);
   }
-  auto* const block = new Block{shared_from_this(), offset, needed};
+  auto* const block = new HeapBlock{shared_from_this(), offset, needed};
   return {base_ + offset, block, &free_block, c10::Device(c10::kCPU)};
 }
 
 void SharedHeap::free_block(void* context) {
-  const std::unique_ptr<Block> freed(static_cast<Block*>(context));
+  const std::unique_ptr<HeapBlock> freed(static_cast<HeapBlock*>(context));
   if (!freed->stays) freed->heap->give_back(freed->offset, freed->bytes);
 }
 
 bool SharedHeap::is_block(const c10::DataPtr& memory) { return memory.get_deleter() == &free_block; }
 
-void SharedHeap::leave_behind(c10::DataPtr block) { static_cast<Block*>(block.get_context())->stays = true; }
+void SharedHeap::leave_behind(c10::DataPtr block) { static_cast<HeapBlock*>(block.get_context())->stays = true; }
 
 void SharedHeap::give_back(std::int64_t offset, std::int64_t bytes) {
   if (!is_own()) return;  // The parent may still use it.

@@ -33,7 +33,7 @@ Slot& Slot::operator=(Slot&& other) noexcept {
     block_ = std::move(other.block_);
     bytes_ = other.bytes_;
     capacity_ = other.capacity_;
-    lease_ = other.lease_;
+    request_ = other.request_;
     source_ = other.source_;
     kind_ = other.kind_;
   }
@@ -79,24 +79,25 @@ void SlotPool::set_source(Source source) {
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   Slot slot;
   if (!device_.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  if (leases_.size() == kMaxRecord) stop_recording();
-  const auto lease = too_long_ ? kUnrecorded : leases_.size();
-  if (follows_plan_ && (lease >= planned_leases_.size() || planned_leases_[lease].bytes != bytes || planned_lent_[plan_.slot_of[lease]])) {
+  if (requests_.size() == kMaxRecord) stop_recording();
+  const auto request = too_long_ ? kUnrecorded : requests_.size();
+  if (follows_plan_ &&
+      (request >= planned_requests_.size() || planned_requests_[request].bytes != bytes || planned_lent_[plan_.slot_of[request]])) {
     leave_plan();
   }
   if (follows_plan_) {
-    const auto planned = plan_.slot_of[lease];
+    const auto planned = plan_.slot_of[request];
     slot.capacity_ = plan_.capacities[planned];
     slot.block_ = planned_[planned] ? std::exchange(planned_[planned], {}) : allocate_block(slot.capacity_, kind);
     planned_lent_[planned] = true;
   } else {
     slot.block_ = take_any(bytes, kind, slot.capacity_);
   }
-  if (!too_long_) leases_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
+  if (!too_long_) requests_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
   ++lent_;
   slot.pool_ = this;
   slot.bytes_ = bytes;
-  slot.lease_ = lease;
+  slot.request_ = request;
   slot.source_ = sources_;
   slot.kind_ = kind;
   if (stream_ && is_capturing(*stream_)) slot.block_.captured = true;
@@ -134,11 +135,11 @@ void SlotPool::give_back(Slot& slot) {
   spoil(slot.block_.memory, slot.bytes_);
   accounting_.remove(slot.kind_, slot.bytes_);
   --lent_;
-  if (slot.lease_ < leases_.size()) leases_[slot.lease_].end = events_++;
+  if (slot.request_ < requests_.size()) requests_[slot.request_].end = events_++;
   if (slot.source_ != sources_) {
     free_block(std::exchange(slot.block_, {}), slot.capacity_);
   } else if (follows_plan_) {
-    const auto planned = plan_.slot_of[slot.lease_];
+    const auto planned = plan_.slot_of[slot.request_];
     planned_[planned] = std::move(slot.block_);
     planned_lent_[planned] = false;
   } else {
@@ -156,31 +157,31 @@ void SlotPool::leave_plan() {
 
 void SlotPool::stop_recording() {
   leave_plan();
-  leases_ = {};
+  requests_ = {};
   too_long_ = true;
 }
 
 void SlotPool::end_step() {
   if (lent_ > 0) return;
-  if (std::exchange(too_long_, false)) leases_ = {};
-  if (leases_.empty()) return;
-  const bool left = !planned_leases_.empty() && !follows_plan_;
+  if (std::exchange(too_long_, false)) requests_ = {};
+  if (requests_.empty()) return;
+  const bool left = !planned_requests_.empty() && !follows_plan_;
   // A plan that two steps in a row have left no longer fits.
-  if (left && left_last_step_) planned_leases_.clear();
+  if (left && left_last_step_) planned_requests_.clear();
   left_last_step_ = left;
-  if (planned_leases_.empty() && leases_ == last_leases_) {
-    auto plan = plan_slots(leases_);
+  if (planned_requests_.empty() && requests_ == last_requests_) {
+    auto plan = plan_slots(requests_);
     std::int64_t held = 0;
     for (const auto& [capacity, block] : free_) held += capacity;
     if (plan.total() < held) {
       plan_ = std::move(plan);
-      planned_leases_ = leases_;
+      planned_requests_ = requests_;
     }
   }
-  if (planned_leases_.empty()) plan_ = {};
-  last_leases_ = std::exchange(leases_, {});
+  if (planned_requests_.empty()) plan_ = {};
+  last_requests_ = std::exchange(requests_, {});
   events_ = 0;
-  if (!follows_plan_ && !planned_leases_.empty()) begin_plan();
+  if (!follows_plan_ && !planned_requests_.empty()) begin_plan();
   free_idle();
 }
 

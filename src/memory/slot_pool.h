@@ -32,7 +32,7 @@ struct PoolBlock {
 /// come back, so that tests notice results that were computed from memory which was not written, or was freed.
 void fill_slots_with_nan(bool fill);
 
-/// A leased block of device memory; returns to its pool when destroyed. Its bytes are not initialised.
+/// A lent block of device memory; returns to its pool when destroyed. Its bytes are not initialised.
 class Slot {
  public:
   Slot() = default;
@@ -52,7 +52,7 @@ class Slot {
   PoolBlock block_;
   std::int64_t bytes_ = 0;
   std::int64_t capacity_ = 0;
-  std::size_t lease_ = 0;     // the index of its lease in the pool's record of the step
+  std::size_t request_ = 0;   // the index of its request in the pool's record of the step
   std::uint64_t source_ = 0;  // the number of the pool's source when it lent the block
   Kind kind_ = Kind::kCommunication;
 };
@@ -101,7 +101,7 @@ class SlotPool {
   /// next requests from the allocator's cache. Called by end_step(), too.
   void free_idle();
   /// The number of requests of the present step that are recorded for a plan.
-  std::size_t recorded() const { return leases_.size(); }
+  std::size_t recorded() const { return requests_.size(); }
   /// The total size of the plan's blocks in bytes; 0 without a plan.
   std::int64_t planned_bytes() const { return plan_.total(); }
 
@@ -133,10 +133,10 @@ class SlotPool {
   // This step so far, and the one before.
   std::size_t events_ = 0;
   bool too_long_ = false;  // More requests than are recorded.
-  std::vector<Lease> leases_;
-  std::vector<Lease> last_leases_;
+  std::vector<SlotRequest> requests_;
+  std::vector<SlotRequest> last_requests_;
 
-  std::vector<Lease> planned_leases_;
+  std::vector<SlotRequest> planned_requests_;
   SlotPlan plan_;
   bool follows_plan_ = false;
   bool left_last_step_ = false;

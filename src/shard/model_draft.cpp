@@ -203,7 +203,7 @@ std::int64_t narrowest_itemsize(const engine::SubBufferFormat& format) {
 
 UnitDraft draft_unit(const UnitPlan& plan, const FullyShardOptions& options,
                      const std::unordered_map<std::string, std::size_t>& positions) {
-  std::vector<layout::ParameterSpec> specs;
+  std::vector<layout::ParameterTraits> specs;
   std::vector<engine::UnitParameter> parameters;
   std::vector<engine::SubBufferFormat> kinds;  // Parameters share a sub-buffer only if all dtypes of their lives are the same.
   for (const auto& [name, parameter] : plan.parameters) {

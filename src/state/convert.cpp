@@ -38,8 +38,8 @@ struct Planned {
 /// The number of elements that are read and converted at once.
 constexpr std::int64_t kConvertedAtOnce = std::int64_t{1} << 20;
 
-/// Calls `write` with the converted data of a tensor, one part after the other.
-void in_parts(Source& source, const Planned& tensor, const std::function<void(std::span<const char> data)>& write) {
+/// Calls `write` with the converted data of a tensor, kConvertedAtOnce elements at a time.
+void write_converted(Source& source, const Planned& tensor, const std::function<void(std::span<const char> data)>& write) {
   const auto type = scalar_type_of(tensor.dtype, tensor.name);
   const auto all = ckpt::numel(tensor.shape);
   for (std::int64_t begin = 0; begin < all; begin += kConvertedAtOnce) {
@@ -59,7 +59,7 @@ void write_safetensors(Source& source, const std::vector<Planned>& tensors, cons
   ckpt::create_safetensors(folder, plan);
   ckpt::fill_safetensors(folder, plan, [&](const ckpt::SafetensorsTensor& tensor, ckpt::File& file) {
     auto at = tensor.offset;
-    in_parts(source, *by_name.at(tensor.name), [&](std::span<const char> data) {
+    write_converted(source, *by_name.at(tensor.name), [&](std::span<const char> data) {
       file.write_at(at, data);
       at += static_cast<std::int64_t>(data.size());
     });
@@ -89,7 +89,7 @@ void write_dcp(Source& source, const std::vector<Planned>& tensors, const fs::pa
     if (file && file->size() + tensor.bytes() > options.most_bytes_per_file) finish();
     if (!file) file.emplace(folder, "__0_" + std::to_string(listed.size()) + ".distcp");
     file->add_tensor(tensor.name, path_of(tensor.name, options.prefix), tensor.dtype, tensor.shape);
-    file->add_box(ckpt::whole(tensor.shape), [&](const ckpt::DcpFile::Append& append) { in_parts(source, tensor, append); });
+    file->add_box(ckpt::whole(tensor.shape), [&](const ckpt::DcpFile::Append& append) { write_converted(source, tensor, append); });
   }
   finish();
   ckpt::seal_dcp(folder, metadata, std::move(listed));

@@ -65,7 +65,7 @@ void write_own(const fs::path& folder, const ckpt::SafetensorsPlan& plan, const 
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  const state::Ranks ranks(*engine, state::Ranks::Groups::kOfMesh);
+  const state::CheckpointRanks ranks(*engine, state::CheckpointRanks::Groups::kOfMesh);
   const bool leads = ranks.index() == 0;
   const std::string what = "the model could not be exported to " + path + ":";
   std::vector<state::StateItem> items;

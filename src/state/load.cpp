@@ -28,9 +28,9 @@
 namespace fsdp {
 namespace {
 
+using state::CheckpointRanks;
 using state::Fields;
 using state::lines;
-using state::Ranks;
 using state::StateItem;
 
 // The beginnings of names.
@@ -51,7 +51,7 @@ std::string rank_prefix(std::int64_t rank) { return std::string(kRankExtraPrefix
 /// The values that a load takes from a checkpoint.
 class Loading {
  public:
-  Loading(const std::string& path, const LoadOptions& options, const Ranks& ranks)
+  Loading(const std::string& path, const LoadOptions& options, const CheckpointRanks& ranks)
       : source_(state::open_source(path)), transfer_(*source_), path_(path), options_(options), ranks_(ranks) {}
 
   std::string stored_key(const std::string& key) const {
@@ -280,7 +280,7 @@ class Loading {
   state::Transfer transfer_;
   std::string path_;
   const LoadOptions& options_;
-  const Ranks& ranks_;
+  const CheckpointRanks& ranks_;
   std::set<std::string> used_;      // in the checkpoint
   std::set<std::string> replaced_;  // in the model and the optimizer
   std::vector<std::string> missing_;
@@ -340,7 +340,7 @@ class UpdateCounts {
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
+  const CheckpointRanks ranks(*engine, CheckpointRanks::Groups::kOfMesh);
   std::optional<Loading> loading;
   std::optional<UpdateCounts> steps;
   std::string counts;  // the text of the numbers of updates

@@ -20,9 +20,9 @@
 namespace fsdp {
 namespace {
 
+using state::CheckpointRanks;
 using state::Fields;
 using state::lines;
-using state::Ranks;
 
 /// The steps that rank 0 sees in a folder. If each rank looked by itself, they might see different ones.
 struct FoundSteps {
@@ -30,7 +30,7 @@ struct FoundSteps {
   std::vector<ckpt::Step> others;
 };
 
-FoundSteps find_together(const std::string& folder, const Ranks& ranks) {
+FoundSteps find_together(const std::string& folder, const CheckpointRanks& ranks) {
   std::string text;
   ranks.together("nothing was loaded:", [&] {
     if (ranks.index() != 0) return;
@@ -73,7 +73,7 @@ void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<s
 
 namespace state {
 
-Taken take_newest(const std::string& folder, const Ranks& ranks, const std::function<void(const std::string& path)>& load_one) {
+Taken take_newest(const std::string& folder, const CheckpointRanks& ranks, const std::function<void(const std::string& path)>& load_one) {
   const auto found = find_together(folder, ranks);
   Taken taken;
   for (const auto& step : found.complete) {
@@ -109,9 +109,10 @@ namespace {
 
 std::optional<Loaded> load_newest(const std::string& folder, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
   Loaded loaded;
-  const auto taken = state::take_newest(folder, Ranks(*handle(module).engine(), Ranks::Groups::kOfMesh), [&](const std::string& path) {
-    loaded = optimizer != nullptr ? load(path, module, *optimizer, options) : load(path, module, options);
-  });
+  const auto taken =
+      state::take_newest(folder, CheckpointRanks(*handle(module).engine(), CheckpointRanks::Groups::kOfMesh), [&](const std::string& path) {
+        loaded = optimizer != nullptr ? load(path, module, *optimizer, options) : load(path, module, options);
+      });
   if (!taken.warning.empty()) TORCH_WARN("fsdp: ", taken.warning);
   if (!taken.path) return std::nullopt;
   loaded.skipped = taken.skipped;

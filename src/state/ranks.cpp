@@ -14,12 +14,12 @@ namespace {
 
 comm::Label label_of(const char* operation) { return {.operation = operation, .unit = {}}; }
 
-std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, Ranks::Groups groups) {
+std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, CheckpointRanks::Groups groups) {
   std::vector<std::shared_ptr<comm::Communicator>> rows;
   for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
     if (!mesh.defined()) continue;
     for (const auto& dim : mesh.dims()) {
-      rows.push_back(groups == Ranks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
+      rows.push_back(groups == CheckpointRanks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
     }
   }
   return rows;
@@ -42,19 +42,21 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-Ranks::Ranks(const engine::Engine& engine, Groups groups) : ranks_(rows_of(engine, groups)) {}
+CheckpointRanks::CheckpointRanks(const engine::Engine& engine, Groups groups) : ranks_(rows_of(engine, groups)) {}
 
-Ranks::Ranks(const DeviceMesh& mesh) : ranks_(mesh) {}
+CheckpointRanks::CheckpointRanks(const DeviceMesh& mesh) : ranks_(mesh) {}
 
-bool Ranks::all(bool ok, const char* operation) const { return ranks_.agree(ok, label_of(operation)); }
+bool CheckpointRanks::all(bool ok, const char* operation) const { return ranks_.agree(ok, label_of(operation)); }
 
-std::string Ranks::broadcast(const std::string& text, const char* operation) const { return ranks_.broadcast(text, label_of(operation)); }
+std::string CheckpointRanks::broadcast(const std::string& text, const char* operation) const {
+  return ranks_.broadcast(text, label_of(operation));
+}
 
-std::vector<std::string> Ranks::gather(const std::string& mine, const char* operation) const {
+std::vector<std::string> CheckpointRanks::gather(const std::string& mine, const char* operation) const {
   return ranks_.gather(mine, label_of(operation));
 }
 
-std::vector<std::string> Ranks::gather_everywhere(const std::string& mine, const char* operation) const {
+std::vector<std::string> CheckpointRanks::gather_everywhere(const std::string& mine, const char* operation) const {
   const auto label = label_of(operation);
   const auto lengths = ranks_.exchange(at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong), label);
   const auto longest = lengths.max().item<std::int64_t>();
@@ -70,7 +72,7 @@ std::vector<std::string> Ranks::gather_everywhere(const std::string& mine, const
   return all;
 }
 
-void Ranks::together(const std::string& what, const std::function<void()>& work) const {
+void CheckpointRanks::together(const std::string& what, const std::function<void()>& work) const {
   std::exception_ptr failure;
   try {
     work();
@@ -80,7 +82,7 @@ void Ranks::together(const std::string& what, const std::function<void()>& work)
   agree(failure, what);
 }
 
-void Ranks::agree(const std::exception_ptr& failure, const std::string& what) const {
+void CheckpointRanks::agree(const std::exception_ptr& failure, const std::string& what) const {
   const auto failures = gather_everywhere(text_of(failure), "checkpoint: agreement on its success");
   std::string text;
   bool is_damage = true;

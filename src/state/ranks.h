@@ -12,16 +12,16 @@
 namespace fsdp::state {
 
 /// The ranks that write or read a checkpoint together. Not thread-safe.
-class Ranks {
+class CheckpointRanks {
  public:
   enum class Groups : std::uint8_t {
     kOfMesh,  ///< Uses the mesh's own communicators, so it must not run beside training.
     kOwn,     ///< Makes communicators of its own (collective), so another thread may use it while the model trains.
   };
   /// Makes the set of all ranks that hold parts of the engine's model: those of its mesh, and those that hold other tensor-parallel pieces.
-  Ranks(const engine::Engine& engine, Groups groups);
+  CheckpointRanks(const engine::Engine& engine, Groups groups);
   /// Makes the set of all ranks of a mesh, which uses the mesh's own communicators.
-  explicit Ranks(const DeviceMesh& mesh);
+  explicit CheckpointRanks(const DeviceMesh& mesh);
 
   std::int64_t size() const { return ranks_.size(); }
   /// This rank's position: the tensor-parallel one varies slowest, the mesh's last dimension fastest.

@@ -19,7 +19,7 @@
 namespace fsdp {
 namespace {
 
-using state::Ranks;
+using state::CheckpointRanks;
 using state::Snapshot;
 
 constexpr const char* kNothingSaved = "nothing was saved:";
@@ -28,7 +28,7 @@ constexpr int kNiceWhileWriting = 10;  // The thread gets a tenth of a core that
 /// Takes a snapshot of this rank's part. Throws Error on every rank if one fails. With a buffer, the values are in the buffer once it has
 /// finished.
 Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
-                     const Ranks& ranks, state::HostBuffer* buffer, state::Phases& phases) {
+                     const CheckpointRanks& ranks, state::HostBuffer* buffer, state::Phases& phases) {
   Snapshot snapshot;
   ranks.together(kNothingSaved, [&] {
     if (buffer != nullptr) state::check_retention(options);  // not only when it is written
@@ -43,7 +43,7 @@ void save_all(const std::string& path, torch::nn::Module& module, Optimizer* opt
               const SaveOptions& options) {
   const auto engine = handle(module).engine();
   memory::synchronize(engine->device());  // an update may still be on its way to offloaded state
-  const Ranks ranks(*engine, Ranks::Groups::kOfMesh);
+  const CheckpointRanks ranks(*engine, CheckpointRanks::Groups::kOfMesh);
   state::Phases phases(options.on_phase);
   const auto snapshot = snapshot_of(module, optimizer, extra, options, ranks, nullptr, phases);
   state::write_checkpoint(path, snapshot, options, ranks, phases);
@@ -64,7 +64,7 @@ struct AsyncSaver::Impl {
       : module(module_),
         optimizer(optimizer_),
         engine(handle(module_).engine()),
-        ranks(*engine, Ranks::Groups::kOwn),
+        ranks(*engine, CheckpointRanks::Groups::kOwn),
         buffer(engine->device()) {}
 
   void wait() {
@@ -92,7 +92,7 @@ struct AsyncSaver::Impl {
   torch::nn::Module& module;
   Optimizer* optimizer;
   std::shared_ptr<engine::Engine> engine;
-  Ranks ranks;  // with communicators of their own, because the thread uses them while the model trains
+  CheckpointRanks ranks;  // with communicators of their own, because the thread uses them while the model trains
   state::HostBuffer buffer;
   // There is one thread per save, beside which training continues. It ends when the files are committed. `failure`, which it writes, is
   // read after it was joined.

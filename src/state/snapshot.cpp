@@ -221,7 +221,7 @@ void HostBuffer::finish() {
 }
 
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
-                       const Ranks& ranks) {
+                       const CheckpointRanks& ranks) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->flush_writes();

@@ -105,12 +105,13 @@ class HostBuffer {
 
 /// Takes a snapshot of this rank's part. `optimizer` may be null.
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
-                       const Ranks& ranks);
+                       const CheckpointRanks& ranks);
 
 /// Returns the size of the snapshot's values in bytes.
 std::int64_t bytes_of(const Snapshot& snapshot);
 
 /// Writes the parts of all ranks as one checkpoint. Collective. Throws Error on every rank if it fails on one.
-void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases);
+void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const CheckpointRanks& ranks,
+                      Phases& phases);
 
 }  // namespace fsdp::state

@@ -139,7 +139,7 @@ class Safetensors final : public Source {
       : path_(path),
         files_(fs::is_directory(path) ? fs::path(path) : fs::path(path).parent_path()),
         model_(ckpt::read_safetensors(path)),
-        tensors_(ckpt::join_parts(model_)) {
+        tensors_(ckpt::join_boxes(model_)) {
     const auto prefix = std::string(kModel) + ".";
     for (const auto& tensor : tensors_) {
       names_.push_back(prefix + tensor.name);

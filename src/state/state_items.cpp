@@ -22,13 +22,13 @@ std::vector<std::string> path_below(const std::string& prefix, const std::vector
 }
 
 /// Returns which of the values of a parameter that this rank holds are its own to write, as begin and numel.
-std::pair<std::int64_t, std::int64_t> own_part(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
+std::pair<std::int64_t, std::int64_t> own_piece(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
   const auto own = unit.slice(parameter, unit.own_pieces());
   if (own.numel == 0 || !engine.speaks_for(unit.parameters[parameter])) return {0, 0};
   return {own.parameter_offset - unit.main_slice(parameter).parameter_offset, own.numel};
 }
 
-ckpt::Box piece_of(const engine::UnitParameter& parameter) { return {parameter.global_offset, parameter.shape}; }
+ckpt::Box box_of(const engine::UnitParameter& parameter) { return {parameter.global_offset, parameter.shape}; }
 
 /// True on the rank that owns the first element, which writes values that exist once per parameter.
 bool owns_first_element(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
@@ -59,12 +59,12 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
       const auto slice = unit->main_slice(i);
-      const auto [own_begin, own_numel] = own_part(*engine, *unit, i);
+      const auto [own_begin, own_numel] = own_piece(*engine, *unit, i);
       ordered.emplace_back(
           parameter.position,
           StateItem{.path = path_below(prefix, {parameter.name}),
                     .shape = parameter.global_shape,
-                    .box = piece_of(parameter),
+                    .box = box_of(parameter),
                     .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                     .offset = slice.parameter_offset,
                     .own_begin = own_begin,
@@ -75,7 +75,7 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
   std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<StateItem> items;
   for (auto& [position, item] : ordered) items.push_back(std::move(item));
-  const bool speaks = Ranks(*engine, Ranks::Groups::kOfMesh).index() == 0;
+  const bool speaks = CheckpointRanks(*engine, CheckpointRanks::Groups::kOfMesh).index() == 0;
   for (const auto& buffer : module.named_buffers()) {
     if (!buffer.value().defined()) continue;
     const auto dense = row_major(buffer.value());
@@ -99,10 +99,10 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       const auto& unit = *tensor.unit;
       const auto& parameter = unit.parameters[tensor.parameter];
       const auto slice = unit.main_slice(tensor.parameter);
-      const auto [own_begin, own_numel] = own_part(*optimizer.engine(), unit, tensor.parameter);
+      const auto [own_begin, own_numel] = own_piece(*optimizer.engine(), unit, tensor.parameter);
       const auto per_value = tensor.kind.elements_per_value;
       const auto values_of = [per_value](std::int64_t elements) { return (elements + per_value - 1) / per_value; };
-      // A block may lie across the own parts of two ranks that both hold all of it. It belongs to the rank with its first element.
+      // A block may lie across the own pieces of two ranks that both hold all of it. It belongs to the rank with its first element.
       const auto own = slice.parameter_offset + own_begin;
       const auto offset = slice.parameter_offset / per_value;
       const std::vector<std::int64_t> blocks = {values_of(unit.layout.placements()[tensor.parameter].numel)};
@@ -112,7 +112,7 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       }
       items.push_back({.path = path_below(prefix, {"state", parameter.name, tensor.kind.name}),
                        .shape = per_value == 1 ? parameter.global_shape : blocks,
-                       .box = per_value == 1 ? piece_of(parameter) : ckpt::whole(blocks),
+                       .box = per_value == 1 ? box_of(parameter) : ckpt::whole(blocks),
                        .values = tensor.values,
                        .offset = offset,
                        .own_begin = values_of(own) - offset,

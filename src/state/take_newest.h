@@ -18,6 +18,6 @@ struct Taken {
 
 /// Calls `load_one` with the newest complete checkpoint in a folder, as rank 0 sees it. Each time that it throws DamageError, calls it with
 /// the checkpoint before. Collective. Throws Error if all are damaged, and what else `load_one` throws.
-Taken take_newest(const std::string& folder, const Ranks& ranks, const std::function<void(const std::string& path)>& load_one);
+Taken take_newest(const std::string& folder, const CheckpointRanks& ranks, const std::function<void(const std::string& path)>& load_one);
 
 }  // namespace fsdp::state

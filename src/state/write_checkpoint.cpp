@@ -87,7 +87,8 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
 
 }  // namespace
 
-void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const Ranks& ranks, Phases& phases) {
+void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const CheckpointRanks& ranks,
+                      Phases& phases) {
   const fs::path target = ckpt::without_slash(path);
   const std::string what = "the checkpoint " + path + " could not be written:";
   const bool leads = ranks.index() == 0;

@@ -69,11 +69,11 @@ void launch_conversion(const fsdp::BlockedPieces& given, const c10::Stream& stre
   const auto value_bytes = given.pieces * given.numel * static_cast<std::int64_t>(c10::elementSize(given.dtype));
   std::vector<Range> ranges;
   add_range(ranges, given.values, value_bytes, /*write=*/!kEncodes);
-  add_range(ranges, given.wire, given.pieces * given.wire_bytes(), /*write=*/kEncodes);
+  add_range(ranges, given.encoded, given.pieces * given.encoded_bytes(), /*write=*/kEncodes);
   launch(stream, kEncodes ? "fsdp::encode" : "fsdp::decode", ranges);
   auto here = given;
   here.values = pointer_behind(given.values);
-  here.wire = pointer_behind(given.wire);
+  here.encoded = pointer_behind(given.encoded);
   fsdp::with_real_type(given.dtype, [&](auto type) {
     using T = decltype(type);
     run(stream, [here] {

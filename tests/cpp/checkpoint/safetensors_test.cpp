@@ -271,10 +271,10 @@ std::string of_rank(int rows, const std::string& places) {
 TEST(Safetensors, PartsOfRanksAreOneTensor) {
   const TemporaryFolder folder;
   folder.write("shard-00002-model-00001-of-00001.safetensors", of_rank(2, R"({\"a\": {\"saved_offsets\": [3, 0]}})"));
-  EXPECT_EQ(join_parts(read_safetensors(folder.path())).at(0).tensor.shape, (Shape{5, 2}));
+  EXPECT_EQ(join_boxes(read_safetensors(folder.path())).at(0).tensor.shape, (Shape{5, 2}));
   folder.write("shard-00001-model-00001-of-00001.safetensors", of_rank(3, R"({\"a\": {\"saved_offsets\": [0, 0], \"more\": [7]}})"));
   EXPECT_TRUE(is_safetensors(folder.path()));
-  const auto joined = join_parts(read_safetensors(folder.path()));
+  const auto joined = join_boxes(read_safetensors(folder.path()));
   ASSERT_EQ(joined.size(), 1U);
   EXPECT_EQ(joined[0].name, "a");
   EXPECT_EQ(joined[0].tensor.shape, (Shape{5, 2}));
@@ -285,7 +285,7 @@ TEST(Safetensors, PartsOfRanksAreOneTensor) {
 
   const auto error_with = [&](const std::string& places) {
     folder.write("shard-00002-model-00001-of-00001.safetensors", of_rank(2, places));
-    return message_of([&] { join_parts(read_safetensors(folder.path())); });
+    return message_of([&] { join_boxes(read_safetensors(folder.path())); });
   };
   for (const char* places :
        {"{}", R"({\"a\": {}})", R"({\"a\": {\"saved_offsets\": [3]}})", R"({\"a\": {\"saved_offsets\": [9223372036854775807, 0]}})"}) {
@@ -294,7 +294,7 @@ TEST(Safetensors, PartsOfRanksAreOneTensor) {
   EXPECT_NE(error_with("[]").find("DCP_SHARDING_INFO has another form"), std::string::npos);
   EXPECT_NE(error_with(R"({\"a\": {\"saved_offsets\": [-3, 0]}})").find("an offset is no natural number: -3"), std::string::npos);
   folder.write("shard-00002-model-00001-of-00001.safetensors", file_of(R"({"a":{"dtype":"I8","shape":[2,2],"data_offsets":[0,4]}})", 4));
-  EXPECT_NE(message_of([&] { join_parts(read_safetensors(folder.path())); }).find("tensor 'a' is no part of the one of this name"),
+  EXPECT_NE(message_of([&] { join_boxes(read_safetensors(folder.path())); }).find("tensor 'a' is no part of the one of this name"),
             std::string::npos);
 }
 

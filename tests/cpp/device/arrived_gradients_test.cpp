@@ -22,7 +22,7 @@ constexpr std::int64_t kNumel = kRows * kColumns;
 /// Parameters that are cut by rows for two ranks, each in a sub-buffer of its own, as of hooked units. One rank's rows of the last are
 /// padded.
 fsdp::layout::UnitLayout layout() {
-  std::vector<fsdp::layout::ParameterSpec> parameters;
+  std::vector<fsdp::layout::ParameterTraits> parameters;
   for (const std::int64_t rows : {kRows, kRows, kRows - 1}) {
     parameters.push_back({.name = "p",
                           .shape = {rows, kColumns},

@@ -54,14 +54,14 @@ Granularity random_granularity(Random& random) {
   }
 }
 
-std::vector<ParameterSpec> random_parameters(Random& random) {
+std::vector<ParameterTraits> random_parameters(Random& random) {
   const std::int64_t count = random.one_in(10) ? random.from_to(0, 40) : random.from_to(0, 9);
   // Half of the units have one granularity and few dtypes, so that sub-buffers with many parameters are common.
   const bool uniform = random.one_in(2);
   const Granularity granularity = random_granularity(random);
   const std::int64_t dtypes = uniform ? random.from_to(1, 2) : static_cast<std::int64_t>(std::size(kDtypes));
   const std::int64_t frozen_one_in = random.from_to(1, 12);  // 1: all
-  std::vector<ParameterSpec> parameters;
+  std::vector<ParameterTraits> parameters;
   for (std::int64_t i = 0; i < count; ++i) {
     // One draw per statement: the order in which arguments are evaluated is the compiler's choice.
     auto shape = random_shape(random);
@@ -98,7 +98,7 @@ double padding_ratio(const UnitLayout& layout) {
   return static_cast<double>(layout.full_bytes()) / static_cast<double>(payload_bytes(layout.parameters()));
 }
 
-std::vector<ParameterSpec> gpt_block(Granularity granularity) {
+std::vector<ParameterTraits> gpt_block(Granularity granularity) {
   constexpr std::int64_t d = 512;
   const auto make = [&](const char* name, Shape shape) { return spec(name, std::move(shape), granularity); };
   return {make("ln_1.weight", {d}),
@@ -115,7 +115,7 @@ std::vector<ParameterSpec> gpt_block(Granularity granularity) {
           make("mlp.down.bias", {d})};
 }
 
-std::vector<ParameterSpec> llama_2_7b_layer(Granularity granularity, Dtype dtype = kBFloat16) {
+std::vector<ParameterTraits> llama_2_7b_layer(Granularity granularity, Dtype dtype = kBFloat16) {
   constexpr std::int64_t d = 4096, ffn = 11008;
   const auto make = [&](const char* name, Shape shape) { return spec(name, std::move(shape), granularity, dtype); };
   return {make("self_attn.q_proj.weight", {d, d}), make("self_attn.k_proj.weight", {d, d}), make("self_attn.v_proj.weight", {d, d}),
@@ -124,7 +124,7 @@ std::vector<ParameterSpec> llama_2_7b_layer(Granularity granularity, Dtype dtype
 }
 
 // The alternative that the sub-buffers replace: one buffer for all row sizes, with shards that are multiples of all of them.
-double common_multiple_ratio(const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+double common_multiple_ratio(const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   std::int64_t multiple = 1, end = 0, payload = 0;
   for (const auto& parameter : parameters) {
     const std::int64_t row = reference::quantum(parameter), numel = product(parameter.shape);
@@ -191,7 +191,7 @@ TEST(UnitLayout, CutsRowsOfALlamaLayerOver1024RanksWithOnePercentOfPadding) {
 
 TEST(UnitLayout, NeverPadsToACommonMultipleOfOddRows) {
   // Coprime rows: their common multiple has 1.3e8 elements, a thousand times the parameters.
-  std::vector<ParameterSpec> parameters;
+  std::vector<ParameterTraits> parameters;
   for (const std::int64_t row : {509, 511, 513})
     parameters.push_back(spec("rows_of_" + std::to_string(row), {64, row}, Granularity::rows()));
   EXPECT_EQ(UnitLayout(parameters, 8).padding_bytes(), 0);
@@ -205,8 +205,8 @@ TEST(UnitLayout, NeverPadsToACommonMultipleOfOddRows) {
 TEST(UnitLayout, AlignsWholeAndUncutParametersAsToldTo) {
   for (const std::int64_t alignment : {16, 48, 80, 1040}) {
     for (const auto granularity : {Granularity::element(), Granularity::whole()}) {
-      std::vector<ParameterSpec> parameters = {spec("a", {5, 13}, granularity), spec("b", {1}, granularity),
-                                               spec("c", {4001}, granularity)};
+      std::vector<ParameterTraits> parameters = {spec("a", {5, 13}, granularity), spec("b", {1}, granularity),
+                                                 spec("c", {4001}, granularity)};
       for (auto& parameter : parameters) parameter.alignment = alignment;
       for (const std::int64_t world_size : {1, 3, 8}) {
         const UnitLayout layout(parameters, world_size);
@@ -221,14 +221,14 @@ TEST(UnitLayout, AlignsWholeAndUncutParametersAsToldTo) {
         }
       }
     }
-    std::vector<ParameterSpec> rows = {spec("rows", {6, 7}, Granularity::rows()), spec("blocks", {40}, Granularity::blocks(10))};
+    std::vector<ParameterTraits> rows = {spec("rows", {6, 7}, Granularity::rows()), spec("blocks", {40}, Granularity::blocks(10))};
     for (auto& parameter : rows) parameter.alignment = alignment;
     const UnitLayout layout(rows, 2);
     EXPECT_EQ(layout.sub_buffers()[0].quantum, 7);
     EXPECT_EQ(layout.sub_buffers()[1].quantum, 10);
   }
   // Parameters that are to be aligned differently do not share a sub-buffer.
-  std::vector<ParameterSpec> parameters = {spec("a", {100}), spec("b", {100}), spec("c", {100})};
+  std::vector<ParameterTraits> parameters = {spec("a", {100}), spec("b", {100}), spec("c", {100})};
   parameters[1].alignment = 48;
   const UnitLayout layout(parameters, 4);
   ASSERT_EQ(layout.sub_buffers().size(), 2U);
@@ -237,7 +237,7 @@ TEST(UnitLayout, AlignsWholeAndUncutParametersAsToldTo) {
 
 TEST(UnitLayout, TakesOddShapes) {
   for (const auto granularity : {Granularity::element(), Granularity::rows(), Granularity::blocks(12), Granularity::whole()}) {
-    const std::vector<ParameterSpec> parameters = {
+    const std::vector<ParameterTraits> parameters = {
         spec("scalar", {}, granularity),      spec("no_elements", {0}, granularity),        spec("rows_of_nothing", {5, 0}, granularity),
         spec("no_rows", {0, 7}, granularity), spec("single_row", {1, 1000}, granularity),   spec("single_element", {1}, granularity),
         spec("large", {401, 3}, granularity), spec("last_is_empty", {3, 0, 2}, granularity)};
@@ -291,7 +291,7 @@ TEST(UnitLayout, StartsEveryParameterAtABlock) {
 }
 
 TEST(UnitLayout, SpreadsWholeParametersEvenly) {
-  std::vector<ParameterSpec> parameters;
+  std::vector<ParameterTraits> parameters;
   for (const std::int64_t rows : {2, 3, 7, 3, 4, 5}) {
     parameters.push_back(spec("w" + std::to_string(parameters.size()), {rows, 16}, Granularity::whole()));
   }
@@ -307,7 +307,7 @@ TEST(UnitLayout, SpreadsWholeParametersEvenly) {
 }
 
 TEST(UnitLayout, BreaksTiesOfWholeParametersByOrder) {
-  std::vector<ParameterSpec> parameters;
+  std::vector<ParameterTraits> parameters;
   for (int i = 0; i < 5; ++i) parameters.push_back(spec("w" + std::to_string(i), {4, 4}, Granularity::whole()));
   const UnitLayout layout(parameters, 4);
   for (std::size_t p = 0; p < parameters.size(); ++p) EXPECT_EQ(layout.local_slice(p, static_cast<std::int64_t>(p) % 4).numel, 16) << p;
@@ -315,10 +315,10 @@ TEST(UnitLayout, BreaksTiesOfWholeParametersByOrder) {
 }
 
 TEST(UnitLayout, LaysGradientsOutAsTheTrainablePrefix) {
-  const std::vector<ParameterSpec> mixed = {spec("frozen", {100, 3}, Granularity::rows(), kBFloat16, false), spec("norm", {7}),
-                                            spec("quantized", {33}, {}, kInt8, false), spec("weight", {9, 5}, Granularity::rows()),
-                                            spec("frozen_norm", {7}, {}, kFloat, false)};
-  const std::vector<ParameterSpec> trainable = {mixed[1], mixed[3]};
+  const std::vector<ParameterTraits> mixed = {spec("frozen", {100, 3}, Granularity::rows(), kBFloat16, false), spec("norm", {7}),
+                                              spec("quantized", {33}, {}, kInt8, false), spec("weight", {9, 5}, Granularity::rows()),
+                                              spec("frozen_norm", {7}, {}, kFloat, false)};
+  const std::vector<ParameterTraits> trainable = {mixed[1], mixed[3]};
   const UnitLayout all(mixed, 3), gradients(trainable, 3);
   EXPECT_EQ(all.trainable_sub_buffers(), 2U);
   EXPECT_EQ(all.trainable_bytes(), gradients.full_bytes());
@@ -350,7 +350,7 @@ TEST(UnitLayout, TakesParametersBeyond32BitsOfElements) {
   }
 }
 
-std::string error_of(const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+std::string error_of(const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   return testing::message_of([&] { const UnitLayout layout(parameters, world_size); });
 }
 

@@ -23,8 +23,8 @@
 namespace snapshot_test {
 
 using fsdp::Placements;
+using fsdp::state::CheckpointRanks;
 using fsdp::state::HostBuffer;
-using fsdp::state::Ranks;
 using fsdp::state::Snapshot;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
@@ -32,7 +32,7 @@ using fsdp::testing::stack_loss;
 using fsdp::testing::Training;
 
 Snapshot snapshot_of(Training& run) {
-  const Ranks ranks(*run.handle->engine(), Ranks::Groups::kOfMesh);
+  const CheckpointRanks ranks(*run.handle->engine(), CheckpointRanks::Groups::kOfMesh);
   return fsdp::state::take_snapshot(*run.model, run.optimizer.get(), {{"mine", at::ones({2})}}, {}, ranks);
 }
 

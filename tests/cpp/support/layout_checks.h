@@ -29,7 +29,7 @@ inline constexpr Dtype kBFloat16{15, 2};
 inline constexpr Dtype kFloat{6, 4};
 inline constexpr Dtype kDtypes[] = {kInt8, kBFloat16, kFloat, {7, 8}, {10, 16}};
 
-inline ParameterSpec spec(std::string name, Shape shape, Granularity granularity = {}, Dtype dtype = kFloat, bool trainable = true) {
+inline ParameterTraits spec(std::string name, Shape shape, Granularity granularity = {}, Dtype dtype = kFloat, bool trainable = true) {
   return {.name = std::move(name),
           .shape = std::move(shape),
           .dtype = dtype.key,
@@ -42,13 +42,13 @@ inline std::int64_t product(const Shape& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies<>());
 }
 
-inline std::int64_t payload_bytes(const std::vector<ParameterSpec>& parameters) {
+inline std::int64_t payload_bytes(const std::vector<ParameterTraits>& parameters) {
   std::int64_t bytes = 0;
   for (const auto& parameter : parameters) bytes += product(parameter.shape) * parameter.itemsize;
   return bytes;
 }
 
-inline std::string describe(const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+inline std::string describe(const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   static const char* const kKinds[] = {"element", "rows", "block", "whole"};
   std::ostringstream text;
   text << world_size << " ranks";
@@ -69,7 +69,7 @@ inline std::int64_t next_multiple(std::int64_t value, std::int64_t of) {
   return value;
 }
 
-inline std::int64_t quantum(const ParameterSpec& parameter) {
+inline std::int64_t quantum(const ParameterTraits& parameter) {
   if (parameter.granularity.kind == Kind::kBlock) return parameter.granularity.block;
   if (parameter.granularity.kind != Kind::kRows) return 64 / parameter.itemsize;
   if (parameter.shape.size() < 2) return 1;
@@ -77,7 +77,7 @@ inline std::int64_t quantum(const ParameterSpec& parameter) {
   return row == 0 ? 1 : row;
 }
 
-inline bool together(const ParameterSpec& a, const ParameterSpec& b) {
+inline bool together(const ParameterTraits& a, const ParameterTraits& b) {
   return a.dtype == b.dtype && a.trainable == b.trainable && a.granularity.kind == b.granularity.kind && quantum(a) == quantum(b);
 }
 
@@ -87,7 +87,7 @@ struct Buffer {
   std::int64_t shard_numel = 0;
 };
 
-inline std::vector<Buffer> group(const std::vector<ParameterSpec>& parameters) {
+inline std::vector<Buffer> group(const std::vector<ParameterTraits>& parameters) {
   std::vector<Buffer> buffers;
   for (const bool trainable : {true, false}) {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -101,7 +101,7 @@ inline std::vector<Buffer> group(const std::vector<ParameterSpec>& parameters) {
   return buffers;
 }
 
-inline void place_in_order(Buffer& buffer, const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+inline void place_in_order(Buffer& buffer, const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   const std::int64_t unit = quantum(parameters[buffer.members[0]]);
   std::int64_t end = 0;
   for (const auto member : buffer.members) {
@@ -111,7 +111,7 @@ inline void place_in_order(Buffer& buffer, const std::vector<ParameterSpec>& par
   while (buffer.shard_numel * world_size < end) buffer.shard_numel += unit;
 }
 
-inline void place_whole(Buffer& buffer, const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+inline void place_whole(Buffer& buffer, const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   const std::int64_t unit = quantum(parameters[buffer.members[0]]);
   std::vector<std::int64_t> load(static_cast<std::size_t>(world_size), 0);
   std::vector<bool> placed(buffer.members.size(), false);
@@ -136,7 +136,7 @@ inline void place_whole(Buffer& buffer, const std::vector<ParameterSpec>& parame
   for (std::size_t m = 0; m < buffer.members.size(); ++m) buffer.offsets[m] += rank[m] * buffer.shard_numel;
 }
 
-inline std::vector<Buffer> layout(const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+inline std::vector<Buffer> layout(const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   auto buffers = group(parameters);
   for (auto& buffer : buffers) {
     if (parameters[buffer.members[0]].granularity.kind == Kind::kWhole) {
@@ -232,7 +232,7 @@ inline void check_ownership(const UnitLayout& layout, std::size_t sub_buffer, st
 }
 
 // The whole layout against the reference and against the promises of the header.
-inline void check(const std::vector<ParameterSpec>& parameters, std::int64_t world_size) {
+inline void check(const std::vector<ParameterTraits>& parameters, std::int64_t world_size) {
   const UnitLayout layout(parameters, world_size);
   const auto expected = reference::layout(parameters, world_size);
   ASSERT_EQ(layout.world_size(), world_size);
