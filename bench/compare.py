@@ -19,6 +19,8 @@ from harness.fleet import BenchError, Fleet, Launch
 from harness.measure import RANKS, Turn, check_losses, flat, interleave, paired, warm_up
 
 ROOT = Path(__file__).resolve().parent.parent
+CASES = {name: case for name, case in MODELS.items() if case.model.takes("libfsdp")}
+"""The C++ contender takes part in these; it knows neither options nor other models."""
 
 
 def spread(values: Sequence[float], unit: str) -> str:
@@ -48,15 +50,15 @@ def compare(case: PacedModel, before: Path, now: Path) -> None:
             print(f"{model.name}: {what} before {spread(old, ' MiB')}, now {spread(new, ' MiB')}")
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--before", type=Path, required=True, help="the earlier build's C++ contender")
     parser.add_argument("--now", type=Path, default=ROOT / "build/bench/bench_contender", help="this build's")
-    parser.add_argument("--case", action="append", choices=MODELS, help="this case only; may be repeated")
-    arguments = parser.parse_args()
+    parser.add_argument("--case", action="append", choices=CASES, help="this case only; may be repeated")
+    arguments = parser.parse_args(words)
     try:
-        for name in arguments.case or [name for name, case in MODELS.items() if case.model.takes("libfsdp")]:
-            compare(MODELS[name], arguments.before, arguments.now)
+        for name in arguments.case or CASES:
+            compare(CASES[name], arguments.before, arguments.now)
     except BenchError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1

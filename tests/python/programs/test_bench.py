@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 
+import compare
 import instructions
 import run
 from contenders.gpt import GPTConfig
@@ -67,6 +68,13 @@ def test_the_page_has_a_table_for_each_question_and_the_json_all_rows(tmp_path: 
     assert cells[0] == ["", "d256", "d512"]
     assert cells[2:] == [["ddp", "2.1 (2 to 2.2)", "4"], ["libfsdp", "", "3"]]
     assert len(json.loads((tmp_path / "latest.json").read_text())["rows"]) == len(rows)
+
+
+def test_builds_are_compared_in_cases_without_options_of_the_python_contenders() -> None:
+    assert {"d256", "d512", "world8"} <= set(compare.CASES)
+    assert [name for name, case in compare.CASES.items() if case.model.options] == []
+    with pytest.raises(SystemExit):
+        compare.main(["--before", "bench_contender", "--case", "bf16"])
 
 
 def test_pairs_cancel_what_slows_a_whole_round_down() -> None:

@@ -1,0 +1,79 @@
+"""The checks of documents and of names (tests/docs, tests/structure) find what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = "tests/structure/lengths.py"
+FIRST = "LONGEST = 500  # lines"
+SECOND = "WIDEST = 140  # characters"
+LATER = "def main() -> int:"
+
+
+def said_by(check: str, *arguments: object) -> str:
+    """What the check prints; it fails if it says anything but that files are in order."""
+    command = [sys.executable, str(ROOT / "tests" / check), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.stderr == ""
+    assert (result.returncode == 0) == (not result.stdout or result.stdout.endswith(" in order\n"))
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "lines", "fault"),
+    [
+        pytest.param(SOURCE, [FIRST, SECOND], "", id="as_it_is"),
+        pytest.param(SOURCE, [FIRST, "# ...", LATER], "", id="lines_left_out"),
+        pytest.param(SOURCE, [FIRST.replace("500", "900"), SECOND], f"{SOURCE} has not", id="another_text"),
+        pytest.param(SOURCE, [FIRST, LATER], f"{SOURCE} has not", id="a_gap_that_is_not_marked"),
+        pytest.param(SOURCE, [LATER, "# ...", FIRST], f"{SOURCE} has not", id="another_order"),
+        pytest.param("src/engine/gone.py", [FIRST], "there is no ", id="a_file_that_is_gone"),
+    ],
+)
+def test_an_excerpt_that_does_not_fit_its_source_is_refused(
+    tmp_path: Path, source: str, lines: list[str], fault: str
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("\n".join([f"```python from {source}", *lines, "```", ""]), encoding="utf-8")
+    said = said_by("docs/examples.py", "check", page)
+    assert said.startswith(f"{page}:1: {fault}" if fault else "1 files in order"), said
+
+
+def test_an_entry_on_errors_that_no_source_says_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "docs" / "run").mkdir(parents=True)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.cpp").write_text(
+        'throw Error("parameter \'" + name + "\' is of an " "odd kind");\n', encoding="utf-8"
+    )
+    rows = ["`parameter '...' is of an odd kind`", "`is of an odd kind ... parameter`", "`is of an even kind`"]
+    page = ["## Table", "| message | cause |", "|---|---|", *(f"| {row} | |" for row in rows), ""]
+    (tmp_path / "docs" / "run" / "errors.md").write_text("\n".join(page), encoding="utf-8")
+    assert said_by("docs/errors.py", tmp_path).splitlines() == [
+        "docs/run/errors.md:5: no source says: is of an odd kind ... parameter",
+        "docs/run/errors.md:6: no source says: is of an even kind",
+    ]
+
+
+def test_a_name_that_uses_a_word_for_something_else_is_refused(tmp_path: Path) -> None:
+    table = "## Words of the code\n\n| word | meaning | folders |\n|---|---|---|\n| box | a part | `one` |\n"
+    files = {
+        "docs/start/glossary.md": table,
+        "src/one/a.h": "struct Box {\n  int number;\n};\nstruct Pair {\n};\n",
+        "src/one/below/b.h": "int boxes_of(int number);\n",
+        "src/two/c.h": "class Pair {\n public:\n  int box_of(int number);\n};\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    said = said_by("structure/words.py", tmp_path).splitlines()
+    # The exceptions are those of the library, and none of them is needed here.
+    assert [line for line in said if not line.startswith("words.py: ")] == [
+        "src/two/c.h: box_of: 'box' has another meaning (docs/start/glossary.md)",
+        "Pair is a type of one and of two",
+    ]
+    assert any("is no exception" in line for line in said)
