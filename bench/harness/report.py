@@ -178,6 +178,7 @@ def markdown(result: Result) -> str:
         "# Benchmark",
         f"`{result.command}`",
         "Medians, with the 95 % interval of each. The JSON that is written beside this page has all rows: more ratios, ranges and counts.",
+        "## Are the targets met?" if target_lines else "",
         table(("case", "contender", "metric", "at most", "median", ""), target_lines) if target_lines else "",
         *(f"## {question}\n\n{answer(rows)}" for question, metric in QUESTIONS if (rows := result.of(metric))),
         "## Where",
