@@ -192,18 +192,19 @@ class MegatronFSDP(nn.Module):
             p.grad_added_to_main_grad = False
         self._fused_gradients = FusedGradients(self._states)
         self._gradients = MainGradients(self._states, decoupled=decoupled)
-        self.param_and_grad_buffer = ParamAndGradBuffer(self, self._states)
+        self.param_and_grad_buffer = ParamAndGradBuffer(
+            self._states, lambda: self.module.named_parameters(), self.scale_gradients, self.zero_grad_buffer
+        )
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:
             self.module.set_keep_unsharded_storage(True)
-        self.param_and_grad_buffer.use_registered_memory()
+        self.param_and_grad_buffer.use_registered_memory(self.ddp_config)
         self._separate_reductions()
         running = self._states[0].running
         running.after_backward = weak_method(self._end_backward)
         running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
         running.prefetch_depth = self._prefetch_depth()
         self.microbatch_count = 0
-        self._is_last_microbatch = False
-        self._awaits_install = False
+        self._is_last_microbatch = self._awaits_install = False
         self.set_model_auto_sync(sync_model_each_microbatch)
 
     def _prefetch_depth(self) -> int:

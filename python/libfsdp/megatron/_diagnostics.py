@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from libfsdp.megatron.experimental.parameter_group import ParameterGroup
+    from libfsdp.megatron._parameter_groups import ParameterGroup
 
 logger = logging.getLogger("libfsdp")
 

@@ -7,7 +7,7 @@ import sys
 import types
 from importlib.machinery import PathFinder
 
-import libfsdp
+from libfsdp import _C
 
 # The package's name on its own, and within Megatron-Core.
 _PACKAGES = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
@@ -88,7 +88,7 @@ def _stand_in(name: str, ours: str) -> types.ModuleType:
     vars(made).update({key: value for key, value in vars(source).items() if not key.startswith("__")})
     made.__path__ = []
     made.__all__ = getattr(source, "__all__", [])  # type: ignore[attr-defined]
-    made.__version__ = libfsdp.__version__  # type: ignore[attr-defined]
+    made.__version__ = _C.version  # type: ignore[attr-defined]
     return made
 
 

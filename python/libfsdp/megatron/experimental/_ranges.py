@@ -1,96 +1,89 @@
-"""Tracks which modules compute, forward or backward, and shows this to profilers as ranges."""
+"""Shows to profilers, as ranges, which modules compute, forward or backward."""
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from libfsdp import _C
-from libfsdp._outputs import tensors_with_gradient
 from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
-    from libfsdp.megatron.experimental.module import FsdpModule
 
+class _Open(NamedTuple):
+    """A module whose backward is under way.
 
-class Phase(enum.Enum):
-    """The phase of a module.
-
-    Its forward changes RESTING to FORWARD, and back. Backward changes RESTING to BACKWARD when it reaches the outputs, and back when it
-    reaches a module that is not within this one, or ends. A forward that backward repeats does not change BACKWARD.
+    Attributes:
+        key: identifies the module.
+        end: tells the module that its backward has ended.
+        task: the backward as autograd counts them.
     """
 
-    RESTING = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
+    key: int
+    end: Callable[[], None]
+    task: int
 
 
 class Ranges:
-    """The modules of one context that compute now.
+    """The ranges of the modules of one context that compute now.
 
     NVTX shows a range for each, by name: "MFSDP layers.0 forward", "MFSDP <root> backward". Without CUDA there is no NVTX, and
-    only `phase` shows the ranges.
+    only the modules' phases show the ranges.
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[FsdpModule, int]] = []  # in backward, outermost first, with autograd's task
+        self._open: list[_Open] = []  # in backward, outermost first
         self._shows = True  # until NVTX turns out to be missing
 
-    def begin_forward(self, module: FsdpModule) -> None:
-        """Called before the module's forward."""
+    def begin_forward(self, name: str) -> None:
+        """Called before a module's forward."""
         if self._open and not _C.inside_backward():  # an exception has ended a backward
             self._close_to(0)
-        if module.phase is not Phase.BACKWARD:
-            module._phase = Phase.FORWARD
-        self._push(module, "forward")
+        self._push(name, "forward")
 
-    def end_forward(self, module: FsdpModule, output: Any) -> None:
-        """Called after the module's forward. Watches the outputs, through which backward will reach the module."""
-        if module.phase is Phase.FORWARD:
-            module._phase = Phase.RESTING
+    def end_forward(self) -> None:
+        """Called after a module's forward."""
         self._pop()
-        if not torch.is_grad_enabled():
-            return
-        begin = weak_method(module._begin_backward)
-        for tensor in tensors_with_gradient(output):
-            tensor.register_hook(begin)
 
-    def begin_backward(self, module: FsdpModule) -> None:
-        """Called when backward has reached one of the module's outputs."""
-        if module.phase is Phase.BACKWARD:
-            return
-        enclosing = module._enclosing
+    def begin_backward(self, name: str, key: int, enclosing: frozenset[int], end: Callable[[], None]) -> None:
+        """Called when backward has reached a module. It ends the backwards of modules that are not around this one.
+
+        Args:
+            name: the module's name.
+            key: identifies the module.
+            enclosing: the keys of the modules around it.
+            end: called once, when the module's backward has ended.
+        """
         keep = len(self._open)
-        while keep > 0 and id(self._open[keep - 1][0]) not in enclosing:
+        while keep > 0 and self._open[keep - 1].key not in enclosing:
             keep -= 1
         self._close_to(keep)
         task = torch._C._current_graph_task_id()
-        if all(other != task for _, other in self._open):
-            end = weak_method(self._end_task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: end(task))
-        module._phase = Phase.BACKWARD
-        self._push(module, "backward")
-        self._open.append((module, task))
+        if all(other.task != task for other in self._open):
+            end_task = weak_method(self._end_task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: end_task(task))
+        self._push(name, "backward")
+        self._open.append(_Open(key, end, task))
 
     def _end_task(self, task: int) -> None:
         """Called when a backward has ended. Backwards around it, to whose activation checkpoints it belongs, have not."""
-        keep = next((i for i, (_, of) in enumerate(self._open) if of == task), len(self._open))
+        keep = next((i for i, one in enumerate(self._open) if one.task == task), len(self._open))
         self._close_to(keep)
 
     def _close_to(self, keep: int) -> None:
         while len(self._open) > keep:
-            module, _ = self._open.pop()
-            module._phase = Phase.RESTING
+            self._open.pop().end()
             self._pop()
 
-    def _push(self, module: FsdpModule, phase: str) -> None:
+    def _push(self, name: str, phase: str) -> None:
         if self._shows:
             try:
-                torch.cuda.nvtx.range_push(f"MFSDP {module.name or '<root>'} {phase}")
+                torch.cuda.nvtx.range_push(f"MFSDP {name or '<root>'} {phase}")
             except RuntimeError:  # torch without CUDA
                 self._shows = False
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from libfsdp.megatron.experimental.parameter_group import sync_model_weights_from_main_weights
+from libfsdp.megatron._parameter_groups import sync_model_weights_from_main_weights
 
 if TYPE_CHECKING:
     import os

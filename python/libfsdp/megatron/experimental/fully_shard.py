@@ -13,9 +13,9 @@ from libfsdp._mesh import device_of
 from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
 from libfsdp._sharded_parameter import identity_of
 from libfsdp.megatron._mixin import attach, give_memory, own_parameters, require_quiet, states_of
+from libfsdp.megatron._parameter_groups import groups_of
 from libfsdp.megatron._policy import MixedPrecisionPolicy
 from libfsdp.megatron.experimental.module import FsdpContext, FsdpModule
-from libfsdp.megatron.experimental.parameter_group import groups_of
 from libfsdp.megatron.experimental.placement import strategy_of
 
 if TYPE_CHECKING:

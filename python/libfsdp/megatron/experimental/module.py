@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from libfsdp._compile import untraced
 from libfsdp._fsdp_module import FSDPModule
+from libfsdp._outputs import tensors_with_gradient
+from libfsdp._weak_method import weak_method
 from libfsdp.megatron._mixin import states_of
-from libfsdp.megatron.experimental import _ranges
 from libfsdp.megatron.experimental._ranges import Ranges, enclosing_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
-
-    from libfsdp.megatron.experimental.parameter_group import ParameterGroup
+    from libfsdp.megatron._parameter_groups import ParameterGroup
     from libfsdp.megatron.experimental.placement import Strategy
 
 __all__ = ["FsdpContext", "FsdpModule"]
@@ -114,12 +115,21 @@ class FsdpContext:
 class FsdpModule(FSDPModule):
     """The class that fully_shard gives a module in addition to its own. It has the methods of libfsdp.FSDPModule."""
 
-    Phase = _ranges.Phase
+    class Phase(enum.Enum):
+        """The phase of a module.
+
+        Its forward changes RESTING to FORWARD, and back. Backward changes RESTING to BACKWARD when it reaches the outputs, and back when it
+        reaches a module that is not within this one, or ends. A forward that backward repeats does not change BACKWARD.
+        """
+
+        RESTING = enum.auto()
+        FORWARD = enum.auto()
+        BACKWARD = enum.auto()
 
     _context: FsdpContext
     _strategy: Strategy
     _groups: tuple[ParameterGroup, ...]
-    _phase: _ranges.Phase
+    _phase: Phase
     _name: str | None
     _is_root: bool
     _enclosing: frozenset[int]
@@ -140,7 +150,7 @@ class FsdpModule(FSDPModule):
         return self._context
 
     @property
-    def phase(self) -> _ranges.Phase:
+    def phase(self) -> Phase:
         """The present phase of the module."""
         return self._phase
 
@@ -164,23 +174,48 @@ class FsdpModule(FSDPModule):
         """Its parameters, by dtype and by whether they are trained."""
         return self._groups
 
+    def _begin_forward(self) -> None:
+        """Called before its forward."""
+        self._context.ranges.begin_forward(self.name)
+        if self._phase is not self.Phase.BACKWARD:
+            self._phase = self.Phase.FORWARD
+
+    def _end_forward(self, output: Any) -> None:
+        """Called after its forward. Watches the outputs, through which backward will reach the module."""
+        if self._phase is self.Phase.FORWARD:
+            self._phase = self.Phase.RESTING
+        self._context.ranges.end_forward()
+        if not torch.is_grad_enabled():
+            return
+        begin = weak_method(self._begin_backward)
+        for tensor in tensors_with_gradient(output):
+            tensor.register_hook(begin)
+
     @untraced
     def _begin_backward(self, gradient: torch.Tensor) -> None:
-        self._context.ranges.begin_backward(self)
+        """Called when backward has reached one of its outputs."""
+        if self._phase is self.Phase.BACKWARD:
+            return
+        self._context.ranges.begin_backward(self.name, id(self), self._enclosing, self._end_backward)
+        self._phase = self.Phase.BACKWARD
+
+    def _end_backward(self) -> None:
+        """Called when backward has left it."""
+        self._phase = self.Phase.RESTING
 
 
 @untraced
 def _pre_forward(module: nn.Module, args: Any) -> None:
     fsdp_module = cast("FsdpModule", module)
     fsdp_module.context.ensure_finalized()
-    fsdp_module.context.ranges.begin_forward(fsdp_module)
+    fsdp_module._begin_forward()
 
 
 @untraced
 def _post_forward(module: nn.Module, args: Any, output: Any) -> None:
     fsdp_module = cast("FsdpModule", module)
     if fsdp_module.context._is_finalized:
-        fsdp_module.context.ranges.end_forward(fsdp_module, output)
+        fsdp_module._end_forward(output)
 
 
 def _refuse_assignment(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from libfsdp.megatron._parameter_groups import group_of, sync_model_weights_from_main_weights
 from libfsdp.megatron._placed import with_dtype
-from libfsdp.megatron.experimental.parameter_group import group_of, sync_model_weights_from_main_weights
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from libfsdp import _C
-from libfsdp import FSDPModule as _Base
+from libfsdp._fsdp_module import FSDPModule as _Base
 from libfsdp.megatron._diagnostics import (
     ParameterNorms,
     group_table,
@@ -19,7 +19,7 @@ from libfsdp.megatron._mixin import states_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from libfsdp.megatron.experimental.parameter_group import ParameterGroup
+    from libfsdp.megatron._parameter_groups import ParameterGroup
 
 logger = logging.getLogger("libfsdp")
 

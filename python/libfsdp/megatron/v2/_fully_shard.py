@@ -10,8 +10,8 @@ from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
 from libfsdp._sharded_parameter import identity_of
 from libfsdp.megatron._config import strategy_of
 from libfsdp.megatron._mixin import attach, own_parameters, require_quiet, states_of
+from libfsdp.megatron._parameter_groups import groups_of
 from libfsdp.megatron._policy import MixedPrecisionPolicy
-from libfsdp.megatron.experimental.parameter_group import groups_of
 from libfsdp.megatron.v2._fsdp_module import FSDPModule
 from libfsdp.megatron.v2._meta import materialize
 
