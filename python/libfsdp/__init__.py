@@ -15,7 +15,6 @@ _torch_version.require_same_binaries(
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 
 from libfsdp import _C, _updates, optim  # noqa: E402, F401
-from libfsdp._beyond import Float8Blocks  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
 from libfsdp._checkpoint._folder import best, latest  # noqa: E402
 from libfsdp._checkpoint._load import Loaded, load, load_latest  # noqa: E402
@@ -30,6 +29,7 @@ from libfsdp._install import install, installed, uninstall  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
+from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402

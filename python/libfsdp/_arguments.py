@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from libfsdp._sharded_parameter import Place
+    from libfsdp._sharded_parameter import ManagedParameter
 
 
 def refuse(argument: str, value: Any, way_out: str) -> NoReturn:
@@ -91,13 +91,13 @@ def check_ignored(ignored: Any) -> set[nn.Parameter]:
     return set(found)
 
 
-def refuse_shards(parameters: Iterable[tuple[nn.Parameter, list[Place]]]) -> None:
+def refuse_shards(parameters: Iterable[ManagedParameter]) -> None:
     """Refuses parameters of a call of fully_shard that are shards already.
 
     Raises:
         ValueError: if an outer module was sharded before.
     """
-    names = [places[0].name for parameter, places in parameters if hasattr(parameter, "_libfsdp_shard")]
+    names = [one.places[0].name for one in parameters if hasattr(one.value, "_libfsdp_shard")]
     if names:
         raise ValueError(
             f"parameters {names} are shards of a module around this one: call fully_shard for inner modules first, and for outer ones "

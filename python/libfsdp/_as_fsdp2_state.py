@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from libfsdp._sharded_parameter import local_gradient
-
-if TYPE_CHECKING:
-    from libfsdp import _C
-    from libfsdp._model import Model
-    from libfsdp._sharded_parameter import ShardedParameter
-    from libfsdp._spmd import SpmdMesh
+from libfsdp._model import MemberState
 
 
-class AsFSDP2State:
-    """Gives a state the names that FSDP2's states have."""
-
-    model: Model | None
-    unit: _C.Unit | None
-    parameters: list[ShardedParameter]
-    spmd: SpmdMesh | None
-
-    def model_of_forward(self) -> Model:
-        """Returns the model. If it is not known yet, it is formed with this state as its root."""
-        raise NotImplementedError
+class FSDP2State(MemberState):
+    """A state that also has the names of FSDP2's states."""
 
     @property
     def _is_root(self) -> bool | None:
@@ -52,16 +37,3 @@ class AsFSDP2State:
     def _root_post_backward_final_callback(self) -> None:
         if self.model is not None:
             self.model.finalize_backward(async_op=False)
-
-    def collect_left_gradients(self) -> None:
-        """Gives the engine gradients that a program itself has put into the whole parameters, as pipelining's backward for weights does."""
-        for i, parameter in enumerate(self.parameters):
-            if parameter.whole is None or parameter.whole.grad is None:
-                continue
-            gradient, parameter.whole.grad = parameter.whole.grad, None
-            assert self.model is not None
-            assert self.unit is not None
-            if parameter.whole_spec is not None:
-                data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
-                gradient = local_gradient(gradient, parameter.whole_spec, data_parallel)
-            self.model.engine.gradient(self.unit, i, gradient)

@@ -12,7 +12,7 @@ from libfsdp._C import BufferMemory
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from libfsdp._state import ShardState
+    from libfsdp._model import MemberState
 
 _ASKED_BY = {
     BufferMemory.GROUP: "set_allocate_memory_from_process_group_for_comm",
@@ -20,7 +20,7 @@ _ASKED_BY = {
 }
 
 
-def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
+def use_memory_of_group(state: MemberState, *, enable: bool) -> None:
     """Takes the buffers of the unit's model from a process group's allocator, if one of its groups has one.
 
     Raises:
@@ -30,7 +30,7 @@ def use_memory_of_group(state: ShardState, *, enable: bool) -> None:
     _use(state, BufferMemory.GROUP if enable else BufferMemory.PROCESS)
 
 
-def use_symmetric_memory(state: ShardState, backend: Literal["NCCL"]) -> None:
+def use_symmetric_memory(state: MemberState, backend: Literal["NCCL"]) -> None:
     """Makes the gathers of the unit's model go into the symmetric memory of this backend.
 
     Raises:
@@ -54,19 +54,19 @@ def require_symmetric_memory(mesh: DeviceMesh, asked_by: str) -> None:
         )
 
 
-def refuse_custom_collectives(state: ShardState, method: str) -> None:
+def refuse_custom_collectives(state: MemberState, method: str) -> None:
     """Raises AssertionError if the unit's buffers lie in memory that was asked for."""
     if state.buffer_memory in _ASKED_BY:
         raise AssertionError(f"cannot call {method}() when {_ASKED_BY[state.buffer_memory]}() is in effect")
 
 
-def _use(state: ShardState, memory: BufferMemory) -> None:
+def _use(state: MemberState, memory: BufferMemory) -> None:
     state.buffer_memory = memory
     if state.model is not None:
         state.model.choose_memory()
 
 
-def _refuse_other(state: ShardState, memory: BufferMemory) -> None:
+def _refuse_other(state: MemberState, memory: BufferMemory) -> None:
     if state.buffer_memory not in (BufferMemory.PROCESS, memory):
         raise AssertionError(f"cannot call {_ASKED_BY[memory]}() when {_ASKED_BY[state.buffer_memory]}() is in effect")
     for collectives in state.mesh.collectives:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from libfsdp._weak_method import weak_method
+from libfsdp._calling import weak_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from libfsdp import _C
     from libfsdp._quantized_form import QuantizedForm
     from libfsdp._sharded_parameter import ShardedParameter
-    from libfsdp._state import ShardState
+    from libfsdp._sharding_options import ShardingOptions
 
 
 def is_extended(local: torch.Tensor) -> bool:
@@ -38,19 +38,19 @@ def is_extended(local: torch.Tensor) -> bool:
     return pre
 
 
-def refuse_extended(state: ShardState, *, is_size: bool) -> None:
+def refuse_extended(parameters: Iterable[ShardedParameter], options: ShardingOptions, *, is_size: bool) -> None:
     """Refuses options that extended parameters can't have.
 
     Raises:
-        NotImplementedError: if the state has such parameters, and such options.
+        NotImplementedError: if there are such parameters, and such options.
     """
-    extended = [p for p in state.parameters if p.extended]
+    extended = [p for p in parameters if p.extended]
     quantized = all(p.quantized is not None for p in extended)
     gathered = ("optim", "optim_grads", "optim_grads_params") if quantized else ("optim_grads_params",)
     reasons = (
         (is_size, "with a number for reshard_after_forward"),
-        (state.placements not in gathered, f"with placements '{state.placements}'"),
-        (state.beyond.outer_sharded and not quantized, "with outer_placements 'optim'"),
+        (options.placements not in gathered, f"with placements '{options.placements}'"),
+        (options.outer_sharded and not quantized, "with outer_placements 'optim'"),
         (
             any(p.computes_in is not None and p.quantized is None for p in extended),
             "with a main_params_dtype other than theirs",

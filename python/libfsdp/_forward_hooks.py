@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +15,10 @@ from torch import nn
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from libfsdp import _C
-from libfsdp._compile import untraced
-from libfsdp._outputs import cast_floating, tensors_with_gradient
+from libfsdp._calling import untraced
 
 if TYPE_CHECKING:
-    from libfsdp._state import ShardState
+    from libfsdp._model import MemberState
 
 # Functions whose `self` is a module that runs.
 CALLS: set[types.CodeType] = {nn.Module._call_impl.__code__}
@@ -41,7 +42,7 @@ def _calls_of(module: nn.Module) -> int:
 class ForwardHooks:
     """Tells the engine when the modules of a state are used, and casts their inputs and outputs."""
 
-    def __init__(self, state: ShardState) -> None:
+    def __init__(self, state: MemberState) -> None:
         self.state = state
 
     def register(self) -> None:
@@ -117,7 +118,7 @@ class ForwardHooks:
             return self._cast_output(output)
         state.modules_to_run.discard(module)
         if not state.modules_to_run:
-            state.end_call(outputs)
+            model.end_call(state, outputs)
         elif state.unit is not None:
             model.engine.watch(state.unit, outputs)
         if model.forward_root is state:
@@ -143,3 +144,31 @@ class ForwardHooks:
     def _cast_output(self, output: Any) -> Any:
         dtype = self.state.mp_policy.output_dtype
         return output if dtype is None else _apply_to_tensors(functools.partial(cast_floating, dtype), output)
+
+
+def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
+    """Returns all tensors that require a gradient in a module's output, also in mappings, sequences, sets and dataclasses."""
+    found: list[torch.Tensor] = []
+    _collect(output, found)
+    return found
+
+
+# This is not a closure, because one that calls itself is a cycle, which would keep the outputs and their graph until the garbage collector
+# runs.
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found.append(value)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            _collect(inner, found)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for inner in value:
+            _collect(inner, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), found)
+
+
+def cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

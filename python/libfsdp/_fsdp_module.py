@@ -13,13 +13,13 @@ from libfsdp._arguments import as_flag, check_number, refuse
 from libfsdp._buffer_memory import refuse_custom_collectives, use_memory_of_group, use_symmetric_memory
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._mesh import sharding_mesh
+from libfsdp._model import state_of, states_in
 from libfsdp._optimizers import drop_gradients
-from libfsdp._states import state_of, states_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from libfsdp._state import ShardState
+    from libfsdp._model import MemberState
 
 _constructs_original = True
 
@@ -38,7 +38,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 class UnshardHandle:
     """Waits for the gather that ``FSDPModule.unshard(async_op=True)`` has started."""
 
-    def __init__(self, states: Sequence[ShardState] = ()) -> None:
+    def __init__(self, states: Sequence[MemberState] = ()) -> None:
         self._states = states
 
     def wait(self) -> None:
@@ -62,13 +62,13 @@ class FSDPModule:
             self.__init__(*args, **kwargs)
         return self
 
-    def _get_fsdp_state(self) -> ShardState:
+    def _get_fsdp_state(self) -> MemberState:
         state = state_of(cast("nn.Module", self))
         if state is None:
             raise AssertionError(f"No FSDP state found on {self}")
         return state
 
-    def _states(self, recurse: bool) -> list[ShardState]:
+    def _states(self, recurse: bool) -> list[MemberState]:
         if not recurse:
             state = self._get_fsdp_state()
             return [state, *state.companions]
@@ -153,7 +153,7 @@ class FSDPModule:
             return GradientReductionHandle() if async_op else None
         return model.finalize_backward(async_op=async_op)
 
-    def _root_state(self, method: str) -> ShardState:
+    def _root_state(self, method: str) -> MemberState:
         state = self._get_fsdp_state()
         if _C.inside_backward():
             raise RuntimeError(f"{method} cannot be called inside of a backward")

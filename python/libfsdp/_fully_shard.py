@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -25,18 +25,25 @@ from libfsdp._arguments import (
     check_policies,
     refuse_shards,
 )
-from libfsdp._beyond import Beyond, Float8Blocks, divides_by_all
-from libfsdp._beyond import check as check_beyond
-from libfsdp._forward_hooks import CALLS
+from libfsdp._as_fsdp2_state import FSDP2State
+from libfsdp._forward_hooks import CALLS, ForwardHooks
 from libfsdp._fsdp_module import FSDPModule
-from libfsdp._mesh import ShardingMesh, default_mesh, sharding_mesh
+from libfsdp._mesh import default_mesh, sharding_mesh
+from libfsdp._model import state_of
+from libfsdp._optimizers import remember
 from libfsdp._placement import ShardPlacementResult, placement_of
 from libfsdp._precision import MixedPrecisionPolicy
 from libfsdp._registrations import mark_ignored
-from libfsdp._sharded_parameter import Place
+from libfsdp._sharded_parameter import ManagedParameter, Place
+from libfsdp._sharding_options import (
+    Float8Blocks,
+    ShardingOptions,
+    check_options,
+    check_placements,
+    check_reshard_after_forward,
+    divides_by_all,
+)
 from libfsdp._spmd import spmd_mesh
-from libfsdp._state import ShardState
-from libfsdp._states import state_of
 from libfsdp._warnings import tell_of_early_hooks
 
 if TYPE_CHECKING:
@@ -46,8 +53,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.tensor import Shard
 
-_PLACEMENTS = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-_OUTER_PLACEMENTS = ("no_shard", "optim", "optim_if_even")
+    from libfsdp._mesh import ShardingMesh
+    from libfsdp._spmd import SpmdMesh
+
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -139,12 +147,15 @@ def fully_shard(
     ignored = check_ignored(ignored_params)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-    if placements not in _PLACEMENTS:
-        raise ValueError(f"placements '{placements}' are none of {', '.join(_PLACEMENTS)}")
-    if outer_placements not in _OUTER_PLACEMENTS:
-        raise ValueError(f"outer_placements '{outer_placements}' are none of {', '.join(_OUTER_PLACEMENTS)}")
-    beyond = Beyond(
+    check_placements(placements, outer_placements)
+    ranks, spmd = _ranks_of(mesh or default_mesh(), dp_mesh_dims, reshard_after_forward)
+    options = ShardingOptions(
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        placements=placements,
         outer_sharded=outer_placements != "no_shard",
+        spmd=spmd,
         gather_format=gather_format,
         follow_grad_dtype=follow_grad_dtype,
         keep_gathered_bytes=keep_gathered_bytes,
@@ -153,76 +164,22 @@ def fully_shard(
         main_grads_dtype=main_grads_dtype,
         check_initial_values=check_initial_values,
     )
-    mesh = mesh or default_mesh()
-    spmd = None
-    if dp_mesh_dims is not None:
-        spmd = spmd_mesh(mesh, dp_mesh_dims)
-        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-            raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
-        mesh = spmd.data_parallel_mesh()
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    ranks = sharding_mesh(mesh, shards=spmd is None or bool(spmd.shard))
-    _check_reshard_after_forward(reshard_after_forward, ranks)
-    check_beyond(beyond, ranks, placements, spmd=spmd is not None)
+    check_options(options, ranks)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
-    for one in modules:
-        if state_of(one) is not None:
-            raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once. fully_shard has already been "
-                f"applied to the following module:\n{one}"
-            )
+    _refuse_sharded(modules)
     managed = _managed_modules(modules, ignored)
     parameters = _managed_parameters(managed, ignored)
     refuse_shards(parameters)
-    tell_of_early_hooks([(places[0].name, parameter) for parameter, places in parameters])
+    tell_of_early_hooks([(one.places[0].name, one.value) for one in parameters])
     _move_to_device(managed, parameters, ranks.device, ignored)
-    placed = [(*placement_of(shard_placement_fn, ranks, parameter), parameter) for parameter, _ in parameters]
-    dim_of = {parameter: 0 if placements == "no_shard" else dim for _, dim, parameter in placed}
-    # Parameters of one call that are cut over other ranks, or not over the outer ranks, form units of their own.
-    group_of = {
-        parameter: (
-            id(own.engine_mesh),
-            beyond.outer_sharded and (outer_placements == "optim" or divides_by_all(own, parameter, dim)),
-        )
-        for own, dim, parameter in placed
-    }
-    first = (id(ranks.engine_mesh), beyond.outer_sharded)
-    others = {group_of[parameter]: own for own, _, parameter in placed if group_of[parameter] != first}
-    if others and spmd is not None:
-        raise NotImplementedError("ShardPlacementResult is not supported together with dp_mesh_dims")
-
-    def make_state(own: ShardingMesh, group: tuple[int, bool], companions: tuple[ShardState, ...]) -> ShardState:
-        _check_reshard_after_forward(reshard_after_forward, own)
-        return ShardState(
-            modules,
-            own,
-            [(parameter, places) for parameter, places in parameters if group_of[parameter] == group],
-            reshard_after_forward=reshard_after_forward,
-            shard_dim_of=dim_of.__getitem__,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            placements=placements,
-            spmd=spmd,
-            beyond=replace(beyond, outer_sharded=group[1]),
-            companions=companions,
-        )
-
-    make_state(ranks, first, tuple(make_state(own, group, ()) for group, own in others.items()))
-    places = [place for _, where in parameters for place in where]
-    mark_ignored(_managed_modules(modules, set()), places)
+    placed = [(one, *placement_of(shard_placement_fn, ranks, one.value)) for one in parameters]
+    _make_states(modules, _grouped(placed, ranks, options, replicates_uneven=outer_placements == "optim_if_even"), options)
+    mark_ignored(_managed_modules(modules, set()), [place for one in parameters for place in one.places])
     for one in managed:
         one._is_fsdp_managed_module = True
         one._fsdp_use_orig_params = True
     for one in modules:
-        # Other composable functions of torch (replicate) leave such modules alone.
-        one.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
-        cls = type(one)
-        if cls not in _sharded_classes:
-            _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
-        one.__class__ = _sharded_classes[cls]
+        _make_fsdp_module(one)
     return module
 
 
@@ -233,17 +190,101 @@ def _refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
-def _check_reshard_after_forward(value: bool | int | None, ranks: ShardingMesh) -> None:
-    if value is None or isinstance(value, bool):
-        return
-    if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
-        )
-    if value < 1 or value > ranks.shard_size or ranks.shard_size % value != 0:
-        raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {ranks.shard_size}, not {value}"
-        )
+def _make_fsdp_module(module: nn.Module) -> None:
+    """Changes the class of a sharded module to one that is also an FSDPModule."""
+    # Other composable functions of torch (replicate) leave such modules alone.
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+    cls = type(module)
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
+    module.__class__ = _sharded_classes[cls]
+
+
+def _ranks_of(
+    mesh: DeviceMesh, dims: DataParallelMeshDims | None, reshard_after_forward: bool | int | None
+) -> tuple[ShardingMesh, SpmdMesh | None]:
+    """Returns the ranks that shard and replicate, and the mesh of all ranks, if parameters are DTensors on it already."""
+    spmd = None
+    if dims is not None:
+        spmd = spmd_mesh(mesh, dims)
+        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+            raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
+        mesh = spmd.data_parallel_mesh()
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    ranks = sharding_mesh(mesh, shards=spmd is None or bool(spmd.shard))
+    check_reshard_after_forward(reshard_after_forward, ranks)
+    return ranks, spmd
+
+
+def _refuse_sharded(modules: tuple[nn.Module, ...]) -> None:
+    for one in modules:
+        if state_of(one) is not None:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has already been "
+                f"applied to the following module:\n{one}"
+            )
+
+
+@dataclass
+class _Group:
+    """Parameters of one call that make up a unit, because they are cut over the same ranks.
+
+    Attributes:
+        ranks: these ranks.
+        outer_sharded: whether they are cut over the outer ranks, too.
+        parameters: the parameters, each with its dimension.
+    """
+
+    ranks: ShardingMesh
+    outer_sharded: bool
+    parameters: list[ManagedParameter] = field(default_factory=list)
+
+
+def _grouped(
+    placed: list[tuple[ManagedParameter, ShardingMesh, int]],
+    ranks: ShardingMesh,
+    options: ShardingOptions,
+    *,
+    replicates_uneven: bool,
+) -> list[_Group]:
+    """Groups the parameters of a call. The first group is that of the call's own ranks, even if it has no parameters.
+
+    Args:
+        placed: the parameters, the ranks over which each is cut, and the dimension.
+        ranks: the ranks of the call.
+        options: the options of the call.
+        replicates_uneven: whether parameters that do not divide by all ranks are not cut over the outer ones.
+    """
+    groups = [_Group(ranks, options.outer_sharded)]
+    for parameter, own, dim in placed:
+        outer = options.outer_sharded and (not replicates_uneven or divides_by_all(own, parameter.value, dim))
+        for group in groups:
+            if group.ranks.engine_mesh is own.engine_mesh and group.outer_sharded == outer:
+                break
+        else:
+            group = _Group(own, outer)
+            groups.append(group)
+        group.parameters.append(parameter._replace(shard_dim=0 if options.is_replicated else dim))
+    if len(groups) > 1 and options.spmd is not None:
+        raise NotImplementedError("ShardPlacementResult is not supported together with dp_mesh_dims")
+    return groups
+
+
+def _make_states(modules: tuple[nn.Module, ...], groups: list[_Group], options: ShardingOptions) -> None:
+    """Makes a state for each group, that of the call's own ranks last, and attaches it to the modules with its hooks."""
+    companions: tuple[FSDP2State, ...] = ()
+    for group in (*groups[1:], groups[0]):
+        check_reshard_after_forward(options.reshard_after_forward, group.ranks)
+        of_group = replace(options, outer_sharded=group.outer_sharded)
+        is_last = group is groups[0]
+        state = FSDP2State(modules, group.ranks, group.parameters, of_group, companions if is_last else ())
+        remember(state)
+        state.attach()
+        ForwardHooks(state).register()
+        companions = (*companions, state)
 
 
 def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[nn.Module]:
@@ -275,7 +316,7 @@ def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
     return not any(True for _ in module.buffers()) and all(parameter in ignored for parameter in module.parameters())
 
 
-def _managed_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[nn.Parameter, list[Place]]]:
+def _managed_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[ManagedParameter]:
     places: dict[nn.Parameter, list[Place]] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
@@ -291,17 +332,17 @@ def _managed_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                     f"FSDP does not support non-contiguous parameters yet: {parameter.shape=} {parameter.stride()=}"
                 )
             places.setdefault(parameter, []).append(Place(module, name))
-    return list(places.items())
+    return [ManagedParameter(parameter, where) for parameter, where in places.items()]
 
 
 def _move_to_device(
     modules: list[nn.Module],
-    parameters: list[tuple[nn.Parameter, list[Place]]],
+    parameters: list[ManagedParameter],
     device: torch.device,
     ignored: set[nn.Parameter],
 ) -> None:
     """Moves parameters and buffers to the mesh's device, except for those on meta."""
-    for parameter, _ in parameters:
+    for parameter in (one.value for one in parameters):
         if parameter.device == device or parameter.is_meta:
             continue
         if isinstance(parameter, DTensor):
@@ -332,12 +373,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
         assert state is not None
-        args, kwargs = state.hooks.pre_forward(self, args, kwargs)
+        hooks = ForwardHooks(state)
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
         output = None
         try:
             output = original(*args, **kwargs)
         finally:  # This runs even after a method that raised, so that its module is not left with whole parameters.
-            output = state.hooks.post_forward(self, args, output)
+            output = hooks.post_forward(self, args, output)
         return output
 
     CALLS.add(wrapped.__code__)  # type: ignore[attr-defined]

@@ -6,29 +6,39 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
 from libfsdp import _C
-from libfsdp._beyond import check_parameter
 from libfsdp._extensions import is_extended, refuse_extended
 from libfsdp._precision import keeps_dtype
 from libfsdp._quantized_form import QUANTIZED
-from libfsdp._sharded_parameter import Place, ShardedParameter, identity_of, local_of, sharded_spec
+from libfsdp._sharded_parameter import ShardedParameter, identity_of, local_of, sharded_spec
+from libfsdp._sharding_options import float8_block_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Sequence
 
-    from libfsdp._state import ShardState
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from libfsdp._mesh import ShardingMesh
+    from libfsdp._sharded_parameter import ManagedParameter
+    from libfsdp._sharding_options import ShardingOptions
 
 
-def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Place], shard_dim: int) -> ShardedParameter:
+def make_parameter(managed: ManagedParameter, mesh: ShardingMesh, options: ShardingOptions) -> ShardedParameter:
     """Returns the facts about a parameter that are known before it is sharded."""
-    main_dtype = state.beyond.main_dtype_of(parameter)
+    parameter, places, shard_dim = managed
+    main_dtype = options.main_dtype_of(parameter)
     spec, whole_spec = sharded_spec(
         parameter,
-        state.mesh,
-        state.spmd,
+        mesh,
+        options.spmd,
         shard_dim,
-        replicated=state.is_replicated,
-        outer_sharded=state.beyond.outer_sharded,
+        replicated=options.is_replicated,
+        outer_sharded=options.outer_sharded,
     )
     if spec is not None and spec.tensor_meta is not None:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=main_dtype))
@@ -45,26 +55,41 @@ def make_parameter(state: ShardState, parameter: nn.Parameter, places: list[Plac
         whole_spec=whole_spec,
         identity=identity_of(parameter),
         sharded=parameter,  # until there are shards
-        keeps_dtype=keeps_dtype(state.mp_policy, parameter),
-        float8_block=check_parameter(state.beyond, parameter, places[0].name, shard_dim, state.mesh),
-        grad_dtype=state.beyond.grad_dtype_of(parameter),
+        keeps_dtype=keeps_dtype(options.mp_policy, parameter),
+        float8_block=float8_block_of(options, parameter, places[0].name, shard_dim, mesh),
+        grad_dtype=options.grad_dtype_of(parameter),
         extended=quantized is not None or is_extended(local),
         quantized=quantized,
         before=weakref.ref(parameter),
     )
 
 
-def make_unit(state: ShardState) -> _C.Unit:
-    """Makes the unit of a state's parameters from their present form.
+def make_unit(
+    name: str,
+    parameters: Sequence[ShardedParameter],
+    mesh: ShardingMesh,
+    options: ShardingOptions,
+    *,
+    reshards_after_forward: bool,
+    kept_size: int,
+) -> _C.Unit:
+    """Makes the unit of some parameters from their present form.
+
+    Args:
+        name: for errors and profiles, until the unit is a part of a model.
+        parameters: the parameters.
+        mesh: the ranks.
+        options: the options of the call.
+        reshards_after_forward: the present setting.
+        kept_size: the number of neighbours that keep a copy between them after forward; 0 if no copy is kept.
 
     Raises:
         NotImplementedError: for parameters with fsdp_pre_all_gather, and options that they can't have.
     """
-    size = state.kept_size
-    for parameter in state.parameters:
+    for parameter in parameters:
         differentiable = parameter.dtype.is_floating_point or parameter.dtype.is_complex
         parameter.trainable = parameter.sharded.requires_grad and differentiable
-    refuse_extended(state, is_size=size > 1)
+    refuse_extended(parameters, options, is_size=kept_size > 1)
     given = [
         _C.ParameterSpec(
             name=p.name,
@@ -72,26 +97,57 @@ def make_unit(state: ShardState) -> _C.Unit:
             shard_dim=p.shard_dim,
             dtype=p.dtype,
             trainable=p.trainable,
-            param_dtype=p.compute_dtype(state.mp_policy),
+            param_dtype=p.compute_dtype(options.mp_policy),
             # It is set if it was asked for, even if it is the dtype of the shards, because gradients are then sent in
             # it.
-            grad_dtype=p.grad_dtype or (p.dtype if p.trainable and state.beyond.main_grads_dtype is not None else None),
+            grad_dtype=p.grad_dtype or (p.dtype if p.trainable and options.main_grads_dtype is not None else None),
             float8_block=p.float8_block,
             extended=p.extended,
         )
-        for p in state.parameters
+        for p in parameters
     ]
     return _C.Unit(
-        ", ".join(state.class_names),
+        name,
         given,
-        state.mesh.engine_mesh,
-        placements=state.placements,
-        reshard_after_forward=state.reshards_after_forward,
-        reshard_after_forward_size=size,
-        param_dtype=state.mp_policy.param_dtype,
-        reduce_dtype=state.mp_policy.reduce_dtype,
-        offload=state.offloads,
-        pin_memory=getattr(state.offload_policy, "pin_memory", True),
-        outer_sharded=state.beyond.outer_sharded,
-        rounds_gradients=state.beyond.main_grads_dtype is None,
+        mesh.engine_mesh,
+        placements=options.placements,
+        reshard_after_forward=reshards_after_forward,
+        reshard_after_forward_size=kept_size,
+        param_dtype=options.mp_policy.param_dtype,
+        reduce_dtype=options.mp_policy.reduce_dtype,
+        offload=options.offloads,
+        pin_memory=getattr(options.offload_policy, "pin_memory", True),
+        outer_sharded=options.outer_sharded,
+        rounds_gradients=options.main_grads_dtype is None,
     )
+
+
+def kept_parameter(
+    parameter: ShardedParameter, i: int, unit: _C.Unit, mesh: DeviceMesh, ranks: int
+) -> nn.Parameter | None:
+    """Returns the parameter as a DTensor over the neighbours, in memory that comes and goes.
+
+    Returns None if the part that this rank keeps is not the one that torch.chunk would give it. Its module then shows
+    the shard.
+
+    Args:
+        parameter: the parameter of the unit.
+        i: its position in the unit.
+        unit: the unit, of which a copy is kept after forward.
+        mesh: rows of neighbours, each of which has a copy between them.
+        ranks: the ranks over which the parameter is sharded.
+    """
+    neighbours = mesh.size(1)
+    padded = parameter.shard_dim == 0 and parameter.shape[0] % ranks != 0
+    if parameter.whole_spec is not None or padded or parameter.shape[0] % neighbours != 0:
+        return None
+    assert parameter.whole is not None
+    shape = [parameter.shape[0] // neighbours, *parameter.shape[1:]]
+    stride = torch.empty(parameter.shape, device="meta").stride()
+    spec = DTensorSpec(
+        mesh, (Replicate(), Shard(0)), tensor_meta=TensorMeta(parameter.shape, stride, parameter.whole.dtype)
+    )
+    local = unit.kept(i, shape)
+    kept = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=False)
+    kept._libfsdp_identity = parameter.identity
+    return kept

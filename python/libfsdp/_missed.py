@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from libfsdp._state import ShardState
+    Modules = tuple[nn.Module, ...]
 
 _MARK = "_libfsdp_may_miss_backward_hooks"
 
@@ -32,14 +32,15 @@ def may_miss_backward_hooks(module: nn.Module) -> nn.Module:
 class MissedUnits:
     """Warns once of a model's units that got gradients without their hooks."""
 
-    def __init__(self, states: Sequence[tuple[str, ShardState]]) -> None:
+    def __init__(self, root: Modules, units: Sequence[tuple[str, Modules]]) -> None:
         """Makes it for a model.
 
         Args:
-            states: the states with their names, the root's first; those with units are in the order of the units.
+            root: the outermost modules.
+            units: the names and the modules of the units, in their order.
         """
-        self._root = states[0][1].modules
-        self._units = [(name or "(root)", state.modules) for name, state in states if state.unit is not None]
+        self._root = root
+        self._units = [(name or "(root)", modules) for name, modules in units]
         self._told = False
 
     def tell(self, missed: Sequence[int]) -> None:

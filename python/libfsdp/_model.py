@@ -1,7 +1,11 @@
-"""The units of one model and its engine, known since the first forward."""
+"""Models: the states of sharded modules that run together, and their engine, known since the first forward.
+
+Everything else knows only one state, or is told what it needs.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,21 +13,26 @@ import torch
 
 from libfsdp import _C
 from libfsdp._agreement import agree
+from libfsdp._calling import outside_transforms, untraced, weak_method
 from libfsdp._collectives import are_replaced
-from libfsdp._compile import untraced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
-from libfsdp._outside_transforms import outside_transforms
 from libfsdp._registrations import Registrations
 from libfsdp._sharded_parameter import refuse_shared
+from libfsdp._state import ShardState
 from libfsdp._warnings import Warnings
-from libfsdp._weak_method import weak_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
+    from torch import nn
+
+    from libfsdp._mesh import ShardingMesh
     from libfsdp._registered_memory import RegisteredMemory
-    from libfsdp._state import ShardState
+    from libfsdp._sharded_parameter import ManagedParameter, ShardedParameter
+    from libfsdp._sharding_options import ShardingOptions
+
+_ATTRIBUTE = "_libfsdp_state"
 
 
 @dataclass
@@ -33,20 +42,150 @@ class Running:
     Attributes:
         prefetch_depth: units that are gathered ahead of their use.
         overlaps_reductions: with False, each reduction has ended before backward goes on.
+        is_last_backward: with False, the end of a backward leaves reductions under way.
+        manual_finalization: with True, the end of a backward reduces nothing; finalize_backward does.
         after_backward: called at the end of each backward, when gradients are there; of any state.
         buffers: where the engine's buffers lie; None: where units ask for it.
     """
 
     prefetch_depth: int = 1
     overlaps_reductions: bool = True
+    is_last_backward: bool = True
+    manual_finalization: bool = False
     after_backward: Callable[[], None] | None = None
     buffers: RegisteredMemory | None = None
+
+
+class MemberState(ShardState):
+    """A state as a member of a model: what fully_shard attaches to modules.
+
+    Attributes:
+        model: the model that it belongs to now.
+        companions: states of the same modules, whose parameters have other ranks.
+        running: the settings of the model's engine, if this state is its root.
+        modules_to_run: those of a group of modules whose forwards have not ended in the present call.
+        unsharded_early: whether the user has gathered it in a model that a larger one has replaced, or will replace.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        mesh: ShardingMesh,
+        parameters: Sequence[ManagedParameter],
+        options: ShardingOptions,
+        companions: tuple[MemberState, ...] = (),
+    ) -> None:
+        """Makes the unit, and puts shards into the modules.
+
+        Args:
+            companions: states of the same modules that were made before.
+        """
+        super().__init__(modules, mesh, parameters, options)
+        self.companions = companions
+        self.model: Model | None = None
+        self.running = Running()
+        self.modules_to_run: set[nn.Module] = set()
+        self.post_optim_event: torch.Event | None = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.buffer_memory = _C.BufferMemory.PROCESS
+        self.unsharded_early = False
+
+    def attach(self) -> None:
+        """Makes it the state of its modules."""
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
+
+    def states_below(self) -> Iterator[tuple[str, MemberState, MemberState | None]]:
+        """This state and all below its modules: see states_in."""
+        return states_in(*self.modules)
+
+    def model_of_forward(self) -> Model:
+        """Returns the model. If it is not known yet, it is formed with this state as its root."""
+        if self.model is not None and not self.model.provisional:
+            return self.model
+        return form(self, provisional=False)
+
+    def unshard(self, *, wait: bool) -> None:
+        """Gathers the unit ahead of its use."""
+        if self.unit is None:
+            return
+        model = self.model or form(self, provisional=True)
+        self.unsharded_early = model.provisional
+        model.prepare_unshard(self.unit)
+        if not wait:
+            model.engine.start_unshard(self.unit)
+            return
+        model.engine.unshard(self.unit)
+        self.unit.show()
+
+    def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
+        """Sets the dtype in which gradients are sent. This replaces the unit, so no gradient may be unreduced."""
+        if self.unit is None or dtype == self.mp_policy.reduce_dtype:
+            return
+        self.reshard()
+        if self.model is not None:
+            self.model.dissolve()
+        super().set_reduce_dtype(dtype)
+
+    def set_is_last_backward(self, last: bool) -> None:
+        """On a root: with False, the end of a backward leaves reductions under way."""
+        self.running.is_last_backward = last
+        if self.model is not None:
+            self.model.set_is_last_backward(last)
+
+    def set_manual_finalization(self, enabled: bool) -> None:
+        """On a root: with True, the end of a backward reduces nothing."""
+        self.running.manual_finalization = enabled
+        if self.model is not None:
+            self.model.set_manual_finalization(enabled)
+
+    def wait_for_optimizer(self) -> None:
+        """Orders gathers behind the event that the user has given, once."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            torch.get_device_module(self.mesh.device.type).current_stream().wait_event(event)
+
+
+def state_of(module: nn.Module) -> MemberState | None:
+    """Returns the state of a module that fully_shard was called on."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def states_in(*modules: nn.Module) -> Iterator[tuple[str, MemberState, MemberState | None]]:
+    """Yields all states in modules, each once, with its name and the closest enclosing state. Enclosing states come first."""
+    seen: set[nn.Module] = set()
+    found: set[MemberState] = set()
+
+    def walk(
+        module: nn.Module, name: str, enclosing: MemberState | None
+    ) -> Iterator[tuple[str, MemberState, MemberState | None]]:
+        if module in seen:
+            return
+        seen.add(module)
+        state = state_of(module)
+        if state is not None:
+            if state not in found:
+                for one in (state, *state.companions):
+                    found.add(one)
+                    yield name, one, enclosing
+                    enclosing = one
+            else:
+                enclosing = (state, *state.companions)[-1]
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name, enclosing)
+
+    for module in modules:
+        yield from walk(module, "", None)
+
+
+def _parameters_below(*modules: nn.Module) -> Iterator[ShardedParameter]:
+    return (parameter for _, state, _ in states_in(*modules) for parameter in state.parameters)
 
 
 class Model:
     """The units of one model, known since its first forward, and what they share: the engine."""
 
-    def __init__(self, root: ShardState, *, provisional: bool) -> None:
+    def __init__(self, root: MemberState, *, provisional: bool) -> None:
         """Forms the engine of all units below a root.
 
         Args:
@@ -59,28 +198,30 @@ class Model:
         # By their positions in the engine.
         self._with_units = [state for state in self.states if state.unit is not None]
         self._groups = [state for state in self.states if len(state.modules) > 1]
-        self.forward_root: ShardState | None = None
+        self.forward_root: MemberState | None = None
         self.inner_root_calls = 0  # the number of calls of the root's modules within a call of them
         self.leaves_at_once = False
         self._buffer_memory = _C.BufferMemory.PROCESS
         self.engine = _C.Model(
             root.mesh.engine_mesh,
             prefetch_depth=root.running.prefetch_depth,
-            keep_gathered_bytes=root.beyond.keep_gathered_bytes,
-            report_nan=root.beyond.report_nan,
+            keep_gathered_bytes=root.options.keep_gathered_bytes,
+            report_nan=root.options.report_nan,
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
         self.engine.set_overlaps_reductions(root.running.overlaps_reductions)
         self.prefetch_depth = root.running.prefetch_depth
-        self.set_is_last_backward(root.is_last_backward)
-        self.set_manual_finalization(root.manual_finalization)
+        self.set_is_last_backward(root.running.is_last_backward)
+        self.set_manual_finalization(root.running.manual_finalization)
         self._finalization: GradientReductionHandle | None = None
-        self._registrations = Registrations(root)
-        self._missed = MissedUnits([(name, state) for name, state, _ in below])
-        self.warnings = Warnings([(name, state) for name, state, _ in below])
+        self._registrations = Registrations(root.modules, functools.partial(_parameters_below, *root.modules))
+        self._missed = MissedUnits(
+            root.modules, [(name, state.modules) for name, state, _ in below if state.unit is not None]
+        )
+        self._warnings = Warnings([(name, state) for name, state, _ in below])
         if not provisional:
-            self.warnings.options([(name, state) for name, state, _ in below])
-        position_of: dict[ShardState, int] = {}
+            self._warnings.options([(name, state) for name, state, _ in below])
+        position_of: dict[MemberState, int] = {}
         for _, state, enclosing in below:
             state.model = self
             if state.unit is not None:
@@ -91,13 +232,21 @@ class Model:
                 self.engine.add(state.unit, parent)
                 state.connect(self.engine)
         try:
-            agree(self.engine, list(position_of), root)
+            agree(
+                self.engine,
+                list(position_of),
+                {
+                    "keep_gathered_bytes": root.options.keep_gathered_bytes,
+                    "report_nan_in_param_grad": root.options.report_nan,
+                    "prefetch_depth": root.running.prefetch_depth,
+                },
+            )
         except _C.Error:
             self.dissolve()  # No other forward may use a model on which the ranks do not agree.
             raise
         self.choose_memory()
         if root.running.buffers is not None:
-            root.running.buffers.serve(self)
+            root.running.buffers.serve(self.engine, (b for state in self.states for b in state.mesh.backends))
         for state in self.states:
             state.apply_prefetch_lists()
             if state.unsharded_early and not provisional:
@@ -133,12 +282,12 @@ class Model:
         except _C.CommError:
             raise
         except _C.Error:  # it reports NaN in gradients, which the user still gets
-            self._deliver_gradients()
+            self.deliver_gradients()
             raise
         if async_op:
-            self._finalization = GradientReductionHandle(self)
+            self._finalization = GradientReductionHandle(self.finish_finalization)
             return self._finalization
-        self._deliver_gradients()
+        self.deliver_gradients()
         return None
 
     def finish_finalization(self, handle: GradientReductionHandle) -> None:
@@ -147,12 +296,13 @@ class Model:
             return
         self._finalization = None
         self.engine.finish_gradient_sync()
-        self._deliver_gradients()
+        self.deliver_gradients()
 
-    def _deliver_gradients(self) -> None:
+    def deliver_gradients(self) -> None:
+        """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
         for state in self.states:
-            if state.unit is not None:
-                state.deliver_gradients()
+            if state.unit is not None and self.engine.deliver_gradients(state.unit, state.all_reduce_hook):
+                self._warnings.hooks(state.parameters)
 
     def dissolve(self) -> None:
         """Gives the units back, for another engine to take. Their shards stay as they are."""
@@ -160,10 +310,9 @@ class Model:
         self.engine.dissolve()
         for state in self.states:
             state.model = None
-            if state.unit is not None:
-                state.unit.hide()
+            state.disconnect()
 
-    def begin_forward(self, root: ShardState) -> Model:
+    def begin_forward(self, root: MemberState) -> Model:
         """Called when the first of a model's modules, in most programs the root, begins its forward.
 
         Returns:
@@ -171,9 +320,7 @@ class Model:
         """
         for state in self._groups:
             state.modules_to_run.clear()
-        for position in self.engine.with_other_parameters():
-            self._with_units[position].adopt_registered()
-        if root.model is not self:
+        if self._adopt_registered():
             return root.model_of_forward().begin_forward(root)
         self._registrations.check()
         self.forward_root = root
@@ -185,6 +332,28 @@ class Model:
         self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.prefetch_depth)
         self.engine.begin_forward()
         return self
+
+    def _adopt_registered(self) -> bool:
+        """Adopts other parameters that modules have now. If a unit must be replaced for that, the model is dissolved first.
+
+        Returns:
+            True if the model was dissolved, for another one to be formed.
+        """
+        changed = [self._with_units[position] for position in self.engine.with_other_parameters()]
+        if not changed:
+            return False
+        # All are read first, because a model that is dissolved puts the shards of its units back.
+        registered = [state.registered() for state in changed]
+        for state in changed:
+            assigned = [] if state.unit is None else state.unit.with_assigned_data()
+            if assigned:
+                self._warnings.data([state.parameters[i].name for i in assigned])
+        fit = all(state.fits(one) for state, one in zip(changed, registered, strict=True))
+        if not fit:
+            self.dissolve()
+        for state, one in zip(changed, registered, strict=True):
+            state.adopt(one)
+        return not fit
 
     def prepare_unshard(self, unit: _C.Unit) -> None:
         """Called before the program itself gathers a unit, so that the unit gets the present values of the shards."""
@@ -201,7 +370,7 @@ class Model:
         for state in self._groups:
             if state.modules_to_run:  # only some of them ran
                 state.modules_to_run.clear()
-                state.end_call()
+                self.end_call(state)
         if not torch.is_grad_enabled():
             for state in self._with_units:
                 if state.unit is not None and not state.unit.kept_across_forwards:
@@ -209,18 +378,30 @@ class Model:
         if gives:
             self.engine.end_forward()
 
+    def end_call(self, state: MemberState, outputs: Sequence[torch.Tensor] = ()) -> None:
+        """A module of a state has run, and of a group, the last one. By these outputs of it, backward will enter the unit."""
+        if state.unit is None:
+            return
+        hides = state.reshards_after_forward
+        if not self.engine.leave(state.unit, outputs, hides) or not hides:
+            return
+        if self.leaves_at_once or state.kept_mesh is not None:
+            self.engine.leave_now(state.unit)
+            if state.kept_mesh is not None and torch.is_grad_enabled():
+                state.unit.show_kept()
+
     @untraced
     def _end_backward(self) -> bool:
         """Returns True. If the model has been collected, its callback returns None instead, and the engine delivers the gradients."""
         self.forward_root = None
         self._missed.tell(self.engine.take_missed())
-        self.warnings.stale(self.engine.take_stale())
+        self._warnings.stale(self.engine.take_stale())
         for state in self._groups:
             state.modules_to_run.clear()
         delivers = self.is_last_backward and not self.manual_finalization
         hooks = {k: s.all_reduce_hook for k, s in enumerate(self._with_units) if s.all_reduce_hook is not None}
         for position in self.engine.show_gradients(delivers, hooks):
-            self.warnings.hooks(self._with_units[position].parameters)
+            self._warnings.hooks(self._with_units[position].parameters)
         for state in self.states:
             if state.running.after_backward is not None:
                 state.running.after_backward()
@@ -245,7 +426,7 @@ class Model:
 
 @outside_transforms
 @torch.inference_mode(False)  # tensors that are made here also serve later forwards
-def form(root: ShardState, *, provisional: bool) -> Model:
+def form(root: MemberState, *, provisional: bool) -> Model:
     """Makes the model of all states below a root. Models that were formed before with a smaller root are given up."""
     if len(root.modules) > 1 and not provisional:
         raise RuntimeError(f"FSDP requires a single root module but got {root.modules}")
@@ -269,7 +450,7 @@ def form(root: ShardState, *, provisional: bool) -> Model:
     return Model(root, provisional=provisional)
 
 
-def _name_units(root: ShardState) -> None:
+def _name_units(root: MemberState) -> None:
     """Gives units the names that they have from this root on, for errors and profiles."""
     module = root.modules[0]
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}

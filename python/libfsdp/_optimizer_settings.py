@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from libfsdp._state import ShardState
-
-# The state that has a parameter, by the parameter's identity. Identities are attributes of tensors, which survive copying and pickling.
-owners: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
+from libfsdp._optimizers import owner_of
 
 _numbers = itertools.count(1)
 _TOLD = "_libfsdp_told"
@@ -35,11 +30,11 @@ def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | N
     if scale is not None:
         text += f", grad_scale {scale}"
     firsts = [group["params"][0] for group in groups if group["params"]]
-    states = [owners.get(getattr(parameter, "_libfsdp_identity", -1)) for parameter in firsts]
-    models = {state.model for state in states if state is not None and state.model is not None}
-    for model in models:
-        model.engine.tell_update(number, text)
-    optimizer.__dict__[_TOLD] = (number, said if models else None)
+    states = [owner_of(parameter) for parameter in firsts]
+    engines = {state.engine for state in states if state is not None and state.engine is not None}
+    for engine in engines:
+        engine.tell_update(number, text)
+    optimizer.__dict__[_TOLD] = (number, said if engines else None)
 
 
 def _settings_of(group: dict[str, Any], of_group: str) -> str:

@@ -15,19 +15,24 @@ from libfsdp import _C
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from libfsdp._model import MemberState
     from libfsdp._sharded_parameter import ShardedParameter
-    from libfsdp._state import ShardState
 
-# The states by the identities of their parameters, which all forms of a parameter share.
-_states: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
+# The states by the identities of their parameters, which all forms of a parameter share. They are attributes, which survive copying.
+_states: weakref.WeakValueDictionary[int, MemberState] = weakref.WeakValueDictionary()
 _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 
-def remember(state: ShardState) -> None:
+def remember(state: MemberState) -> None:
     """Registers a state, so that it can be found by the parameters that optimizers have."""
     for parameter in state.parameters:
         _states[parameter.identity] = state
         _parameters[parameter.identity] = parameter
+
+
+def owner_of(parameter: torch.Tensor) -> MemberState | None:
+    """Returns the state that has the parameter."""
+    return _states.get(getattr(parameter, "_libfsdp_identity", -1))
 
 
 @dataclass
@@ -41,8 +46,8 @@ class _Owners:
     """
 
     key: list[tuple[int, int]]
-    stepped: list[weakref.ref[ShardState]] = field(default_factory=list)
-    complete: list[weakref.ref[ShardState]] = field(default_factory=list)
+    stepped: list[weakref.ref[MemberState]] = field(default_factory=list)
+    complete: list[weakref.ref[MemberState]] = field(default_factory=list)
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Owners] = weakref.WeakKeyDictionary()
@@ -59,7 +64,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> _Owners:
 
 
 def _look_at(optimizer: torch.optim.Optimizer, key: list[tuple[int, int]]) -> _Owners:
-    having: dict[ShardState, set[int]] = {}
+    having: dict[MemberState, set[int]] = {}
     earlier, whole = [], []
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         identity = getattr(p, "_libfsdp_identity", -1)
@@ -95,7 +100,7 @@ def _tell(optimizer: torch.optim.Optimizer, names: list[str], which: str, when: 
         )
 
 
-def _alive(states: Iterable[weakref.ref[ShardState]]) -> Iterator[ShardState]:
+def _alive(states: Iterable[weakref.ref[MemberState]]) -> Iterator[MemberState]:
     return (state for reference in states if (state := reference()) is not None and state.unit is not None)
 
 
@@ -118,7 +123,7 @@ class BeginsAnew(torch.optim.Optimizer):
         drop_gradients(_alive(_owners(self).complete))
 
 
-def drop_gradients(states: Iterable[ShardState]) -> None:
+def drop_gradients(states: Iterable[MemberState]) -> None:
     """Drops gradients that are still in the engine, for models all of whose trained units are among these states.
 
     Within a backward it drops nothing, because gradients are being computed.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch.distributed as dist
 
-    from libfsdp._model import Model
+    from libfsdp import _C
 
 _FIRST_WITH_WINDOWS = (2, 27, 0)  # of NCCL
 
@@ -46,16 +46,15 @@ class RegisteredMemory:
         # Not when the interpreter ends: then the groups have gone.
         weakref.finalize(self, _deregister, self._registered).atexit = False
 
-    def serve(self, model: Model) -> None:
-        """The model's buffers come from here. Its communicators are there now. Collective."""
-        found = (backend for state in model.states for backend in state.mesh.backends if can_register(backend))
-        self._backends = list(dict.fromkeys(found))
+    def serve(self, engine: _C.Model, backends: Iterable[dist.Backend]) -> None:
+        """The engine's buffers come from here. Its communicators are there now, and have these backends. Collective."""
+        self._backends = list(dict.fromkeys(backend for backend in backends if can_register(backend)))
         if not self._backends:
             return
         if not self._pools:
             self._pools = [torch.cuda.MemPool(self._backends[0].mem_allocator) for _ in range(2)]
         of_gathers, of_the_rest = self._pools
-        model.engine.set_buffer_sources(self._source(of_gathers), self._source(of_the_rest))
+        engine.set_buffer_sources(self._source(of_gathers), self._source(of_the_rest))
         if self._registers:
             self.register()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
@@ -11,13 +12,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from libfsdp._states import states_in
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from libfsdp._sharded_parameter import Place, ShardedParameter
-    from libfsdp._state import ShardState
 
 _IGNORED = "_libfsdp_ignored"
 
@@ -47,8 +45,15 @@ def mark_ignored(modules: Iterable[nn.Module], managed: Iterable[Place]) -> None
 class Registrations:
     """Looks for parameters in a model that were registered after fully_shard."""
 
-    def __init__(self, root: ShardState) -> None:
-        self._modules = root.modules
+    def __init__(self, root: tuple[nn.Module, ...], managed: Callable[[], Iterable[ShardedParameter]]) -> None:
+        """Makes it for a model.
+
+        Args:
+            root: the outermost modules.
+            managed: returns the parameters of all units that are in and below them now.
+        """
+        self._modules = root
+        self._managed = managed
         self._seen = -1
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
@@ -69,12 +74,7 @@ class Registrations:
         self._seen = _changes
 
     def _late(self) -> Iterator[tuple[str, nn.Parameter]]:
-        managed = {
-            (place.module, place.name)
-            for _, state, _ in states_in(*self._modules)
-            for parameter in state.parameters
-            for place in parameter.places
-        }
+        managed = {(place.module, place.name) for parameter in self._managed() for place in parameter.places}
         seen: set[nn.Module] = set()
 
         def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -92,12 +92,39 @@ class Registrations:
             yield from walk(module, "")
 
 
-def take_ties(parameters: list[ShardedParameter]) -> list[ShardedParameter]:
-    """Makes a place to which the program has assigned another parameter of its unit show that one from now on, in all forms.
+@dataclass
+class Registered:
+    """What the modules of a unit have registered, as it was when it was read.
 
-    Returns:
-        The parameters that still have a place; if nothing was tied, the list itself.
+    Attributes:
+        parameters: the parameters that still have a place.
+        places: the places of all parameters that the unit has, in its order. A place to which the program has assigned another parameter of
+            the unit, in any form, is that one's from now on.
+        values: what the first place of each parameter has: a tensor, or None; its shard, where that is another form of it.
+        tied: whether places have changed.
     """
+
+    parameters: list[ShardedParameter]
+    places: list[tuple[ShardedParameter, list[Place]]]
+    values: list[Any]
+    tied: bool
+
+    def take_places(self) -> list[ShardedParameter]:
+        """Gives the parameters their places, and returns those that have one."""
+        if self.tied:
+            for parameter, places in self.places:
+                parameter.places = places
+        return self.parameters
+
+
+def registered_in(parameters: list[ShardedParameter]) -> Registered:
+    """Reads what the modules of a unit have registered, and changes nothing.
+
+    Raises:
+        RuntimeError: if a module has lost a parameter.
+        ValueError: if a module has a parameter of another unit in its place.
+    """
+    refuse_lost(parameters)
     forms = {id(form): p for p in parameters for form in (p.sharded, p.whole, p.kept) if form is not None}
     ties = [
         (place, p, forms[id(now)])
@@ -105,12 +132,17 @@ def take_ties(parameters: list[ShardedParameter]) -> list[ShardedParameter]:
         for place in p.places
         if forms.get(id(now := place.module._parameters.get(place.name)), p) is not p
     ]
-    if not ties:
-        return parameters
+    places = {p.identity: list(p.places) for p in parameters}
     for place, before, now in ties:
-        before.places.remove(place)
-        now.places.append(place)
-    return [p for p in parameters if p.places]
+        places[before.identity].remove(place)
+        places[now.identity].append(place)
+    left = [p for p in parameters if places[p.identity]]
+    values = []
+    for p in left:
+        place = places[p.identity][0]
+        value = place.module._parameters[place.name]
+        values.append(p.sharded if value is not None and (value is p.whole or value is p.kept) else value)
+    return Registered(left, [(p, places[p.identity]) for p in parameters], values, bool(ties))
 
 
 def refuse_lost(parameters: Sequence[ShardedParameter]) -> None:

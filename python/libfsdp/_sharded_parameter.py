@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from libfsdp._compile import untraced
+from libfsdp._calling import untraced
 from libfsdp._spmd import spmd_specs
 
 if TYPE_CHECKING:
@@ -43,6 +43,20 @@ class Place:
 
     module: nn.Module
     name: str
+
+
+class ManagedParameter(NamedTuple):
+    """A parameter that a call of fully_shard is about to shard.
+
+    Attributes:
+        value: the whole parameter, as the modules have it.
+        places: all modules that have it.
+        shard_dim: the dimension that will be cut.
+    """
+
+    value: nn.Parameter
+    places: list[Place]
+    shard_dim: int = 0
 
 
 @dataclass

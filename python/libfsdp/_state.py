@@ -9,25 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
-from libfsdp._as_fsdp2_state import AsFSDP2State
-from libfsdp._beyond import Beyond
+from libfsdp._calling import outside_transforms
 from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
 from libfsdp._first_values import FirstValues, compare
-from libfsdp._forward_hooks import ForwardHooks
-from libfsdp._kept import kept_parameter
-from libfsdp._making import make_parameter, make_unit
+from libfsdp._making import kept_parameter, make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
-from libfsdp._model import Model, Running, form
-from libfsdp._optimizer_settings import owners
-from libfsdp._optimizers import remember
-from libfsdp._outside_transforms import outside_transforms
-from libfsdp._registrations import refuse_lost, take_ties
+from libfsdp._registrations import registered_in
 from libfsdp._sharded_parameter import (
-    Place,
     attributes_of,
     carry_attributes,
     check_values_of_a_call,
@@ -36,16 +27,16 @@ from libfsdp._sharded_parameter import (
     rows_of,
     share_memory,
 )
-from libfsdp._states import ATTRIBUTE, states_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from libfsdp._mesh import ShardingMesh
-    from libfsdp._spmd import SpmdMesh
+    from libfsdp._registrations import Registered
+    from libfsdp._sharded_parameter import ManagedParameter
+    from libfsdp._sharding_options import ShardingOptions
 
 # The options that users set on a unit. A unit that replaces another one gets them, too.
 _OPTIONS = (
@@ -62,84 +53,52 @@ _OPTIONS = (
 )
 
 
-class ShardState(AsFSDP2State):
-    """The modules of one call of fully_shard, with the unit of their parameters (None if they have none)."""
+class ShardState:
+    """The modules of one call of fully_shard, with the unit of their parameters (None if they have none).
+
+    It knows the engine that has its unit, and not the model that they are parts of: see MemberState.
+    """
 
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
         mesh: ShardingMesh,
-        parameters: list[tuple[nn.Parameter, list[Place]]],
-        *,
-        reshard_after_forward: bool | int | None,
-        shard_dim_of: Callable[[nn.Parameter], int],
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-        placements: str,
-        spmd: SpmdMesh | None,
-        beyond: Beyond,
-        companions: tuple[ShardState, ...] = (),
+        parameters: Sequence[ManagedParameter],
+        options: ShardingOptions,
     ) -> None:
-        """Makes the unit, and puts shards into the modules.
-
-        Args:
-            companions: states of the same modules that were made before, whose parameters have other ranks.
-        """
+        """Makes the unit, and puts shards into the modules."""
         self.modules = modules
         self.class_names = [type(module).__name__ for module in modules]  # before fully_shard changes them
         self.mesh = mesh
-        self.spmd = spmd
-        self.mp_policy = mp_policy
-        self.offload_policy = offload_policy
-        self.placements = placements
-        self.beyond = beyond
-        self.companions = companions
-        self.model: Model | None = None
+        self.options = options
+        self.mp_policy = options.mp_policy
+        self.engine: _C.Model | None = None
         self.extension: ExtendedParameters | None = None
-        self.modules_to_run: set[nn.Module] = set()
-        self.post_optim_event: torch.Event | None = None
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.running = Running()
-        self.is_last_backward = True
-        self.manual_finalization = False
-        self.buffer_memory = _C.BufferMemory.PROCESS
         self.kept_mesh: DeviceMesh | None = None
-        self.unsharded_early = False  # by a model that a larger one has replaced, or will replace
-        self.prefetch: dict[bool, list[ShardState]] = {False: [], True: []}  # by "in backward"
-        self.reshard_after_forward_is_automatic = reshard_after_forward is None
-        self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        self.prefetch: dict[bool, Sequence[ShardState]] = {False: [], True: []}  # by "in backward"
+        given = options.reshard_after_forward
+        self.reshard_after_forward_is_automatic = given is None
+        self.reshard_after_forward = True if given is None else given
         if parameters and self.kept_size > 1:
             # Connecting to neighbours is collective, so ranks with another number of them, or none, would be waited for. Therefore the
             # ranks compare first.
             self.mesh.engine_mesh.compare(f"reshard_after_forward={self.kept_size}")
             self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
-        self.parameters = [
-            make_parameter(self, parameter, places, shard_dim_of(parameter)) for parameter, places in parameters
-        ]
-        self.unit: _C.Unit | None = make_unit(self) if parameters else None
+        self.parameters = [make_parameter(managed, mesh, options) for managed in parameters]
+        self.unit: _C.Unit | None = self._make_unit() if parameters else None
         if self.unit is not None:
             self.unit.kept_across_forwards = not self.reshards_after_forward
-        remember(self)
-        values = [parameter for parameter, _ in parameters]
-        if beyond.check_initial_values:
+        values = [managed.value for managed in parameters]
+        if options.check_initial_values:
             compare(mesh, values, self.parameters)
         self._take_values(values)
         self.first_values = FirstValues(values, self.parameters)
-        for module in modules:
-            module.__dict__[ATTRIBUTE] = self
-        self.hooks = ForwardHooks(self)
-        self.hooks.register()
-
-    @property
-    def is_replicated(self) -> bool:
-        """True if each rank has all of each parameter (ZeRO-0)."""
-        return self.placements == "no_shard"
 
     @property
     def kept_size(self) -> int:
         """Returns the number of neighbours that keep a copy between them after forward; 0 if no copy is kept."""
         size = self.reshard_after_forward
-        if self.is_replicated:
+        if self.options.is_replicated:
             return 0
         return size if not isinstance(size, bool) and 1 < size < self.mesh.shard_size else 0
 
@@ -149,16 +108,21 @@ class ShardState(AsFSDP2State):
         return any(parameter.trainable for parameter in self.parameters)
 
     @property
-    def offloads(self) -> bool:
-        """True if shards, gradients and optimizer state lie in host memory."""
-        return isinstance(self.offload_policy, CPUOffloadPolicy)
-
-    @property
     def reshards_after_forward(self) -> bool:
         """True if modules show shards again after forward."""
         if isinstance(self.reshard_after_forward, bool):
             return self.reshard_after_forward
         return self.reshard_after_forward != 1
+
+    def _make_unit(self) -> _C.Unit:
+        return make_unit(
+            ", ".join(self.class_names),
+            self.parameters,
+            self.mesh,
+            self.options,
+            reshards_after_forward=self.reshards_after_forward,
+            kept_size=self.kept_size,
+        )
 
     @torch.no_grad()
     def _take_values(self, values: list[nn.Parameter]) -> None:
@@ -169,13 +133,15 @@ class ShardState(AsFSDP2State):
             self.unit.allocate()
         for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
             local = local_of(value)
-            pieces, piece = self.mesh.piece(replicated=self.is_replicated, outer_sharded=self.beyond.outer_sharded)
+            pieces, piece = self.mesh.piece(
+                replicated=self.options.is_replicated, outer_sharded=self.options.outer_sharded
+            )
             begin, rows = rows_of(local.size(parameter.shard_dim), pieces, piece)
             if parameter.quantized is not None:
                 main = parameter.quantized.high_precision().to(self.mesh.device, parameter.dtype)
-                shard = copy_of_rows(main, begin, rows, to_host=self.offloads)
+                shard = copy_of_rows(main, begin, rows, to_host=self.options.offloads)
             elif parameter.extended:
-                shard = copy_of_rows(local.detach(), begin, rows, to_host=self.offloads)
+                shard = copy_of_rows(local.detach(), begin, rows, to_host=self.options.offloads)
             elif value.is_meta:
                 shard = torch.empty(self.unit.shard_shape(i), dtype=parameter.dtype, device="meta")
             else:
@@ -190,7 +156,6 @@ class ShardState(AsFSDP2State):
         parameter.sharded = sharded
         sharded._libfsdp_identity = parameter.identity
         sharded._libfsdp_shard = True
-        owners[parameter.identity] = self
         vars(sharded).update(parameter.attributes)
         if parameter.grad_dtype is not None:
             sharded.grad_dtype = parameter.grad_dtype
@@ -203,6 +168,7 @@ class ShardState(AsFSDP2State):
     def connect(self, engine: _C.Model) -> None:
         """An engine has taken the unit."""
         assert self.unit is not None
+        self.engine = engine
         on_meta = [p.name for p in self.parameters if p.local.is_meta]
         if on_meta:
             raise RuntimeError(
@@ -225,6 +191,12 @@ class ShardState(AsFSDP2State):
             self._connect_parameter(engine, i)
         self._connect_extension()
 
+    def disconnect(self) -> None:
+        """The engine has given the unit back, for another one to take. The shards stay as they are."""
+        self.engine = None
+        if self.unit is not None:
+            self.unit.hide()
+
     def _connect_extension(self) -> None:
         extended = {i: p for i, p in enumerate(self.parameters) if p.extended}
         if not extended or self.extension is not None:
@@ -236,18 +208,18 @@ class ShardState(AsFSDP2State):
             self.mesh.device,
             self.mp_policy,
             self._adopt_whole,
-            outer_pieces=self.mesh.mesh.size(0) if self.beyond.outer_sharded else 1,
+            outer_pieces=self.mesh.mesh.size(0) if self.options.outer_sharded else 1,
         )
         self.extension.attach_to(self.unit)
 
     def _adopt_whole(self, i: int, whole: torch.Tensor) -> None:
         """An extended parameter has been gathered for the first time."""
-        assert self.model is not None
+        assert self.engine is not None
         assert self.unit is not None
         parameter = self.parameters[i]
         parameter.whole = self._make_whole(i, whole)
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
-        self._collect_gradients(self.model.engine, i)
+        self._collect_gradients(self.engine, i)
 
     def _make_whole(self, i: int, whole: torch.Tensor) -> nn.Parameter:
         assert self.unit is not None
@@ -279,8 +251,9 @@ class ShardState(AsFSDP2State):
         assert parameter.whole is not None
         local = None
         if parameter.whole_spec is not None:
-            data_parallel = frozenset() if self.spmd is None else self.spmd.data_parallel
-            local = functools.partial(local_gradient, whole=parameter.whole_spec, data_parallel=data_parallel)
+            local = functools.partial(
+                local_gradient, whole=parameter.whole_spec, data_parallel=self.options.data_parallel
+            )
         engine.collect_gradients(self.unit, i, parameter.whole, local)
 
     # Parameters and values that the program sets.
@@ -303,28 +276,47 @@ class ShardState(AsFSDP2State):
             return parameter.extended == extended
         return self.unit.allocated and share_memory(parameter.local, self.unit.shard(i))
 
+    def registered(self) -> Registered:
+        """Reads other parameters that modules have now. Hiding the unit would put the shards back in their places."""
+        return registered_in(self.parameters)
+
+    def fits(self, registered: Registered) -> bool:
+        """True if adopt will keep the unit: no parameter was tied, has another dtype, or is trained only now."""
+        found = registered.values
+        if registered.tied:
+            return False
+        pairs = zip(registered.parameters, found, strict=True)
+        if not all(isinstance(value, nn.Parameter) and p.has_form_of(value) for p, value in pairs):
+            return True  # adopt takes none of them.
+        return all(local_of(value).is_meta for value in found) or self._has_room_for(found)
+
+    def _has_room_for(self, values: Sequence[nn.Parameter]) -> bool:
+        """True if the unit has room for these shards and their gradients."""
+        return all(
+            value.dtype == p.dtype
+            and (p.trainable or not value.requires_grad)
+            and (p.quantized is not None or is_extended(local_of(value))) == p.extended
+            for p, value in zip(self.parameters, values, strict=True)
+        )
+
+    def adopt_registered(self) -> None:
+        """Adopts what modules have registered: for units that no engine has."""
+        if self.unit is not None:
+            self.adopt(self.registered())
+
     @outside_transforms
     @torch.no_grad()
-    def adopt_registered(self) -> None:
+    def adopt(self, registered: Registered) -> None:
         """Makes other parameters that modules have now, or other memory of their shards, the shards, with their values.
 
-        They come from module._apply (to_empty, to, cpu), from load_state_dict(assign=True), or from an assignment of the user.
+        They come from module._apply (to_empty, to, cpu), from load_state_dict(assign=True), or from an assignment of the user. If the unit
+        does not fit them, it is replaced, and no engine may have it.
         """
-        if self.unit is None:
-            return
-        refuse_lost(self.parameters)
-        all_before, self.parameters = self.parameters, take_ties(self.parameters)
-        registered = [place.module._parameters[place.name] for place in (p.places[0] for p in self.parameters)]
-        found = [
-            p.sharded if now is not None and (now is p.whole or now is p.kept) else now
-            for p, now in zip(self.parameters, registered, strict=True)
-        ]
+        assert self.unit is not None
+        self.parameters, found = registered.take_places(), registered.values
         self.unit.hide()
-        if self.parameters is not all_before:
+        if registered.tied:
             self._remake_unit([p.sharded for p in self.parameters])
-        assigned = self.unit.with_assigned_data()
-        if assigned and self.model is not None:
-            self.model.warnings.data([self.parameters[i].name for i in assigned])
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
         names = [p.name for p, value in zip(self.parameters, found, strict=True) if not p.has_form_of(value)]
@@ -336,13 +328,7 @@ class ShardState(AsFSDP2State):
         locals_ = [local_of(value) for value in found]
         if all(local.is_meta for local in locals_):
             return
-        pairs = list(zip(found, self.parameters, strict=True))
-        if any(
-            value.dtype != p.dtype
-            or (value.requires_grad and not p.trainable)
-            or (p.quantized is not None or is_extended(local_of(value))) != p.extended
-            for value, p in pairs
-        ):
+        if not self._has_room_for(found):
             self._remake_unit(found)
         if not self.unit.allocated:
             self.unit.allocate()
@@ -359,20 +345,15 @@ class ShardState(AsFSDP2State):
                 value, "_libfsdp_identity"
             ):  # lost by swap_tensors
                 self._set_sharded(i, value)
-            if self.model is not None:
-                self._connect_parameter(self.model.engine, i)
+            if self.engine is not None:
+                self._connect_parameter(self.engine, i)
         self._show_shards()
-        if self.model is not None:
-            self.model.engine.main_parameters_changed()
-
-    def states_below(self) -> Iterator[tuple[str, ShardState, ShardState | None]]:
-        """This state and all below its modules: see states_in."""
-        return states_in(*self.modules)
+        if self.engine is not None:
+            self.engine.main_parameters_changed()
 
     def _remake_unit(self, values: list[nn.Parameter]) -> None:
-        """Replaces the unit, because parameters have other dtypes, or are trained now. The model is then formed again."""
-        if self.model is not None:
-            self.model.dissolve()
+        """Replaces the unit, because parameters have other dtypes, or are trained now. No engine has it."""
+        assert self.engine is None
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.dtype = value.dtype
             carry_attributes(parameter, value)
@@ -386,52 +367,26 @@ class ShardState(AsFSDP2State):
             parameter.extended = extended
         self.extension = None
         assert self.unit is not None
-        before, self.unit = self.unit, make_unit(self)
+        before, self.unit = self.unit, self._make_unit()
         for option in _OPTIONS:
             setattr(self.unit, option, getattr(before, option))
 
     def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
-        """Sets the dtype in which gradients are sent. This replaces the unit, so no gradient may be unreduced."""
-        if self.unit is None or dtype == self.mp_policy.reduce_dtype:
-            return
-        self.reshard()
+        """Sets the dtype in which gradients are sent. This replaces the unit, which no engine may have."""
         self.mp_policy = replace(self.mp_policy, reduce_dtype=dtype)
+        self.options = replace(self.options, mp_policy=self.mp_policy)
         self._remake_unit([parameter.sharded for parameter in self.parameters])
         self.adopt_registered()
 
-    def model_of_forward(self) -> Model:
-        """Returns the model. If it is not known yet, it is formed with this state as its root."""
-        if self.model is not None and not self.model.provisional:
-            return self.model
-        return form(self, provisional=False)
-
-    def end_call(self, outputs: Sequence[torch.Tensor] = ()) -> None:
-        """A module of the unit has run, and of a group, the last one. By these outputs of it, backward will enter the unit."""
-        if self.unit is None or self.model is None:
-            return
-        hides = self.reshards_after_forward
-        if not self.model.engine.leave(self.unit, outputs, hides) or not hides:
-            return
-        if self.model.leaves_at_once or self.kept_mesh is not None:
-            self.model.engine.leave_now(self.unit)
-            if self.kept_mesh is not None and torch.is_grad_enabled():
-                self.unit.show_kept()
-
     # Calls of users.
-
-    def set_manual_finalization(self, enabled: bool) -> None:
-        """On a root: with True, the end of a backward reduces nothing."""
-        self.manual_finalization = enabled
-        if self.model is not None:
-            self.model.set_manual_finalization(enabled)
 
     def set_keeps_storage(self, keeps: bool) -> None:
         """Whole parameters keep their memory while the modules show shards."""
         if self.unit is None:
             return
         self.unit.keeps_storage = keeps
-        if self.model is not None:
-            self.model.engine.set_keeps_storage(self.unit, keeps)
+        if self.engine is not None:
+            self.engine.set_keeps_storage(self.unit, keeps)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward_is_automatic = False
@@ -452,23 +407,10 @@ class ShardState(AsFSDP2State):
         if self.unit is not None:
             self.unit.reshard_after_forward = reshard
 
-    def unshard(self, *, wait: bool) -> None:
-        """Gathers the unit ahead of its use."""
-        if self.unit is None:
-            return
-        model = self.model or form(self, provisional=True)
-        self.unsharded_early = model.provisional
-        model.prepare_unshard(self.unit)
-        if not wait:
-            model.engine.start_unshard(self.unit)
-            return
-        model.engine.unshard(self.unit)
-        self.unit.show()
-
     def wait_for_unshard(self) -> None:
         """Waits for the gather that unshard has started."""
-        if self.unit is not None and self.model is not None:
-            self.model.engine.unshard(self.unit)
+        if self.unit is not None and self.engine is not None:
+            self.engine.unshard(self.unit)
             self.unit.show()
 
     def reshard(self) -> None:
@@ -476,25 +418,24 @@ class ShardState(AsFSDP2State):
         if self.unit is None:
             return
         self.unit.hide()
-        if self.model is not None:
-            self.model.engine.reshard(self.unit)
-
-    def wait_for_optimizer(self) -> None:
-        """Orders gathers behind the event that the user has given, once."""
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            torch.get_device_module(self.mesh.device.type).current_stream().wait_event(event)
+        if self.engine is not None:
+            self.engine.reshard(self.unit)
 
     def apply_prefetch_lists(self) -> None:
         """Tells the engine the prefetch lists of the user, if there is an engine."""
-        if self.unit is None or self.model is None:
+        if self.unit is None or self.engine is None:
             return
         for in_backward, states in self.prefetch.items():
             self.unit.set_prefetch(in_backward, [state.unit for state in states if state.unit is not None])
 
-    def deliver_gradients(self) -> None:
-        """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
-        assert self.unit is not None
-        assert self.model is not None
-        if self.model.engine.deliver_gradients(self.unit, self.all_reduce_hook):
-            self.model.warnings.hooks(self.parameters)
+    def collect_left_gradients(self) -> None:
+        """Gives the engine gradients that a program itself has put into the whole parameters, as pipelining's backward for weights does."""
+        for i, parameter in enumerate(self.parameters):
+            if parameter.whole is None or parameter.whole.grad is None:
+                continue
+            gradient, parameter.whole.grad = parameter.whole.grad, None
+            assert self.engine is not None
+            assert self.unit is not None
+            if parameter.whole_spec is not None:
+                gradient = local_gradient(gradient, parameter.whole_spec, self.options.data_parallel)
+            self.engine.gradient(self.unit, i, gradient)

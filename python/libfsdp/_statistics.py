@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from libfsdp._fsdp_module import FSDPModule
-from libfsdp._states import states_in
+from libfsdp._model import states_in
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from libfsdp._model import Model
+    from libfsdp import _C
 
 
 def memory_stats(module: nn.Module) -> dict[str, int]:
@@ -26,7 +26,7 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
-    return _model_of(module).engine.memory_stats()
+    return _engine_of(module).memory_stats()
 
 
 def wire_stats(module: nn.Module) -> dict[str, int]:
@@ -40,7 +40,7 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
-    return _model_of(module).engine.wire_stats()
+    return _engine_of(module).wire_stats()
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def unit_info(module: nn.Module) -> Units:
     return units
 
 
-def _model_of(module: nn.Module) -> Model:
+def _engine_of(module: nn.Module) -> _C.Model:
     if not isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     model = module._get_fsdp_state().model
     if model is None:
         raise ValueError("the engine counts from the model's first forward on; run one first")
-    return model
+    return model.engine

@@ -57,8 +57,8 @@ class Warnings:
         """Warns of options of the whole model that were given to other modules than the root, whose state is the first."""
         (_, root), *others = states
         for option, attribute in (("keep_gathered_bytes", "keep_gathered_bytes"), ("report_nan_in_param_grad", "report_nan")):
-            names = [name for name, state in others if getattr(state.beyond, attribute)]
-            if names and not getattr(root.beyond, attribute):
+            names = [name for name, state in others if getattr(state.options, attribute)]
+            if names and not getattr(root.options, attribute):
                 self._tell(option, f"{option} of {names} does nothing: it is an option of the whole model. Give it in the root's call")
 
     def _tell(self, kind: str, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from libfsdp import _C
-from libfsdp._states import states_in
+from libfsdp._model import states_in
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from libfsdp import _C
 from libfsdp._mesh import device_of, new_group, sharding_mesh, timeout_of
-from libfsdp._states import states_in
+from libfsdp._model import states_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable

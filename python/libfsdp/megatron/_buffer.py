@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from libfsdp._state import ShardState
+    from libfsdp._model import MemberState
     from libfsdp.megatron._config import DistributedDataParallelConfig
 
 
@@ -39,7 +39,7 @@ class BufferView:
 class ParameterGroup:
     """A unit."""
 
-    def __init__(self, state: ShardState) -> None:
+    def __init__(self, state: MemberState) -> None:
         self._state = state
 
     @property
@@ -77,7 +77,7 @@ class ParamAndGradBuffer:
 
     def __init__(
         self,
-        states: list[ShardState],
+        states: list[MemberState],
         named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
         scale_gradients: Callable[[float], None],
         zero_gradients: Callable[[], None],

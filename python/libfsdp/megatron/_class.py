@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from libfsdp import _C
+from libfsdp._calling import weak_method
 from libfsdp._mesh import device_of
 from libfsdp._sharded_parameter import local_of
-from libfsdp._weak_method import weak_method
 from libfsdp.megatron._buffer import ParamAndGradBuffer
 from libfsdp.megatron._config import (
     DistributedDataParallelConfig,
@@ -303,10 +303,7 @@ class MegatronFSDP(nn.Module):
     def _tell_engine(self) -> None:
         fully = self.model_auto_sync or self._is_last_microbatch
         self._set_reductions(fully or self.strategy >= ShardingStrategy.OPTIM_GRADS, fully=fully)
-        root = self._states[0]
-        root.is_last_backward = self.model_auto_sync
-        if root.model is not None:
-            root.model.set_is_last_backward(self.model_auto_sync)
+        self._states[0].set_is_last_backward(self.model_auto_sync)
 
     def _set_reductions(self, reduces: bool, *, fully: bool) -> None:
         for state in self._states:
@@ -466,7 +463,7 @@ class MegatronFSDP(nn.Module):
         self._show_shards()
         for state in self._states:
             mesh = state.mesh.mesh
-            shards = 0 if state.is_replicated else 2 if state.beyond.outer_sharded else 1
+            shards = 0 if state.options.is_replicated else 2 if state.options.outer_sharded else 1
             dims = range(mesh.ndim - shards)
             for parameter in state.parameters:
                 for dim in dims:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from libfsdp._compile import untraced
-from libfsdp._weak_method import weak_method
+from libfsdp._calling import untraced, weak_method
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,5 +87,5 @@ def _collect(state_of: weakref.ref[ShardState], i: int, leaf: Any) -> None:
     added, leaf.grad_added_to_main_grad = leaf.grad_added_to_main_grad, False
     state = state_of()
     found = main if added else gradient
-    if found is not None and state is not None and state.unit is not None and state.model is not None:
-        state.model.engine.gradient(state.unit, i, found)
+    if found is not None and state is not None and state.unit is not None and state.engine is not None:
+        state.engine.gradient(state.unit, i, found)

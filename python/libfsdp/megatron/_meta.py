@@ -80,8 +80,8 @@ def initialize(
     for state in states:
         if any(parameter.quantized is not None and not parameter.extended for parameter in state.parameters):
             state.adopt_registered()  # quantized parameters have become the shards
-        if state.model is not None:
-            state.model.engine.main_parameters_changed()
+        if state.engine is not None:
+            state.engine.main_parameters_changed()
 
 
 def _reset(
@@ -203,7 +203,7 @@ def _whole_of(state: ShardState, parameter: ShardedParameter, scratch: _Scratch)
 def _keep_rows(state: ShardState, i: int, whole: torch.Tensor) -> None:
     assert state.unit is not None
     parameter = state.parameters[i]
-    pieces, piece = state.mesh.piece(replicated=state.is_replicated, outer_sharded=state.beyond.outer_sharded)
+    pieces, piece = state.mesh.piece(replicated=state.options.is_replicated, outer_sharded=state.options.outer_sharded)
     begin, rows = rows_of(whole.size(parameter.shard_dim), pieces, piece)
     state.unit.shard(i).copy_(whole.narrow(parameter.shard_dim, begin, rows))
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from libfsdp import _C
 from libfsdp._fsdp_module import FSDPModule
-from libfsdp._states import state_of, states_in
+from libfsdp._model import state_of, states_in
 
 if TYPE_CHECKING:
-    from libfsdp._state import ShardState
+    from libfsdp._model import MemberState
 
 _classes: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}
 
@@ -37,7 +37,7 @@ def _refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def states_of(module: nn.Module) -> list[ShardState]:
+def states_of(module: nn.Module) -> list[MemberState]:
     """Returns the states of one call of fully_shard on a module. Parameters of several meshes make several states."""
     state = state_of(module)
     return [] if state is None else [state, *state.companions]

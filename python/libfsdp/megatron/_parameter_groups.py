@@ -120,7 +120,8 @@ class ParameterGroup:
     @property
     def layout(self) -> Layout:
         """The layout over all ranks."""
-        pieces, _ = self._of.mesh.piece(replicated=self._of.is_replicated, outer_sharded=self._of.beyond.outer_sharded)
+        options = self._of.options
+        pieces, _ = self._of.mesh.piece(replicated=options.is_replicated, outer_sharded=options.outer_sharded)
         size = 0
         for p in self._parameters:
             rows = p.shape[p.shard_dim]
@@ -149,9 +150,9 @@ class ParameterGroup:
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Makes the next forward take the shards' values, however these were written."""
-        model = self._of.model
-        if model is not None:
-            model.engine.main_parameters_changed()
+        engine = self._of.engine
+        if engine is not None:
+            engine.main_parameters_changed()
 
 
 def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup, ...]:

@@ -35,11 +35,11 @@ def describe(state: ShardState, i: int, tensor_parallel: DeviceMesh | None, cut_
     parameter = state.parameters[i]
     whole = parameter.whole_spec
     pieces_here = whole is None and cut_dim is not None and tensor_parallel is not None
-    if not state.is_replicated and not pieces_here:
+    if not state.options.is_replicated and not pieces_here:
         return
     data = state.mesh.mesh
     placements: tuple[Placement, ...] = (Replicate(),) * data.ndim
-    if not state.is_replicated:
+    if not state.options.is_replicated:
         assert parameter.spec is not None
         placements = parameter.spec.placements
     shape = list(parameter.shape)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from libfsdp._fully_shard import fully_shard
+from libfsdp._model import states_in
 from libfsdp._placement import ShardPlacementResult
 from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
 from libfsdp._sharded_parameter import identity_of
-from libfsdp._states import states_in
 from libfsdp.megatron._module_order import inner_first
 from libfsdp.megatron._placed import describe
 from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel_dim
@@ -22,7 +22,7 @@ from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from libfsdp._state import ShardState
+    from libfsdp._model import MemberState
     from libfsdp.megatron._config import ShardingStrategy
     from libfsdp.megatron._index import FSDPDistributedIndex
     from libfsdp.megatron._policy import MixedPrecisionPolicy
@@ -82,7 +82,7 @@ def classes_of(unit_modules: Sequence[type[nn.Module] | str] | None) -> tuple[ty
     return tuple(found)
 
 
-def shard_units(root: nn.Module, options: UnitOptions) -> list[ShardState]:
+def shard_units(root: nn.Module, options: UnitOptions) -> list[MemberState]:
     """Shards a module: first each unit, inner ones before outer ones, and then the remaining parameters.
 
     Returns:
@@ -173,7 +173,7 @@ def _places_of_experts(index: FSDPDistributedIndex) -> Callable[[nn.Parameter], 
     return place
 
 
-def _set_divisor(state: ShardState, options: UnitOptions) -> None:
+def _set_divisor(state: MemberState, options: UnitOptions) -> None:
     """Sets the number by which sums of gradients are divided.
 
     An expert's gradient is a sum over fewer ranks, but of tokens from all of them.

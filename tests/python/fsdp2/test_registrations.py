@@ -99,6 +99,43 @@ def test_ties_are_taken_in(ranks: StartRanks, how: str, when: str) -> None:
         ranks(2).run(train_tied, how, when, options)
 
 
+class Pair(nn.Module):
+    """Two models that are a unit each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = plain(), plain()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.first(tokens) + self.second(tokens)
+
+
+def train_two_tied() -> None:
+    """Ties within two units at once, while both are whole, and compares with the same model unsharded."""
+    reference, model = Pair(), Pair()
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, reshard_after_forward=False)
+    with torch.no_grad():
+        model(tokens(0, 0))  # which leaves both units whole
+    for pair in (model, reference):
+        tie(pair.first)
+        tie(pair.second)
+    for step in range(2):
+        expected = [nn.functional.cross_entropy(reference(tokens(step, r)), tokens(step, r)) for r in range(2)]
+        torch.stack(expected).mean().backward()
+        mine = tokens(step, dist.get_rank())
+        loss = nn.functional.cross_entropy(model(mine), mine)
+        loss.backward()
+        torch.testing.assert_close(loss, expected[dist.get_rank()])
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad, msg=name)
+    assert model.second.head.weight is model.second.embedding.weight
+
+
+def test_ties_of_several_units_are_taken_in_at_once(ranks: StartRanks) -> None:
+    ranks(2).run(train_two_tied)
+
+
 def tie_across(early: bool) -> None:
     model = plain()
     fully_shard(model.head)

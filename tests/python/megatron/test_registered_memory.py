@@ -16,8 +16,8 @@ from torch import nn
 
 import libfsdp
 from libfsdp import _mesh
+from libfsdp._model import state_of
 from libfsdp._registered_memory import RegisteredMemory
-from libfsdp._states import state_of
 from libfsdp.megatron import fully_shard_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:nccl_ub changes nothing here")

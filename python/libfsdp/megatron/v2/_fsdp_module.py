@@ -48,7 +48,7 @@ class FSDPModule(_Base):
         for state in states_of(cast("nn.Module", self)):
             if state.model is not None:
                 state.model.engine.finish_gradient_sync()
-                state.model._deliver_gradients()
+                state.model.deliver_gradients()
 
     def compute_per_param_norms(self) -> dict[str, ParameterNorms]:
         """Returns the 2-norms of all parameters and gradients in and below it, over all ranks. Collective."""

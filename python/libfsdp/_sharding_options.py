@@ -1,4 +1,4 @@
-"""The arguments of libfsdp's fully_shard that FSDP2's does not have."""
+"""The options of one call of fully_shard, which all units that it makes share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from libfsdp._precision import followed_grad_dtype
@@ -14,8 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from libfsdp._mesh import ShardingMesh
+    from libfsdp._spmd import SpmdMesh
+
+_PLACEMENTS = ("optim_grads_params", "optim_grads", "optim", "no_shard")
+_OUTER_PLACEMENTS = ("no_shard", "optim", "optim_if_even")
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,16 @@ class Float8Blocks:
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """Options of one call of fully_shard that are libfsdp's own.
+class ShardingOptions:
+    """How the parameters of one call of fully_shard are sharded, gathered and reduced.
 
     Attributes:
+        reshard_after_forward: as the call was given it. (A state may have another setting later.)
+        mp_policy: dtypes of computation and of reductions.
+        offload_policy: whether shards, gradients and optimizer state lie in host memory.
+        placements: what is sharded.
         outer_sharded: whether shards are cut over the outer dimension, too (HFSDP).
+        spmd: the mesh of all ranks, if parameters are DTensors on it already.
         gather_format: returns the format in which a parameter is gathered; None stands for the dtype of the
             computation.
         follow_grad_dtype: whether gradients get the ``grad_dtype`` that users have set.
@@ -49,14 +60,34 @@ class Beyond:
         check_initial_values: whether ranks compare their first values, and raise if they differ.
     """
 
-    outer_sharded: bool = False
-    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None
-    follow_grad_dtype: bool | None = None
-    keep_gathered_bytes: int = 0
-    report_nan: bool = False
-    main_params_dtype: torch.dtype | None = None
-    main_grads_dtype: torch.dtype | Literal["own"] | None = None
-    check_initial_values: bool = False
+    reshard_after_forward: bool | int | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    placements: str
+    outer_sharded: bool
+    spmd: SpmdMesh | None
+    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None
+    follow_grad_dtype: bool | None
+    keep_gathered_bytes: int
+    report_nan: bool
+    main_params_dtype: torch.dtype | None
+    main_grads_dtype: torch.dtype | Literal["own"] | None
+    check_initial_values: bool
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if each rank has all of each parameter (ZeRO-0)."""
+        return self.placements == "no_shard"
+
+    @property
+    def offloads(self) -> bool:
+        """True if shards, gradients and optimizer state lie in host memory."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def data_parallel(self) -> frozenset[int]:
+        """The data-parallel dimensions of tensor-parallel gradients' mesh, over which the engine reduces."""
+        return frozenset() if self.spmd is None else self.spmd.data_parallel
 
     def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the dtype of the parameter's shards. Frozen parameters keep their own, because no optimizer updates them."""
@@ -72,28 +103,51 @@ class Beyond:
         return None if dtype == self.main_dtype_of(parameter) else dtype
 
 
-def check(beyond: Beyond, ranks: ShardingMesh, placements: str, *, spmd: bool) -> None:
+def check_placements(placements: str, outer_placements: str) -> None:
+    """Raises ValueError unless both are known names."""
+    if placements not in _PLACEMENTS:
+        raise ValueError(f"placements '{placements}' are none of {', '.join(_PLACEMENTS)}")
+    if outer_placements not in _OUTER_PLACEMENTS:
+        raise ValueError(f"outer_placements '{outer_placements}' are none of {', '.join(_OUTER_PLACEMENTS)}")
+
+
+def check_options(options: ShardingOptions, ranks: ShardingMesh) -> None:
     """Checks that the options are possible on this mesh.
 
     Raises:
         ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, for a
             negative number of bytes, for dtypes without fractions, and for what only parameters that are cut can have.
     """
-    if beyond.outer_sharded and (not ranks.replicates or spmd):
+    placements, spmd = options.placements, options.spmd is not None
+    if options.outer_sharded and (not ranks.replicates or spmd):
         raise ValueError("outer_placements='optim' shards over the first of two dimensions: give a mesh that has two")
-    if beyond.outer_sharded and placements != "optim_grads_params":
+    if options.outer_sharded and placements != "optim_grads_params":
         raise ValueError(f"outer_placements='optim' needs placements 'optim_grads_params', not '{placements}'")
-    if beyond.keep_gathered_bytes < 0:
-        raise ValueError(f"keep_gathered_bytes is {beyond.keep_gathered_bytes}; give 0 (keep none) or more")
+    if options.keep_gathered_bytes < 0:
+        raise ValueError(f"keep_gathered_bytes is {options.keep_gathered_bytes}; give 0 (keep none) or more")
     for name in ("main_params_dtype", "main_grads_dtype"):
-        dtype = getattr(beyond, name)
+        dtype = getattr(options, name)
         if dtype == "own" and name == "main_grads_dtype":
             continue
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{name} is {dtype}: give a floating-point dtype, or None")
-    if placements == "no_shard" and (spmd or beyond.gather_format is not None):
+    if placements == "no_shard" and (spmd or options.gather_format is not None):
         raise ValueError(
             "placements='no_shard' gathers nothing and cuts nothing: it takes neither a gather_format nor dp_mesh_dims"
+        )
+
+
+def check_reshard_after_forward(value: bool | int | None, ranks: ShardingMesh) -> None:
+    """Raises ValueError unless the value is a flag, or a number of neighbours that divides the ranks."""
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
+        )
+    if value < 1 or value > ranks.shard_size or ranks.shard_size % value != 0:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks.shard_size}, not {value}"
         )
 
 
@@ -103,20 +157,22 @@ def divides_by_all(ranks: ShardingMesh, parameter: nn.Parameter, shard_dim: int)
     return shard_dim == 0 and ranks.replicates and local.size(0) % (ranks.shard_size * ranks.mesh.size(0)) == 0
 
 
-def check_parameter(beyond: Beyond, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh) -> int:
+def float8_block_of(
+    options: ShardingOptions, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh
+) -> int:
     """Returns the number of elements of a block in which the parameter is gathered; 0 if it is gathered in its dtype.
 
     Raises:
         ValueError: if its rows are no whole blocks, or do not divide by all ranks where the outer ones shard, too.
     """
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    if beyond.outer_sharded and not divides_by_all(ranks, parameter, shard_dim):
+    if options.outer_sharded and not divides_by_all(ranks, parameter, shard_dim):
         pieces = ranks.shard_size * ranks.mesh.size(0)
         raise ValueError(
             f"outer_placements='optim': parameter '{name}' {tuple(local.shape)} must be cut along its first "
             f"dimension, which must divide by all {pieces} ranks; 'optim_if_even' replicates others over the outer dimension"
         )
-    form = beyond.gather_format(parameter) if beyond.gather_format is not None else None
+    form = options.gather_format(parameter) if options.gather_format is not None else None
     if form is None:
         return 0
     row = local.numel() // max(local.size(0), 1)
