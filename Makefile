@@ -122,6 +122,7 @@ docs: $(BUILD_DIR)/build.ninja $(STAMP)-docs  ## Reference of the C++ headers an
 pictures: $(BUILD_DIR)/build.ninja $(STAMP)-bench $(STAMP)-pictures  ## Draw docs/pictures again
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
 	python docs/pictures/parts.py | tred | dot -Tsvg -o docs/pictures/parts.svg
+	python docs/pictures/python.py | tred | dot -Tsvg -o docs/pictures/python.svg
 	PYTHONPATH=$(abspath $(BUILD_DIR))/python python -m torch.distributed.run --standalone --nproc-per-node 2 docs/pictures/step.py docs/pictures/step.svg
 
 format: $(STAMP)-format  ## Rewrite all C++ files in the project's format

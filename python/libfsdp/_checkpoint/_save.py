@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,17 @@ if TYPE_CHECKING:
 _NOTHING_SAVED = "nothing was saved:"
 # As in C++: the thread gets a tenth of a core that training also uses, and all of an idle core.
 _NICE_WHILE_WRITING = 10
+
+
+@dataclass(frozen=True)
+class _OfProgram:
+    """What a program saves beside model and optimizers: see save."""
+
+    extra: Mapping[str, Any] | None
+    rank_extra: Mapping[str, Any] | None
+    metric: float | None
+    grad_scaler: torch.amp.GradScaler | None
+    rng: bool
 
 
 def save(
@@ -91,7 +103,7 @@ def save(
     check_grad_scaler(grad_scaler)
     together = Together(model, process_group, own=False)
     phases = Phases(on_phase)
-    parts = _collect(together, model, optimizers, extra, rank_extra, metric, grad_scaler, rng, None)
+    parts = _collect(together, model, optimizers, _OfProgram(extra, rank_extra, metric, grad_scaler, rng), None)
     phases.end("collect", parts.bytes)
     _C.write_checkpoint(
         path,
@@ -171,17 +183,8 @@ class AsyncSaver:
         check_grad_scaler(grad_scaler)
         self.wait()
         phases = Phases(on_phase)
-        parts = _collect(
-            self._together,
-            self._model,
-            self._optimizers,
-            extra,
-            rank_extra,
-            metric,
-            grad_scaler,
-            rng,
-            self._buffer,
-        )
+        of_program = _OfProgram(extra, rank_extra, metric, grad_scaler, rng)
+        parts = _collect(self._together, self._model, self._optimizers, of_program, self._buffer)
         phases.end("collect", parts.bytes)
 
         def write() -> None:
@@ -224,14 +227,11 @@ def _collect(
     together: Together,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    extra: Mapping[str, Any] | None,
-    rank_extra: Mapping[str, Any] | None,
-    metric: float | None,
-    grad_scaler: torch.amp.GradScaler | None,
-    rng: bool,
+    of_program: _OfProgram,
     buffer: _C.HostBuffer | None,
 ) -> _C.CheckpointParts:
     """Returns this rank's part, whose values are copied to the buffer if one is given."""
+    metric, grad_scaler = of_program.metric, of_program.grad_scaler
 
     def named() -> tuple[ModelState, OptimizerState]:
         if any(failed_load_of(thing) is not None for thing in (model, *optimizers)):
@@ -253,7 +253,7 @@ def _collect(
             first_of.setdefault(key, rank)
 
     def collect() -> _C.CheckpointParts:
-        check_values(extra=extra, rank_extra=rank_extra)
+        check_values(extra=of_program.extra, rank_extra=of_program.rank_extra)
         check_metric(metric)
         parts = _C.CheckpointParts()
         for item in items:
@@ -262,10 +262,10 @@ def _collect(
         for path, value in values.items():
             if first_of[".".join(path)] == together.index:
                 _add(parts, path, value)
-        if rng:
+        if of_program.rng:
             for name, state in generator_states(device_of_model(model)).items():
                 _add(parts, ("fsdp", f"{name}.{together.index}"), state)
-        for name, value in (rank_extra or {}).items():
+        for name, value in (of_program.rank_extra or {}).items():
             _add(parts, ("rank_extra", str(together.index), name), value)
         if together.index == 0:
             _add_groups(parts, optimizers, [groups for _, groups in every])
@@ -274,7 +274,7 @@ def _collect(
                 parts.add_value(("fsdp", "metric"), float(metric))
             for name, value in (grad_scaler.state_dict() if grad_scaler is not None else {}).items():
                 parts.add_value(("scaler", name), value)
-            for name, value in (extra or {}).items():
+            for name, value in (of_program.extra or {}).items():
                 _add(parts, ("extra", name), value)
         if buffer is not None:
             buffer.take(parts)

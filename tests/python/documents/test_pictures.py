@@ -17,15 +17,31 @@ def run(*command: object) -> str:
     ).stdout
 
 
-def test_the_picture_of_the_parts_is_the_tables() -> None:
-    allowed = set(re.findall(r"(\w+) -> (\w+)", run(sys.executable, PICTURES / "parts.py")))
-    drawn = set(re.findall(r"<title>(\w+)&#45;&gt;(\w+)</title>", (PICTURES / "parts.svg").read_text(encoding="utf-8")))
-    assert allowed >= drawn
+def arrows_of(picture: str) -> set[tuple[str, str]]:
+    """The arrows of a picture, of which those that the program of its name prints follow, and no others."""
+    printed = {
+        (a.strip('"'), b.strip('"'))
+        for a, b in re.findall(r'([\w."]+) -> ([\w."]+)', run(sys.executable, PICTURES / f"{picture}.py"))
+    }
+    text = (PICTURES / f"{picture}.svg").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"<title>([\w.]+)&#45;&gt;([\w.]+)</title>", text))
+    assert printed >= drawn
     below = drawn
     while len(further := below | {(a, d) for a, b in below for c, d in drawn if b == c}) > len(below):
         below = further
-    assert below >= allowed  # What is allowed and not drawn follows.
+    assert below >= printed
+    return drawn
+
+
+def test_the_picture_of_the_parts_is_the_tables() -> None:
+    drawn = arrows_of("parts")
     assert {a for a, _ in drawn} | {b for _, b in drawn} == {path.parent.name for path in (ROOT / "src").rglob("*.*")}
+
+
+def test_the_picture_of_the_python_package_is_its_imports() -> None:
+    drawn = arrows_of("python")
+    assert {("_model", "_warnings"), ("_fully_shard", "_forward_hooks"), ("megatron", "_fully_shard")} <= drawn
+    assert not any(upper in ("_state", "_making", "_extensions") and lower == "_model" for upper, lower in drawn)
 
 
 def test_the_picture_of_a_step_can_be_drawn_again(tmp_path: Path) -> None:
