@@ -265,6 +265,13 @@ def hook(placements: str) -> None:
     assert not calls
     for handle in handles:
         handle.remove()
+    later = sharded(placements)
+    later.set_manual_backward_finalization(True)
+    for p in later.parameters():
+        p.register_hook(calls.append)
+    told(lambda: later(x()).sum().backward())
+    told(lambda: later.finalize_backward(), "register_hook", "'0.weight'", "never run")
+    assert not calls
     after = sharded(placements)
     for p in after.parameters():
         p.register_post_accumulate_grad_hook(calls.append)
