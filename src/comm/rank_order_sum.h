@@ -36,9 +36,14 @@ SumEnd sum_end(const ReducePart& part, double scale);
 /// multiplied in that precision by `scale` (rounded to fp32 for an fp32 sum); each element of `out` is rounded at the end. All 1-D,
 /// contiguous, of equal length; sources of one dtype; `out` may be of another, and may be one of the sources.
 struct RankOrderSum {
+  static constexpr std::int64_t kNone = -1;
+
   std::vector<at::Tensor> sources;
   at::Tensor out;
   SumEnd end = {};
+  /// The one of the sources that lies apart, because this rank has made it itself. The others follow each other at equal distances, where
+  /// they have arrived. If they do not, operators make the sum.
+  std::int64_t apart = kNone;
 };
 
 /// On the CPU one fused pass each without temporary tensors, on torch's intra-op threads, of which any number gives the same bits. On a

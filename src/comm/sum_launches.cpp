@@ -9,13 +9,14 @@
 namespace fsdp::comm {
 namespace {
 
-/// By how many elements the sources follow each other, one of them left out. Nothing if they don't.
-std::optional<std::int64_t> stride_of(const std::vector<at::Tensor>& sources, std::int64_t left_out) {
+/// Returns by how many elements the sources follow each other, except for the one that lies apart. Returns nothing if they do not.
+std::optional<std::int64_t> stride_of(const RankOrderSum& sum) {
+  const auto& sources = sum.sources;
   const auto itemsize = static_cast<std::int64_t>(sources.front().itemsize());
   std::optional<std::int64_t> stride;
   const char* before = nullptr;
   for (std::int64_t k = 0; k < static_cast<std::int64_t>(sources.size()); ++k) {
-    if (k == left_out) continue;
+    if (k == sum.apart) continue;
     const auto* const address = static_cast<const char*>(sources[static_cast<std::size_t>(k)].const_data_ptr());
     if (before != nullptr) {
       const std::int64_t bytes = address - before;
@@ -27,22 +28,20 @@ std::optional<std::int64_t> stride_of(const std::vector<at::Tensor>& sources, st
   return stride.value_or(0);
 }
 
-/// The sum as a kernel takes it. A rank's own piece may lie apart, among what the rank sends; the others follow each other where they
-/// arrived.
+/// Returns the sum as a kernel takes it, or nothing if a kernel can't.
 std::optional<DevicePart> part_of(const RankOrderSum& sum) {
   const auto count = static_cast<std::int64_t>(sum.sources.size());
   if (count > DeviceSum::kMostPieces) return {};
-  DevicePart part{.out = sum.out.mutable_data_ptr(), .numel = sum.out.numel(), .count = static_cast<std::int32_t>(count)};
-  for (std::int64_t apart = -1; apart < count; ++apart) {
-    const auto stride = stride_of(sum.sources, apart);
-    if (!stride) continue;
-    part.stride = *stride;
-    part.apart = static_cast<std::int32_t>(apart);
-    part.first = sum.sources[apart == 0 && count > 1 ? 1 : 0].const_data_ptr();
-    if (apart >= 0) part.apart_piece = sum.sources[static_cast<std::size_t>(apart)].const_data_ptr();
-    return part;
-  }
-  return {};
+  const auto stride = stride_of(sum);
+  if (!stride) return {};
+  const auto address = [&](std::int64_t k) { return sum.sources[static_cast<std::size_t>(k)].const_data_ptr(); };
+  return DevicePart{.first = address(sum.apart == 0 && count > 1 ? 1 : 0),
+                    .stride = *stride,
+                    .apart_piece = sum.apart == RankOrderSum::kNone ? nullptr : address(sum.apart),
+                    .out = sum.out.mutable_data_ptr(),
+                    .numel = sum.out.numel(),
+                    .count = static_cast<std::int32_t>(count),
+                    .apart = static_cast<std::int32_t>(sum.apart)};
 }
 
 }  // namespace

@@ -7,12 +7,12 @@
 
 namespace fsdp::comm {
 
-/// Sums on a device for which somebody launches kernels of ours: those that are alike are one.
+/// Collects sums on a device for which somebody launches kernels of ours. One kernel makes all that are alike.
 class DeviceSums {
  public:
-  /// False if operators have to make this sum.
+  /// Returns false if operators have to make this sum.
   bool add(const RankOrderSum& sum);
-  /// All, on the current stream of each device.
+  /// Launches all of them, on the current stream of each device.
   void launch() const;
 
  private:

@@ -99,7 +99,8 @@ class NativeReduce final : public GroupPending {
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;
       const double scale = is_averaged(part) ? 1.0 : scale_;
-      sums.push_back({.sources = pieces_of_ranks(part), .out = part.out, .end = sum_end(part, scale)});
+      const auto apart = in_two_levels(part) ? levels_->own_host() : RankOrderSum::kNone;
+      sums.push_back({.sources = pieces_of_ranks(part), .out = part.out, .end = sum_end(part, scale), .apart = apart});
     }
     rank_order_sums(sums);
   }

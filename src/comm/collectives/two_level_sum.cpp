@@ -90,7 +90,7 @@ std::vector<RankOrderSum> TwoLevelSum::sums_of_neighbours(const ReducePart& part
   const std::int64_t numel = part.out.numel();
   std::vector<RankOrderSum> sums;
   for (std::int64_t host = 0; host < hosts_; ++host) {
-    auto& sum = sums.emplace_back(RankOrderSum{.sources = {}, .out = sum_for(part, host)});
+    auto& sum = sums.emplace_back(RankOrderSum{.sources = {}, .out = sum_for(part, host), .apart = place_});
     for (std::int64_t place = 0; place < ranks_; ++place) {
       sum.sources.push_back(place == place_ ? flat_view(part.unreduced, rank_of(host, place) * numel, numel)
                                             : flat_view(of_neighbour(part, place), host * numel, numel));

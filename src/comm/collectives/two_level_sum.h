@@ -42,8 +42,9 @@ class TwoLevelSum {
   void sum_neighbours(std::span<const ReducePart> parts) const;
   /// To the ranks of equal place: these sums.
   void send_sums(const ReducePart& part, CoalescedWorks& works) const;
-  /// Returns the sums of all hosts, in the order of the hosts. Call it after they have arrived.
+  /// Returns the sums of all hosts, in the order of the hosts. Call it after they have arrived. That of own_host() lies apart.
   std::vector<at::Tensor> sums(const ReducePart& part) const;
+  std::int64_t own_host() const { return host_; }
 
  private:
   TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, int ranks_per_host);
