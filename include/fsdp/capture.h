@@ -9,22 +9,22 @@ namespace fsdp {
 
 /// Options of capture().
 struct CaptureOptions {
-  /// Steps that run before the one that is captured; at least 1. Behind the third step, buffers have their final addresses and sizes.
+  /// This many steps run before the one that is captured; at least 1. After the third step, buffers have their final addresses and sizes.
   int warm_up = 3;
 };
 
 /// A step of training that was captured as a graph: see capture().
 class CapturedStep {
  public:
-  CapturedStep(CapturedStep&&) noexcept;  ///< Moves; the other one can only be destroyed.
+  CapturedStep(CapturedStep&&) noexcept;  ///< Moves the step. The other one can then only be destroyed.
   CapturedStep& operator=(CapturedStep&&) noexcept;
   /// Frees the graph and its memory: what the step has assigned (a loss) must not be used any more.
   ~CapturedStep();
 
   /// Puts the step on the device's current stream, with what its inputs hold then. The host neither waits nor computes anything, so ranks
-  /// do not compare what they do: all have to call it equally often. Optimizers count the step, and copies of parameters are outdated
-  /// behind it, as after any step. Throws Error, and does nothing, if a learning rate is another than the captured one, or the model is
-  /// torn.
+  /// do not compare what they do: all of them have to call it equally often. Optimizers count the step, and copies of parameters are
+  /// outdated behind it, as after any step. It throws Error, and does nothing, if a learning rate is another than the captured one, or if
+  /// the model is torn.
   void replay();
 
  private:
@@ -51,11 +51,11 @@ class CapturedStep {
 ///       step.replay();
 ///     }
 ///
-/// What may be within: AdamW and SGD, clip_grad_norm_, accumulation. What may not is an Error that names it: other optimizers, which count
-/// on the host, clip_grad_norm, GradScaler, report_nan_in_param_grad, offload. `step` is kept for as long as the result. Collective: before
-/// the capture, the ranks compare what they have done so far. Throws Error if the device has no graphs, or this build does not know them
-/// (CUDA needs FSDP_CUDA, or a torch with at::accelerator::Graph), and what `step` throws. After that, the model has no gradients, and can
-/// be trained without a graph.
+/// The step may contain AdamW and SGD, clip_grad_norm_ and accumulation. An Error names what it may not contain: other optimizers (they
+/// count on the host), clip_grad_norm, GradScaler, report_nan_in_param_grad, offload. `step` is kept for as long as the result. The call is
+/// collective: before the capture, the ranks compare what they have done so far. It throws Error if the device has no graphs, or if this
+/// build does not know them (CUDA needs FSDP_CUDA, or a torch with at::accelerator::Graph), and it passes on what `step` throws. After
+/// that, the model has no gradients, and can be trained without a graph.
 CapturedStep capture(torch::nn::Module& module, std::function<void()> step, CaptureOptions options = {});
 
 }  // namespace fsdp

@@ -9,11 +9,11 @@
 #include "base/host_device.h"
 #include "comm/sum_arithmetic.h"
 
-// Sums in rank order as one kernel: what it is given, and what each of its threads does.
+// This file says what a kernel that sums in rank order is given, and what each of its threads does.
 namespace fsdp::comm {
 
-/// One sum: piece k of `count`, each of `numel` elements, lies `stride` elements behind piece k - 1; but the one of number `apart` lies
-/// elsewhere, and the others as if it were not there.
+/// One sum: piece k of `count`, each of `numel` elements, lies `stride` elements behind piece k - 1. If one of them has the number `apart`,
+/// it lies elsewhere, and the others lie as if it did not exist.
 struct DevicePart {
   const void* first = nullptr;
   std::int64_t stride = 0;
@@ -24,13 +24,13 @@ struct DevicePart {
   std::int32_t apart = -1;
 };
 
-/// Sums that are alike, for one launch. As large as the arguments of a kernel may be on every GPU: 4 KiB.
+/// The sums of one launch, which are alike. They are as large as the arguments of a kernel may be on every GPU: 4 KiB.
 struct DeviceSum {
   static constexpr int kMostParts = 80;
   static constexpr int kMostPieces = kMostTerms;
 
   DevicePart parts[kMostParts] = {};
-  std::int32_t count = 0;  ///< Of the parts.
+  std::int32_t count = 0;  ///< The number of parts.
   c10::ScalarType source = c10::ScalarType::Undefined;
   c10::ScalarType out = c10::ScalarType::Undefined;
   double scale = 1;
@@ -50,13 +50,13 @@ FSDP_HOST_DEVICE inline const Source* piece_of(const DevicePart& part, int k) {
   return static_cast<const Source*>(part.first) + row * part.stride;
 }
 
-/// All pieces can be read, and the sum be written, by packs.
+/// Returns true if all pieces can be read, and the sum can be written, by packs.
 template <typename Source, typename Out>
 FSDP_HOST_DEVICE inline bool has_packs(const DevicePart& part) {
   return is_aligned<Source>(part.first) && part.stride % kPack == 0 && is_aligned<Source>(part.apart_piece) && is_aligned<Out>(part.out);
 }
 
-/// `kCount` neighbouring elements: a pack, or one.
+/// Sums `kCount` neighbouring elements: a pack, or a single one.
 template <typename Source, typename Out, int kCount>
 FSDP_HOST_DEVICE inline void sum_elements(const DeviceSum& sum, const DevicePart& part, std::int64_t at) {
   using Acc = Accumulator<Source>;
@@ -77,7 +77,7 @@ FSDP_HOST_DEVICE inline void sum_elements(const DeviceSum& sum, const DevicePart
   *place = result;
 }
 
-/// What thread number `thread` of `threads` does for one part.
+/// Does what thread number `thread` of `threads` has to do for one part.
 template <typename Source, typename Out>
 FSDP_HOST_DEVICE inline void sum_part(const DeviceSum& sum, int number, std::int64_t thread, std::int64_t threads) {
   const DevicePart& part = sum.parts[number];

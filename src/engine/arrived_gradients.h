@@ -10,17 +10,18 @@
 
 namespace fsdp::engine {
 
-/// Small gradients on a GPU, between autograd and the buffer in which their unit's gradients are collected. What is the whole of a
-/// sub-buffer as it is, and nobody else's, need not be copied there: it is lent to the reduction. The others are copied by one kernel.
+/// Keeps small gradients on a GPU on their way from autograd to the buffer in which their unit's gradients are collected. A gradient that
+/// is the whole of a sub-buffer as it is, and that nobody else has, need not be copied there: it is lent to the reduction. One kernel
+/// copies the others.
 class ArrivedGradients {
  public:
-  /// For `view`, the parameter's place in the buffer.
+  /// Takes a gradient whose place in the buffer is `view`.
   void add(std::size_t parameter, const at::Tensor& view, const at::Tensor& gradient) { waiting_.push_back({parameter, view, gradient}); }
-  /// All into the buffer.
+  /// Copies all that wait into the buffer.
   void copy();
-  /// Lends what may and can be lent in place of a part of the buffer, and copies the others. True if the buffer then holds nothing.
+  /// Lends what may and can be lent in place of a part of the buffer, and copies the others. Returns true if the buffer then holds nothing.
   bool settle(const layout::UnitLayout& layout, const Buffer& buffer, bool may_lend);
-  /// What is lent for sub-buffer k; undefined if nothing is.
+  /// Returns what is lent for sub-buffer k. It is undefined if nothing is lent.
   at::Tensor lent(std::size_t k) const { return k < lent_.size() ? lent_[k] : at::Tensor(); }
   void clear();
 
@@ -31,7 +32,7 @@ class ArrivedGradients {
     at::Tensor gradient;
   };
   std::vector<Waiting> waiting_;
-  std::vector<at::Tensor> lent_;  ///< Flat, by sub-buffer.
+  std::vector<at::Tensor> lent_;  ///< Flat gradients by sub-buffer.
 };
 
 }  // namespace fsdp::engine
