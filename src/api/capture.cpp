@@ -45,7 +45,7 @@ void abandon(DeviceGraph& graph, engine::Engine& engine) {
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
   }
   engine.reset();
-  engine.zero_grad();
+  engine.main().zero_grad();
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
   auto state = std::make_unique<CapturedStep::State>();
   state->engine = handle(module).engine();
   engine::Engine& engine = *state->engine;
-  const c10::Device device = engine.device();
+  const c10::Device device = engine.options().device();
   state->graph = make_device_graph(device.type());
   if (!state->graph) {
     throw Error("capture: this build knows no graphs of '" + c10::DeviceTypeName(device.type(), /*lower_case=*/true) +
@@ -67,7 +67,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
   }
   check(engine, options);
   state->step = std::move(step);
-  const comm::Ranks ranks(engine.mesh());
+  const comm::Ranks ranks(engine.options().mesh);
   ranks.compare("warm_up " + std::to_string(options.warm_up), {.operation = "capture", .unit = "(all)"});
   const c10::impl::VirtualGuardImpl implementation(device.type());
   const c10::DeviceGuard on_device(device);
@@ -77,7 +77,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
   {
     const c10::StreamGuard on_stream(stream);
     for (int i = 0; i < options.warm_up; ++i) state->step();
-    engine.finish_gradient_sync();
+    engine.main().finish_gradient_sync();
     // Beyond this, the headers of all that ranks have done have been compared, and all ranks capture.
     ranks.compare("the same", {.operation = "capture after its warm-up", .unit = "(all)"});
     implementation.synchronizeDevice(device.index());  // A graph waits for nothing that it has not recorded.
@@ -85,7 +85,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
     try {
       const ReplayList list(state->beside);
       state->step();
-      engine.finish_gradient_sync();
+      engine.main().finish_gradient_sync();
     } catch (...) {
       abandon(*state->graph, engine);
       throw;
@@ -98,10 +98,10 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
 
 void CapturedStep::replay() {
   for (const auto& actions : state_->beside) actions.before();
-  state_->engine->flush_writes();
+  state_->engine->main().flush_writes();
   state_->graph->replay();
   for (const auto& actions : state_->beside) actions.after();
-  state_->engine->main_parameters_changed();
+  state_->engine->main().changed();
 }
 
 }  // namespace fsdp

@@ -52,7 +52,7 @@ std::vector<comm::Communicator*> communicators_of(const engine::Engine& engine) 
 template <typename Change>
 void set_options(const engine::Engine& engine, std::size_t unit, bool recurse, const Change& change) {
   for (const auto& other : engine.units()) {
-    if (other->index == unit || (recurse && engine::encloses(*engine.units()[unit], *other))) change(other->options);
+    if (other->place.index == unit || (recurse && engine::encloses(*engine.units()[unit], *other))) change(other->options);
   }
 }
 
@@ -69,22 +69,22 @@ std::vector<std::size_t> indices_of(const engine::Engine& engine, const std::vec
 
 void FSDPModule::unshard() {
   auto& unit = *engine_->units()[unit_];
-  engine_->unshard(unit);
-  static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl())->watch_address();
+  engine_->unshard(unit, /*wait=*/true);
+  static_cast<paging::PagedStorage*>(unit.whole.buffer.storage.unsafeGetStorageImpl())->watch_address();
 }
 void FSDPModule::reshard() { engine_->reshard(*engine_->units()[unit_]); }
 void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
-  engine_->set_buffer_memory(enable ? comm::BufferMemory::kGroup : comm::BufferMemory::kProcess);
+  engine_->set({.buffer_memory = enable ? comm::BufferMemory::kGroup : comm::BufferMemory::kProcess});
 }
-void FSDPModule::set_prefetch_depth(int depth) { engine_->set_prefetch_depth(depth); }
-void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set_is_last_backward(is_last_backward); }
-void FSDPModule::finish_gradient_sync() { engine_->finish_gradient_sync(); }
+void FSDPModule::set_prefetch_depth(int depth) { engine_->set({.prefetch_depth = depth}); }
+void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set({.is_last_backward = is_last_backward}); }
+void FSDPModule::finish_gradient_sync() { engine_->main().finish_gradient_sync(); }
 void FSDPModule::reset() { engine_->reset(); }
-void FSDPModule::zero_grad() { engine_->zero_grad(); }
-void FSDPModule::main_parameters_changed() { engine_->main_shards_changed(); }
+void FSDPModule::zero_grad() { engine_->main().zero_grad(); }
+void FSDPModule::main_parameters_changed() { engine_->main().shards_changed(); }
 
 UnshardHandle FSDPModule::unshard_async() {
-  engine_->start_unshard(*engine_->units()[unit_]);
+  engine_->unshard(*engine_->units()[unit_], /*wait=*/false);
   return UnshardHandle([module = *this]() mutable { module.unshard(); });
 }
 
@@ -114,33 +114,33 @@ void FSDPModule::set_reshard_after_backward(bool reshard_after_backward, bool re
 }
 
 void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
-  engine_->units()[unit_]->prefetch[static_cast<std::size_t>(engine::Phase::kForward)] = indices_of(*engine_, modules);
+  engine_->units()[unit_]->place.prefetch[static_cast<std::size_t>(engine::Phase::kForward)] = indices_of(*engine_, modules);
 }
 
 void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
-  engine_->units()[unit_]->prefetch[static_cast<std::size_t>(engine::Phase::kBackward)] = indices_of(*engine_, modules);
+  engine_->units()[unit_]->place.prefetch[static_cast<std::size_t>(engine::Phase::kBackward)] = indices_of(*engine_, modules);
 }
 
 void FSDPModule::scale_gradients(double factor) {
   const torch::NoGradGuard no_grad;
-  engine_->check_parameters();
-  engine_->finish_gradient_sync();
+  engine_->main().check_parameters();
+  engine_->main().finish_gradient_sync();
   for (const auto& unit : engine_->units()) {
-    if (!unit->main_gradient_valid) continue;
-    for (auto& gradient : unit->main_gradient) gradient.mul_(factor);
+    if (!unit->main_gradient.valid) continue;
+    for (auto& gradient : unit->main_gradient.parts) gradient.mul_(factor);
   }
 }
 
 std::vector<Shard> FSDPModule::parameter_shards() const {
-  engine_->flush_writes();
-  engine_->expose_main();
+  engine_->main().flush_writes();
+  engine_->main().expose();
   Ordered<Shard> shards;
   for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
       const auto slice = unit->slice(i, unit->shard_pieces());
       shards.add(parameter.position, {.name = parameter.name,
-                                      .value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
+                                      .value = unit->main.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                                       .shape = parameter.shape,
                                       .offset = slice.parameter_offset,
                                       .global_shape = parameter.global_shape,
@@ -151,8 +151,8 @@ std::vector<Shard> FSDPModule::parameter_shards() const {
 }
 
 std::vector<Shard> FSDPModule::gradient_shards() const {
-  engine_->check_parameters();
-  engine_->finish_gradient_sync();
+  engine_->main().check_parameters();
+  engine_->main().finish_gradient_sync();
   Ordered<Shard> shards;
   for (const auto& unit : engine_->units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
@@ -165,9 +165,9 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
                   .global_shape = parameter.global_shape,
                   .global_offset = parameter.global_offset};
       if (parameter.has_gradient) {
-        const auto gradient = unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+        const auto gradient = unit->main_gradient.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
         // The tensor owns the memory, so a gradient that a user keeps can be read after zero_grad().
-        shard.value = tensor_over(gradient.data_ptr(), {slice.numel}, gradient.options(), [memory = unit->main_gradient_memory](void*) {});
+        shard.value = tensor_over(gradient.data_ptr(), {slice.numel}, gradient.options(), [memory = unit->main_gradient.memory](void*) {});
       }
       shards.add(parameter.position, std::move(shard));
     }
@@ -177,12 +177,12 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
 
 NamedTensors FSDPModule::full_parameters() const {
   const torch::NoGradGuard no_grad;
-  engine_->flush_writes();
+  engine_->main().flush_writes();
   Ordered<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& unit : engine_->units()) {
-    const auto main = engine_->gather_main(*unit, unit->main);
+    const auto main = engine_->main().gather_main(*unit, unit->main.parts);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      tensors.add(unit->parameters[i].position, {unit->parameters[i].name, unit->whole(main, i).clone()});
+      tensors.add(unit->parameters[i].position, {unit->parameters[i].name, unit->whole_parameter(main, i).clone()});
     }
   }
   return tensors.take();
@@ -190,15 +190,16 @@ NamedTensors FSDPModule::full_parameters() const {
 
 NamedTensors FSDPModule::full_gradients() const {
   const torch::NoGradGuard no_grad;
-  engine_->check_parameters();
-  engine_->finish_gradient_sync();
+  engine_->main().check_parameters();
+  engine_->main().finish_gradient_sync();
   Ordered<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& unit : engine_->units()) {
     std::vector<at::Tensor> gradients;
-    if (unit->main_gradient_valid) gradients = engine_->gather_main(*unit, unit->main_gradient);
+    if (unit->main_gradient.valid) gradients = engine_->main().gather_main(*unit, unit->main_gradient.parts);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
-      tensors.add(parameter.position, {parameter.name, parameter.has_gradient ? unit->whole(gradients, i).clone() : at::Tensor()});
+      tensors.add(parameter.position,
+                  {parameter.name, parameter.has_gradient ? unit->whole_parameter(gradients, i).clone() : at::Tensor()});
     }
   }
   return tensors.take();

@@ -66,14 +66,14 @@ SummonFullParams::SummonFullParams(torch::nn::Module& module, SummonOptions opti
   const c10::InferenceMode no_inference(false);  // the parameters are to be ordinary tensors
   try {
     for (auto& [engine, unit, whole] : summoned_) {
-      auto gathered = engine->summon(*unit);
+      auto gathered = engine->main().summon(*unit);
       if (options.rank0_only && !is_first_rank(*unit)) continue;
       whole = std::move(gathered);
       for (const auto& part : whole) {
         engine->accounting().add(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));
       }
       for_each_parameter(*unit, [&unit = *unit, &whole = whole](const at::Tensor& parameter, std::size_t i) {
-        paging::show(parameter, unit.whole(whole, i));
+        paging::show(parameter, unit.whole_parameter(whole, i));
       });
     }
   } catch (...) {
@@ -89,14 +89,14 @@ void SummonFullParams::dismiss() noexcept {
     try {
       if (!whole.empty()) {
         for_each_parameter(*unit, [&, &unit = *unit, &whole = whole](const at::Tensor& parameter, std::size_t i) {
-          if (writeback_) take_values(parameter, unit.whole(whole, i), unit.parameters[i].name);
+          if (writeback_) take_values(parameter, unit.whole_parameter(whole, i), unit.parameters[i].name);
           paging::hide(parameter, unit, i);
         });
       }
       for (const auto& part : whole) {
         engine->accounting().remove(memory::Kind::kGatheredParameters, static_cast<std::int64_t>(part.nbytes()));
       }
-      engine->dismiss(*unit, writeback_ ? std::span<const at::Tensor>(whole) : std::span<const at::Tensor>());
+      engine->main().dismiss(*unit, writeback_ ? std::span<const at::Tensor>(whole) : std::span<const at::Tensor>());
     } catch (const std::exception& error) {
       std::cerr << error.what() << std::endl;  // a destructor can't throw; the group that failed fails every later collective
     }

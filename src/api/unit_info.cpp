@@ -17,8 +17,8 @@ namespace {
 
 /// The dimension along which a communicator of the model's mesh runs; without a name if it is none.
 MeshDim dim_of(const engine::Engine& engine, const std::shared_ptr<comm::Communicator>& communicator) {
-  for (const auto& dim : engine.mesh().dims()) {
-    if (engine.mesh().communicator(dim.name) == communicator) return dim;
+  for (const auto& dim : engine.options().mesh.dims()) {
+    if (engine.options().mesh.communicator(dim.name) == communicator) return dim;
   }
   return {.name = "", .size = communicator->size()};
 }
@@ -39,7 +39,7 @@ UnitInfo info_of(const engine::Engine& engine, const engine::Unit& unit) {
   for (std::size_t k = 0; k < parts.size(); ++k) {
     const auto& format = unit.formats[k];
     info.whole_bytes += parts[k].shard_numel * unit.layout.world_size() * static_cast<std::int64_t>(c10::elementSize(format.compute));
-    info.shard_bytes += static_cast<std::int64_t>(unit.main[k].nbytes());
+    info.shard_bytes += static_cast<std::int64_t>(unit.main.parts[k].nbytes());
     const UnitDtypes dtypes{.param = format.compute,
                             .main_param = format.main,
                             .main_grad = format.main_gradient,

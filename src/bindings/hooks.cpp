@@ -126,7 +126,7 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, boo
   taken.of_parameters.resize(unit.parameters.size());
   std::vector<bool> has_gradient;
   for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
-  const auto gradients = model.engine().take_gradients(unit);
+  const auto gradients = model.engine().main().take_gradients(unit);
   if (gradients.empty()) return taken;
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < has_gradient.size(); ++i) {
@@ -230,9 +230,10 @@ void collect_gradients(HookedModel& model, ShownUnit& unit, std::size_t i, const
 }
 
 void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
-  auto& list = unit.hooked()->unit().prefetch[static_cast<std::size_t>(backward ? engine::Phase::kBackward : engine::Phase::kForward)];
+  auto& list =
+      unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Phase::kBackward : engine::Phase::kForward)];
   list.clear();
-  for (const auto& other : others) list.push_back(other->hooked()->unit().index);
+  for (const auto& other : others) list.push_back(other->hooked()->unit().place.index);
 }
 
 /// Returns a tensor without elements. The engine increments its version whenever main parameters have been written, so that the unit's
@@ -240,7 +241,7 @@ void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
 at::Tensor watch_writes(ShownUnit& shown, std::size_t i) {
   const c10::InferenceMode no_inference(false);  // Inference tensors have no version.
   auto& hooked = *shown.hooked();
-  auto watched = engine::view_of(hooked.unit().full.storage, at::kByte, 0, {0});
+  auto watched = engine::view_of(hooked.unit().whole.buffer.storage, at::kByte, 0, {0});
   hooked.set_leaf(i, watched);
   return watched;
 }
@@ -368,7 +369,8 @@ void bind_hooks(py::module_& module) {
       .def("agree", &agree, kNoGil)
       .def(
           "tell_update",
-          [](HookedModel& model, std::uint64_t by, std::string settings) { model.engine().tell_update(by, std::move(settings)); }, kNoGil)
+          [](HookedModel& model, std::uint64_t by, std::string settings) { model.engine().main().tell_update(by, std::move(settings)); },
+          kNoGil)
       .def("dissolve", &HookedModel::dissolve, kNoGil)
       .def("on_backward_end", &on_backward_end)
       .def("watch_version", &HookedModel::watch_version)
@@ -398,44 +400,48 @@ void bind_hooks(py::module_& module) {
              model.gradient(*unit.hooked(), i, gradient);
            })
       .def("deliver_gradients", &deliver_gradients)
-      .def("unshard", of(&engine::Engine::unshard), kNoGil)
-      .def("start_unshard", of(&engine::Engine::start_unshard), kNoGil)
+      .def(
+          "unshard", [](HookedModel& model, ShownUnit& unit) { model.engine().unshard(unit.hooked()->unit(), /*wait=*/true); }, kNoGil)
+      .def(
+          "start_unshard", [](HookedModel& model, ShownUnit& unit) { model.engine().unshard(unit.hooked()->unit(), /*wait=*/false); },
+          kNoGil)
       .def("reshard", of(&engine::Engine::reshard), kNoGil)
       .def("leave_now", of(&engine::Engine::leave_now), kNoGil)
       .def(
           "reset", [](HookedModel& model) { model.engine().reset(); }, kNoGil)
       .def(
-          "main_parameters_changed", [](HookedModel& model) { model.engine().main_parameters_changed(); }, kNoGil)
+          "main_parameters_changed", [](HookedModel& model) { model.engine().main().changed(); }, kNoGil)
       .def(
-          "set_is_last_backward", [](HookedModel& model, bool last) { model.engine().set_is_last_backward(last); }, kNoGil)
+          "set_is_last_backward", [](HookedModel& model, bool last) { model.engine().set({.is_last_backward = last}); }, kNoGil)
       .def(
-          "set_manual_finalization", [](HookedModel& model, bool manual) { model.engine().set_manual_finalization(manual); }, kNoGil)
+          "set_manual_finalization", [](HookedModel& model, bool manual) { model.engine().set({.manual_finalization = manual}); }, kNoGil)
       .def(
           "finalize_backward", [](HookedModel& model, bool wait) { model.engine().finalize_backward(wait); }, kNoGil)
       .def(
-          "finish_gradient_sync", [](HookedModel& model) { model.engine().finish_gradient_sync(); }, kNoGil)
+          "finish_gradient_sync", [](HookedModel& model) { model.engine().main().finish_gradient_sync(); }, kNoGil)
       .def(
           "set_keeps_storage",
           [](HookedModel& model, ShownUnit& unit, bool keeps) { model.engine().set_keeps_storage(unit.hooked()->unit(), keeps); }, kNoGil)
       .def("take_missed", &HookedModel::take_missed)
       .def("take_stale", &HookedModel::take_stale)
       .def(
-          "zero_grad", [](HookedModel& model) { model.engine().zero_grad(); }, kNoGil)
+          "zero_grad", [](HookedModel& model) { model.engine().main().zero_grad(); }, kNoGil)
       .def(
-          "set_overlaps_reductions", [](HookedModel& model, bool overlaps) { model.engine().set_overlaps_reductions(overlaps); }, kNoGil)
+          "set_overlaps_reductions", [](HookedModel& model, bool overlaps) { model.engine().set({.overlaps_reductions = overlaps}); },
+          kNoGil)
       .def(
-          "set_buffer_memory", [](HookedModel& model, comm::BufferMemory memory) { model.engine().set_buffer_memory(memory); }, kNoGil)
+          "set_buffer_memory", [](HookedModel& model, comm::BufferMemory memory) { model.engine().set({.buffer_memory = memory}); }, kNoGil)
       .def(
           "set_buffer_sources",
           [](HookedModel& model, py::function of_gathers, py::function of_the_rest) {
             auto gathers = torch_python::memory_source(std::move(of_gathers));
             auto rest = torch_python::memory_source(std::move(of_the_rest));
             const py::gil_scoped_release no_gil;
-            model.engine().set_buffer_sources(std::move(gathers), std::move(rest));
+            model.engine().set({.buffer_sources = engine::BufferSources{.of_gathers = std::move(gathers), .of_the_rest = std::move(rest)}});
           },
           py::arg("of_gathers"), py::arg("of_the_rest"), "Each makes a tensor of so many bytes.")
       .def(
-          "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set_prefetch_depth(depth); }, kNoGil)
+          "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set({.prefetch_depth = depth}); }, kNoGil)
       .def("memory_stats", &memory_stats)
       .def("wire_stats", &wire_stats);
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");

@@ -18,7 +18,7 @@ using Units = std::vector<Unit*>;
 /// Returns the text that ranks compare about units on the same ranks.
 std::string describe(const Units& units, std::span<const UnitText> texts) {
   std::string text;
-  for (const auto* unit : units) text += unit->describe() + "unit '" + unit->name + "': " + texts[unit->index].settings + "\n";
+  for (const auto* unit : units) text += unit->describe() + "unit '" + unit->name + "': " + texts[unit->place.index].settings + "\n";
   return text;
 }
 
@@ -69,15 +69,15 @@ std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const 
   std::string warning;
   std::vector<bool> done(units.size(), false);
   for (const auto& first : units) {
-    if (done[first->index]) continue;
+    if (done[first->place.index]) continue;
     const auto& row = first->communicators;
     Units together;
     std::vector<std::int64_t> values;
     for (const auto& unit : units) {
       if (unit->communicators.gather != row.gather || unit->communicators.outer != row.outer) continue;
-      done[unit->index] = true;
+      done[unit->place.index] = true;
       together.push_back(unit.get());
-      const auto& of_unit = texts[unit->index].first_values;
+      const auto& of_unit = texts[unit->place.index].first_values;
       values.insert(values.end(), of_unit.begin(), of_unit.end());
     }
     const comm::Ranks ranks({row.outer, row.gather});
@@ -85,7 +85,7 @@ std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const 
     const auto agreement = agree_on_model(ranks, text, values);
     if (!agreement.same_text) ranks.compare(text, {.operation = "fully_shard", .unit = first->name});
     if (!agreement.same_values && warning.empty()) warning = describe_values(together, ranks, values);
-    for (auto* unit : together) unit->model = agreement.model;
+    for (auto* unit : together) unit->place.model = agreement.model;
   }
   return warning;
 }

@@ -19,10 +19,10 @@ void BufferPools::set_memory(const std::vector<std::unique_ptr<Unit>>& units, co
   of_gathers_.set_source(gathers_apart_ ? source : comm::MemorySource());
 }
 
-void BufferPools::set_sources(comm::MemorySource of_gathers, comm::MemorySource of_the_rest) {
+void BufferPools::set_sources(BufferSources sources) {
   gathers_apart_ = true;
-  of_gathers_.set_source(std::move(of_gathers));
-  shared_.set_source(std::move(of_the_rest));
+  of_gathers_.set_source(std::move(sources.of_gathers));
+  shared_.set_source(std::move(sources.of_the_rest));
 }
 
 void BufferPools::free_idle() {

@@ -10,6 +10,12 @@
 
 namespace fsdp::engine {
 
+/// Where new blocks come from, if others make them: those of gathers, which all ranks make alike, and the others.
+struct BufferSources {
+  comm::MemorySource of_gathers;
+  comm::MemorySource of_the_rest;
+};
+
 /// The slots of an engine's buffers. They share one pool, except where gathers go into symmetric memory, or into memory of a source of
 /// their own: then these have a pool of their own. Ranks find each other's symmetric blocks, and NCCL registers windows, by using the same
 /// ones in the same order. All ranks gather alike, but when a rank needs memory for gradients depends on those that it gets.
@@ -26,8 +32,7 @@ class BufferPools {
   /// Collective.
   void set_memory(const std::vector<std::unique_ptr<Unit>>& units, comm::BufferMemory memory);
 
-  /// New blocks come from these sources, which others have made.
-  void set_sources(comm::MemorySource of_gathers, comm::MemorySource of_the_rest);
+  void set_sources(BufferSources sources);
 
   /// See SlotPool.
   void free_idle();

@@ -18,6 +18,7 @@ bool contains(std::span<Unit* const> units, const Unit& unit) { return std::find
 
 Engine::Engine(const EngineOptions& options)
     : options_(options),
+      prefetch_depth_(options.prefetch_depth),
       stream_(options.mesh.device()),
       pools_(options.mesh.device(), accounting_),
       gatherer_(options.mesh.device(), pools_, options.keep_gathered_bytes),
@@ -29,19 +30,31 @@ Engine::~Engine() {
   stream_.rejoin();
   reducer_.drop();
   for (const auto& unit : units_) {
-    unit->gather.reset();  // waits
-    unit->free_whole();
+    unit->whole.gather.reset();  // waits
+    unit->whole.free();
   }
 }
 
 Unit& Engine::add(std::unique_ptr<Unit> unit) {
   const auto lock = this->lock();
-  unit->index = units_.size();
-  unit->model = options_.model;
-  unit->of_model = &facts_;
+  unit->place.index = units_.size();
+  unit->place.model = options_.model;
+  unit->place.facts = &facts_;
   units_.push_back(std::move(unit));
   reducer_.add(*units_.back());
   return *units_.back();
+}
+
+std::vector<std::unique_ptr<Unit>> Engine::release() {
+  const auto lock = this->lock();
+  reset_locked();
+  main_parameters_.retire();
+  reducer_.forget_units();
+  for (const auto& unit : units_) {
+    if (!unit->replicated_parameters()) unit->whole.free();  // Slots that units have kept are this engine's.
+    unit->place.called.clear();
+  }
+  return std::move(units_);
 }
 
 std::unique_lock<std::mutex> Engine::lock() {
@@ -101,11 +114,11 @@ void Engine::refresh(Unit& unit, bool kept_is_outdated) {
 
 /// Frees the unit's whole parameters, if they are present, unless they serve the next forward, too.
 void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
-  if (unit.use == UseState::kPinned) return;
-  const auto last = unit.last_backward;
+  if (unit.whole.use == UseState::kPinned) return;
+  const auto last = unit.whole.last_backward;
   if (last == LastBackward::kGaveGradients) gatherer_.renew_extension(unit);
-  if (last == LastBackward::kAccumulated) unit.last_backward = LastBackward::kNone;
-  const bool by_option = unit.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
+  if (last == LastBackward::kAccumulated) unit.whole.last_backward = LastBackward::kNone;
+  const bool by_option = unit.whole.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
   // If placements keep whole parameters or inner shards, the user has not asked to keep old values.
   const bool by_placements = unit.replicated_parameters() || unit.options.outer_sharded_optimizer;
   if (kept_is_outdated || (by_placements && !by_option && last != LastBackward::kAccumulated)) {
@@ -113,7 +126,7 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
     gatherer_.outdate_silently(unit);
   } else if (!by_option) {
     evict(unit);
-  } else if (unit.use != UseState::kKept) {
+  } else if (unit.whole.use != UseState::kKept) {
     set_use(unit, UseState::kUnused);
   }
 }
@@ -121,7 +134,7 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
 void Engine::begin_call(Unit& unit) {
   const auto lock = this->lock();
   for (Unit* caller : calls_) {
-    if (!related(*caller, unit)) caller->called.push_back(&unit);
+    if (!related(*caller, unit)) caller->place.called.push_back(&unit);
   }
   calls_.push_back(&unit);
 }
@@ -137,7 +150,7 @@ void Engine::enter(std::span<Unit* const> units, Phase phase) {
   const auto lock = this->lock();
   guarded([&] {
     for (Unit* unit : units) {
-      if (!unit->in_use(phase)) move_to(*unit, units, phase);
+      if (!unit->whole.in_use(phase)) move_to(*unit, units, phase);
     }
   });
 }
@@ -155,10 +168,10 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
     main_parameters_.validate();
   }
   history_[moves_++ % history_.size()] = &unit;
-  schedule_.move_to(unit.index);
+  schedule_.move_to(unit.place.index);
   if (!within) depart_to(unit, together);
   gatherer_.start(unit);
-  if (unit.prefetch[static_cast<std::size_t>(schedule_.phase())].empty()) {
+  if (unit.place.prefetch[static_cast<std::size_t>(schedule_.phase())].empty()) {
     read_ahead();
   } else {
     prefetch_listed(unit);
@@ -189,24 +202,24 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
     }
     occupied_.erase(occupied_.begin() + static_cast<std::ptrdiff_t>(i));
     // Pinned since: it stays.
-    if (unit.use == UseState::kInUse || unit.use == UseState::kRepeated || unit.use == UseState::kUnused) leave(unit);
+    if (unit.whole.use == UseState::kInUse || unit.whole.use == UseState::kRepeated || unit.whole.use == UseState::kUnused) leave(unit);
   }
 }
 
 void Engine::leave_now(Unit& unit) {
   const auto lock = this->lock();
-  if (std::erase(occupied_, &unit) == 0 || unit.use == UseState::kPinned) return;
+  if (std::erase(occupied_, &unit) == 0 || unit.whole.use == UseState::kPinned) return;
   guarded([&] { leave(unit); });
-  if (current_ == &unit) current_ = unit.parent;
+  if (current_ == &unit) current_ = unit.place.parent;
 }
 
 /// Departs from one unit. A unit that an option keeps after forward stays until backward has been in it.
 void Engine::leave(Unit& unit) {
-  const bool by_backward = backward_ == BackwardState::kRunning && unit.use == UseState::kInUse;
+  const bool by_backward = backward_ == BackwardState::kRunning && unit.whole.use == UseState::kInUse;
   if (by_backward) {
     set_use(unit, UseState::kLeft);
     if (unit.options.reshard_after_backward) gatherer_.evict(unit);
-  } else if (unit.use == UseState::kRepeated) {
+  } else if (unit.whole.use == UseState::kRepeated) {
     set_use(unit, UseState::kLeft);
     if (unit.options.reshard_after_forward) gatherer_.evict(unit);
   } else {
@@ -217,9 +230,9 @@ void Engine::leave(Unit& unit) {
 
 // [Read ahead] Units that were gathered on a prediction that no longer holds give their slots back first, so that memory stays bounded.
 void Engine::read_ahead() {
-  const auto expected = schedule_.next(options_.prefetch_depth);
+  const auto expected = schedule_.next(prefetch_depth_);
   std::erase_if(ahead_, [&](Unit* unit) {
-    if (std::find(expected.begin(), expected.end(), unit->index) != expected.end()) return false;
+    if (std::find(expected.begin(), expected.end(), unit->place.index) != expected.end()) return false;
     gatherer_.evict(*unit);
     return true;
   });
@@ -234,17 +247,17 @@ void Engine::read_ahead() {
 
 /// Starts what the user listed for the unit, in place of a prediction.
 void Engine::prefetch_listed(Unit& unit) {
-  for (const auto index : unit.prefetch[static_cast<std::size_t>(schedule_.phase())]) {
+  for (const auto index : unit.place.prefetch[static_cast<std::size_t>(schedule_.phase())]) {
     Unit& listed = *units_[index];
     if (listed.state() == ParameterState::kPresent) continue;
     gatherer_.start(listed);
     std::erase(ahead_, &listed);
-    if (listed.use != UseState::kPinned) set_use(listed, UseState::kListed);
+    if (listed.whole.use != UseState::kPinned) set_use(listed, UseState::kListed);
   }
 }
 
 void Engine::set_use(Unit& unit, UseState state) {
-  const auto now = unit.use.load();
+  const auto now = unit.whole.use.load();
   bool legal = true;
   switch (state) {
     case UseState::kUnused:
@@ -267,7 +280,7 @@ void Engine::set_use(Unit& unit, UseState state) {
                 std::to_string(static_cast<int>(state)));
   }
   if (now == UseState::kKept) gatherer_.unkeep(unit);
-  unit.use = state;
+  unit.whole.use = state;
 }
 
 /// Frees the unit, whatever it was kept for. The computation is not in it any more.
@@ -279,18 +292,29 @@ void Engine::evict(Unit& unit) {
   gatherer_.evict(unit);
 }
 
+/// The main parameters were written.
+void Engine::outdate_all() {
+  main_parameters_.changed();
+  for (const auto& unit : units_) {
+    set_use(*unit, UseState::kUnused);
+    gatherer_.outdate_copies(*unit);
+  }
+  forget_moves();
+  if (backward_ == BackwardState::kNone) {
+    schedule_.begin(Phase::kForward);
+    pools_.end_step();  // Where units stay gathered after backward, this is where a step ends.
+  }
+  const at::NoGradGuard no_grad;
+  guarded([&] {
+    for (const auto& unit : units_) gatherer_.start_shards(*unit);
+  });
+}
+
 /// Says that the computation is in no unit. The next unit that is entered begins a pass.
 void Engine::forget_moves() {
   occupied_.clear();
   ahead_.clear();
   current_ = nullptr;
-}
-
-void Engine::wrote(Unit& unit) {
-  const auto lock = this->lock();
-  main_parameters_.wait_for_reader();  // The write-back may follow at any time.
-  main_parameters_.changed();
-  unit.written = true;
 }
 
 bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
@@ -306,8 +330,8 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   // Units that forward was still in stay gathered, but backward has to enter them.
   bool has_lists = false;
   for (const auto& unit : units_) {
-    if (unit->use == UseState::kInUse || unit->use == UseState::kLeft) set_use(*unit, UseState::kUnused);
-    has_lists = has_lists || !unit->prefetch[static_cast<std::size_t>(Phase::kBackward)].empty();
+    if (unit->whole.use == UseState::kInUse || unit->whole.use == UseState::kLeft) set_use(*unit, UseState::kUnused);
+    has_lists = has_lists || !unit->place.prefetch[static_cast<std::size_t>(Phase::kBackward)].empty();
   }
   schedule_.begin(Phase::kBackward);
   guarded([&] {
@@ -350,11 +374,11 @@ void Engine::end_backward() {
 void Engine::reshard_after_backward() {
   for (Unit* unit : ahead_) gatherer_.evict(*unit);
   for (const auto& unit : units_) {
-    if (unit->use == UseState::kPinned) continue;
-    if (unit->options.reshard_after_backward || unit->use == UseState::kListed) {
+    if (unit->whole.use == UseState::kPinned) continue;
+    if (unit->options.reshard_after_backward || unit->whole.use == UseState::kListed) {
       set_use(*unit, UseState::kUnused);
       gatherer_.evict(*unit);
-    } else if (unit->use != UseState::kKept) {
+    } else if (unit->whole.use != UseState::kKept) {
       set_use(*unit, UseState::kUnused);
     }
   }
@@ -366,7 +390,7 @@ void Engine::note_backward(bool last) {
   for (const auto& unit : units_) {
     const auto& options = unit->options;
     const bool gave = last && options.requires_gradient_sync && options.updated_after_backward;
-    unit->last_backward = gave ? LastBackward::kGaveGradients : LastBackward::kAccumulated;
+    unit->whole.last_backward = gave ? LastBackward::kGaveGradients : LastBackward::kAccumulated;
   }
 }
 
@@ -393,8 +417,8 @@ void Engine::set_keeps_storage(Unit& unit, bool keeps) {
   const auto lock = this->lock();
   unit.options.keeps_storage = keeps;
   if (keeps || unit.replicated_parameters() || unit.state() != ParameterState::kSharded) return;
-  unit.free_whole();
-  if (unit.extension) unit.extension->free();
+  unit.whole.free();
+  if (unit.whole.extension) unit.whole.extension->free();
 }
 
 bool Engine::in_backward() {
@@ -407,20 +431,15 @@ void Engine::recover() {
   if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
 }
 
-void Engine::unshard(Unit& unit) {
+void Engine::unshard(Unit& unit, bool wait) {
   const auto lock = this->lock();
   guarded([&] {
+    gatherer_.start(unit);
+    if (!wait) return;
     gatherer_.finish(unit);
     if (!is_confirmed_later()) confirm();
   });
   set_use(unit, UseState::kPinned);  // [Pins last until use]
-  std::erase(ahead_, &unit);
-}
-
-void Engine::start_unshard(Unit& unit) {
-  const auto lock = this->lock();
-  guarded([&] { gatherer_.start(unit); });
-  set_use(unit, UseState::kPinned);
   std::erase(ahead_, &unit);
 }
 
@@ -456,35 +475,17 @@ void Engine::reset_locked() {
   schedule_.begin(Phase::kForward);
 }
 
-void Engine::zero_grad() {
-  const auto lock = this->lock();
-  if (backward_ == BackwardState::kRunning) {
-    if (!backward_alive_.expired()) {
-      throw Error(
-          "zero_grad() inside of a backward, whose gradients are on their way into the memory that it would free; call it before backward "
-          "begins or after it has ended");
-    }
-    adds_to_gradients_ = false;  // They are to be dropped anyway.
-    reset_locked();
+void Engine::set(const StepSettings& settings) {
+  if (settings.prefetch_depth && *settings.prefetch_depth < 0) {
+    throw Error("prefetch_depth " + std::to_string(*settings.prefetch_depth) + "; give 0 (no read-ahead) or more");
   }
-  guarded([&] { reducer_.drain(); });
-  reducer_.drop();
-  reducer_.zero_grad();
-}
-
-void Engine::finish_gradient_sync() {
   const auto lock = this->lock();
-  const at::NoGradGuard no_grad;
-  guarded([&] {
-    reducer_.drain();
-    confirm();
-  });
-}
-
-void Engine::set_prefetch_depth(int depth) {
-  if (depth < 0) throw Error("prefetch_depth " + std::to_string(depth) + "; give 0 (no read-ahead) or more");
-  const auto lock = this->lock();
-  options_.prefetch_depth = depth;
+  prefetch_depth_ = settings.prefetch_depth.value_or(prefetch_depth_);
+  facts_.is_last_backward = settings.is_last_backward.value_or(facts_.is_last_backward);
+  facts_.manual_finalization = settings.manual_finalization.value_or(facts_.manual_finalization);
+  if (settings.overlaps_reductions) reducer_.set_overlaps(*settings.overlaps_reductions);
+  if (settings.buffer_memory) pools_.set_memory(units_, *settings.buffer_memory);
+  if (settings.buffer_sources) pools_.set_sources(*settings.buffer_sources);
 }
 
 }  // namespace fsdp::engine

@@ -4,17 +4,15 @@
 
 #include <array>
 #include <cstdint>
-#include <future>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <span>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/buffer_pools.h"
 #include "engine/gatherer.h"
+#include "engine/main_access.h"
 #include "engine/main_parameters.h"
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
@@ -41,9 +39,28 @@ struct EngineOptions {
   DeviceMesh mesh;             ///< All ranks that share the model.
   DeviceMesh tensor_parallel;  ///< The ranks that hold other pieces of its parameters, in one dimension; undefined if there are none.
   std::uint64_t model = 0;     ///< The model's number, which is the same on all ranks, and belongs to no other model on any of them.
-  int prefetch_depth = 1;
+  int prefetch_depth = 1;      ///< In the beginning.
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
+
+  c10::Device device() const { return mesh.device(); }
+  /// Ranks outside of the mesh (tensor-parallel ones) may hold the same values of a parameter as this rank. True on exactly one of all
+  /// ranks that hold the same values, so that sums count them once.
+  bool speaks_for(const UnitParameter& parameter) const {
+    return parameter.tensor_parallel || !tensor_parallel.defined() || tensor_parallel.coordinate(tensor_parallel.dims().front().name) == 0;
+  }
+};
+
+/// What users may change from step to step. What has no value stays as it is.
+struct StepSettings {
+  std::optional<int> prefetch_depth = {};
+  std::optional<bool> is_last_backward = {};     ///< With false, the end of a backward leaves reductions under way.
+  std::optional<bool> manual_finalization = {};  ///< With true, the ends of backwards reduce nothing: finalize_backward does, once for all.
+  std::optional<bool> overlaps_reductions = {};  ///< With false, each reduction ends before backward continues.
+  /// The kind of memory from which the engine's buffers come, if the process groups have it. Buffers that are in use move when they are
+  /// needed the next time. Collective.
+  std::optional<comm::BufferMemory> buffer_memory = {};
+  std::optional<BufferSources> buffer_sources = {};
 };
 
 /// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients
@@ -63,12 +80,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Takes a unit in. Enclosing units are added before enclosed ones.
   Unit& add(std::unique_ptr<Unit> unit);
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  /// Gives the units back, sharded and without unreduced gradients, for another engine to take; this one is of no more use.
+  std::vector<std::unique_ptr<Unit>> release();
 
   // What triggers tell.
 
   /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated` says whether this also outdates copies that the
   /// user keeps by an option. It does not outdate units that unshard() has pinned.
   void begin_forward(bool kept_is_outdated);
+  /// A forward of the whole model has ended, for triggers that know: what it gives to the user is of ranks that have done the same
+  /// [Compared before it is used].
+  void end_forward();
+  /// Call it between forwards. Frees what an earlier forward has kept of the unit, as begin_forward does for all units.
+  void refresh(Unit& unit, bool kept_is_outdated);
   /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. Calls may nest. Paging does not
   /// call it. Hooks call it before enter().
   void begin_call(Unit& unit);
@@ -79,8 +103,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void enter(std::span<Unit* const> units, Phase phase);
   /// The unit's use has ended: departs from it now, and not only when another unit is entered.
   void leave_now(Unit& unit);
-  /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
-  void wrote(Unit& unit);
   /// Takes a gradient of this rank for one parameter, of any strides. Reading it must not touch a unit, because the engine's lock is held
   /// meanwhile.
   void gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
@@ -90,6 +112,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool begin_backward(std::weak_ptr<void> alive, BackwardOf of);
   /// With manual finalization, reductions that have begun stay under way, and what is collected stays collected: see finalize_backward.
   void end_backward();
+  /// Call it between backwards. Reduces all gradients that any rank has collected in units that require synchronization now, and continues
+  /// reductions that backwards have left under way. With `wait`, all of them have ended when this returns; otherwise
+  /// MainAccess::finish_gradient_sync waits for them. Collective. Throws Error inside of a backward.
+  void finalize_backward(bool wait);
   /// True between begin_backward and end_backward, unless an exception has ended the backward.
   bool in_backward();
   /// Operators of the current stream may use what is in use without telling the engine. Takes no lock.
@@ -97,138 +123,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Resets if a backward died of an exception.
   void recover();
 
-  // What users tell, through FSDPModule and the optimizers.
+  // What users tell.
 
-  void unshard(Unit& unit);
-  /// Call it between forwards. Frees what an earlier forward has kept of the unit, as begin_forward does for all units.
-  void refresh(Unit& unit, bool kept_is_outdated);
-  /// Starts the gather for which unshard waits.
-  void start_unshard(Unit& unit);
+  /// Gathers the unit, which then stays [Pins last until use]. Without `wait`, the gather has only begun: a second call waits for it.
+  void unshard(Unit& unit, bool wait);
   void reshard(Unit& unit);
-  void reset();
-  void zero_grad();
-  /// Throws Error if a parameter was given other memory than the engine's, so that updates would not reach it.
-  void check_parameters();
-  /// Writes back what operators have written to present parameters, and waits for gathers that still read the main parameters. Throws Error
-  /// if the engine has been retired, or the main parameters are torn.
-  void flush_writes();
-  /// The same as flush_writes, but allows torn main parameters, because all of them will be replaced.
-  void prepare_load();
-  /// Call after flush_writes: another thread reads the main parameters and the optimizer's state until `read` is ready. What writes them
-  /// waits for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes.
-  void set_reader(std::future<void> read);
-  /// From now on users have views of the main parameters, and may write through them at any time.
-  void expose_main() {
-    const auto lock = this->lock();
-    main_parameters_.expose();
-  }
-  bool main_is_exposed() {
-    const auto lock = this->lock();
-    return main_parameters_.exposed();
-  }
-  /// Marks the main parameters as torn: a load is about to replace the values of these names, so they are partly one model's and partly
-  /// another's. The next forward, summon and flush_writes then throw Error. An empty set says that a load has replaced all torn values.
-  void set_torn(std::set<std::string> names);
-  /// The names whose values failed loads may have replaced.
-  std::set<std::string> torn() {
-    const auto lock = this->lock();
-    return main_parameters_.torn();
-  }
-  /// True if nothing is lost where the main parameters are overwritten: nobody has written them since the model was sharded, or they are
-  /// torn.
-  bool main_may_be_lost() {
-    const auto lock = this->lock();
-    return main_parameters_.may_be_lost();
-  }
-  /// Gathers `main`, which holds this rank's pieces of a unit's main parameters or main gradients. Returns the whole sub-buffers as new
-  /// tensors. Collective.
-  std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
-  /// Does the same as gather_main for the main parameters. The user keeps the result until dismiss; meanwhile backwards and flush_writes
-  /// throw Error.
-  std::vector<at::Tensor> summon(Unit& unit);
-  /// Takes back what summon gave. Unless `whole` is empty, this rank's pieces of it become its main parameters, which have then changed.
-  void dismiss(Unit& unit, std::span<const at::Tensor> whole);
-  /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
-  /// older graph raises torch's in-place error.
-  void main_parameters_changed();
-  /// The same, after users have written this rank's shards of the main parameters. If main parameters are replicated, ranks get each
-  /// other's shards, and the call is collective.
-  void main_shards_changed();
-  /// Gives the units back, sharded and without unreduced gradients, for another engine to take; this one is of no more use.
-  std::vector<std::unique_ptr<Unit>> release();
-  /// Says that the model has been un-sharded. Calls that need its parameters throw Error from now on.
-  void retire() {
-    const auto lock = this->lock();
-    main_parameters_.retire();
-  }
-  void set_prefetch_depth(int depth);
-  /// Takes the engine's buffers from this kind of memory, if the process groups have it. Buffers that are in use move when they are needed
-  /// the next time. Collective.
-  void set_buffer_memory(comm::BufferMemory memory) {
-    const auto lock = this->lock();
-    pools_.set_memory(units_, memory);
-  }
-  /// They come from these sources: those of gathers, which all ranks make alike, and the others.
-  void set_buffer_sources(comm::MemorySource of_gathers, comm::MemorySource of_the_rest) {
-    const auto lock = this->lock();
-    pools_.set_sources(std::move(of_gathers), std::move(of_the_rest));
-  }
-  /// With true, the ends of backwards reduce nothing; finalize_backward does, once for all of them.
-  void set_manual_finalization(bool manual) {
-    const auto lock = this->lock();
-    facts_.manual_finalization = manual;
-  }
-  /// Call it between backwards. Reduces all gradients that any rank has collected in units that require synchronization now, and continues
-  /// reductions that backwards have left under way. With `wait`, all of them have ended when this returns; otherwise finish_gradient_sync
-  /// waits for them. Collective. Throws Error inside of a backward.
-  void finalize_backward(bool wait);
   /// Sets whether the unit's whole parameters keep their memory, and therefore their addresses, while they are resharded.
   void set_keeps_storage(Unit& unit, bool keeps);
-  /// With false, the end of a backward leaves reductions under way.
-  void set_is_last_backward(bool last) {
-    const auto lock = this->lock();
-    facts_.is_last_backward = last;
-  }
-  /// With false, each reduction ends before backward continues.
-  void set_overlaps_reductions(bool overlaps) {
-    const auto lock = this->lock();
-    reducer_.set_overlaps(overlaps);
-  }
-  /// Gives the unit's main gradients away, one 1-D tensor per trainable sub-buffer, all over one storage that owns its memory: afterwards
-  /// the unit has none, as after zero_grad(). Empty if nothing was reduced. Hooks use it, because their users own the gradients. Call it
-  /// between backwards, when no reduction is under way.
-  std::vector<at::Tensor> take_gradients(Unit& unit);
-  /// Waits for the reductions that a backward left under way.
-  void finish_gradient_sync();
-  /// A forward of the whole model has ended, for triggers that know: what it gives to the user is of ranks that have done the same
-  /// [Compared before it is used].
-  void end_forward();
-  /// An optimizer updates with these settings from now on ("lr 0.1, eps 1e-08"): they travel with the collectives that follow, for ranks to
-  /// compare. `by`: its number in this process; optimizers have been made in the same order on all ranks.
-  void tell_update(std::uint64_t by, std::string settings) {
-    const auto lock = this->lock();
-    facts_.tell_update(by, std::move(settings));
-  }
-
-  /// Before memory is freed that the model's work has used on other streams than that of its allocation.
-  void rejoin_streams() {
-    const auto lock = this->lock();
-    stream_.rejoin();
-  }
+  void reset();
+  void set(const StepSettings& settings);
+  /// What this rank owns of the model, for those who read and write it between steps.
+  MainAccess main() { return MainAccess(*this); }
 
   memory::Accounting& accounting() { return accounting_; }
-  std::uint64_t model() const { return options_.model; }
-  c10::Device device() const { return options_.mesh.device(); }
-  const DeviceMesh& mesh() const { return options_.mesh; }
-  const DeviceMesh& tensor_parallel() const { return options_.tensor_parallel; }
-  /// Ranks outside of mesh() (tensor-parallel ones) may hold the same values of a parameter as this rank. True on exactly one of all ranks
-  /// that hold the same values, so that sums count them once.
-  bool speaks_for(const UnitParameter& parameter) const {
-    const auto& pieces = options_.tensor_parallel;
-    return parameter.tensor_parallel || !pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0;
-  }
+  const EngineOptions& options() const { return options_; }
 
  private:
+  friend class MainAccess;  // Its methods are the engine's, between steps.
+
   void move_to(Unit& unit, std::span<Unit* const> together, Phase phase);
   void occupy(Unit& unit, Phase phase);
   void depart_to(Unit& destination, std::span<Unit* const> together);
@@ -243,6 +155,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void confirm() const;
   bool is_confirmed_later() const;
   void forget_moves();
+  void outdate_all();
   void reset_locked();
   /// Locks the mutex. Every public method that changes something begins with it.
   std::unique_lock<std::mutex> lock();
@@ -252,7 +165,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Serializes forward, backward (which autograd may run on another thread) and the optimizer.
   std::mutex mutex_;
-  EngineOptions options_;
+  const EngineOptions options_;
+  int prefetch_depth_;
   OneStream stream_;
   ModelFacts facts_;
   memory::Accounting accounting_;

@@ -14,7 +14,7 @@
 namespace fsdp::engine {
 
 /// The life of parameters: a unit's shards are all-gathered into a slot, stay there while the unit is used, and are written back, if an
-/// operator wrote to them, before the slot is freed. Called under the engine's lock, by Engine and MainParameters.
+/// operator wrote to them, before the slot is freed. Called under the engine's lock, by Engine, MainAccess and MainParameters.
 ///
 /// A gather takes up to two hops: over the outer ranks, where the optimizer is sharded over them as well, and over the inner ranks.
 class Gatherer {
@@ -30,7 +30,7 @@ class Gatherer {
   /// Otherwise it is freed, except for the part that neighbours keep.
   bool leave_forward(Unit& unit);
   /// Takes a kept unit's bytes from the budget again.
-  void unkeep(const Unit& unit) { kept_bytes_ -= unit.full.bytes; }
+  void unkeep(const Unit& unit) { kept_bytes_ -= unit.whole.buffer.bytes; }
   /// Writes back what operators wrote, and frees the unit, including the part that neighbours keep. Waits for a gather under way first.
   void evict(Unit& unit);
   /// Ends a gather under way after a failure. The data that arrived are not used.
@@ -53,7 +53,7 @@ class Gatherer {
   void stop_sending(Unit& unit);
   /// Gathers replicated main parameters of which every rank has written its own shard.
   void exchange_main(Unit& unit);
-  /// See Engine::gather_main.
+  /// See MainAccess::gather_main.
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
 
  private:

@@ -12,7 +12,7 @@ namespace {
 
 void lay_out_gradients(GradientBuffer& buffer, const Unit& unit, const std::function<Part(std::size_t)>& part_of) {
   const auto& layout = unit.layout;
-  lay_out(buffer, memory::empty_storage(unit.full.storage.device()), layout.trainable_sub_buffers(), part_of);
+  lay_out(buffer, memory::empty_storage(unit.whole.buffer.storage.device()), layout.trainable_sub_buffers(), part_of);
   buffer.views.resize(unit.parameters.size());
   std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> used(buffer.parts.size());  // [begin, end) in elements
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
@@ -42,7 +42,7 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
   const auto& formats = unit.formats;
   const auto trainable = layout.trainable_sub_buffers();
   const auto numel = [&](std::size_t k, std::int64_t pieces) { return layout.sub_buffers()[k].shard_numel * pieces; };
-  const auto empty = [&] { return memory::empty_storage(unit.full.storage.device()); };
+  const auto empty = [&] { return memory::empty_storage(unit.whole.buffer.storage.device()); };
   const auto inner = unit.inner_pieces().count;
   const auto world = layout.world_size();
   const auto differs = [](const SubBufferFormat& format) { return format.wire_gradient != format.main_gradient; };
@@ -54,11 +54,11 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
   }
   if (unit.offloaded()) {
     lay_out(reduced_buffer, empty(), trainable, [&](std::size_t k) {
-      return Part{formats[k].main_gradient, unit.main_gradient_buffer.parts[k].numel()};
+      return Part{formats[k].main_gradient, unit.main_gradient.buffer.parts[k].numel()};
     });
     reduced = reduced_buffer.parts;
   } else {
-    reduced = unit.main_gradient;
+    reduced = unit.main_gradient.parts;
   }
   // Returns the size of the receive staging of a reduction whose result has this many pieces.
   const auto staged = [&](std::size_t k, const comm::Communicator& communicator, std::int64_t pieces) {
@@ -69,11 +69,11 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
     const std::int64_t replicas = unit.communicators.outer->size();
     const auto share = [&](std::size_t k) { return (numel(k, inner) + replicas - 1) / replicas; };
     const auto shares = [&](std::size_t k) { return unit.outer_cuts() ? numel(k, inner) : share(k) * replicas; };
-    lay_out(partial, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, shares(k)}; });
-    lay_out(partial_wire, empty(), trainable, [&](std::size_t k) {
+    lay_out(partial.buffer, empty(), trainable, [&](std::size_t k) { return Part{formats[k].main_gradient, shares(k)}; });
+    lay_out(partial.wire, empty(), trainable, [&](std::size_t k) {
       return differs(formats[k]) ? Part{formats[k].wire_gradient, shares(k)} : Part{};
     });
-    lay_out(outer_staging, empty(), trainable, [&](std::size_t k) {
+    lay_out(partial.staging, empty(), trainable, [&](std::size_t k) {
       const auto wire_dtype = formats[k].wire_gradient;
       return Part{wire_dtype, unit.communicators.outer->staging_numel(unit.outer_cuts() ? numel(k, 1) : share(k), wire_dtype)};
     });
@@ -81,12 +81,12 @@ GradientAccumulator::GradientAccumulator(Unit& unit_) : unit(unit_), parameters(
 }
 
 at::Tensor GradientAccumulator::partial_shards(std::size_t k) const {
-  return comm::flat_view(partial.parts[k], 0, unit.layout.sub_buffers()[k].shard_numel * unit.inner_pieces().count);
+  return comm::flat_view(partial.buffer.parts[k], 0, unit.layout.sub_buffers()[k].shard_numel * unit.inner_pieces().count);
 }
 
 at::Tensor GradientAccumulator::own_share(std::size_t k) const {
-  const auto share = partial.parts[k].numel() / unit.communicators.outer->size();
-  return comm::flat_view(partial.parts[k], unit.communicators.outer_rank() * share, share);
+  const auto share = partial.buffer.parts[k].numel() / unit.communicators.outer->size();
+  return comm::flat_view(partial.buffer.parts[k], unit.communicators.outer_rank() * share, share);
 }
 
 }  // namespace fsdp::engine

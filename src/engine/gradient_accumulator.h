@@ -39,14 +39,31 @@ struct GradientBuffer : Buffer {
   std::vector<at::Tensor> padding;
 };
 
+/// Gradients that are reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh. If the outer ranks do not cut
+/// shards, each adds up an equal share of them; the last share may reach beyond the shards.
+struct PartialSums {
+  Buffer buffer;
+  bool is_held = false;  ///< `buffer` holds a sum that is still to be reduced over the outer dimension.
+  Buffer wire;           ///< `buffer` in the wire's dtype, where that differs.
+  Buffer staging;        ///< What the outer ranks send.
+};
+
+/// [Departures are counted] A backward may depart from a unit several times (a block that is used in several places). Departures count
+/// from 1.
+struct Departures {
+  int count = 0;          ///< Those of the running backward so far.
+  int last_gradient = 0;  ///< The departure before which this rank's last gradient of this backward came; 0: none came.
+  int reduced_at = 1;     ///< Agreed by the ranks from where the last gradients came before.
+};
+
 /// The gradients of one unit on their way from autograd to its main gradients: buffers, and what is known of each parameter. Reducer owns
 /// it. The functions in gradient_usage.h set the fields about which ranks tell each other.
 struct GradientAccumulator {
   /// What this rank knows of one parameter's gradient.
   struct OfParameter {
     bool seen = false;  ///< It is in the buffer in which gradients are collected.
-    at::Tensor
-        has_nan;  ///< A flag on its device: whether it had NaN before a reduction of this backward. Undefined if this was not checked.
+    /// A flag on its device: whether it had NaN before a reduction of this backward. Undefined if this was not checked.
+    at::Tensor has_nan;
     bool contributed = false;  ///< This rank has had a gradient since the last exchange of usage.
     bool partial = false;      ///< Some rank had a gradient that is not yet reduced over the outer dimension.
   };
@@ -72,24 +89,15 @@ struct GradientAccumulator {
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
 
   Buffer staging;
-  /// Gradients that are reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh. If the outer ranks do not
-  /// cut shards, each adds up an equal share of them; the last share may reach beyond the shards.
-  Buffer partial;
+  PartialSums partial;
   at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without what lies beyond them.
   at::Tensor own_share(std::size_t k) const;       ///< The share of `partial` that this replica adds up.
-  bool holds_partial = false;                      ///< `partial` holds a sum that is still to be reduced over the outer dimension.
-  Buffer partial_wire;                             ///< `partial` in the wire's dtype, where that differs.
-  Buffer outer_staging;
   /// Where reductions put their results: the main gradients, or, if those are offloaded, views of `reduced_buffer`, from which they are
   /// copied.
   std::vector<at::Tensor> reduced;
   Buffer reduced_buffer;
 
-  // [Departures are counted] A backward may depart from a unit several times (a block that is used in several places). Departures count
-  // from 1.
-  int departures = 0;            ///< Of the running backward so far.
-  int last_gradient = 0;         ///< The departure before which this rank's last gradient of this backward came; 0: none came.
-  int reduced_at_departure = 1;  ///< Agreed by the ranks from where the last gradients came before.
+  Departures departures;
 
   /// [Usage is agreed] The ranks found at the end of the last backward that it had gradients left to reduce.
   bool left_to_end = false;

@@ -52,7 +52,7 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
   BitWriter mine;
   for (const auto* of_unit : gradients) {
     mine.append(of_unit->collects());
-    for (int n = 1; n < kLastDeparture; ++n) mine.append(of_unit->last_gradient > n);
+    for (int n = 1; n < kLastDeparture; ++n) mine.append(of_unit->departures.last_gradient > n);
     for (const auto& parameter : of_unit->parameters) mine.append(parameter.contributed);
   }
   auto bits = mine.take();
@@ -79,14 +79,14 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
       parameter.partial = any && !fully;
       unit.parameters[i].has_gradient = (any && fully) || unit.parameters[i].has_gradient;
     }
-    if (contributed) of_unit->reduced_at_departure = last_gradient;
+    if (contributed) of_unit->departures.reduced_at = last_gradient;
     of_unit->left_to_end = is_left || (of_unit->reduced_unasked && contributed);
   }
   return unreduced;
 }
 
 void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients, std::int64_t rank) {
-  refuse_in_capture(gradients.front()->unit.full.storage.device(), "report_nan_in_param_grad", "leave it out");
+  refuse_in_capture(gradients.front()->unit.whole.buffer.storage.device(), "report_nan_in_param_grad", "leave it out");
   // This rank's number, then two values for each parameter: before its reduction, and after, in this rank's own piece of the result.
   std::vector<at::Tensor> flags;
   const auto none = at::scalar_tensor(false, at::kBool);
@@ -96,14 +96,14 @@ void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients,
       const auto before = std::exchange(of_unit->parameters[i].has_nan, {});
       flags.push_back(before.defined() ? before : none);
       const auto slice = unit.slice(i, unit.own_pieces());
-      const bool reduced = unit.parameters[i].has_gradient && unit.main_gradient_valid && slice.numel > 0;
-      flags.push_back(reduced ? any_nan(unit.main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) : none);
+      const bool reduced = unit.parameters[i].has_gradient && unit.main_gradient.valid && slice.numel > 0;
+      flags.push_back(reduced ? any_nan(unit.main_gradient.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) : none);
     }
   }
   const auto found = at::cat({at::full({1}, rank, at::kInt), on_host(std::move(flags), at::kInt)});
   const Unit& first = gradients.front()->unit;
   const auto all = comm::Ranks({first.communicators.outer, first.communicators.reduce})
-                       .exchange(found, {.operation = "report of NaN", .unit = "(all)", .model = first.model});
+                       .exchange(found, {.operation = "report of NaN", .unit = "(all)", .model = first.place.model});
   if (!all.narrow(1, 1, all.size(1) - 1).any().item<bool>()) return;
   std::string text = "NaN in gradients of this backward:";
   const auto* values = all.const_data_ptr<std::int32_t>();

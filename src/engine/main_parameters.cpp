@@ -57,7 +57,7 @@ void MainParameters::validate() const {
     if (is_summoned(*unit)) continue;
     for (const auto& parameter : unit->parameters) {
       const auto tensor = parameter.tensor.lock();
-      if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->full.storage.unsafeGetStorageImpl()) {
+      if (tensor && tensor->storage().unsafeGetStorageImpl() != unit->whole.buffer.storage.unsafeGetStorageImpl()) {
         throw Error("parameter '" + parameter.name + "' of unit '" + unit->name +
                     "' was given other memory after fully_shard, without an operator that could have been refused; do that before "
                     "fully_shard");
@@ -96,7 +96,7 @@ std::vector<at::Tensor> MainParameters::summon(Unit& unit) {
   refuse_torn();
   validate();
   gatherer_.write_back(unit);
-  auto whole = gatherer_.gather_main(unit, unit.main);
+  auto whole = gatherer_.gather_main(unit, unit.main.parts);
   summoned_.insert(&unit);
   return whole;
 }
@@ -108,7 +108,7 @@ bool MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   wait_for_reader();
   gatherer_.stop_sending(unit);
   if (unit.offloaded()) memory::synchronize(device_);  // the main parameters may be on their way to the device
-  for (std::size_t k = 0; k < whole.size(); ++k) unit.main[k].copy_(Unit::region(whole[k], unit.all_pieces(), unit.main_pieces()));
+  for (std::size_t k = 0; k < whole.size(); ++k) unit.main.parts[k].copy_(region(whole[k], unit.all_pieces(), unit.main_pieces()));
   return true;
 }
 

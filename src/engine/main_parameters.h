@@ -30,7 +30,7 @@ enum class MainState : std::uint8_t {
 };
 
 /// Controls the access of optimizers, checkpoints and users to the main parameters of all units, and which of them must wait for others.
-/// Called by Engine only, under its lock.
+/// Called by Engine and MainAccess, under the engine's lock.
 class MainParameters {
  public:
   /// `units` and `gatherer`: the engine's.
@@ -66,9 +66,9 @@ class MainParameters {
   /// Writes back what operators have written, and waits for gathers that still read the main parameters. Throws Error if these are retired
   /// or summoned, or if validate() does.
   void flush_writes();
-  /// See Engine::summon.
+  /// See MainAccess::summon.
   std::vector<at::Tensor> summon(Unit& unit);
-  /// See Engine::dismiss. True if the main parameters have changed.
+  /// See MainAccess::dismiss. True if the main parameters have changed.
   bool dismiss(Unit& unit, std::span<const at::Tensor> whole);
   /// If main parameters are replicated, all ranks get the shards that each of them has written.
   void exchange_shards();

@@ -50,7 +50,7 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   }
   target.seen = true;
   target.contributed = true;
-  gradients.last_gradient = gradients.departures + 1;
+  gradients.departures.last_gradient = gradients.departures.count + 1;
   if (!unit.options.requires_gradient_sync) gradients.state = GradientState::kAddingUp;
 }
 
@@ -58,16 +58,16 @@ void Reducer::acquire(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   gradients.collected_in = unit.options.requires_gradient_sync ? CollectedIn::kWire : CollectedIn::kLocal;
   auto& buffer = gradients.collected();
-  if (unit.replicated_gradients() && !unit.main_gradient_valid && !under_way(gradients) && &buffer == &gradients.local()) {
+  if (unit.replicated_gradients() && !unit.main_gradient.valid && !under_way(gradients) && &buffer == &gradients.local()) {
     // Nothing to add to: gradients are collected, and later reduced, in their final place.
     gradients.collected_in = CollectedIn::kMain;
     allocate_main_gradient(unit);
-    memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
+    memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient.memory->get(), buffer.bytes);
   } else {
     // If a unit's gradients come without an entry (because backward does not need the weights of a first layer), there was no departure to
     // it, and the unit before it may still be collecting.
     const auto collecting = std::count_if(collecting_.begin(), collecting_.end(), [&](const GradientAccumulator* other) {
-      return reduced_on_departure(*other, other->departures + 1) && !related(other->unit, unit);
+      return reduced_on_departure(*other, other->departures.count + 1) && !related(other->unit, unit);
     });
     while (inner_under_way() > 0 && inner_under_way() + static_cast<std::size_t>(collecting) >= kLiveGradients) complete_oldest_inner();
     buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
@@ -85,8 +85,8 @@ void Reducer::begin_backward(bool reduces_on_departure) {
   expects_ = reduces_on_departure;
   entered_.clear();
   for (const auto& gradients : gradients_) {
-    gradients->departures = 0;
-    gradients->last_gradient = 0;
+    gradients->departures.count = 0;
+    gradients->departures.last_gradient = 0;
   }
 }
 
@@ -101,8 +101,8 @@ void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together
     if (related(unit, destination) || std::find(together.begin(), together.end(), &unit) != together.end()) continue;
     entered_.erase(entered_.begin() + static_cast<std::ptrdiff_t>(i));
     auto& gradients = of(unit);
-    ++gradients.departures;
-    if (!reduced_on_departure(gradients, gradients.departures)) continue;
+    ++gradients.departures.count;
+    if (!reduced_on_departure(gradients, gradients.departures.count)) continue;
     if (gradients.state == GradientState::kNone) acquire(gradients);  // This rank has no gradient: it counts as zero.
     reduce(gradients);
   }
@@ -111,7 +111,7 @@ void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together
 /// The unit is reduced when backward departs from it for the n-th time.
 bool Reducer::reduced_on_departure(const GradientAccumulator& gradients, int n) const {
   const bool synchronizes = reduces_on_departure_ && gradients.unit.options.requires_gradient_sync;
-  return synchronizes && n == gradients.reduced_at_departure && n < kLastDeparture;
+  return synchronizes && n == gradients.departures.reduced_at && n < kLastDeparture;
 }
 
 void Reducer::finish() {
@@ -130,19 +130,20 @@ void Reducer::finish() {
   // not, it counts as zero.
   const bool expects = std::exchange(expects_, false);
   for (const auto& gradients : gradients_) {
-    const bool departed = gradients->departures >= gradients->reduced_at_departure && gradients->reduced_at_departure < kLastDeparture;
+    const bool departed =
+        gradients->departures.count >= gradients->departures.reduced_at && gradients->departures.reduced_at < kLastDeparture;
     gradients->reduced_unasked = expects && gradients->left_to_end && !departed && gradients->unit.options.requires_gradient_sync;
     if (gradients->reduced_unasked) reduce_at_end(*gradients);
   }
   std::vector<bool> unreduced(gradients_.size(), false);
   for (const auto& group : neighbours) {
-    for (const auto* gradients : exchange_usage(group)) unreduced[gradients->unit.index] = true;
+    for (const auto* gradients : exchange_usage(group)) unreduced[gradients->unit.place.index] = true;
   }
   for (const auto& gradients : gradients_) {
     const Unit& unit = gradients->unit;
-    if (unreduced[unit.index]) {
+    if (unreduced[unit.place.index]) {
       reduce_at_end(*gradients);
-    } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->holds_partial &&
+    } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->partial.is_held &&
                !under_way(*gradients)) {
       begin({.gradients = gradients.get(), .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
     }
@@ -196,7 +197,7 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   }
   // The gradients that backwards without synchronization have added up are as large as the model, so no main gradients are allocated in
   // addition before staging is freed.
-  const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient_memory &&
+  const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient.memory &&
                         !gradients.own_local && !unit.offloaded();
   gradients.state = GradientState::kReducing;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
@@ -272,9 +273,9 @@ void Reducer::drop() {
   entered_.clear();
   for (const auto& gradients : gradients_) {
     release_unreduced(*gradients);
-    if (!gradients->holds_partial) gradients->partial.release();
-    gradients->partial_wire.release();
-    gradients->outer_staging.release();
+    if (!gradients->partial.is_held) gradients->partial.buffer.release();
+    gradients->partial.wire.release();
+    gradients->partial.staging.release();
     gradients->reduced_buffer.release();
     for (auto& parameter : gradients->parameters) {
       parameter.seen = false;

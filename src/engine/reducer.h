@@ -16,7 +16,7 @@
 namespace fsdp::engine {
 
 /// The life of gradients: collected per unit as autograd delivers them, reduced when backward departs from the unit, summed in rank order
-/// into the main gradients. Called by Engine only, under its lock.
+/// into the main gradients. Called by Engine and MainAccess, under the engine's lock.
 ///
 /// A reduction takes up to four hops, as placements and mesh ask: reduce-scatter over the inner ranks, reduce-scatter over the outer ranks,
 /// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer). Where the outer ranks do not cut shards, each
@@ -68,7 +68,7 @@ class Reducer {
   /// Some unit has gradients, in whatever state.
   bool has_gradients() const;
 
-  /// See Engine::take_gradients.
+  /// See MainAccess::take_gradients.
   std::vector<at::Tensor> take_main_gradient(Unit& unit);
 
   /// Frees the main gradients, and what is reduced over the inner ranks only.
@@ -93,7 +93,7 @@ class Reducer {
     std::unique_ptr<comm::Pending> pending = {};  ///< Null once the hop is complete.
   };
 
-  GradientAccumulator& of(const Unit& unit) { return *gradients_[unit.index]; }
+  GradientAccumulator& of(const Unit& unit) { return *gradients_[unit.place.index]; }
   bool reduced_on_departure(const GradientAccumulator& gradients, int n) const;
   bool under_way(const GradientAccumulator& gradients) const;
   static std::optional<Hop> next_hop(const Reduction& reduction);

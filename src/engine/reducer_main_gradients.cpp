@@ -21,21 +21,21 @@ memory::Kind main_gradients_kind(const Unit& unit) { return unit.offloaded() ? m
 
 // From torch's allocator, not from a slot: gradients lie where activations were, and the next activations after them: they never add up.
 void Reducer::allocate_main_gradient(Unit& unit) {
-  if (unit.main_gradient_memory) return;
+  if (unit.main_gradient.memory) return;
   RECORD_USER_SCOPE(memory::allocation_range(main_gradients_kind(unit)));
-  auto& buffer = unit.main_gradient_buffer;
+  auto& buffer = unit.main_gradient.buffer;
   if (unit.offloaded() && !device_.is_cpu()) {
-    auto& host = unit.host_gradient_memory;
+    auto& host = unit.main_gradient.host_memory;
     if (host.use_count() != 1) {  // There is none yet, or a program still holds gradients in it.
       host = std::make_shared<c10::DataPtr>(memory::allocate_host(device_, buffer.bytes, unit.options.host_memory));
     }
-    unit.main_gradient_memory = host;
+    unit.main_gradient.memory = host;
   } else {
     const c10::DeviceGuard guard(device_);
-    unit.main_gradient_memory =
+    unit.main_gradient.memory =
         std::make_shared<c10::DataPtr>(c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(buffer.bytes)));
   }
-  memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient_memory->get(), buffer.bytes);
+  memory::attach(*buffer.storage.unsafeGetStorageImpl(), unit.main_gradient.memory->get(), buffer.bytes);
   accounting_.add(main_gradients_kind(unit), buffer.bytes);
 }
 
@@ -45,9 +45,9 @@ void Reducer::allocate_reduced(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   if (!unit.offloaded()) return allocate_main_gradient(unit);
   gradients.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
-  if (!unit.main_gradient_valid) return;
+  if (!unit.main_gradient.valid) return;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    gradients.reduced[k].copy_(unit.main_gradient[k], /*non_blocking=*/true);
+    gradients.reduced[k].copy_(unit.main_gradient.parts[k], /*non_blocking=*/true);
   }
 }
 
@@ -57,25 +57,25 @@ void Reducer::deliver(GradientAccumulator& gradients) {
   if (unit.offloaded()) {
     allocate_main_gradient(unit);
     for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-      unit.main_gradient[k].copy_(gradients.reduced[k], /*non_blocking=*/true);
+      unit.main_gradient.parts[k].copy_(gradients.reduced[k], /*non_blocking=*/true);
       copies_to_host_ = true;
     }
     gradients.reduced_buffer.release();
   }
-  unit.main_gradient_valid = true;
+  unit.main_gradient.valid = true;
 }
 
 bool Reducer::has_gradients() const {
   return std::any_of(gradients_.begin(), gradients_.end(), [](const auto& gradients) {
-    return gradients->unit.main_gradient_valid || gradients->holds_partial || gradients->state != GradientState::kNone;
+    return gradients->unit.main_gradient.valid || gradients->partial.is_held || gradients->state != GradientState::kNone;
   });
 }
 
 void Reducer::zero_grad() {
   for (const auto& gradients : gradients_) {
     Unit& unit = gradients->unit;
-    gradients->holds_partial = false;
-    gradients->partial.release();
+    gradients->partial.is_held = false;
+    gradients->partial.buffer.release();
     for (auto& parameter : gradients->parameters) parameter.partial = false;
     release_main_gradient(unit);
   }
@@ -83,26 +83,26 @@ void Reducer::zero_grad() {
 
 /// The unit has no main gradients any more. Their memory goes with its last owner.
 void Reducer::release_main_gradient(Unit& unit) {
-  unit.main_gradient_valid = false;
+  unit.main_gradient.valid = false;
   for (auto& parameter : unit.parameters) parameter.has_gradient = false;
-  if (!unit.main_gradient_memory) return;
-  memory::detach(*unit.main_gradient_buffer.storage.unsafeGetStorageImpl());
-  unit.main_gradient_memory.reset();
-  accounting_.remove(main_gradients_kind(unit), unit.main_gradient_buffer.bytes);
+  if (!unit.main_gradient.memory) return;
+  memory::detach(*unit.main_gradient.buffer.storage.unsafeGetStorageImpl());
+  unit.main_gradient.memory.reset();
+  accounting_.remove(main_gradients_kind(unit), unit.main_gradient.buffer.bytes);
 }
 
 std::vector<at::Tensor> Reducer::take_main_gradient(Unit& unit) {
   std::vector<at::Tensor> taken;
-  if (!unit.main_gradient_valid) return taken;
-  auto* const memory = unit.main_gradient_memory->get();
-  const auto device = unit.main_gradient_buffer.storage.device();
+  if (!unit.main_gradient.valid) return taken;
+  auto* const memory = unit.main_gradient.memory->get();
+  const auto device = unit.main_gradient.buffer.storage.device();
   c10::DataPtr owned(
-      memory, new std::shared_ptr<c10::DataPtr>(unit.main_gradient_memory),
+      memory, new std::shared_ptr<c10::DataPtr>(unit.main_gradient.memory),
       [](void* owner) { delete static_cast<std::shared_ptr<c10::DataPtr>*>(owner); }, device);
-  const auto bytes = static_cast<std::size_t>(unit.main_gradient_buffer.bytes);
+  const auto bytes = static_cast<std::size_t>(unit.main_gradient.buffer.bytes);
   const c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(owned), nullptr,
                                                                    /*resizable=*/false));
-  for (const auto& part : unit.main_gradient) {
+  for (const auto& part : unit.main_gradient.parts) {
     const auto offset = part.storage_offset() * static_cast<std::int64_t>(part.itemsize());
     taken.push_back(view_of(storage, part.scalar_type(), offset, part.sizes()));
   }

@@ -43,9 +43,9 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
   const Unit& unit = gradients.unit;
   RECORD_USER_SCOPE("FSDP::post_backward_reduce (" + unit.name + ")");
   const bool has_outer = unit.communicators.outer != nullptr;
-  const bool accumulate = has_outer ? gradients.holds_partial : unit.main_gradient_valid;
+  const bool accumulate = has_outer ? gradients.partial.is_held : unit.main_gradient.valid;
   if (has_outer) {
-    gradients.partial.acquire(pool_, memory::Kind::kUnreducedGradients);
+    gradients.partial.buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
   } else if (!in_place) {
     allocate_reduced(gradients);
   }
@@ -56,7 +56,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
     parts.push_back({.unreduced = unreduced,
                      .staging = gradients.staging.parts[k],
                      .out = has_outer  ? gradients.partial_shards(k)
-                            : in_place ? Unit::region(unreduced, unit.all_pieces(), unit.inner_pieces())
+                            : in_place ? region(unreduced, unit.all_pieces(), unit.inner_pieces())
                                        : inner_region(gradients, k),
                      .accumulate = accumulate,
                      .rounded = !has_outer && unit.formats[k].rounds_sums});
@@ -67,18 +67,18 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
 /// Reduces `partial` into the main gradients, or into this replica's share of `partial`.
 std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
-  const bool accumulate = unit.main_gradient_valid;
+  const bool accumulate = unit.main_gradient.valid;
   if (unit.outer_cuts()) allocate_reduced(gradients);
-  gradients.partial_wire.acquire(pool_, memory::Kind::kCommunication);
-  gradients.outer_staging.acquire(pool_, memory::Kind::kCommunication);
+  gradients.partial.wire.acquire(pool_, memory::Kind::kCommunication);
+  gradients.partial.staging.acquire(pool_, memory::Kind::kCommunication);
   std::vector<comm::ReducePart> parts;
   Copies conversions;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    const auto& partial = gradients.partial.parts[k];
-    const auto& wire = gradients.partial_wire.parts[k];
+    const auto& partial = gradients.partial.buffer.parts[k];
+    const auto& wire = gradients.partial.wire.parts[k];
     if (wire.defined()) conversions.add(wire, partial);
     parts.push_back({.unreduced = wire.defined() ? wire : partial,
-                     .staging = gradients.outer_staging.parts[k],
+                     .staging = gradients.partial.staging.parts[k],
                      .out = unit.outer_cuts() ? own_piece(gradients, k) : gradients.own_share(k),
                      .accumulate = unit.outer_cuts() && accumulate,
                      .rounded = unit.formats[k].rounds_sums});
@@ -93,7 +93,7 @@ std::unique_ptr<comm::Pending> Reducer::gather_over_outer_ranks(const GradientAc
   std::vector<comm::GatherPart> parts;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
     parts.push_back(unit.outer_cuts() ? comm::GatherPart{.full = inner_region(gradients, k), .shard = own_piece(gradients, k)}
-                                      : comm::GatherPart{.full = gradients.partial.parts[k], .shard = gradients.own_share(k)});
+                                      : comm::GatherPart{.full = gradients.partial.buffer.parts[k], .shard = gradients.own_share(k)});
   }
   return unit.communicators.outer->all_gather(parts, unit.label("outer all-gather of gradients"));
 }
@@ -117,12 +117,12 @@ void Reducer::complete(Reduction& reduction) {
   if (reduction.hop == Hop::kInnerReduce) {
     if (reduction.in_place) take_result(gradients);
     release_unreduced(gradients);
-    if (has_outer) gradients.holds_partial = true;
+    if (has_outer) gradients.partial.is_held = true;
   } else if (reduction.hop == Hop::kOuterReduce) {
-    if (gradients.unit.outer_cuts()) gradients.partial.release();
-    gradients.holds_partial = false;
-    gradients.partial_wire.release();
-    gradients.outer_staging.release();
+    if (gradients.unit.outer_cuts()) gradients.partial.buffer.release();
+    gradients.partial.is_held = false;
+    gradients.partial.wire.release();
+    gradients.partial.staging.release();
   } else if (reduction.hop == Hop::kOuterGather && !gradients.unit.outer_cuts()) {
     take_sums(gradients);
   }
@@ -132,13 +132,13 @@ void Reducer::complete(Reduction& reduction) {
 
 /// Copies the sums of replicas that do not cut shards to the main gradients.
 void Reducer::take_sums(GradientAccumulator& gradients) {
-  Unit& unit = gradients.unit;
+  const Unit& unit = gradients.unit;
   allocate_reduced(gradients);
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    const auto region = unit.main_region(gradients.reduced[k], unit.inner_pieces());
-    unit.main_gradient_valid ? region.add_(gradients.partial_shards(k)) : region.copy_(gradients.partial_shards(k));
+    const auto region = inner_region(gradients, k);
+    unit.main_gradient.valid ? region.add_(gradients.partial_shards(k)) : region.copy_(gradients.partial_shards(k));
   }
-  gradients.partial.release();
+  gradients.partial.buffer.release();
 }
 
 /// Makes the result that a reduction in place has left in the unreduced buffer the main gradients.
@@ -149,7 +149,7 @@ void Reducer::take_result(GradientAccumulator& gradients) {
   Copies results;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
     results.add(unit.main_region(gradients.reduced[k], unit.inner_pieces()),
-                Unit::region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
+                region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
   }
   results.run();
 }

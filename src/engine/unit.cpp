@@ -61,39 +61,41 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   const auto inner = inner_pieces().count;
   const auto world = layout.world_size();
 
-  lay_out(full, std::move(storage), all, [&](std::size_t k) {
+  lay_out(whole.buffer, std::move(storage), all, [&](std::size_t k) {
     return formats[k].extended ? Part{} : Part{formats[k].compute, numel(k, world)};
   });
-  free_whole();
-  lay_out(wire, empty(), all, [&](std::size_t k) { return formats[k].gather ? Part{at::kByte, travelling_numel(k) * world} : Part{}; });
+  whole.free();
+  lay_out(whole.wire, empty(), all, [&](std::size_t k) {
+    return formats[k].gather ? Part{at::kByte, travelling_numel(k) * world} : Part{};
+  });
   if (communicators.post_forward) {
     const auto kept = world / communicators.post_forward->size();
-    lay_out(post_forward, empty(), all, [&](std::size_t k) { return Part{formats[k].compute, numel(k, kept)}; });
+    lay_out(whole.post_forward, empty(), all, [&](std::size_t k) { return Part{formats[k].compute, numel(k, kept)}; });
   }
   if (options.outer_sharded_optimizer) {
-    lay_out(shards, empty(), all, [&](std::size_t k) {
+    lay_out(shards.buffer, empty(), all, [&](std::size_t k) {
       return Part{formats[k].gather ? at::kByte : formats[k].compute, travelling_numel(k) * inner};
     });
   }
   const auto empty_main = [&] { return memory::empty_storage(offloaded() ? c10::Device(at::kCPU) : device); };
-  lay_out(main_buffer, empty_main(), all, [&](std::size_t k) {
+  lay_out(main.buffer, empty_main(), all, [&](std::size_t k) {
     return main_is_shared(k) || formats[k].extended ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)};
   });
   for (std::size_t k = 0; k < all; ++k) {
     if (!main_is_shared(k)) {
-      main.push_back(main_buffer.parts[k]);
+      main.parts.push_back(main.buffer.parts[k]);
     } else if (replicated_parameters()) {
-      main.push_back(region(full.parts[k], all_pieces(), main_pieces()));
+      main.parts.push_back(region(whole.buffer.parts[k], all_pieces(), main_pieces()));
     } else {
-      main.push_back(region(shards.parts[k], inner_pieces(), main_pieces()));
+      main.parts.push_back(region(shards.buffer.parts[k], inner_pieces(), main_pieces()));
     }
   }
 
   const auto held = replicated_gradients() ? all_pieces() : main_pieces();
-  lay_out(main_gradient_buffer, empty_main(), trainable, [&](std::size_t k) {
+  lay_out(main_gradient.buffer, empty_main(), trainable, [&](std::size_t k) {
     return Part{formats[k].main_gradient, numel(k, held.count)};
   });
-  for (const auto& part : main_gradient_buffer.parts) main_gradient.push_back(region(part, held, main_pieces()));
+  for (const auto& part : main_gradient.buffer.parts) main_gradient.parts.push_back(region(part, held, main_pieces()));
   rename(std::move(name), {});
 }
 
@@ -111,14 +113,14 @@ comm::Label Unit::label(const char* operation) const {
   add(options.requires_all_reduce);
   add(options.reshard_after_forward);
   add(options.reshard_after_backward);
-  add(of_model == nullptr || of_model->is_last_backward);
-  add(of_model != nullptr && of_model->manual_finalization);
+  add(place.facts == nullptr || place.facts->is_last_backward);
+  add(place.facts != nullptr && place.facts->manual_finalization);
   return {
       .operation = operation,
       .unit = name,
-      .model = model,
+      .model = place.model,
       .facts = {.layout = layout_hash, .switches = switches, .divide_factor = std::bit_cast<std::uint64_t>(options.gradient_divide_factor)},
-      .updates = of_model == nullptr ? std::string_view() : std::string_view(of_model->updates)};
+      .updates = place.facts == nullptr ? std::string_view() : std::string_view(place.facts->updates)};
 }
 
 std::string Unit::describe() const {
@@ -158,29 +160,29 @@ bool Unit::has_separate_main() const {
   return offloaded() || std::any_of(formats.begin(), formats.end(), [](const SubBufferFormat& format) { return !format.gathers_main(); });
 }
 
-Unit::Pieces Unit::main_pieces() const {
+Pieces Unit::main_pieces() const {
   if (options.outer_sharded_optimizer) return own_pieces();
   return replicated_optimizer() ? all_pieces() : inner_pieces();
 }
 
-at::Tensor Unit::region(const at::Tensor& tensor, Pieces held, Pieces pieces) {
+at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces) {
   const std::int64_t piece = tensor.numel() / held.count;
   return comm::flat_view(tensor, (pieces.first - held.first) * piece, pieces.count * piece);
 }
 
-void Unit::free_whole() {
-  auto& impl = *full.storage.unsafeGetStorageImpl();
+void WholeParameters::free() {
+  auto& impl = *buffer.storage.unsafeGetStorageImpl();
   // A profiler that records inputs asks for their addresses before the operator has gathered them. It gets null, and so does code that asks
   // for the address of parameters without elements, which no gather changes.
-  if (at::hasCallbacks() || full.bytes == 0) {
+  if (at::hasCallbacks() || buffer.bytes == 0) {
     memory::detach(impl);
   } else {
     memory::detach(impl, kSharded);
   }
-  full.slot.release();
+  buffer.slot.release();
 }
 
-at::Tensor Unit::whole(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const {
+at::Tensor Unit::whole_parameter(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const {
   const auto& placement = layout.placements()[parameter];
   return sub_buffers[placement.sub_buffer].narrow(0, placement.offset, placement.numel).view(parameters[parameter].shape);
 }
@@ -198,7 +200,7 @@ double Unit::gradient_scale() const {
 }
 
 void Unit::allocate_main(memory::Accounting& accounting) {
-  const auto device = full.storage.device();
+  const auto device = whole.buffer.storage.device();
   const auto allocate = [&](Buffer& buffer, at::Tensor& memory, memory::Kind kind) {
     if (!memory.defined()) {
       RECORD_USER_SCOPE(memory::allocation_range(kind));
@@ -208,13 +210,13 @@ void Unit::allocate_main(memory::Accounting& accounting) {
     memory::attach(*buffer.storage.unsafeGetStorageImpl(), memory.data_ptr(), buffer.bytes);
     accounting.add(kind, buffer.bytes);
   };
-  allocate(main_buffer, main_memory, offloaded() ? memory::Kind::kHost : memory::Kind::kMainParameters);
+  allocate(main.buffer, main.memory, offloaded() ? memory::Kind::kHost : memory::Kind::kMainParameters);
   if (options.outer_sharded_optimizer) {
-    allocate(shards, shards_memory, memory::Kind::kGatheredParameters);
-    shards_outdated = true;
+    allocate(shards.buffer, shards.memory, memory::Kind::kGatheredParameters);
+    shards.outdated = true;
   }
   if (replicated_parameters()) {
-    allocate(full, replica_memory, alone ? memory::Kind::kMainParameters : memory::Kind::kGatheredParameters);
+    allocate(whole.buffer, whole.memory, alone ? memory::Kind::kMainParameters : memory::Kind::kGatheredParameters);
     // Replicated parameters that every rank fills by itself are present at once; copies in another dtype are made at the first use.
     set_state(has_separate_main() ? ParameterState::kSharded : ParameterState::kPresent);
   }
@@ -231,7 +233,7 @@ void Unit::set_state(ParameterState state) {
 }
 
 bool encloses(const Unit& outer, const Unit& inner) {
-  for (const Unit* unit = &inner; unit != nullptr; unit = unit->parent) {
+  for (const Unit* unit = &inner; unit != nullptr; unit = unit->place.parent) {
     if (unit == &outer) return true;
   }
   return false;
@@ -239,7 +241,7 @@ bool encloses(const Unit& outer, const Unit& inner) {
 
 bool related(const Unit& a, const Unit& b) {
   const auto has_called = [](const Unit& caller, const Unit& unit) {
-    return std::find(caller.called.begin(), caller.called.end(), &unit) != caller.called.end();
+    return std::find(caller.place.called.begin(), caller.place.called.end(), &unit) != caller.place.called.end();
   };
   return encloses(a, b) || encloses(b, a) || has_called(a, b) || has_called(b, a);
 }

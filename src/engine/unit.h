@@ -62,6 +62,8 @@ enum class UseState : std::uint8_t {
 ///   kGaveGradients -> kNone  a write to main parameters was noticed
 enum class LastBackward : std::uint8_t { kNone, kAccumulated, kGaveGradients };
 
+struct Unit;
+
 /// One parameter of a unit. The engine never keeps a parameter alive: its tensors belong to the modules.
 struct UnitParameter {
   std::string name;          ///< Fully qualified.
@@ -79,13 +81,13 @@ struct UnitParameter {
 
 /// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
 struct SubBufferFormat {
-  at::ScalarType compute = at::kFloat;              ///< Of the whole parameters.
-  at::ScalarType main = at::kFloat;                 ///< Of the main parameters and the optimizer state.
-  at::ScalarType main_gradient = at::kFloat;        ///< Of the main gradients.
-  at::ScalarType wire_gradient = at::kFloat;        ///< In which gradients travel.
+  at::ScalarType compute = at::kFloat;              ///< That of the whole parameters.
+  at::ScalarType main = at::kFloat;                 ///< That of the main parameters and the optimizer state.
+  at::ScalarType main_gradient = at::kFloat;        ///< That of the main gradients.
+  at::ScalarType wire_gradient = at::kFloat;        ///< That in which gradients travel.
   bool rounds_sums = false;                         ///< To the wire's dtype, though they are made in fp32.
   std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
-  bool extended = false;                            ///< Unit::extension has its main and whole parameters; they lie in no buffer.
+  bool extended = false;  ///< WholeParameters::extension has its main and whole parameters; they lie in no buffer.
 
   bool operator==(const SubBufferFormat&) const = default;
   /// True if gathered values have the same bits as the main parameters.
@@ -120,7 +122,7 @@ struct ModelFacts {
   bool is_last_backward = true;
   bool manual_finalization = false;
   std::string updates;                              ///< The settings of all optimizers that have updated it.
-  std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see Engine::tell_update.
+  std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see MainAccess::tell_update.
 
   void tell_update(std::uint64_t by, std::string settings);
 };
@@ -141,6 +143,74 @@ struct UnitCommunicators {
 /// made.
 UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours);
 
+/// Where a unit lies in its model. Whoever divides the model says it, and the engine that takes the unit in.
+struct UnitPlace {
+  std::uint64_t model = 0;            ///< The model's number, which tells models on the same ranks apart: see agree_on_model.
+  const ModelFacts* facts = nullptr;  ///< The facts of the engine's model.
+  std::size_t index = 0;              ///< Position in Engine::units().
+  Unit* parent = nullptr;             ///< The closest enclosing unit; null for the root.
+  std::vector<const Unit*> called;    ///< Units that do not lie within this one, but were entered while its modules ran.
+  std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
+};
+
+/// The whole parameters of a unit, and how they are used. Gatherer fills and frees them.
+struct WholeParameters {
+  std::atomic<UseState> use = UseState::kUnused;
+  LastBackward last_backward = LastBackward::kNone;
+  bool written = false;  ///< An operator wrote to them: eviction writes the owned slices back.
+  /// The modules' parameters view its storage. It has bytes only while the unit is being gathered or present; always, if parameters are
+  /// replicated.
+  Buffer buffer;
+  at::Tensor memory;    ///< The memory of `buffer`, if parameters are replicated.
+  Buffer wire;          ///< The bytes of sub-buffers that are sent in a gather format; it has bytes during a gather only.
+  Buffer post_forward;  ///< This rank's part of the copy that neighbours keep after forward; it has bytes until the unit is gathered again.
+  std::unique_ptr<comm::Pending> gather;
+  std::shared_ptr<GatherExtension> extension;  ///< Gathers the extended sub-buffers; null if there are none.
+
+  /// True if entering the unit would change nothing. Any thread may call it.
+  bool in_use(Phase phase) const {
+    const auto now = use.load(std::memory_order_acquire);
+    return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
+  }
+  /// Detaches the memory of `buffer`, and gives it back to the pool if it came from there.
+  void free();
+};
+
+/// With an optimizer that is sharded over the outer dimension, too: this inner rank's shards as they travel in inner gathers.
+struct InnerShards {
+  Buffer buffer;
+  at::Tensor memory;      ///< The memory of `buffer`.
+  bool outdated = false;  ///< The main parameters were written since `buffer` was gathered over the outer dimension.
+  std::unique_ptr<comm::Pending> gather;
+};
+
+/// The main parameters of a unit: the pieces that this rank's optimizer updates. MainAccess says who may read and write them when.
+struct UnitMain {
+  std::vector<at::Tensor> parts;  ///< Per sub-buffer, 1-D.
+  Buffer buffer;      ///< The memory of `parts`, without sub-buffers whose main parameters are a region of the whole ones or of the shards.
+  at::Tensor memory;  ///< The memory of `buffer`.
+};
+
+/// The main gradients of a unit, trainable sub-buffers only: like its main parameters, on the same device; whole if gradients are
+/// replicated. They have bytes from the first reduction to zero_grad(). Reducer fills and frees them.
+struct UnitMainGradient {
+  std::vector<at::Tensor> parts;  ///< Views of `buffer`: per sub-buffer, 1-D.
+  bool valid = false;             ///< Whether gradients have been reduced since zero_grad().
+  Buffer buffer;
+  std::shared_ptr<c10::DataPtr> memory;  ///< The memory of `buffer`.
+  /// The same, if gradients of a device are kept in host memory. It is kept for the next gradients, because pinning takes long.
+  std::shared_ptr<c10::DataPtr> host_memory;
+};
+
+/// Consecutive pieces of every sub-buffer.
+struct Pieces {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+};
+
+/// Returns the part for `pieces` of a tensor that holds the pieces `held`, of any number of elements each.
+at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces);
+
 /// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, except gradients that are not reduced
 /// yet (GradientAccumulator). A unit is plain state: Engine moves the parameters, and Reducer the gradients.
 ///
@@ -153,8 +223,6 @@ struct Unit {
        UnitOptions options, UnitCommunicators communicators, c10::Storage storage);
 
   std::string name;
-  std::uint64_t model = 0;               ///< The model's number, which tells models on the same ranks apart; see agree_on_model.
-  const ModelFacts* of_model = nullptr;  ///< The facts of the engine's model.
   std::vector<UnitParameter> parameters;
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
@@ -163,57 +231,19 @@ struct Unit {
   /// placements no_shard, whatever was asked for.
   const bool alone;
   UnitCommunicators communicators;
-  Unit* parent = nullptr;                            ///< The closest enclosing unit; null for the root.
-  std::vector<const Unit*> called;                   ///< Units that do not lie within this one, but were entered while its modules ran.
-  std::size_t index = 0;                             ///< Position in Engine::units().
-  std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
-
-  // Whole parameters. `full.storage` is what the modules' parameters view; it has bytes only while gathering or present
-  // (always, if parameters are replicated).
-  std::atomic<UseState> use = UseState::kUnused;
-  bool written = false;  ///< An operator wrote to the whole parameters: eviction writes the owned slices back.
-  LastBackward last_backward = LastBackward::kNone;
-  Buffer full;
-  Buffer wire;          ///< The bytes of sub-buffers that are sent in a gather format; it has bytes during a gather only.
-  Buffer post_forward;  ///< This rank's part of the copy that neighbours keep after forward; it has bytes until the unit is gathered again.
-  std::unique_ptr<comm::Pending> gather;
-  std::shared_ptr<GatherExtension> extension;  ///< Gathers the extended sub-buffers; null if there are none.
-
-  // Main parameters: the pieces that this rank's optimizer updates.
-  std::vector<at::Tensor> main;  ///< Per sub-buffer, 1-D.
-  Buffer main_buffer;            ///< The memory of `main`, without sub-buffers whose main parameters are a region of `full` or `shards`.
-  at::Tensor main_memory;        ///< The memory of `main_buffer`.
-  at::Tensor replica_memory;     ///< The memory of `full`, if parameters are replicated.
-  // With an optimizer that is sharded over the outer dimension, too: this inner rank's shards as they travel in inner gathers.
-  Buffer shards;
-  at::Tensor shards_memory;
-  bool shards_outdated = false;  ///< The main parameters were written since `shards` was gathered over the outer dimension.
-  std::unique_ptr<comm::Pending> shards_gather;
-
-  // Main gradients, trainable sub-buffers only: like `main`, on the same device; whole if gradients are replicated. Have bytes from the
-  // first reduction to zero_grad().
-  Buffer main_gradient_buffer;
-  std::shared_ptr<c10::DataPtr> main_gradient_memory;
-  /// The memory of `main_gradient_buffer`, if gradients of a device are kept in host memory. It is kept for the next gradients, because
-  /// pinning takes long.
-  std::shared_ptr<c10::DataPtr> host_gradient_memory;
-  std::vector<at::Tensor> main_gradient;  ///< Views of `main_gradient_buffer`.
-  bool main_gradient_valid = false;       ///< Whether gradients have been reduced since zero_grad().
-
+  std::uint64_t layout_hash = 0;  ///< A hash of describe() and of where the parameters lie.
+  UnitPlace place;
+  WholeParameters whole;
+  InnerShards shards;
+  UnitMain main;
+  UnitMainGradient main_gradient;
   /// The object that connects the unit with its trigger (paging or hooks); released with the unit.
   std::shared_ptr<void> trigger;
-
-  std::uint64_t layout_hash = 0;  ///< A hash of describe() and of where the parameters lie.
 
   ParameterState state() const { return state_; }
   /// Throws Error if the transition is none of ParameterState's.
   void set_state(ParameterState state);
 
-  /// True if entering the unit would change nothing. Any thread may call it.
-  bool in_use(Phase phase) const {
-    const auto now = use.load(std::memory_order_acquire);
-    return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
-  }
   /// Returns the label of a collective of this unit.
   comm::Label label(const char* operation) const;
   /// Returns the text about the parameters that ranks compare, with a line for each.
@@ -231,7 +261,7 @@ struct Unit {
                             (communicators.gather->size() == 1 && !options.outer_sharded_optimizer));
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
-  /// True if the main parameters of sub-buffer k are a region of `full` (or of `shards`), so that the bytes exist only once.
+  /// True if the main parameters of sub-buffer k are a region of the whole ones (or of `shards`), so that the bytes exist only once.
   bool main_is_shared(std::size_t k) const {
     return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
   }
@@ -241,11 +271,6 @@ struct Unit {
   /// The number of elements of a piece of sub-buffer k as gathers send it: its own elements, or the bytes of its gather format.
   std::int64_t travelling_numel(std::size_t k) const;
 
-  /// Consecutive pieces of every sub-buffer.
-  struct Pieces {
-    std::int64_t first = 0;
-    std::int64_t count = 0;
-  };
   Pieces all_pieces() const { return {0, layout.world_size()}; }
   /// The pieces of this inner rank, which an inner all-gather sends, and an inner reduce-scatter returns.
   Pieces inner_pieces() const {
@@ -261,21 +286,16 @@ struct Unit {
   /// The pieces that this rank shows to users as its shard: if main parameters are replicated, the inner rank's part.
   Pieces shard_pieces() const { return options.outer_sharded_optimizer ? own_pieces() : inner_pieces(); }
 
-  /// Returns the part for `pieces` of a tensor that holds the pieces `held`, of any number of elements each.
-  static at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces);
-
-  /// Detaches the memory of `full`, and gives it back to the pool if it came from there.
-  void free_whole();
   /// Returns a parameter as a view of the given whole sub-buffers.
-  at::Tensor whole(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const;
+  at::Tensor whole_parameter(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const;
   /// `pieces` of the main parameters, or gradients, of sub-buffer k, which must be among main_pieces().
   at::Tensor main_region(const at::Tensor& main_or_gradient, Pieces pieces) const {
     return region(main_or_gradient, main_pieces(), pieces);
   }
-  /// Says where a parameter lies in main[sub_buffer] and main_gradient[sub_buffer].
+  /// Says where a parameter lies in main.parts[sub_buffer] and main_gradient.parts[sub_buffer].
   struct MainSlice {
     std::size_t sub_buffer;
-    std::int64_t offset;  ///< In main[sub_buffer], elements.
+    std::int64_t offset;  ///< In main.parts[sub_buffer], elements.
     std::int64_t numel;
     std::int64_t parameter_offset;  ///< The position of the first element in the flattened parameter.
   };
@@ -286,7 +306,7 @@ struct Unit {
   double gradient_scale() const;
 
   /// Allocates the persistent memory, set to zero: that of the main parameters, and of `shards` or replicated parameters. Memory that
-  /// exists already (main_memory and others) is used as it is.
+  /// exists already (main.memory and others) is used as it is.
   void allocate_main(memory::Accounting& accounting);
 
  private:

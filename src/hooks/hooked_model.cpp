@@ -40,7 +40,7 @@ struct DeliverToModel {
 
 void HookedModel::add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent) {
   auto& added = engine_->add(unit->release());
-  if (parent) added.parent = engine_->units()[*parent].get();
+  if (parent) added.place.parent = engine_->units()[*parent].get();
   added.allocate_main(engine_->accounting());
   units_.push_back(unit);
 }
@@ -56,8 +56,8 @@ std::string HookedModel::agree(std::vector<engine::UnitText> texts) {
 void HookedModel::dissolve() {
   auto released = engine_->release();
   for (std::size_t k = 0; k < units_.size(); ++k) {
-    released[k]->parent = nullptr;
-    released[k]->of_model = nullptr;
+    released[k]->place.parent = nullptr;
+    released[k]->place.facts = nullptr;
     units_[k]->take_back(std::move(released[k]));
   }
   units_.clear();
@@ -100,7 +100,7 @@ bool HookedModel::notice_writes() {
   std::uint64_t steps = 0;
   for (const auto& unit : units_) steps += unit->steps;
   written = std::exchange(steps_, steps) != steps || written;
-  if (written) engine_->main_parameters_changed();
+  if (written) engine_->main().changed();
   return written;
 }
 
@@ -122,7 +122,7 @@ void HookedModel::enter(HookedUnit& unit) {
   }
   const auto phase = trigger::current_phase();
   RECORD_USER_SCOPE((phase == engine::Phase::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
-  if (unit.unit().in_use(phase) && engine_->follows_current_stream()) return;
+  if (unit.unit().whole.in_use(phase) && engine_->follows_current_stream()) return;
   const std::array<engine::Unit*, 1> units{&unit.unit()};
   engine_->enter(units, phase);
 }

@@ -199,10 +199,10 @@ std::vector<std::int64_t> HookedUnit::shard_shape(std::size_t i) const {
 void HookedUnit::allocate() {
   const auto device = spec_.mesh.device();
   RECORD_USER_SCOPE(memory::allocation_range(unit_->offloaded() ? memory::Kind::kHost : memory::Kind::kMainParameters));
-  unit_->main_memory = unit_->offloaded() ? memory::host_zeros(device, unit_->main_buffer.bytes, spec_.options.host_memory)
-                                          : memory::zeros(device, unit_->main_buffer.bytes);
-  if (unit_->replicated_parameters()) unit_->replica_memory = memory::zeros(device, unit_->full.bytes);
-  if (unit_->options.outer_sharded_optimizer) unit_->shards_memory = memory::zeros(device, unit_->shards.bytes);
+  unit_->main.memory = unit_->offloaded() ? memory::host_zeros(device, unit_->main.buffer.bytes, spec_.options.host_memory)
+                                          : memory::zeros(device, unit_->main.buffer.bytes);
+  if (unit_->replicated_parameters()) unit_->whole.memory = memory::zeros(device, unit_->whole.buffer.bytes);
+  if (unit_->options.outer_sharded_optimizer) unit_->shards.memory = memory::zeros(device, unit_->shards.buffer.bytes);
   shards_.clear();
   homes_.clear();
   for (std::size_t i = 0; i < spec_.parameters.size(); ++i) {
@@ -239,12 +239,12 @@ const at::Tensor& HookedUnit::shard(std::size_t i) const {
 at::Tensor HookedUnit::make_shard(std::size_t i) const {
   if (spec_.parameters[i].extended) return {};
   const auto slice = unit_->main_slice(i);
-  const auto& main = unit_->main[slice.sub_buffer];
+  const auto& main = unit_->main.parts[slice.sub_buffer];
   const auto lies_in = [&](const engine::Buffer& buffer) {
     return main.storage().unsafeGetStorageImpl() == buffer.storage.unsafeGetStorageImpl();
   };
-  const bool in_shards = unit_->options.outer_sharded_optimizer && lies_in(unit_->shards);
-  const auto& memory = lies_in(unit_->full) ? unit_->replica_memory : in_shards ? unit_->shards_memory : unit_->main_memory;
+  const bool in_shards = unit_->options.outer_sharded_optimizer && lies_in(unit_->shards.buffer);
+  const auto& memory = lies_in(unit_->whole.buffer) ? unit_->whole.memory : in_shards ? unit_->shards.memory : unit_->main.memory;
   const auto itemsize = static_cast<std::int64_t>(main.itemsize());
   return part_of(memory, (main.storage_offset() + slice.offset) * itemsize, seen_dtype(spec_.parameters[i], main.scalar_type()),
                  shard_shape(i));
@@ -252,14 +252,15 @@ at::Tensor HookedUnit::make_shard(std::size_t i) const {
 
 at::Tensor HookedUnit::whole(std::size_t i) const {
   const auto& placement = unit_->layout.placements()[i];
-  const auto& part = unit_->full.parts[placement.sub_buffer];
+  const auto& part = unit_->whole.buffer.parts[placement.sub_buffer];
   const auto offset = (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize());
-  return engine::view_of(unit_->full.storage, seen_dtype(spec_.parameters[i], part.scalar_type()), offset, spec_.parameters[i].shape);
+  return engine::view_of(unit_->whole.buffer.storage, seen_dtype(spec_.parameters[i], part.scalar_type()), offset,
+                         spec_.parameters[i].shape);
 }
 
 at::Tensor HookedUnit::kept(std::size_t i, const std::vector<std::int64_t>& shape) const {
-  const auto& part = unit_->post_forward.parts.at(unit_->layout.placements()[i].sub_buffer);
-  return engine::view_of(unit_->post_forward.storage, seen_dtype(spec_.parameters[i], part.scalar_type()),
+  const auto& part = unit_->whole.post_forward.parts.at(unit_->layout.placements()[i].sub_buffer);
+  return engine::view_of(unit_->whole.post_forward.storage, seen_dtype(spec_.parameters[i], part.scalar_type()),
                          part.storage_offset() * static_cast<std::int64_t>(part.itemsize()), shape);
 }
 

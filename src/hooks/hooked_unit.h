@@ -68,7 +68,7 @@ class HookedUnit {
   void set_separate_reduce_group(bool separate);
 
   /// Gathers the extended parameters from now on.
-  void set_extension(std::shared_ptr<engine::GatherExtension> extension) { unit_->extension = std::move(extension); }
+  void set_extension(std::shared_ptr<engine::GatherExtension> extension) { unit_->whole.extension = std::move(extension); }
 
   /// From now on neighbours keep no copy between them after forward. Not while they have one.
   void forget_neighbours();
@@ -94,7 +94,7 @@ class HookedUnit {
   void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
   at::Tensor as_stored(std::size_t i, const at::Tensor& whole) const;
-  /// Returns the gradient of parameter i among those that Engine::take_gradients returned, in the shape of its shard. It shares their
+  /// Returns the gradient of parameter i among those that MainAccess::take_gradients returned, in the shape of its shard. It shares their
   /// memory.
   at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
 

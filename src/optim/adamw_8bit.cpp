@@ -28,9 +28,9 @@ void refuse_cut_blocks(const AdamW8bitOptions& options, const engine::Engine& en
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       if (!is_quantized(options, *unit, i)) continue;
       const auto name = "AdamW8bit: parameter '" + unit->parameters[i].name + "' of unit '" + unit->name + "' ";
-      require(
-          optim::steps_adamw_8bit_on(engine.device().type()) || unit->offloaded(),
-          name + "is on " + engine.device().str() + ", for which this build of libfsdp has no kernel of it; use AdamW, or Offload::kAll");
+      require(optim::steps_adamw_8bit_on(engine.options().device().type()) || unit->offloaded(),
+              name + "is on " + engine.options().device().str() +
+                  ", for which this build of libfsdp has no kernel of it; use AdamW, or Offload::kAll");
       require(optim::is_cut_between_blocks(*unit, i, kBlock),
               name + "is cut within blocks of " + std::to_string(kBlock) +
                   " elements, each of which has one scale; call fully_shard with .granularity = Granularity::blocks(" +

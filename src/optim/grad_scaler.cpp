@@ -90,14 +90,15 @@ GradScaler::Model* GradScaler::find(const std::shared_ptr<engine::Engine>& engin
 // Nothing is written before all ranks have agreed. If gradients are replicated, every rank checks its own piece only, and scales all of
 // them.
 GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& engine) {
-  refuse_in_capture(engine->device(), "GradScaler", "capture forward and backward alone, and unscale and step behind each replay");
+  refuse_in_capture(engine->options().device(), "GradScaler",
+                    "capture forward and backward alone, and unscale and step behind each replay");
   const torch::NoGradGuard no_grad;
-  engine->finish_gradient_sync();
+  engine->main().finish_gradient_sync();
   std::vector<at::Tensor> pieces;
   for (const auto& unit : engine->units()) {
-    if (!unit->main_gradient_valid) continue;
-    for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-      pieces.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
+    if (!unit->main_gradient.valid) continue;
+    for (std::size_t k = 0; k < unit->main_gradient.parts.size(); ++k) {
+      pieces.push_back(unit->main_region(unit->main_gradient.parts[k], unit->own_pieces()));
     }
   }
   const bool finite = all_finite(pieces);
@@ -112,8 +113,8 @@ GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& en
   const bool found_inf = all.lt(0).any().item<bool>();
   if (!found_inf) {
     for (const auto& unit : engine->units()) {
-      if (!unit->main_gradient_valid) continue;
-      for (auto& gradient : unit->main_gradient) gradient.mul_(1 / state_.scale);
+      if (!unit->main_gradient.valid) continue;
+      for (auto& gradient : unit->main_gradient.parts) gradient.mul_(1 / state_.scale);
     }
   }
   models_.push_back({.engine = engine, .found_inf = found_inf});

@@ -43,7 +43,7 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
       const auto slice = unit->slice(i, unit->own_pieces());
       // Other ranks may have other experts, with or without gradients, so all ranks send the same number of values.
       std::vector<at::Tensor> piece;
-      if (buffers != nullptr && engine.speaks_for(parameter)) {
+      if (buffers != nullptr && engine.options().speaks_for(parameter)) {
         piece.push_back((*buffers)[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
       }
       mine.push_back(norm.of_pieces(piece));
@@ -66,21 +66,21 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
 /// Of this rank's own pieces only, also where other ranks hold them, too: every element counts once, in the same sums for every strategy.
 std::vector<at::Tensor> own_gradients(engine::Engine& engine, double max_norm, const std::string& function) {
   if (!(max_norm > 0)) throw Error(function + ": max_norm must be positive, got " + std::to_string(max_norm));
-  engine.check_parameters();
-  engine.finish_gradient_sync();
+  engine.main().check_parameters();
+  engine.main().finish_gradient_sync();
   std::vector<at::Tensor> mine;
   for (const auto& unit : engine.units()) {
-    if (!unit->main_gradient_valid) continue;
-    if (!engine.tensor_parallel().defined()) {
-      for (std::size_t k = 0; k < unit->main_gradient.size(); ++k) {
-        mine.push_back(unit->main_region(unit->main_gradient[k], unit->own_pieces()));
+    if (!unit->main_gradient.valid) continue;
+    if (!engine.options().tensor_parallel.defined()) {
+      for (std::size_t k = 0; k < unit->main_gradient.parts.size(); ++k) {
+        mine.push_back(unit->main_region(unit->main_gradient.parts[k], unit->own_pieces()));
       }
       continue;
     }
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-      if (!unit->parameters[i].trainable || !engine.speaks_for(unit->parameters[i])) continue;
+      if (!unit->parameters[i].trainable || !engine.options().speaks_for(unit->parameters[i])) continue;
       const auto slice = unit->slice(i, unit->own_pieces());
-      mine.push_back(unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
+      mine.push_back(unit->main_gradient.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel));
     }
   }
   return mine;
@@ -97,7 +97,7 @@ double total_on_host(const engine::Engine& engine, const Norm& norm, const at::T
 /// The same on the device, without a wait of the host.
 at::Tensor total_on_device(const engine::Engine& engine, const Norm& norm, const at::Tensor& mine) {
   const auto& communicators = engine.units().front()->communicators;
-  const auto& pieces = engine.tensor_parallel();
+  const auto& pieces = engine.options().tensor_parallel;
   at::Tensor all = mine.view({1});
   for (auto* row : {communicators.outer.get(), communicators.gather.get(),
                     pieces.defined() ? pieces.communicator(pieces.dims().front().name).get() : nullptr}) {
@@ -129,17 +129,17 @@ at::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, ClipGradN
   const Norm norm(options.norm_type, "clip_grad_norm_");
   const torch::NoGradGuard no_grad;
   const bool has_offload = std::any_of(engine->units().begin(), engine->units().end(), [](const auto& unit) { return unit->offloaded(); });
-  if (engine->device().is_cpu() || has_offload || options.error_if_nonfinite) {
-    refuse_in_capture(engine->device(), "clip_grad_norm_", "do without error_if_nonfinite and offload");
+  if (engine->options().device().is_cpu() || has_offload || options.error_if_nonfinite) {
+    refuse_in_capture(engine->options().device(), "clip_grad_norm_", "do without error_if_nonfinite and offload");
     const auto total = handle(module).clip_grad_norm(max_norm, options);
-    return at::full({}, total, at::device(engine->device()).dtype(at::kDouble));
+    return at::full({}, total, at::device(engine->options().device()).dtype(at::kDouble));
   }
   auto mine = norm.of_pieces(own_gradients(*engine, max_norm, "clip_grad_norm_"));
-  if (mine.is_cpu()) mine = at::zeros({}, at::device(engine->device()).dtype(at::kDouble));  // this rank has none
+  if (mine.is_cpu()) mine = at::zeros({}, at::device(engine->options().device()).dtype(at::kDouble));  // this rank has none
   const auto total = total_on_device(*engine, norm, mine);
   const auto factor = at::clamp_max(max_norm / (total + 1e-6), 1.0);
   for (const auto& unit : engine->units()) {
-    if (unit->main_gradient_valid) scale(unit->main_gradient, factor);
+    if (unit->main_gradient.valid) scale(unit->main_gradient.parts, factor);
   }
   return total;
 }
@@ -151,7 +151,7 @@ double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOp
 double FSDPModule::clip_grad_norm(double max_norm) { return clip_grad_norm(max_norm, ClipGradNormOptions{}); }
 
 double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& options) {
-  refuse_in_capture(engine_->device(), "clip_grad_norm", "use clip_grad_norm_, whose norm stays on the device");
+  refuse_in_capture(engine_->options().device(), "clip_grad_norm", "use clip_grad_norm_, whose norm stays on the device");
   const Norm norm(options.norm_type, "clip_grad_norm");
   const torch::NoGradGuard no_grad;
   const auto mine = own_gradients(*engine_, max_norm, "clip_grad_norm");
@@ -162,7 +162,7 @@ double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& op
   const double factor = max_norm / (total + 1e-6);
   if (factor < 1 || !std::isfinite(total)) {
     for (const auto& unit : engine_->units()) {
-      if (unit->main_gradient_valid) at::_foreach_mul_(unit->main_gradient, factor);
+      if (unit->main_gradient.valid) at::_foreach_mul_(unit->main_gradient.parts, factor);
     }
   }
   return total;
@@ -172,12 +172,12 @@ std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& mo
   const Norm norm(norm_type, "gradient_norms");
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  engine->check_parameters();
-  engine->finish_gradient_sync();
+  engine->main().check_parameters();
+  engine->main().finish_gradient_sync();
   return norms_by_name(
       *engine, norm, "gradient norms", [](const auto& parameter) { return parameter.trainable; },
       [](const engine::Unit& unit, std::size_t i) -> const std::vector<at::Tensor>* {
-        return unit.parameters[i].has_gradient ? &unit.main_gradient : nullptr;
+        return unit.parameters[i].has_gradient ? &unit.main_gradient.parts : nullptr;
       });
 }
 
@@ -185,9 +185,10 @@ std::vector<std::pair<std::string, double>> parameter_norms(torch::nn::Module& m
   const Norm norm(norm_type, "parameter_norms");
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  engine->flush_writes();
+  engine->main().flush_writes();
   return norms_by_name(
-      *engine, norm, "parameter norms", [](const auto&) { return true; }, [](const engine::Unit& unit, std::size_t) { return &unit.main; });
+      *engine, norm, "parameter norms", [](const auto&) { return true; },
+      [](const engine::Unit& unit, std::size_t) { return &unit.main.parts; });
 }
 
 }  // namespace fsdp

@@ -48,7 +48,7 @@ Parameterwise::Parameterwise(std::shared_ptr<engine::Engine> engine, Groups grou
       pieces_.push_back({.unit = unit.get(),
                          .parameter = i,
                          .group = groups_.index_of(unit->parameters[i].name),
-                         .value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
+                         .value = unit->main.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                          .gradient = {},
                          .state = {}});
     }
@@ -88,11 +88,11 @@ std::vector<StateTensor> Parameterwise::state() {
 
 void Parameterwise::step() {
   for (auto& piece : pieces_) {
-    if (!piece.unit->main_gradient_valid || !piece.unit->parameters[piece.parameter].has_gradient) continue;
+    if (!piece.unit->main_gradient.valid || !piece.unit->parameters[piece.parameter].has_gradient) continue;
     if (!piece.gradient.defined()) {
       // This is done here, because a view of gradients can be taken only while they have memory.
       const auto slice = piece.unit->main_slice(piece.parameter);
-      piece.gradient = piece.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+      piece.gradient = piece.unit->main_gradient.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
     }
     if (piece.state.empty()) {
       piece.state = make_state_(piece, memory_);

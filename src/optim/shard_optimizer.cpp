@@ -22,7 +22,7 @@ namespace fsdp {
 
 at::Tensor optim::exchange(const engine::Engine& engine, const at::Tensor& values, const char* operation) {
   const auto& communicators = engine.units().front()->communicators;
-  const auto& pieces = engine.tensor_parallel();
+  const auto& pieces = engine.options().tensor_parallel;
   // The number of a piece is r * outer + o, so the inner rank comes before the outer one.
   const comm::Ranks ranks(
       {pieces.defined() ? pieces.communicator(pieces.dims().front().name) : nullptr, communicators.gather, communicators.outer});
@@ -36,19 +36,19 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
   const torch::NoGradGuard no_grad;
-  state_->engine->flush_writes();
+  state_->engine->main().flush_writes();
   state_->refuse_torn();
-  state_->engine->finish_gradient_sync();
+  state_->engine->main().finish_gradient_sync();
   try {
     state_->step();
   } catch (...) {
-    after_error([&] { state_->engine->main_parameters_changed(); });  // some may be new
+    after_error([&] { state_->engine->main().changed(); });  // some may be new
     throw;
   }
-  state_->engine->main_parameters_changed();
+  state_->engine->main().changed();
 }
 
-void Optimizer::zero_grad() { state_->engine->zero_grad(); }
+void Optimizer::zero_grad() { state_->engine->main().zero_grad(); }
 void Optimizer::set_lr_factor(double factor) { state_->set_lr_factor(factor); }
 void Optimizer::set_lr_factor(std::size_t group, double factor) { state_->set_lr_factor(group, factor); }
 void Optimizer::set_lr(double lr) { state_->set_lr(std::nullopt, lr); }
@@ -125,7 +125,7 @@ void Optimizer::State::tell_settings() {
   }
   if (own.empty() && told->first == first.now()) return;
   told->first = own.empty() ? first.now() : std::numeric_limits<double>::quiet_NaN();
-  engine->tell_update(number, std::string("lr ").append(optim::shortest(first.now())).append(own).append(told->second));
+  engine->main().tell_update(number, std::string("lr ").append(optim::shortest(first.now())).append(own).append(told->second));
 }
 
 void Optimizer::State::refuse_torn() const {
@@ -135,7 +135,7 @@ void Optimizer::State::refuse_torn() const {
 
 void Optimizer::State::step() {
   if (!std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part->can_be_captured(); })) {
-    refuse_in_capture(engine->device(), "an optimizer's step", "capture steps of AdamW or SGD, or forward and backward alone");
+    refuse_in_capture(engine->options().device(), "an optimizer's step", "capture steps of AdamW or SGD, or forward and backward alone");
   }
   tell_settings();
   for (const auto& part : parts) part->step();
@@ -179,7 +179,8 @@ at::Tensor StateMemory::zeros(const engine::Unit& unit, std::int64_t numel, at::
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   const bool on_host = unit.options.offload != Offload::kNone;
   RECORD_USER_SCOPE(memory::allocation_range(on_host ? memory::Kind::kHost : memory::Kind::kOptimizerState));
-  auto state = (on_host ? memory::host_zeros(engine_->device(), bytes) : memory::zeros(engine_->device(), bytes)).view(dtype);
+  auto state =
+      (on_host ? memory::host_zeros(engine_->options().device(), bytes) : memory::zeros(engine_->options().device(), bytes)).view(dtype);
   (on_host ? host_bytes_ : device_bytes_) += bytes;
   engine_->accounting().add(on_host ? memory::Kind::kHost : memory::Kind::kOptimizerState, bytes);
   return state;
@@ -190,7 +191,8 @@ void StateMemory::with_state(const engine::Unit& unit, std::vector<at::Tensor>& 
   std::vector<at::Tensor> on_device;
   std::int64_t bytes = 0;
   for (const auto& tensor : state) {
-    on_device.push_back(at::empty(tensor.sizes(), tensor.options().device(engine_->device())).copy_(tensor, /*non_blocking=*/true));
+    on_device.push_back(
+        at::empty(tensor.sizes(), tensor.options().device(engine_->options().device())).copy_(tensor, /*non_blocking=*/true));
     bytes += static_cast<std::int64_t>(tensor.nbytes());
   }
   engine_->accounting().add(memory::Kind::kOptimizerState, bytes);
@@ -215,7 +217,7 @@ Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, 
   groups_.take_in(*engine_, this->selection());
 }
 
-Elementwise::~Elementwise() { engine_->rejoin_streams(); }
+Elementwise::~Elementwise() { engine_->main().rejoin_streams(); }
 
 std::vector<Elementwise::Piece> Elementwise::pieces_of(const engine::Unit& unit) {
   std::vector<Piece> pieces;
@@ -231,7 +233,7 @@ std::vector<Elementwise::Piece> Elementwise::pieces_of(const engine::Unit& unit)
 
 void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
   state.allocated = true;
-  std::vector<bool> in_use(unit.main_gradient.size(), false);
+  std::vector<bool> in_use(unit.main_gradient.parts.size(), false);
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     if (unit.parameters[i].trainable && state.parameters[i].selected) in_use[unit.layout.placements()[i].sub_buffer] = true;
   }
@@ -241,7 +243,7 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
     const auto add = [&](std::int64_t begin, std::int64_t end) {
       auto& stretch = state.stretches.emplace_back(Stretch{.sub_buffer = k, .begin = begin, .end = end, .state = {}});
       for (std::size_t s = 0; s < kinds().size(); ++s) {
-        stretch.state.push_back(memory_.zeros(unit, end - begin, unit.main[k].scalar_type()));
+        stretch.state.push_back(memory_.zeros(unit, end - begin, unit.main.parts[k].scalar_type()));
       }
     };
     std::int64_t begin = 0;
@@ -256,7 +258,7 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
       begin = slice.offset + slice.numel;
       has_selected = false;
     }
-    if (has_selected || begin == 0) add(begin, unit.main[k].numel());
+    if (has_selected || begin == 0) add(begin, unit.main.parts[k].numel());
   }
 }
 
@@ -270,7 +272,7 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
   auto stretch = state.stretches.begin();
   for (std::size_t begin = 0; begin < pieces.size();) {
     const auto& first = state.parameters[pieces[begin].parameter];
-    const auto itemsize = static_cast<std::int64_t>(unit.main[pieces[begin].slice.sub_buffer].element_size());
+    const auto itemsize = static_cast<std::int64_t>(unit.main.parts[pieces[begin].slice.sub_buffer].element_size());
     std::size_t end = begin + 1;
     while (end < pieces.size() && pieces[end].slice.sub_buffer == pieces[begin].slice.sub_buffer) {
       // [Same tails] ATen's kernels round a tensor's last elements, fewer than a vector register's, differently from the others. The same
@@ -289,10 +291,10 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
       while (stretch->sub_buffer != k || stretch->end < from + numel) ++stretch;
       Segment segment{.unit = &unit,
                       .group = first.group,
-                      .value = unit.main[k].narrow(0, from, numel),
-                      .gradient = unit.main_gradient[k].narrow(0, from, numel),
+                      .value = unit.main.parts[k].narrow(0, from, numel),
+                      .gradient = unit.main_gradient.parts[k].narrow(0, from, numel),
                       .state = {},
-                      .step = at::full({}, static_cast<double>(first.steps), unit.main[k].options().dtype(at::kFloat)),
+                      .step = at::full({}, static_cast<double>(first.steps), unit.main.parts[k].options().dtype(at::kFloat)),
                       .updates = first.steps};
       for (const auto& buffer : stretch->state) {
         segment.state.push_back(buffer.narrow(0, from - stretch->begin, numel));
@@ -305,15 +307,15 @@ void Elementwise::divide(const engine::Unit& unit, UnitState& state) {
 }
 
 bool Elementwise::updates(const engine::Unit& unit, std::size_t parameter) const {
-  return unit.parameters[parameter].trainable && units_[unit.index].parameters[parameter].selected;
+  return unit.parameters[parameter].trainable && units_[unit.place.index].parameters[parameter].selected;
 }
 
 std::int64_t Elementwise::steps(const engine::Unit& unit, std::size_t parameter) const {
-  return units_[unit.index].parameters[parameter].steps;
+  return units_[unit.place.index].parameters[parameter].steps;
 }
 
 void Elementwise::set_steps(const engine::Unit& unit, std::size_t parameter, std::int64_t steps) {
-  auto& state = units_[unit.index];
+  auto& state = units_[unit.place.index];
   state.parameters[parameter].steps = steps;
   state.segments.clear();  // They hold counts of their own, and are divided by them.
   ++divisions_;
@@ -349,7 +351,7 @@ void Elementwise::step() {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const auto& unit = *engine_->units()[u];
     auto& state = units_[u];
-    if (!unit.main_gradient_valid) continue;
+    if (!unit.main_gradient.valid) continue;
     updated.push_back(u);
     if (!state.allocated) allocate(unit, state);
     bool changed = state.segments.empty();

@@ -177,7 +177,7 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         if (!unit->parameters[i].trainable) continue;
         const auto slice = unit->main_slice(i);
-        auto value = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel).detach().requires_grad_();
+        auto value = unit->main.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel).detach().requires_grad_();
         shards.push_back({unit.get(), i, std::move(value)});
       }
     }
@@ -199,7 +199,7 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
     for (auto& shard : shards) {
       if (!shard.unit->parameters[shard.parameter].has_gradient) continue;
       const auto slice = shard.unit->main_slice(shard.parameter);
-      const auto gradient = shard.unit->main_gradient[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+      const auto gradient = shard.unit->main_gradient.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
       shard.value.mutable_grad() = gradient.to(shard.value.scalar_type());
     }
     // The gradients are taken back even after an exception, because zero_grad() must be able to free their memory.

@@ -115,7 +115,7 @@ void OperatorArguments::place_in_parameter(const engine::Unit& unit, c10::IValue
   const engine::UnitParameter* parameter = nullptr;
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     const auto& placement = unit.layout.placements()[i];
-    const auto& part = unit.full.parts[placement.sub_buffer];
+    const auto& part = unit.whole.buffer.parts[placement.sub_buffer];
     const auto own = static_cast<std::int64_t>(part.element_size());
     begin = (part.storage_offset() + placement.offset) * own / itemsize;
     end = begin + placement.numel * own / itemsize;

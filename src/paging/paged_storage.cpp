@@ -89,7 +89,7 @@ void asked_for_address(c10::StorageImpl* storage) {
   auto* paged = static_cast<PagedStorage*>(storage);
   if (paged->unit == nullptr || paged->unit->state() != engine::ParameterState::kPresent)
     return;  // it is the engine, which gathers the unit
-  paged->engine->wrote(*paged->unit);
+  paged->engine->main().wrote(*paged->unit);
 }
 
 }  // namespace
@@ -109,7 +109,7 @@ void PagedStorage::watch_address() {
 }
 
 PagedModel& PagedModel::of(const engine::Engine& engine) {
-  return *static_cast<PagedStorage*>(engine.units().front()->full.storage.unsafeGetStorageImpl())->model;
+  return *static_cast<PagedStorage*>(engine.units().front()->whole.buffer.storage.unsafeGetStorageImpl())->model;
 }
 
 namespace {
@@ -117,9 +117,9 @@ namespace {
 /// A parameter's place in its unit's storage, with the paged key.
 c10::intrusive_ptr<c10::TensorImpl> paged_impl(const engine::Unit& unit, std::size_t index) {
   const auto& placement = unit.layout.placements()[index];
-  const auto& part = unit.full.parts[placement.sub_buffer];
-  auto impl =
-      c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.full.storage), part.key_set() | c10::DispatchKeySet(kTrapKey), part.dtype());
+  const auto& part = unit.whole.buffer.parts[placement.sub_buffer];
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.whole.buffer.storage), part.key_set() | c10::DispatchKeySet(kTrapKey),
+                                                   part.dtype());
   impl->set_sizes_contiguous(unit.parameters[index].shape);
   impl->set_storage_offset(part.storage_offset() + placement.offset);
   return impl;
@@ -134,7 +134,7 @@ void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& en
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   at::Tensor handle = parameter;
   if (const auto* deferred = deferred::DeferredStorage::of(handle)) {
-    deferred->session()->home = unit.full.storage.device();
+    deferred->session()->home = unit.whole.buffer.storage.device();
     deferred::become(handle, at::Tensor(paged_impl(unit, index)));
   } else {
     handle.set_data(at::Tensor(paged_impl(unit, index)));

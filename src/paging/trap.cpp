@@ -79,7 +79,7 @@ void refuse_other_memory(at::ArrayRef<c10::IValue> values) {
   }
 }
 
-PagedStorage& storage_of(const engine::Unit& unit) { return *static_cast<PagedStorage*>(unit.full.storage.unsafeGetStorageImpl()); }
+PagedStorage& storage_of(const engine::Unit& unit) { return *static_cast<PagedStorage*>(unit.whole.buffer.storage.unsafeGetStorageImpl()); }
 
 /// A guard while an operator runs: the units that it has touched are present, and stay so.
 class Running {
@@ -101,7 +101,7 @@ class Running {
     if (engines.size() > 1) {
       // The order is fixed, because two threads that use the same two models could wait for each other otherwise. It is the same on all
       // ranks [Order is collective].
-      std::sort(engines.begin(), engines.end(), [](const auto* a, const auto* b) { return a->model() < b->model(); });
+      std::sort(engines.begin(), engines.end(), [](const auto* a, const auto* b) { return a->options().model < b->options().model; });
     }
     for (auto* engine : engines) {
       c10::SmallVector<engine::Unit*, 4> units;
@@ -117,8 +117,8 @@ class Running {
     auto& model = *storage_of(*units.front()).model;
     const bool within_backward = torch::autograd::get_current_graph_task_id() != -1;
     model.gate.enter();
-    const bool in_use =
-        engine.follows_current_stream() && std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->in_use(phase); });
+    const bool in_use = engine.follows_current_stream() &&
+                        std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->whole.in_use(phase); });
     // Units that forward was in when backward began count as in use until the engine knows of the backward.
     if (!in_use || (within_backward && !engine.in_backward())) {
       model.gate.leave();
@@ -188,7 +188,7 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   }
   for (const auto& use : touched.uses) {
     if (!use.written) continue;
-    use.engine->wrote(*use.unit);
+    use.engine->main().wrote(*use.unit);
     storage_of(*use.unit).watch_address();
   }
 }

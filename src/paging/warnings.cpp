@@ -51,7 +51,7 @@ void warn_of_unused(engine::Engine& engine) {
   }
   if (!any) return;
   model.checked_unused = true;
-  if (unused.empty() || engine.mesh().rank() != 0) return;
+  if (unused.empty() || engine.options().mesh.rank() != 0) return;
   TORCH_WARN(
       "fsdp: the first backward gave no gradient on any rank to ", list(unused),
       ", which need one: nothing that led to the loss used them. Optimizers skip them for as long as that is so, but they are "

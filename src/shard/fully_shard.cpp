@@ -122,9 +122,9 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     const auto communicators =
         engine::communicators_of(plan.settings.mesh, options.separate_reduce_group, options.reshard_after_forward_size);
     auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators));
-    unit.model = number_on(plan.settings.mesh);
-    if (plan.parent != shard::UnitPlan::kNoParent) unit.parent = engine->units()[plan.parent].get();
-    auto* storage = static_cast<paging::PagedStorage*>(unit.full.storage.unsafeGetStorageImpl());
+    unit.place.model = number_on(plan.settings.mesh);
+    if (plan.parent != shard::UnitPlan::kNoParent) unit.place.parent = engine->units()[plan.parent].get();
+    auto* storage = static_cast<paging::PagedStorage*>(unit.whole.buffer.storage.unsafeGetStorageImpl());
     storage->engine = engine.get();
     storage->model = model;
     unit.allocate_main(engine->accounting());
@@ -145,17 +145,18 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
 void fully_unshard(torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  engine->flush_writes();
+  engine->main().flush_writes();
   for (const auto& unit : engine->units()) {
-    const auto main = engine->gather_main(*unit, unit->main);
+    const auto main = engine->main().gather_main(*unit, unit->main.parts);
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
       const auto& parameter = unit->parameters[i];
       const auto tensor = parameter.tensor.lock();
-      if (tensor) paging::unpage(at::Tensor(tensor), unit->whole(main, i).to(parameter.dtype, /*non_blocking=*/false, /*copy=*/true));
+      if (tensor)
+        paging::unpage(at::Tensor(tensor), unit->whole_parameter(main, i).to(parameter.dtype, /*non_blocking=*/false, /*copy=*/true));
     }
     engine->reshard(*unit);
   }
-  engine->retire();
+  engine->main().retire();
   api::Registry::instance().remove(engine);
 }
 

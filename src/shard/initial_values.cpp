@@ -22,12 +22,13 @@
 namespace fsdp::shard {
 namespace {
 
+using engine::Pieces;
 using engine::Unit;
 
 bool is_first_rank(const Unit& unit) { return unit.communicators.gather->rank() == 0 && unit.communicators.outer_rank() == 0; }
 
 at::Tensor main_of(const Unit& unit, const Unit::MainSlice& slice) {
-  return unit.main[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
+  return unit.main.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
 }
 
 void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vector<std::int64_t>* checksums) {
@@ -36,7 +37,7 @@ void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vect
     const auto flat = value.reshape({-1});
     if (unit.state() == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
       const auto& placement = unit.layout.placements()[i];
-      unit.full.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
+      unit.whole.buffer.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
     } else {
       const auto slice = unit.main_slice(i);
       main_of(unit, slice).copy_(flat.narrow(0, slice.parameter_offset, slice.numel));
@@ -46,12 +47,12 @@ void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vect
 
 /// Returns the options for a parameter's values on the unit's device.
 at::TensorOptions options_of(const Unit& unit, const at::Tensor& parameter) {
-  return at::TensorOptions().dtype(parameter.scalar_type()).device(unit.full.storage.device());
+  return at::TensorOptions().dtype(parameter.scalar_type()).device(unit.whole.buffer.storage.device());
 }
 
 /// The values of a unit's flattened parameters that a rank has.
 struct Held {
-  Unit::Pieces pieces;
+  Pieces pieces;
   std::vector<at::Tensor> values;  ///< For each parameter, its values that lie in `pieces`, on the unit's device.
 };
 
@@ -63,7 +64,7 @@ Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Hel
   std::vector<comm::ScatterPart> messages;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto& [parts, into] = messages.emplace_back();
-    const auto slice_in = [&](Unit::Pieces pieces) { return unit.layout.local_slice(i, pieces.first, pieces.count); };
+    const auto slice_in = [&](Pieces pieces) { return unit.layout.local_slice(i, pieces.first, pieces.count); };
     if (row.rank() == 0) {
       const auto begin = slice_in(held.pieces).parameter_offset;
       for (int rank = 0; rank < row.size(); ++rank) {
@@ -89,7 +90,7 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
     held.values.resize(parameters.size());
     try {
       deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
-        held.values[i] = value.reshape({-1}).to(unit.full.storage.device()).contiguous();
+        held.values[i] = value.reshape({-1}).to(unit.whole.buffer.storage.device()).contiguous();
       });
     } catch (...) {
       // The other ranks wait for this one, so it takes part nevertheless.
@@ -102,13 +103,13 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
   const std::int64_t outer_size = unit.communicators.outer_size();
   if (unit.communicators.outer_rank() == 0) {
     held = scatter(unit, parameters, held, *unit.communicators.gather, [&](std::int64_t inner) {
-      return unit.replicated_optimizer() ? unit.all_pieces() : Unit::Pieces{inner * outer_size, outer_size};
+      return unit.replicated_optimizer() ? unit.all_pieces() : Pieces{inner * outer_size, outer_size};
     });
   }
   if (unit.communicators.outer) {
     const auto inner = unit.replicated_optimizer() ? unit.all_pieces() : unit.inner_pieces();
     held = scatter(unit, parameters, held, *unit.communicators.outer, [&](std::int64_t outer) {
-      return unit.options.outer_sharded_optimizer ? Unit::Pieces{inner.first + outer, 1} : inner;
+      return unit.options.outer_sharded_optimizer ? Pieces{inner.first + outer, 1} : inner;
     });
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) main_of(unit, unit.main_slice(i)).copy_(held.values[i]);
@@ -140,7 +141,7 @@ void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm
   std::vector<comm::ScatterPart> messages;
   for (const auto& buffer : buffers) {
     auto& [parts, into] = messages.emplace_back();
-    const auto options = buffer.options().device(unit.full.storage.device());
+    const auto options = buffer.options().device(unit.whole.buffer.storage.device());
     into = row.rank() == 0 ? row_major(buffer.to(options.device())).view({-1}) : at::empty({buffer.numel()}, options);
     if (row.rank() == 0) parts.assign(static_cast<std::size_t>(row.size()), into);
   }
@@ -187,7 +188,7 @@ void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::uni
   for (std::size_t k = 0; k < buffers.size(); ++k) {
     if (buffers[k].empty()) continue;
     const auto& unit = *units[k];
-    const auto device = unit.full.storage.device();
+    const auto device = unit.whole.buffer.storage.device();
     if (from != InitialValues::kFromRank0 || is_first_rank(unit)) {
       try {
         deferred::give_values(buffers[k], device);

@@ -75,7 +75,7 @@ void export_safetensors(const std::string& path, torch::nn::Module& module, Expo
   try {
     ranks.together(what, [&] {
       if (options.most_bytes_per_file < 1) throw Error("most_bytes_per_file must be positive");
-      engine->flush_writes();
+      engine->main().flush_writes();
       items = state::model_items(module, "");
       plan = plan_of(items, options);
       if (!leads) return;

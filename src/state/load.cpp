@@ -233,18 +233,6 @@ class Loading {
   std::vector<std::string> take_missing() { return std::move(missing_); }
   std::vector<std::string> take_unexpected() { return std::move(unexpected_); }
 
-  /// Returns the saved optimizer's name of a parameter; empty if it is not known.
-  std::string saved_name(const std::string& parameter) const {
-    const auto states = options_.optimizer_prefix + "state.";
-    const std::string_view count = ".step";
-    const auto stored = stored_key(std::string(kOptimizerPrefix) + "state." + parameter + std::string(count));
-    if (!stored.starts_with(states) || !stored.ends_with(count)) return "";
-    return stored.substr(states.size(), stored.size() - states.size() - count.size());
-  }
-  state::SavedGroups& groups() {
-    if (!groups_) groups_.emplace(*source_, options_.optimizer_prefix + "param_groups.");
-    return *groups_;
-  }
   /// Restores the saved values of the optimizer's groups: all settings, or only the factors of learning rates.
   void restore_groups(Optimizer& optimizer) {
     const auto name = [this](const std::string& parameter) { return saved_name(parameter); };
@@ -261,6 +249,18 @@ class Loading {
   }
 
  private:
+  /// Returns the saved optimizer's name of a parameter; empty if it is not known.
+  std::string saved_name(const std::string& parameter) const {
+    const auto states = options_.optimizer_prefix + "state.";
+    const std::string_view count = ".step";
+    const auto stored = stored_key(std::string(kOptimizerPrefix) + "state." + parameter + std::string(count));
+    if (!stored.starts_with(states) || !stored.ends_with(count)) return "";
+    return stored.substr(states.size(), stored.size() - states.size() - count.size());
+  }
+  state::SavedGroups& groups() {
+    if (!groups_) groups_.emplace(*source_, options_.optimizer_prefix + "param_groups.");
+    return *groups_;
+  }
   /// If the model's names have no prefix, all tensors belong to the model whose names have no other known prefix.
   bool is_of_model(const std::string& name) const {
     if (!options_.model_prefix.empty()) return name.starts_with(options_.model_prefix);
@@ -351,12 +351,12 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   state::Phases phases(options.on_phase);
   // If nothing can be lost, one reading is enough.
   const bool at_once =
-      ranks.all(options.strict && (!options.check_first || engine->main_may_be_lost()), "checkpoint: agreement on how it is read");
+      ranks.all(options.strict && (!options.check_first || engine->main().may_be_lost()), "checkpoint: agreement on how it is read");
   Loaded loaded;
   try {
     ranks.together("nothing was loaded:", [&] {
       if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
-      engine->prepare_load();
+      engine->main().prepare_load();
       loading.emplace(path, options, ranks);
       for (const auto& item : state::model_items(module, state::kModel)) {
         loading->add(item);
@@ -382,12 +382,12 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
       }
       grad_scaler = loading->grad_scaler();
       loading->check_names(optimizer != nullptr);
-      loading->check_torn(engine->torn());
+      loading->check_torn(engine->main().torn());
       if (optimizer != nullptr) loading->check_torn(optimizer->state().torn);
       loaded.extra = loading->extra();
       loaded.rank_extra = loading->rank_extra();
       if (loading->has(state::kMetric)) loaded.metric = loading->number(state::kMetric);
-      generators = loading->generators(engine->device());
+      generators = loading->generators(engine->options().device());
       phases.end(Phase::kOpen, 0);
       if (!at_once) loading->check_values();
       phases.end(Phase::kCheck, at_once ? 0 : loading->bytes());
@@ -397,20 +397,20 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     if (settings) settings->undo();
     throw;
   }
-  engine->set_torn(loading->replaced(kModelPrefix));
+  engine->main().set_torn(loading->replaced(kModelPrefix));
   if (optimizer != nullptr) optimizer->state().torn.merge(loading->replaced(kOptimizerPrefix));
   ranks.together(at_once ? kHalfway : kNoLongerWhole, [&] {
     try {
       at_once ? loading->assign_at_once() : loading->assign();
       for (const auto& copy : copies) assign_values(copy.source, copy.values);
     } catch (...) {
-      after_error([&] { engine->main_parameters_changed(); });
+      after_error([&] { engine->main().changed(); });
       throw;
     }
-    engine->main_parameters_changed();
+    engine->main().changed();
     phases.end(Phase::kAssign, loading->bytes());
   });
-  engine->set_torn({});
+  engine->main().set_torn({});
   if (optimizer != nullptr) optimizer->state().torn.clear();
   for (auto& [generator, values] : generators) generator.set_state(values);
   if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);

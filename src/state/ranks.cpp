@@ -16,7 +16,7 @@ comm::Label label_of(const char* operation) { return {.operation = operation, .u
 
 std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, CheckpointRanks::Groups groups) {
   std::vector<std::shared_ptr<comm::Communicator>> rows;
-  for (const auto& mesh : {engine.tensor_parallel(), engine.mesh()}) {
+  for (const auto& mesh : {engine.options().tensor_parallel, engine.options().mesh}) {
     if (!mesh.defined()) continue;
     for (const auto& dim : mesh.dims()) {
       rows.push_back(groups == CheckpointRanks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));

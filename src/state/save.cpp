@@ -42,7 +42,7 @@ Snapshot snapshot_of(torch::nn::Module& module, Optimizer* optimizer, const Extr
 void save_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra,
               const SaveOptions& options) {
   const auto engine = handle(module).engine();
-  memory::synchronize(engine->device());  // an update may still be on its way to offloaded state
+  memory::synchronize(engine->options().device());  // an update may still be on its way to offloaded state
   const CheckpointRanks ranks(*engine, CheckpointRanks::Groups::kOfMesh);
   state::Phases phases(options.on_phase);
   const auto snapshot = snapshot_of(module, optimizer, extra, options, ranks, nullptr, phases);
@@ -65,7 +65,7 @@ struct AsyncSaver::Impl {
         optimizer(optimizer_),
         engine(handle(module_).engine()),
         ranks(*engine, CheckpointRanks::Groups::kOwn),
-        buffer(engine->device()) {}
+        buffer(engine->options().device()) {}
 
   void wait() {
     if (thread.joinable()) thread.join();
@@ -115,7 +115,7 @@ void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOpti
   const auto target = unknown || path.empty() ? path : absolute.string();
   auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer, phases);
   std::promise<void> copied;
-  impl_->engine->set_reader(copied.get_future());
+  impl_->engine->main().set_reader(copied.get_future());
   impl_->thread = std::thread([impl = impl_.get(), target, options, snapshot = std::move(snapshot), copied = std::move(copied),
                                phases]() mutable { impl->finish(snapshot, std::move(copied), target, options, phases); });
 }

@@ -224,7 +224,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
                        const CheckpointRanks& ranks) {
   const torch::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
-  engine->flush_writes();
+  engine->main().flush_writes();
   Snapshot snapshot;
   for (const auto& item : model_items(module, kModel)) add(snapshot, item);
   if (optimizer != nullptr) {
@@ -236,7 +236,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
     for (const auto& item : optimizer_items(*optimizer, kOptimizer)) add(snapshot, item);
   }
   if (options.rng) {
-    for (auto& generator : generators_of(engine->device())) {
+    for (auto& generator : generators_of(engine->options().device())) {
       add_whole(snapshot, DcpPath{kOwn, generator.name + "." + std::to_string(ranks.index())}, generator.state(), /*guarded=*/true);
     }
   }

@@ -24,7 +24,7 @@ std::vector<std::string> path_below(const std::string& prefix, const std::vector
 /// Returns which of the values of a parameter that this rank holds are its own to write, as begin and numel.
 std::pair<std::int64_t, std::int64_t> own_piece(const engine::Engine& engine, const engine::Unit& unit, std::size_t parameter) {
   const auto own = unit.slice(parameter, unit.own_pieces());
-  if (own.numel == 0 || !engine.speaks_for(unit.parameters[parameter])) return {0, 0};
+  if (own.numel == 0 || !engine.options().speaks_for(unit.parameters[parameter])) return {0, 0};
   return {own.parameter_offset - unit.main_slice(parameter).parameter_offset, own.numel};
 }
 
@@ -35,13 +35,13 @@ bool owns_first_element(const engine::Engine& engine, const engine::Unit& unit, 
   const auto& shape = unit.parameters[parameter].global_shape;
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
     // No rank has an element, so the first rank counts as the owner.
-    const auto& pieces = engine.tensor_parallel();
+    const auto& pieces = engine.options().tensor_parallel;
     return unit.own_pieces().first == 0 && (!pieces.defined() || pieces.coordinate(pieces.dims().front().name) == 0);
   }
   const auto& offset = unit.parameters[parameter].global_offset;
   const bool is_first = std::all_of(offset.begin(), offset.end(), [](std::int64_t begin) { return begin == 0; });
   const auto own = unit.slice(parameter, unit.own_pieces());
-  return own.numel > 0 && own.parameter_offset == 0 && is_first && engine.speaks_for(unit.parameters[parameter]);
+  return own.numel > 0 && own.parameter_offset == 0 && is_first && engine.options().speaks_for(unit.parameters[parameter]);
 }
 
 }  // namespace
@@ -65,11 +65,11 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
           StateItem{.path = path_below(prefix, {parameter.name}),
                     .shape = parameter.global_shape,
                     .box = box_of(parameter),
-                    .values = unit->main[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
+                    .values = unit->main.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel),
                     .offset = slice.parameter_offset,
                     .own_begin = own_begin,
                     .own_numel = own_numel,
-                    .guarded = !engine->main_is_exposed() && !(unit->replicated_parameters() && unit->main_is_shared(slice.sub_buffer))});
+                    .guarded = !engine->main().is_exposed() && !(unit->replicated_parameters() && unit->main_is_shared(slice.sub_buffer))});
     }
   }
   std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });

@@ -73,7 +73,7 @@ void ShownUnit::show() {
 }
 
 void ShownUnit::show_kept() {
-  if (!hooked_->unit().post_forward.live()) return;  // The unit stays whole.
+  if (!hooked_->unit().whole.post_forward.live()) return;  // The unit stays whole.
   train_as_shards(Shown::kKept);
   put(Shown::kKept);
 }

@@ -64,7 +64,7 @@ TEST(BufferPools, GathersGoIntoSymmetricMemoryInOneOrder) {
     const auto allocator = fsdp::testing::SymmetricAllocator::install();
     EXPECT_EQ(trained.step(rank), reference.step(rank));
     EXPECT_TRUE(allocator->allocated.empty());
-    trained.handle.engine()->set_buffer_memory(BufferMemory::kSymmetric);
+    trained.handle.engine()->set({.buffer_memory = BufferMemory::kSymmetric});
     EXPECT_EQ(trained.handle.memory_stats().slots.live, 0);
     EXPECT_EQ(trained.step(rank), reference.step(rank));
     const auto blocks = allocator->allocated.size();
@@ -83,7 +83,7 @@ TEST(BufferPools, GathersGoIntoSymmetricMemoryInOneOrder) {
     std::size_t bytes = 0;
     for (const std::size_t block : allocator->allocated) bytes += block;
     EXPECT_LT(static_cast<std::int64_t>(bytes), trained.handle.memory_stats().slots.peak);
-    trained.handle.engine()->set_buffer_memory(BufferMemory::kProcess);
+    trained.handle.engine()->set({.buffer_memory = BufferMemory::kProcess});
     const auto meetings = allocator->meetings.size();
     EXPECT_EQ(trained.step(rank), reference.step(rank));
     EXPECT_EQ(allocator->meetings.size(), meetings);

@@ -39,7 +39,7 @@ Outcome train(int rank, std::int64_t budget) {
     optimizer.zero_grad();
   }
   Outcome outcome{.parameters = {}, .wire = sharded.wire_stats(), .memory = sharded.memory_stats(), .units = {}};
-  for (const auto& unit : sharded.engine()->units()) outcome.units.push_back(unit->full.bytes);
+  for (const auto& unit : sharded.engine()->units()) outcome.units.push_back(unit->whole.buffer.bytes);
   outcome.parameters = sharded.full_parameters();
   return outcome;
 }

@@ -11,8 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/meshes.h"
+#include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/predicted_memory.h"
 #include "support/recording_communicator.h"
@@ -364,6 +366,29 @@ TEST(Writers, WaitForGathersThatNothingUsed) {
     for (const auto& [name, value] : run.handle->full_parameters()) EXPECT_TRUE(torch::equal(value, torch::ones_like(value))) << name;
     run.loss().backward();  // Gathers again, which ends the gathers that were under way.
     EXPECT_EQ(misuse, "");
+  });
+}
+
+// A wrong transition is a fault of the library, and says where. It changes nothing.
+TEST(ParameterState, RefusesWrongTransitions) {
+  using fsdp::engine::ParameterState;
+  run_ranks(2, [](int rank) {
+    Sharded sharded({}, rank);
+    auto& unit = *sharded.block(0).engine()->units()[sharded.block(0).unit()];
+    ASSERT_EQ(unit.state(), ParameterState::kSharded);
+    const auto refuses = [&](ParameterState to, const std::string& said) {
+      const auto before = unit.state();
+      const auto message = fsdp::testing::message_of<fsdp::Error>([&] { unit.set_state(to); });
+      EXPECT_TRUE(fsdp::testing::has(message, "internal: unit 'blocks.0' can't go from parameter state " + said)) << message;
+      EXPECT_EQ(unit.state(), before);
+    };
+    refuses(ParameterState::kPresent, "0 to 2");
+    unit.set_state(ParameterState::kGathering);
+    refuses(ParameterState::kGathering, "1 to 1");
+    unit.set_state(ParameterState::kPresent);
+    refuses(ParameterState::kGathering, "2 to 1");
+    refuses(ParameterState::kPresent, "2 to 2");
+    unit.set_state(ParameterState::kSharded);
   });
 }
 

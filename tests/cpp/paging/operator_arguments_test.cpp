@@ -103,7 +103,7 @@ TEST(OperatorArguments, ShapesGatherNothing) {
             EXPECT_EQ(sharded.wire_stats().all_gathers, 0) << query.name;
           }
         }
-        handle(*model).engine()->mesh().barrier();
+        handle(*model).engine()->options().mesh.barrier();
         EXPECT_TRUE(torch::equal(model->second->weight, plain->second->weight));
       },
       std::chrono::seconds(30));
@@ -159,7 +159,7 @@ TEST(OperatorArguments, WritesThatSchemasDoNotDeclare) {
     const auto model = testing::seeded([] { return std::make_shared<Normalized>(); });
     const auto sharded = fully_shard(*model, {.mesh = line()});
     at::batch_norm(input, {}, {}, (*model)["mean"], (*model)["var"], false, 0.3, 1e-5, false);
-    EXPECT_FALSE(sharded.engine()->units().front()->written);
+    EXPECT_FALSE(sharded.engine()->units().front()->whole.written);
   });
 }
 

@@ -40,7 +40,7 @@ Snapshot snapshot_of(Training& run) {
 std::vector<at::Tensor> main_parameters(const Training& run) {
   std::vector<at::Tensor> copies;
   for (const auto& unit : run.handle->engine()->units()) {
-    for (const auto& main : unit->main) copies.push_back(main.clone());
+    for (const auto& main : unit->main.parts) copies.push_back(main.clone());
   }
   return copies;
 }
@@ -145,10 +145,10 @@ std::future<void> reader(const std::function<void()>& at_wait) { return std::asy
 /// `write` must wait for a reader, and leave the main parameters alone until then.
 void expect_waits(Training& run, const char* what, const std::function<void()>& write, bool changes = true) {
   SCOPED_TRACE(what);
-  run.handle->engine()->flush_writes();
+  run.handle->engine()->main().flush_writes();
   const auto before = main_parameters(run);
   int waits = 0;
-  run.handle->engine()->set_reader(reader([&] {
+  run.handle->engine()->main().set_reader(reader([&] {
     ++waits;
     EXPECT_TRUE(same(main_parameters(run), before));
   }));
@@ -165,10 +165,10 @@ TEST_F(Writers, WaitForTheReader) {
     {
       // What only reads does not wait.
       bool waited = false;
-      run.handle->engine()->set_reader(reader([&] { waited = true; }));
+      run.handle->engine()->main().set_reader(reader([&] { waited = true; }));
       stack_loss(run.model, 0, rank).backward();
       EXPECT_FALSE(waited);
-      run.handle->engine()->set_reader({});
+      run.handle->engine()->main().set_reader({});
       EXPECT_TRUE(waited);
     }
     expect_waits(run, "step", [&] { run.optimizer->step(); });
@@ -194,7 +194,7 @@ TEST_F(Writers, WaitForTheReader) {
 TEST_F(Writers, DoNotWaitForAReaderThatIsGone) {
   run_ranks(1, [] {
     Training run;
-    run.handle->engine()->set_reader(std::promise<void>().get_future());
+    run.handle->engine()->main().set_reader(std::promise<void>().get_future());
     run.train(0, 1);
   });
 }

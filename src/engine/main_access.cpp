@@ -1,0 +1,149 @@
+#include "engine/main_access.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "engine/engine.h"
+#include "fsdp/error.h"
+
+namespace fsdp::engine {
+
+void MainAccess::check_parameters() const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.refuse_retired();
+  engine_.main_parameters_.validate();
+}
+
+void MainAccess::flush_writes() const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.refuse_torn();
+  engine_.guarded([&] { engine_.main_parameters_.flush_writes(); });
+}
+
+void MainAccess::prepare_load() const {
+  const auto lock = engine_.lock();
+  engine_.guarded([&] { engine_.main_parameters_.flush_writes(); });
+}
+
+void MainAccess::set_reader(std::future<void> read) const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.set_reader(std::move(read));
+}
+
+void MainAccess::expose() const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.expose();
+}
+
+bool MainAccess::is_exposed() const {
+  const auto lock = engine_.lock();
+  return engine_.main_parameters_.exposed();
+}
+
+void MainAccess::set_torn(std::set<std::string> names) const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.set_torn(std::move(names));
+}
+
+std::set<std::string> MainAccess::torn() const {
+  const auto lock = engine_.lock();
+  return engine_.main_parameters_.torn();
+}
+
+bool MainAccess::may_be_lost() const {
+  const auto lock = engine_.lock();
+  return engine_.main_parameters_.may_be_lost();
+}
+
+std::vector<at::Tensor> MainAccess::gather_main(Unit& unit, std::span<const at::Tensor> main) const {
+  const auto lock = engine_.lock();
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> whole;
+  engine_.guarded([&] { whole = engine_.gatherer_.gather_main(unit, main); });
+  return whole;
+}
+
+std::vector<at::Tensor> MainAccess::summon(Unit& unit) const {
+  const auto lock = engine_.lock();
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> whole;
+  engine_.guarded([&] { whole = engine_.main_parameters_.summon(unit); });
+  return whole;
+}
+
+void MainAccess::dismiss(Unit& unit, std::span<const at::Tensor> whole) const {
+  const auto lock = engine_.lock();
+  const at::NoGradGuard no_grad;
+  engine_.guarded([&] {
+    if (!engine_.main_parameters_.dismiss(unit, whole)) return;
+    engine_.gatherer_.outdate_copies(unit);
+    engine_.evict(unit);
+  });
+}
+
+void MainAccess::wrote(Unit& unit) const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.wait_for_reader();  // The write-back may follow at any time.
+  engine_.main_parameters_.changed();
+  unit.whole.written = true;
+}
+
+void MainAccess::changed() const {
+  const auto lock = engine_.lock();
+  engine_.outdate_all();
+}
+
+void MainAccess::shards_changed() const {
+  const auto lock = engine_.lock();
+  engine_.guarded([&] { engine_.main_parameters_.exchange_shards(); });
+  engine_.outdate_all();
+}
+
+void MainAccess::retire() const {
+  const auto lock = engine_.lock();
+  engine_.main_parameters_.retire();
+}
+
+void MainAccess::tell_update(std::uint64_t by, std::string settings) const {
+  const auto lock = engine_.lock();
+  engine_.facts_.tell_update(by, std::move(settings));
+}
+
+void MainAccess::rejoin_streams() const {
+  const auto lock = engine_.lock();
+  engine_.stream_.rejoin();
+}
+
+void MainAccess::finish_gradient_sync() const {
+  const auto lock = engine_.lock();
+  const at::NoGradGuard no_grad;
+  engine_.guarded([&] {
+    engine_.reducer_.drain();
+    engine_.confirm();
+  });
+}
+
+std::vector<at::Tensor> MainAccess::take_gradients(Unit& unit) const {
+  const auto lock = engine_.lock();
+  return engine_.reducer_.take_main_gradient(unit);
+}
+
+void MainAccess::zero_grad() const {
+  const auto lock = engine_.lock();
+  if (engine_.backward_ == BackwardState::kRunning) {
+    if (!engine_.backward_alive_.expired()) {
+      throw Error(
+          "zero_grad() inside of a backward, whose gradients are on their way into the memory that it would free; call it before backward "
+          "begins or after it has ended");
+    }
+    engine_.adds_to_gradients_ = false;  // They are to be dropped anyway.
+    engine_.reset_locked();
+  }
+  engine_.guarded([&] { engine_.reducer_.drain(); });
+  engine_.reducer_.drop();
+  engine_.reducer_.zero_grad();
+}
+
+}  // namespace fsdp::engine
