@@ -130,14 +130,18 @@ void Reducer::complete(Reduction& reduction) {
   if (!is_partial && !next_hop(reduction)) deliver(gradients);
 }
 
-/// Copies the sums of replicas that do not cut shards to the main gradients.
+/// The sums of replicas that do not cut shards become the main gradients, or are added to them.
 void Reducer::take_sums(GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
   allocate_reduced(gradients);
+  std::vector<at::Tensor> regions;
+  std::vector<at::Tensor> sums;
   for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
-    const auto region = inner_region(gradients, k);
-    unit.main_gradient.valid ? region.add_(gradients.partial_shards(k)) : region.copy_(gradients.partial_shards(k));
+    regions.push_back(inner_region(gradients, k));
+    sums.push_back(gradients.partial_shards(k));
   }
+  // One kernel for all of the unit.
+  unit.main_gradient.valid ? at::_foreach_add_(regions, sums) : at::_foreach_copy_(regions, sums);
   gradients.partial.buffer.release();
 }
 
