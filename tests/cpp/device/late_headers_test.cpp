@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "comm/collectives/native_communicator.h"
-#include "comm/mesh/device_mesh_state.h"
 #include "comm/mesh/rendezvous.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "support/device_mesh.h"
+#include "support/device_row.h"
 #include "support/held_headers.h"
 #include "support/messages.h"
 #include "support/stack.h"
@@ -50,15 +50,7 @@ struct Ranks {
     communicator = std::make_shared<NativeCommunicator>(row, sim::make_collectives(rendezvous.gloo_group(row, "data")), control);
   }
 
-  fsdp::DeviceMesh mesh() const {
-    auto state = std::make_shared<fsdp::DeviceMesh::State>();
-    state->device = sim::device(communicator->rank());
-    state->rank = communicator->rank();
-    state->dims = {{"dp_shard", communicator->size()}};
-    state->coordinates = {communicator->rank()};
-    state->rows = {std::make_shared<fsdp::MeshRow>(fsdp::MeshRow{.communicator = communicator, .make = {}})};
-    return fsdp::DeviceMesh(std::move(state));
-  }
+  fsdp::DeviceMesh mesh() const { return fsdp::testing::mesh_over(communicator); }
 
   std::unique_ptr<fsdp::comm::Pending> gather(const std::string& unit, std::int64_t numel = 10) const {
     const auto options = at::TensorOptions().device(sim::device(communicator->rank())).dtype(at::kFloat);

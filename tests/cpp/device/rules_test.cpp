@@ -178,32 +178,6 @@ TEST(DeviceRules, AnUpdateWaitsForTheCopyOfASave) {
   });
 }
 
-/// The simulated time of a step, with this depth of prefetching.
-std::uint64_t time_of_step(int prefetch_depth, const fsdp::DeviceMesh& mesh, int rank) {
-  auto model = make_stack({.width = 64, .hidden = {64, 64, 64, 64, 64, 64}});
-  auto handle = shard(model, mesh, {.prefetch_depth = prefetch_depth});
-  std::uint64_t begin = 0;
-  for (int step = 0; step < 3; ++step) {
-    const auto x = stack_input(step, rank).to(mesh.device());
-    current_stream(rank).synchronize();
-    begin = sim::now();
-    model->forward(x).square().mean().backward();
-    current_stream(rank).synchronize();
-  }
-  return sim::now() - begin;
-}
-
-// [Read ahead]
-TEST(DeviceRules, PrefetchingHidesCommunication) {
-  run_ranks_on_device(2, [](int rank) {
-    const auto mesh = device_mesh({{"dp_shard", -1}});
-    sim::set_cost({.launch = 100, .kernel = 5'000, .collective = 20'000, .kernel_byte = 0.01, .collective_byte = 0.1});
-    const auto without = time_of_step(0, mesh, rank);
-    const auto with = time_of_step(1, mesh, rank);
-    EXPECT_LT(static_cast<double>(with), 0.9 * static_cast<double>(without));
-  });
-}
-
 TEST(DeviceRules, AnExceptionEndsWhatIsPostedTogether) {
   const TemporaryFolder folder;
   run_ranks_on_device(2, [&](int rank) {

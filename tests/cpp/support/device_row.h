@@ -1,10 +1,14 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <utility>
 
 #include "collectives.h"
+#include "comm/mesh/device_mesh_state.h"
 #include "comm/mesh/rendezvous.h"
+#include "fsdp/device_mesh.h"
 #include "support/temporary_folder.h"
 
 namespace fsdp::testing {
@@ -22,5 +26,16 @@ struct OfAllRanks {
   comm::Rendezvous rendezvous;
   c10::intrusive_ptr<c10d::Backend> backend;
 };
+
+/// A mesh of one dimension, whose ranks communicate by this communicator; rank r has device r.
+inline DeviceMesh mesh_over(const std::shared_ptr<comm::Communicator>& communicator) {
+  auto state = std::make_shared<DeviceMesh::State>();
+  state->device = sim::device(communicator->rank());
+  state->rank = communicator->rank();
+  state->dims = {{"dp_shard", communicator->size()}};
+  state->coordinates = {communicator->rank()};
+  state->rows = {std::make_shared<MeshRow>(MeshRow{.communicator = communicator, .make = {}})};
+  return DeviceMesh(std::move(state));
+}
 
 }  // namespace fsdp::testing
