@@ -144,7 +144,7 @@ void inspect_safetensors(const fs::path& path) {
   std::int64_t total = 0;
   const auto model = ckpt::read_safetensors(path);
   for (const auto& file : model) names.push_back(file.name);
-  for (const auto& [name, tensor, unreadable] : ckpt::join_parts(model)) {
+  for (const auto& [name, tensor, unreadable] : ckpt::join_boxes(model)) {
     std::int64_t bytes = 0;
     for (const auto& part : tensor.chunks) bytes += part.record.length;
     total += bytes;
@@ -170,7 +170,7 @@ int verify(const Options& options) {
   const bool is_safetensors = ckpt::is_safetensors(path);
   if (is_safetensors) {
     try {
-      for (const auto& [name, tensor, unreadable] : ckpt::join_parts(ckpt::read_safetensors(path))) {
+      for (const auto& [name, tensor, unreadable] : ckpt::join_boxes(ckpt::read_safetensors(path))) {
         ++findings.tensors;
         if (!unreadable.empty()) findings.only_for_python.push_back("'" + name + "': " + unreadable);
         if (const auto fault = ckpt::fault_in_boxes(tensor); !fault.empty()) findings.faults.push_back("'" + name + "': " + fault);
