@@ -64,6 +64,15 @@ struct ScatterPart {
   at::Tensor into;
 };
 
+/// One buffer of an uneven gather: bytes, all 1-D and contiguous. `bytes` says how many each rank has, and is the same on all ranks. A rank
+/// that receives gets those of all ranks in `whole`, in the order of the ranks; on the others it is undefined. `own` may be this rank's
+/// region of `whole`; otherwise it is copied there.
+struct UnevenPart {
+  at::Tensor whole;
+  at::Tensor own;
+  std::vector<std::int64_t> bytes;
+};
+
 /// A started collective. wait() blocks the host (Gloo) or the current stream (NCCL) until its results may be read; throws CommError naming
 /// operation, unit, rank and c10d's message. Idempotent. Destroying an unfinished one waits and swallows errors: the
 /// buffers must not be reused while a peer may still write into them.
@@ -112,6 +121,11 @@ class Communicator {
 
   virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) = 0;
   virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) = 0;
+
+  /// An all-gather of shards that differ in size, to some ranks: each rank sends what it has to every rank of which `receives` is true, and
+  /// nothing else. Counted as an all-gather.
+  virtual std::unique_ptr<Pending> gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives,
+                                                 const Label& label) = 0;
 
   /// Rank `root` sends each rank its part.
   virtual std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) = 0;

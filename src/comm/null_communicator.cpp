@@ -30,6 +30,13 @@ std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const Reduce
   return std::make_unique<Nothing>();
 }
 
+std::unique_ptr<Pending> NullCommunicator::gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives,
+                                                         const Label& label) {
+  stats_.all_gather_bytes += check_parts(parts, receives, *this);
+  ++stats_.all_gathers;
+  return std::make_unique<Nothing>();
+}
+
 std::unique_ptr<Pending> NullCommunicator::scatter(std::span<const ScatterPart> parts, int root, const Label& label) {
   stats_.scatter_bytes += check_parts(parts, root, *this);
   ++stats_.scatters;

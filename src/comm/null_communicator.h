@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "comm/communicator.h"
 
 namespace fsdp::comm {
@@ -15,7 +17,7 @@ class NullCommunicator : public Communicator {
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size_ - 1) * shard_numel; }
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) override;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) override;
-
+  std::unique_ptr<Pending> gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives, const Label& label) override;
   std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) override;
 
   /// Returns this rank's value for every rank.

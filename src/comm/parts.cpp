@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/TensorOptions.h>
 
+#include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -94,6 +96,28 @@ std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Com
   return bytes;
 }
 
+std::int64_t check_parts(std::span<const UnevenPart> parts, const std::vector<bool>& receives, const Communicator& communicator) {
+  constexpr const char* kOperation = "uneven gather";
+  const auto ranks = static_cast<std::size_t>(communicator.size()), own = static_cast<std::size_t>(communicator.rank());
+  if (receives.size() != ranks)
+    throw_misfit(kOperation, std::to_string(receives.size()) + " flags for " + std::to_string(ranks) + " ranks");
+  std::int64_t bytes = 0;
+  for (const UnevenPart& part : parts) {
+    if (part.bytes.size() != ranks) {
+      throw_misfit(kOperation, std::to_string(part.bytes.size()) + " sizes for " + std::to_string(ranks) + " ranks");
+    }
+    const auto expect = [](const char* name, const at::Tensor& tensor, std::int64_t size) {
+      check_flat(kOperation, name, tensor);
+      if (tensor.scalar_type() == at::kByte && tensor.numel() == size) return;
+      throw_misfit(kOperation, std::string(name) + " must have " + std::to_string(size) + " bytes");
+    };
+    expect("own", part.own, part.bytes[own]);
+    if (receives[own]) expect("whole", part.whole, std::accumulate(part.bytes.begin(), part.bytes.end(), std::int64_t{0}));
+    bytes += part.bytes[own];
+  }
+  return bytes * (std::count(receives.begin(), receives.end(), true) - (receives[own] ? 1 : 0));
+}
+
 std::uint64_t sizes_of(std::span<const GatherPart> parts) {
   std::uint64_t hash = parts.size();
   for (const GatherPart& part : parts) hash = add_size(hash, part.shard.numel(), part.shard.scalar_type());
@@ -103,6 +127,15 @@ std::uint64_t sizes_of(std::span<const GatherPart> parts) {
 std::uint64_t sizes_of(std::span<const ReducePart> parts) {
   std::uint64_t hash = parts.size();
   for (const ReducePart& part : parts) hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
+  return hash;
+}
+
+std::uint64_t sizes_of(std::span<const UnevenPart> parts, const std::vector<bool>& receives) {
+  std::uint64_t hash = parts.size();
+  for (const UnevenPart& part : parts) {
+    for (const std::int64_t bytes : part.bytes) hash = mix(hash, static_cast<std::uint64_t>(bytes));
+  }
+  for (const bool one : receives) hash = mix(hash, one ? 1 : 0);
   return hash;
 }
 
@@ -117,6 +150,19 @@ void copy_root_shard(const ScatterPart& part, int root) {
   if (shard.numel() == 0 || shard.const_data_ptr() == part.into.const_data_ptr()) return;
   const at::NoGradGuard no_grad;
   flat_view(part.into, 0, part.into.numel()).copy_(flat_view(shard, 0, shard.numel()));
+}
+
+at::Tensor region_of_rank(const UnevenPart& part, int rank) {
+  return flat_view(part.whole, std::accumulate(part.bytes.begin(), part.bytes.begin() + rank, std::int64_t{0}),
+                   part.bytes[static_cast<std::size_t>(rank)]);
+}
+
+void copy_own_bytes(const UnevenPart& part, int rank) {
+  if (!part.whole.defined() || part.own.numel() == 0) return;
+  const at::Tensor region = region_of_rank(part, rank);
+  if (region.const_data_ptr() == part.own.const_data_ptr()) return;
+  const at::NoGradGuard no_grad;
+  region.copy_(flat_view(part.own, 0, part.own.numel()));
 }
 
 at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t numel) {

@@ -15,15 +15,25 @@ std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& 
 /// Returns the bytes that this rank sends, which is 0 on all ranks except the root.
 std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator);
 
+/// Returns the bytes that this rank sends.
+std::int64_t check_parts(std::span<const UnevenPart> parts, const std::vector<bool>& receives, const Communicator& communicator);
+
 /// A hash of the parts' sizes and dtypes, which must be the same on all ranks.
 std::uint64_t sizes_of(std::span<const GatherPart> parts);
 std::uint64_t sizes_of(std::span<const ReducePart> parts);
+std::uint64_t sizes_of(std::span<const UnevenPart> parts, const std::vector<bool>& receives);
 
 /// Whether two tensors, each dense, share memory.
 bool overlaps(const at::Tensor& a, const at::Tensor& b);
 
 /// Fills the root's own `into`, unless it is its shard.
 void copy_root_shard(const ScatterPart& part, int root);
+
+/// Fills this rank's region of `whole`, if there is one, from `own`, unless that is the region.
+void copy_own_bytes(const UnevenPart& part, int rank);
+
+/// The bytes of `rank` in `whole`.
+at::Tensor region_of_rank(const UnevenPart& part, int rank);
 
 /// Elements [offset, offset + numel) of a 1-D contiguous tensor. Not narrow(): this costs no dispatch, and drops dispatch keys, such as the
 /// one that pages parameters in.

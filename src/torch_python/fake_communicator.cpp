@@ -12,6 +12,12 @@ std::unique_ptr<comm::Pending> FakeCommunicator::all_gather(std::span<const comm
   return NullCommunicator::all_gather(parts, label);
 }
 
+std::unique_ptr<comm::Pending> FakeCommunicator::gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
+                                                               const comm::Label& label) {
+  for (const auto& part : parts) comm::copy_own_bytes(part, rank());
+  return NullCommunicator::gather_uneven(parts, receives, label);
+}
+
 std::unique_ptr<comm::Pending> FakeCommunicator::reduce_scatter(std::span<const comm::ReducePart> parts, double scale,
                                                                 const comm::Label& label) {
   for (const auto& part : parts) {

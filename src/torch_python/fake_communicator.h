@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "comm/null_communicator.h"
 
@@ -15,6 +16,8 @@ class FakeCommunicator final : public comm::NullCommunicator {
 
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return 0; }
   std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
+  std::unique_ptr<comm::Pending> gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
+                                               const comm::Label& label) override;
   std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
 };
 

@@ -176,6 +176,42 @@ std::unique_ptr<comm::Pending> PythonCommunicator::reduce_scatter(std::span<cons
               [&] { return std::make_unique<PythonPending>(collectives_.attr("reduce_scatter")(output, input), std::move(finish)); });
 }
 
+// torch.distributed gathers equal shards on all ranks, so each rank sends as many bytes as the one that has the most.
+std::unique_ptr<comm::Pending> PythonCommunicator::gather_uneven(std::span<const comm::UnevenPart> given, const std::vector<bool>& receives,
+                                                                 const comm::Label& label) {
+  comm::check_parts(given, receives, *this);
+  const std::vector<comm::UnevenPart> parts(given.begin(), given.end());
+  for (const auto& part : parts) comm::copy_own_bytes(part, rank_);
+  std::vector<std::int64_t> of_ranks(static_cast<std::size_t>(size_), 0);
+  for (const auto& part : parts) {
+    for (std::size_t rank = 0; rank < of_ranks.size(); ++rank) of_ranks[rank] += part.bytes[rank];
+  }
+  const auto most = *std::max_element(of_ranks.begin(), of_ranks.end());
+  if (size_ == 1 || most == 0) return std::make_unique<PythonPending>(py::object(), [] {});
+  const auto options = parts.front().own.options();
+  const at::Tensor input = empty(most, options), output = empty(size_ * most, options);
+  std::int64_t begin = 0;
+  for (const auto& part : parts) {
+    input.narrow(0, begin, part.own.numel()).copy_(part.own);
+    begin += part.own.numel();
+  }
+  input.narrow(0, begin, most - begin).zero_();
+  stats_.all_gathers += 1;
+  stats_.all_gather_bytes += (size_ - 1) * most;
+  auto finish = [parts, input, output, most, own = rank_, size = size_, receives = receives[static_cast<std::size_t>(rank_)]] {
+    for (int rank = 0; receives && rank < size; ++rank) {
+      if (rank == own) continue;
+      std::int64_t offset = rank * most;
+      for (const auto& part : parts) {
+        const auto region = comm::region_of_rank(part, rank);
+        region.copy_(output.narrow(0, offset, region.numel()));
+        offset += region.numel();
+      }
+    }
+  };
+  return call(label, [&] { return std::make_unique<PythonPending>(collectives_.attr("all_gather")(output, input), std::move(finish)); });
+}
+
 std::unique_ptr<comm::Pending> PythonCommunicator::scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) {
   stats_.scatters += 1;
   call(label, [&] {

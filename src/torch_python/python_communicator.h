@@ -26,6 +26,8 @@ class PythonCommunicator final : public comm::Communicator, public std::enable_s
 
   std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
   std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
+  std::unique_ptr<comm::Pending> gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
+                                               const comm::Label& label) override;
   std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override;
   at::Tensor exchange(const at::Tensor& value, const comm::Label& label) override;
   std::string broadcast(const std::string& text, int root, const comm::Label& label) override;

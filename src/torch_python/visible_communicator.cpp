@@ -43,6 +43,11 @@ std::unique_ptr<comm::Pending> VisibleCommunicator::reduce_scatter(std::span<con
   return counted([&](comm::Communicator& by) { return by.reduce_scatter(parts, scale, label); });
 }
 
+std::unique_ptr<comm::Pending> VisibleCommunicator::gather_uneven(std::span<const comm::UnevenPart> parts,
+                                                                  const std::vector<bool>& receives, const comm::Label& label) {
+  return counted([&](comm::Communicator& by) { return by.gather_uneven(parts, receives, label); });
+}
+
 std::unique_ptr<comm::Pending> VisibleCommunicator::scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) {
   return own_->scatter(parts, root, label);
 }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -26,6 +27,8 @@ class VisibleCommunicator final : public comm::Communicator {
 
   std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
   std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;
+  std::unique_ptr<comm::Pending> gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
+                                               const comm::Label& label) override;
   std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override;
   at::Tensor exchange(const at::Tensor& value, const comm::Label& label) override;
   std::string broadcast(const std::string& text, int root, const comm::Label& label) override;

@@ -319,6 +319,17 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   return pending;
 }
 
+std::unique_ptr<Pending> GroupCommunicator::gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives,
+                                                          const Label& label) {
+  const std::int64_t bytes = check_parts(parts, receives, *this);
+  auto pending = make_uneven(begin(label, 0, sizes_of(parts, receives)), label, parts, receives);
+  pending->start();
+  stats_.all_gather_bytes += bytes;
+  if (group_->is_one_host()) stats_.shared_memory_bytes += bytes;
+  ++stats_.all_gathers;
+  return pending;
+}
+
 std::unique_ptr<Pending> GroupCommunicator::scatter(std::span<const ScatterPart> parts, int root, const Label& label) {
   const std::int64_t bytes = check_parts(parts, root, *this);
   // The ranks' shards differ in size.

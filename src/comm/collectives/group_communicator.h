@@ -8,6 +8,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
+#include <vector>
 
 #include "comm/collectives/group.h"
 #include "comm/collectives/transfers.h"
@@ -66,12 +67,15 @@ class GroupCommunicator : public Communicator {
   void confirm() final;
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) final;
+  std::unique_ptr<Pending> gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives, const Label& label) final;
   std::unique_ptr<Pending> scatter(std::span<const ScatterPart> parts, int root, const Label& label) final;
 
  protected:
   virtual std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) = 0;
   virtual std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                     double scale) = 0;
+  virtual std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                                                    const std::vector<bool>& receives) = 0;
   virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
                                                      int root) = 0;
 

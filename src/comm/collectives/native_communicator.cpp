@@ -164,6 +164,61 @@ class NativeReduce final : public GroupPending {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
+/// Backends gather even shards only. What all ranks have as much of, and all receive, is such a gather; the rest travels as messages.
+class NativeUneven final : public GroupPending {
+ public:
+  NativeUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
+               const std::vector<bool>& receives, std::function<void(c10::Device)> connect)
+      : GroupPending(std::move(group), call, label),
+        parts_(parts.begin(), parts.end()),
+        receives_(receives),
+        connect_(std::move(connect)) {}
+  ~NativeUneven() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    for (const UnevenPart& part : parts_) copy_own_bytes(part, row.rank);
+    if (row.size() == 1 || parts_.empty()) return;
+    connect_(parts_.front().own.device());
+    std::vector<at::Tensor> argument(1);
+    CoalescedWorks works(*group_->data, /*several=*/true);
+    for (const UnevenPart& part : parts_) {
+      if (is_even(part)) {
+        at::Tensor whole = flat_view(part.whole, 0, part.whole.numel());
+        at::Tensor own = region_of_rank(part, row.rank);
+        if (own.numel() > 0) works.add(group_->data->_allgather_base(whole, own));
+        continue;
+      }
+      for (int peer = 0; peer < row.size(); ++peer) {
+        if (peer == row.rank) continue;
+        if (part.whole.defined() && part.bytes[static_cast<std::size_t>(peer)] > 0) {
+          argument[0] = region_of_rank(part, peer);
+          works.add(group_->data->recv(argument, peer, /*tag=*/0));
+        }
+        if (receives_[static_cast<std::size_t>(peer)] && part.own.numel() > 0) {
+          argument[0] = flat_view(part.own, 0, part.own.numel());
+          works.add(group_->data->send(argument, peer, /*tag=*/0));
+        }
+      }
+    }
+    works_ = works.end();
+  }
+  void finish() override { wait_all(works_); }
+  void forget() noexcept override { works_.clear(); }
+
+ private:
+  bool is_even(const UnevenPart& part) const {
+    const auto as_first = [&](std::int64_t bytes) { return bytes == part.bytes.front(); };
+    return std::ranges::all_of(part.bytes, as_first) && std::ranges::all_of(receives_, std::identity());
+  }
+
+  const std::vector<UnevenPart> parts_;
+  const std::vector<bool> receives_;
+  const std::function<void(c10::Device)> connect_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
 class NativeScatter final : public GroupPending {
  public:
   NativeScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root,
@@ -257,6 +312,11 @@ void NativeCommunicator::connect(c10::Device device) {
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
   return std::make_unique<NativeGather>(group(), call, label, parts);
+}
+
+std::unique_ptr<GroupPending> NativeCommunicator::make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                                                              const std::vector<bool>& receives) {
+  return std::make_unique<NativeUneven>(group(), call, label, parts, receives, [this](c10::Device device) { connect(device); });
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "comm/collectives/group_communicator.h"
 #include "comm/collectives/two_level_sum.h"
@@ -25,6 +26,8 @@ class NativeCommunicator final : public GroupCommunicator {
 
  private:
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
+  std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                                            const std::vector<bool>& receives) override;
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
   std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts, int root) override;
   Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override;

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "comm/collectives/packed_parts.h"
@@ -195,6 +196,84 @@ class PairwiseReduce final : public PairwisePending {
   const double scale_;
 };
 
+/// Small parts are sent in one message, as those of gathers are. Parts and messages without bytes are not sent.
+class PairwiseUneven final : public GroupPending {
+ public:
+  PairwiseUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                 const std::vector<bool>& receives)
+      : GroupPending(std::move(group), call, label), transfers_(*group_), parts_(parts.begin(), parts.end()), receives_(receives) {
+    std::vector<std::int64_t> sizes;
+    for (const UnevenPart& part : parts_) sizes.push_back(std::accumulate(part.bytes.begin(), part.bytes.end(), std::int64_t{0}));
+    const PackedParts packed(sizes, 1);
+    for (const auto& entry : packed.together()) together_.push_back(entry.part);
+    alone_ = packed.alone();
+  }
+  ~PairwiseUneven() override { settle(); }
+
+ protected:
+  void post() override {
+    const Row& row = group_->row;
+    const bool receives = receives_[static_cast<std::size_t>(row.rank)];
+    for (int k = 1; receives && k < row.size(); ++k) {
+      const int peer = nth_source(row, k);
+      const auto& message = received_.emplace_back(at::empty({packed_bytes(peer)}, at::kByte));
+      if (message.numel() > 0) transfers_.receive(message, peer, tags::data(call_, parts_.size()));
+      for (const auto i : alone_) {
+        const at::Tensor region = region_of_rank(parts_[i], peer);
+        if (region.numel() > 0) transfers_.receive(region, peer, tags::data(call_, i));
+      }
+    }
+    sent_ = at::empty({packed_bytes(row.rank)}, at::kByte);
+    auto* to = static_cast<char*>(sent_.mutable_data_ptr());
+    for (const auto i : together_) {
+      const auto bytes = parts_[i].own.nbytes();
+      if (bytes > 0) std::memcpy(to, parts_[i].own.const_data_ptr(), bytes);
+      to += bytes;
+    }
+    for (int k = 1; k < row.size(); ++k) {
+      const int peer = nth_target(row, k);
+      if (!receives_[static_cast<std::size_t>(peer)]) continue;
+      if (sent_.numel() > 0) transfers_.send(sent_, peer, tags::data(call_, parts_.size()));
+      for (const auto i : alone_) {
+        const auto bytes = parts_[i].own.numel();
+        if (bytes > 0) transfers_.send(flat_view(parts_[i].own, 0, bytes), peer, tags::data(call_, i));
+      }
+    }
+    for (const UnevenPart& part : parts_) copy_own_bytes(part, row.rank);  // While the messages travel.
+  }
+  void finish() override {
+    const Row& row = group_->row;
+    transfers_.wait_receives();
+    for (std::size_t k = 0; k < received_.size(); ++k) {
+      const int peer = nth_source(row, static_cast<int>(k) + 1);
+      const auto* from = static_cast<const char*>(received_[k].const_data_ptr());
+      for (const auto i : together_) {
+        const at::Tensor region = region_of_rank(parts_[i], peer);
+        if (region.numel() > 0) std::memcpy(region.mutable_data_ptr(), from, region.nbytes());
+        from += region.nbytes();
+      }
+    }
+    transfers_.wait_sends();
+  }
+  void forget() noexcept override { transfers_.forget(); }
+
+ private:
+  /// The size of the message in which a rank sends its small parts.
+  std::int64_t packed_bytes(int rank) const {
+    std::int64_t bytes = 0;
+    for (const auto i : together_) bytes += parts_[i].bytes[static_cast<std::size_t>(rank)];
+    return bytes;
+  }
+
+  Transfers transfers_;
+  const std::vector<UnevenPart> parts_;
+  const std::vector<bool> receives_;
+  std::vector<std::size_t> together_;
+  std::vector<std::size_t> alone_;
+  std::vector<at::Tensor> received_;  // the messages with small parts, by nth_source
+  at::Tensor sent_;
+};
+
 class PairwiseScatter final : public GroupPending {
  public:
   PairwiseScatter(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ScatterPart> parts, int root)
@@ -239,6 +318,11 @@ std::unique_ptr<GroupPending> PairwiseCommunicator::make_gather(const Call& call
 std::unique_ptr<GroupPending> PairwiseCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                                 double scale) {
   return std::make_unique<PairwiseReduce>(group(), call, label, parts, scale);
+}
+
+std::unique_ptr<GroupPending> PairwiseCommunicator::make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                                                                const std::vector<bool>& receives) {
+  return std::make_unique<PairwiseUneven>(group(), call, label, parts, receives);
 }
 
 std::unique_ptr<GroupPending> PairwiseCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,

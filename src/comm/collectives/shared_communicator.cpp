@@ -250,6 +250,55 @@ class SharedGather final : public SharedPending {
   bool offered_ = false;
 };
 
+/// On one host: each rank that receives copies the peers' bytes from where they lie.
+class SharedUneven final : public SharedPending {
+ public:
+  SharedUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
+               const std::vector<bool>& receives)
+      : SharedPending(std::move(group), call, label, /*message_thread=*/nullptr),
+        parts_(parts.begin(), parts.end()),
+        read_(static_cast<std::size_t>(shared_.size()), !receives[static_cast<std::size_t>(row().rank)]) {}
+  ~SharedUneven() override { end(); }
+
+ protected:
+  void post() override {
+    shared_.announce_parts();
+    std::vector<Stretch> stretches;
+    for (const UnevenPart& part : parts_) {
+      copy_own_bytes(part, row().rank);
+      const at::Tensor lies_in = part.whole.defined() ? region_of_rank(part, row().rank) : part.own;
+      stretches.push_back({.data = lies_in.const_data_ptr(), .bytes = lies_in.numel()});
+    }
+    offer(stretches);
+    begin_waiting();
+  }
+
+  bool read_all() override {
+    bool all = true;
+    for (int k = 1; k < shared_.size(); ++k) {
+      const int neighbour = (shared_.rank() + k) % shared_.size();  // no rank is everybody's first
+      if (!read_[static_cast<std::size_t>(neighbour)]) all = read(neighbour) && all;
+    }
+    return all;
+  }
+
+ private:
+  bool read(int neighbour) {
+    const std::int64_t* const offsets = parts_of(neighbour);
+    if (offsets == nullptr) return false;
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      const at::Tensor region = region_of_rank(parts_[i], neighbour);
+      if (region.numel() == 0) continue;
+      parallel_copy(static_cast<char*>(region.mutable_data_ptr()), shared_.part_of(neighbour, offsets, i, region.numel()), region.numel());
+    }
+    read_[static_cast<std::size_t>(neighbour)] = is_sound(neighbour);
+    return read_[static_cast<std::size_t>(neighbour)];
+  }
+
+  const std::vector<UnevenPart> parts_;
+  std::vector<bool> read_;  // by neighbour; true from the start if this rank does not receive
+};
+
 class SharedReduce final : public SharedPending {
  public:
   SharedReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
@@ -370,6 +419,13 @@ GroupCommunicator::Sent SharedCommunicator::sent(std::int64_t bytes, std::int64_
 
 std::unique_ptr<GroupPending> SharedCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
   return std::make_unique<SharedGather>(group(), call, label, parts, message_thread_);
+}
+
+std::unique_ptr<GroupPending> SharedCommunicator::make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                                                              const std::vector<bool>& receives) {
+  // Between hosts each rank sends its bytes itself.
+  if (hosts() > 1) return PairwiseCommunicator::make_uneven(call, label, parts, receives);
+  return std::make_unique<SharedUneven>(group(), call, label, parts, receives);
 }
 
 std::unique_ptr<GroupPending> SharedCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,

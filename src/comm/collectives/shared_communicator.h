@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "comm/collectives/message_thread.h"
 #include "comm/collectives/pairwise_communicator.h"
@@ -28,6 +29,8 @@ class SharedCommunicator final : public PairwiseCommunicator {
 
  private:
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
+  std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
+                                            const std::vector<bool>& receives) override;
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
   Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override;
   int hosts() const { return size() / group()->shared->size(); }

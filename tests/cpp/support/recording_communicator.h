@@ -38,6 +38,13 @@ class RecordingCommunicator final : public comm::Communicator {
     return std::make_unique<Recorded>(inner_->reduce_scatter(parts, scale, label), "wait " + what, log_);
   }
 
+  std::unique_ptr<comm::Pending> gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
+                                               const comm::Label& label) override {
+    const std::string what = "gather " + std::string(label.unit);
+    log_->push_back(what);
+    return std::make_unique<Recorded>(inner_->gather_uneven(parts, receives, label), "wait " + what, log_);
+  }
+
   std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override {
     const std::string what = "scatter " + std::string(label.unit);
     log_->push_back(what);

@@ -80,6 +80,25 @@ class UnkindCommunicator final : public comm::Communicator {
     return start(std::move(watch), [&] { return inner_->reduce_scatter(hidden, scale, label); });
   }
 
+  std::unique_ptr<comm::Pending> gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
+                                               const comm::Label& label) override {
+    auto watch = std::make_unique<Watched>(state_, label);
+    std::vector<comm::UnevenPart> hidden;
+    for (const comm::UnevenPart& part : parts) {
+      comm::UnevenPart copy{.whole = {}, .own = watch->source("own", part.own), .bytes = part.bytes};
+      if (part.whole.defined()) {
+        copy.whole = at::empty_like(part.whole);
+        if (overlap(part.own, part.whole)) {
+          watch->delivery(part.whole, copy.whole);
+        } else {
+          watch->destination("whole", part.whole, copy.whole);
+        }
+      }
+      hidden.push_back(std::move(copy));
+    }
+    return start(std::move(watch), [&] { return inner_->gather_uneven(hidden, receives, label); });
+  }
+
   std::unique_ptr<comm::Pending> scatter(std::span<const comm::ScatterPart> parts, int root, const comm::Label& label) override {
     auto watch = std::make_unique<Watched>(state_, label);
     std::vector<comm::ScatterPart> hidden;
