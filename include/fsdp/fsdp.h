@@ -9,6 +9,7 @@
 #include "fsdp/error.h"                  // exceptions
 #include "fsdp/forward.h"                // a unit's forward at the boundary of its dtypes
 #include "fsdp/fsdp_module.h"            // the handle of a sharded module
+#include "fsdp/full_weights.h"           // whole weights, bucket by bucket
 #include "fsdp/fully_shard.h"            // sharding a module
 #include "fsdp/gather_format.h"          // other formats of parameters in all-gathers
 #include "fsdp/grad_scaler.h"            // loss scaling for fp16

@@ -243,6 +243,28 @@ class CheckpointParts:
     @property
     def bytes(self) -> int: ...
 
+class WeightReceivers:
+    ALL: ClassVar[WeightReceivers]
+    FIRST: ClassVar[WeightReceivers]
+    ONE_PER_HOST: ClassVar[WeightReceivers]
+
+class WeightStream:
+    def __init__(
+        self,
+        models: Sequence[Model],
+        entries: Sequence[tuple[list[str], list[int], torch.Tensor, Unit | None, int, int]],
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        names: Sequence[str] | None,
+        ranks: WeightReceivers,
+        problem: str,
+    ) -> None: ...
+    def next(self) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None] | None: ...
+    def close(self) -> None: ...
+    @property
+    def buckets(self) -> int: ...
+
 class HostBuffer:
     def __init__(self, device: torch.device) -> None: ...
     def take(self, parts: CheckpointParts) -> None: ...

@@ -24,6 +24,7 @@ from libfsdp._checkpoint._save import AsyncSaver, save  # noqa: E402
 from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402
 from libfsdp._finalization import GradientReductionHandle  # noqa: E402
 from libfsdp._fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
+from libfsdp._full_weights import FullWeights, WeightBucket, full_weights  # noqa: E402
 from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._install import install, installed, uninstall  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "Error",
     "FSDPModule",
     "Float8Blocks",
+    "FullWeights",
     "GradientReductionHandle",
     "Loaded",
     "MixedPrecisionPolicy",
@@ -52,9 +54,11 @@ __all__ = [
     "ShardPlacementResult",
     "UnitInfo",
     "UnshardHandle",
+    "WeightBucket",
     "__version__",
     "best",
     "clip_grad_norm_",
+    "full_weights",
     "fully_shard",
     "fuse",
     "install",

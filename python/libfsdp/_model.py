@@ -320,7 +320,7 @@ class Model:
         """
         for state in self._groups:
             state.modules_to_run.clear()
-        if self._adopt_registered():
+        if self.adopt_registered():
             return root.model_of_forward().begin_forward(root)
         self._registrations.check()
         self.forward_root = root
@@ -333,7 +333,7 @@ class Model:
         self.engine.begin_forward()
         return self
 
-    def _adopt_registered(self) -> bool:
+    def adopt_registered(self) -> bool:
         """Adopts other parameters that modules have now. If a unit must be replaced for that, the model is dissolved first.
 
         Returns:

@@ -11,5 +11,6 @@ void bind_mesh(pybind11::module_& module);
 void bind_hooks(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
+void bind_export(pybind11::module_& module);
 
 }  // namespace fsdp::bindings

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, module) {
   fsdp::bindings::bind_hooks(module);
   fsdp::bindings::bind_optim(module);
   fsdp::bindings::bind_checkpoint(module);
+  fsdp::bindings::bind_export(module);
 }

@@ -46,7 +46,7 @@ Unit& Engine::add(std::unique_ptr<Unit> unit) {
 }
 
 std::vector<std::unique_ptr<Unit>> Engine::release() {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   reset_locked();
   main_parameters_.retire();
   reducer_.forget_units();
@@ -78,7 +78,7 @@ void Engine::rethrow_with_history(const std::exception& error) const {
 
 // [Current when forward begins]
 void Engine::begin_forward(bool kept_is_outdated) {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   calls_.clear();
   guarded([&] {
     for (const auto& unit : units_) refresh_locked(*unit, kept_is_outdated);
@@ -108,7 +108,7 @@ void Engine::confirm() const {
 bool Engine::is_confirmed_later() const { return !calls_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
 
 void Engine::refresh(Unit& unit, bool kept_is_outdated) {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   guarded([&] { refresh_locked(unit, kept_is_outdated); });
 }
 
@@ -147,7 +147,7 @@ bool Engine::end_call(Unit& unit) {
 }
 
 void Engine::enter(std::span<Unit* const> units, Phase phase) {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   guarded([&] {
     for (Unit* unit : units) {
       if (!unit->whole.in_use(phase)) move_to(*unit, units, phase);
@@ -318,7 +318,7 @@ void Engine::forget_moves() {
 }
 
 bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   if (backward_ == BackwardState::kRunning) {
     if (!backward_alive_.expired()) return false;
     reset_locked();
@@ -395,7 +395,7 @@ void Engine::note_backward(bool last) {
 }
 
 void Engine::finalize_backward(bool wait) {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   const at::NoGradGuard no_grad;
   if (backward_ == BackwardState::kRunning) {
     if (!backward_alive_.expired()) throw Error("finalize_backward() inside of a backward; call it when the backward has ended");
@@ -432,7 +432,7 @@ void Engine::recover() {
 }
 
 void Engine::unshard(Unit& unit, bool wait) {
-  const auto lock = this->lock();
+  const auto lock = this->lock_for_use();
   guarded([&] {
     gatherer_.start(unit);
     if (!wait) return;

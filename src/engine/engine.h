@@ -4,10 +4,13 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/buffer_pools.h"
@@ -159,6 +162,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reset_locked();
   /// Locks the mutex. Every public method that changes something begins with it.
   std::unique_lock<std::mutex> lock();
+  /// The same for methods that make collectives, or precede writes to main parameters. Throws Error if an export was left open, which has
+  /// then ended.
+  std::unique_lock<std::mutex> lock_for_use() {
+    auto held = lock();
+    if (end_export_) throw Error(std::exchange(end_export_, {})());
+    return held;
+  }
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
   void guarded(const Body& body);
@@ -184,6 +194,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Unit*> ahead_;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
+  std::function<std::string()> end_export_;
   bool adds_to_gradients_ = false;        // the running backward adds to gradients of earlier backwards
   std::array<const Unit*, 8> history_{};  // a ring buffer of the last moves, for error messages
   std::size_t moves_ = 0;

@@ -17,13 +17,13 @@ void MainAccess::check_parameters() const {
 }
 
 void MainAccess::flush_writes() const {
-  const auto lock = engine_.lock();
+  const auto lock = engine_.lock_for_use();
   engine_.main_parameters_.refuse_torn();
   engine_.guarded([&] { engine_.main_parameters_.flush_writes(); });
 }
 
 void MainAccess::prepare_load() const {
-  const auto lock = engine_.lock();
+  const auto lock = engine_.lock_for_use();
   engine_.guarded([&] { engine_.main_parameters_.flush_writes(); });
 }
 
@@ -58,7 +58,7 @@ bool MainAccess::may_be_lost() const {
 }
 
 std::vector<at::Tensor> MainAccess::gather_main(Unit& unit, std::span<const at::Tensor> main) const {
-  const auto lock = engine_.lock();
+  const auto lock = engine_.lock_for_use();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> whole;
   engine_.guarded([&] { whole = engine_.gatherer_.gather_main(unit, main); });
@@ -66,7 +66,7 @@ std::vector<at::Tensor> MainAccess::gather_main(Unit& unit, std::span<const at::
 }
 
 std::vector<at::Tensor> MainAccess::summon(Unit& unit) const {
-  const auto lock = engine_.lock();
+  const auto lock = engine_.lock_for_use();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> whole;
   engine_.guarded([&] { whole = engine_.main_parameters_.summon(unit); });
@@ -91,12 +91,12 @@ void MainAccess::wrote(Unit& unit) const {
 }
 
 void MainAccess::changed() const {
-  const auto lock = engine_.lock();
+  const auto lock = engine_.lock_for_use();
   engine_.outdate_all();
 }
 
 void MainAccess::shards_changed() const {
-  const auto lock = engine_.lock();
+  const auto lock = engine_.lock_for_use();
   engine_.guarded([&] { engine_.main_parameters_.exchange_shards(); });
   engine_.outdate_all();
 }
@@ -115,6 +115,15 @@ void MainAccess::rejoin_streams() const {
   const auto lock = engine_.lock();
   engine_.stream_.rejoin();
 }
+
+void MainAccess::exclusively(const std::function<void()>& work) const {
+  const auto lock = engine_.lock();
+  engine_.guarded(work);
+}
+
+void MainAccess::set_export(std::function<std::string()> end) const { engine_.end_export_ = std::move(end); }
+
+void MainAccess::refuse_export() const { const auto lock = engine_.lock_for_use(); }
 
 void MainAccess::finish_gradient_sync() const {
   const auto lock = engine_.lock();

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <set>
 #include <span>
@@ -67,6 +68,13 @@ class MainAccess {
   void tell_update(std::uint64_t by, std::string settings) const;
   /// Call it before memory is freed that the model's work has used on other streams than that of its allocation.
   void rejoin_streams() const;
+  /// Runs `work` while nobody else uses the engine. For collectives on the units' communicators that are no part of a step.
+  void exclusively(const std::function<void()>& work) const;
+  /// Whole weights are being exported. `end` ends that, on all ranks, and returns the text of an Error: whoever uses the model first calls
+  /// it, under the engine's lock, and throws the error. An empty function: the export has ended. Call it within exclusively().
+  void set_export(std::function<std::string()> end) const;
+  /// Throws Error if an export was left open, which has then ended.
+  void refuse_export() const;
 
   // Main gradients.
 

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fsdp {
+
+namespace weights {
+class WeightStream;
+}
+
+/// Which ranks get whole weights. The others send what they have, and receive nothing.
+enum class WeightReceivers : std::uint8_t {
+  kAll,
+  kFirst,       ///< The first rank of the mesh.
+  kOnePerHost,  ///< The first rank of each host.
+};
+
+struct FullWeightsOptions {
+  /// The most bytes of a bucket, in the dtype that travels. A tensor that is larger has a bucket of its own.
+  std::int64_t bucket_bytes = std::int64_t{128} << 20;
+  /// Floating-point tensors are converted to this dtype before they are sent. By default they keep that of the main parameters.
+  std::optional<at::ScalarType> dtype = {};
+  /// Only these; by default all parameters and buffers.
+  std::optional<std::vector<std::string>> names = {};
+  WeightReceivers ranks = WeightReceivers::kAll;
+};
+
+/// Whole tensors with their names: views of one buffer, in the order of the model's parameters and then its buffers. Both are empty on
+/// ranks that do not receive. The memory is the next bucket's when that is asked for, and using the tensors then is an error: clone what is
+/// to be kept.
+struct WeightBucket {
+  std::vector<std::pair<std::string, at::Tensor>> weights;
+  at::Tensor flat;  ///< The buffer: 1-D, bytes. Each tensor begins at a multiple of 64 bytes.
+};
+
+/// A range of buckets, to be gone through once:
+///
+/// for (const auto& bucket : fsdp::full_weights(*model, {.dtype = torch::kBFloat16})) {
+///   for (const auto& [name, weight] : bucket.weights) send(name, weight);
+/// }
+///
+/// While a program has one bucket, the next one is gathered. Memory for two buckets is counted as gathered parameters.
+///
+/// All ranks take all buckets, or stop. A rank may stop at any time, by destroying the range or by close(): it waits until the others have
+/// come to their next bucket, which is then an Error for those that go on, and training can continue. The range must have ended before the
+/// model is used again: a forward, a backward or an optimizer's step ends one that was left open, and is an Error.
+class FullWeights {
+ public:
+  class iterator {
+   public:
+    using iterator_category = std::input_iterator_tag;
+    using value_type = WeightBucket;
+    using difference_type = std::ptrdiff_t;
+    using pointer = const WeightBucket*;
+    using reference = const WeightBucket&;
+
+    iterator() = default;
+    explicit iterator(FullWeights* range) : range_(range) { ++*this; }
+    reference operator*() const { return *range_->bucket_; }
+    pointer operator->() const { return &*range_->bucket_; }
+    /// Collective. Throws Error if another rank has stopped, and CommError.
+    iterator& operator++();
+    void operator++(int) { ++*this; }
+    bool operator==(std::default_sentinel_t) const { return range_ == nullptr; }
+
+   private:
+    FullWeights* range_ = nullptr;
+  };
+
+  /// For the library's own use.
+  explicit FullWeights(std::unique_ptr<weights::WeightStream> stream);
+  ~FullWeights();
+  FullWeights(FullWeights&&) noexcept;
+
+  iterator begin() { return iterator(this); }
+  std::default_sentinel_t end() const { return {}; }
+  /// Ends the range before its end. Collective, as said above.
+  void close();
+  /// The number of buckets.
+  std::size_t size() const;
+
+ private:
+  std::unique_ptr<weights::WeightStream> stream_;
+  std::optional<WeightBucket> bucket_;
+};
+
+/// Gives the whole main parameters and buffers of a sharded model, bucket by bucket. `module`: the root, or a unit, of which the whole
+/// model is given. Collective. Main parameters are read, and nothing is changed: between steps, and between microbatches. Throws Error on
+/// every rank if names are unknown, if the ranks ask for different things, inside of a backward, and for tensor-parallel parameters.
+FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options = {});
+
+}  // namespace fsdp

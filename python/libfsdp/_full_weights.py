@@ -1,0 +1,231 @@
+"""Whole weights of a sharded model, in a stream of buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from libfsdp import _C
+from libfsdp._model import form, states_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    from torch import nn
+    from torch.distributed.tensor.placement_types import Placement
+
+    from libfsdp._model import MemberState
+
+    Entry = tuple[list[str], list[int], torch.Tensor, _C.Unit | None, int, int]
+
+Receivers = Literal["all", "first", "one_per_host"]
+_RECEIVERS = {
+    "all": _C.WeightReceivers.ALL,
+    "first": _C.WeightReceivers.FIRST,
+    "one_per_host": _C.WeightReceivers.ONE_PER_HOST,
+}
+
+
+class WeightBucket(list[tuple[str, torch.Tensor]]):
+    """Names with whole tensors, in the order of ``state_dict()``.
+
+    Attributes:
+        flat: the buffer of which the tensors are views: one dimension, bytes; each tensor begins at a multiple of 64
+            bytes. None on ranks that do not receive.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], flat: torch.Tensor | None) -> None:
+        super().__init__(weights)
+        self.flat = flat
+
+
+class FullWeights:
+    """An iterator of buckets, and a context manager that closes it: see full_weights."""
+
+    def __init__(self, stream: _C.WeightStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> WeightBucket:
+        """Returns the next bucket. Collective.
+
+        Raises:
+            Error: if another rank has stopped.
+            CommError: if a rank has gone.
+        """
+        bucket = self._stream.next()
+        if bucket is None:
+            raise StopIteration
+        return WeightBucket(*bucket)
+
+    def __len__(self) -> int:
+        """The number of all buckets."""
+        return self._stream.buckets
+
+    def __enter__(self) -> FullWeights:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def close(self) -> None:
+        """Stops before the last bucket. Waits until the other ranks have come to their next bucket; does nothing after the end."""
+        self._stream.close()
+
+
+def full_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 128 << 20,
+    dtype: torch.dtype | None = None,
+    names: Iterable[str] | None = None,
+    ranks: Receivers = "all",
+) -> FullWeights:
+    """Gives the whole parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
+
+    Each bucket is a list of names with tensors over one buffer. While a program has one bucket, the next one is
+    gathered. The memory, two buckets, counts as gathered parameters; a bucket's tensors lose it when the next bucket is
+    asked for, and using them then is an error: clone what is to be kept. A parameter that is tied travels once, and comes under all
+    its names, one behind the other. The values are those of the shards, which are read and not changed: between steps, and between
+    microbatches.
+
+    All ranks take all buckets, or stop. A rank may stop at any time, by ``close()``, by the end of a ``with``, or by an
+    exception in a ``for``: it waits until the others have come to their next bucket, which is then an Error on those
+    that go on, and training can continue. If the model is used before the end, the iterator is closed, which is an
+    Error, too.
+
+    Args:
+        model: the root, or a module that has sharded modules below it.
+        bucket_bytes: the most bytes of a bucket. A tensor that is larger has a bucket of its own.
+        dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards.
+        names: only these of the names of ``state_dict()``.
+        ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
+            get buckets without tensors.
+
+    Raises:
+        Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; for
+            tensor-parallel parameters; inside of a backward.
+        ValueError: if the model is not sharded.
+    """
+    states = [(state, enclosing) for _, state, enclosing in states_in(model)]
+    if not states:
+        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")
+    problem = _problem_of(bucket_bytes, dtype, names, ranks)
+    values: dict[str, Any] = {}
+    try:
+        values = model.state_dict(keep_vars=True)  # Modules show shards then.
+        for model_of_states in {state.model for state, _ in states}:
+            if model_of_states is not None:
+                model_of_states.adopt_registered()
+    except RuntimeError as error:
+        problem = problem or str(error)
+    engines: list[_C.Model] = []
+    for state, enclosing in states:
+        if state.model is None and enclosing is None:
+            form(state, provisional=True)
+        if state.model is not None and state.model.engine not in engines:
+            engines.append(state.model.engine)
+    entries: list[Entry] = []
+    try:
+        if not problem:
+            wanted = None if names is None else set(names)
+            chosen = {name: value for name, value in values.items() if wanted is None or name in wanted}
+            entries = _entries_of(chosen, [state for state, _ in states])
+    except _C.Error as error:
+        problem = str(error)
+    for state, _ in states:
+        if state.post_optim_event is not None:  # The next forward waits for it, too.
+            torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
+    stream = _C.WeightStream(
+        engines,
+        entries,
+        bucket_bytes=1 if problem else bucket_bytes,
+        dtype=None if problem else dtype,
+        names=None if problem or names is None else list(names),
+        ranks=_RECEIVERS["all" if problem else ranks],
+        problem=problem,
+    )
+    return FullWeights(stream)
+
+
+def _problem_of(bucket_bytes: Any, dtype: Any, names: Any, ranks: Any) -> str:
+    """Returns what is wrong with the arguments, as far as the engine does not check it; empty if nothing is."""
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        return f"full_weights: bucket_bytes must be an int, got {bucket_bytes!r}"
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return f"full_weights: dtype must be a torch.dtype or None, got {dtype!r}"
+    if names is not None and (
+        isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names)
+    ):
+        return f"full_weights: names must be a list of names, or None, got {names!r}"
+    if ranks not in _RECEIVERS:
+        return f"full_weights: ranks must be one of {', '.join(map(repr, _RECEIVERS))}, got {ranks!r}"
+    return ""
+
+
+def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry]:
+    """Returns the tensors of a state dict. Its values are the parameters and buffers themselves, so that tied ones are known.
+
+    Raises:
+        Error: for a tensor that the engine can't put together.
+    """
+    sharded = {id(p.sharded): (state.unit, i, p) for state in states for i, p in enumerate(state.parameters)}
+    entries: dict[int, Entry] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            continue  # extra state of a module
+        if id(value) in entries:
+            entries[id(value)][0].append(name)
+            continue
+        unit, i, parameter = sharded.get(id(value), (None, 0, None))
+        if parameter is None or parameter.spec is None:
+            whole = _plain(name, value)
+            entries[id(value)] = ([name], list(whole.shape), whole, None, 0, 0)
+            continue
+        if parameter.whole_spec is not None and not _is_replicated(parameter.whole_spec.placements):
+            raise _C.Error(
+                f"full_weights: parameter '{name}' is tensor-parallel ({parameter.whole_spec.placements}), so other ranks "
+                "have the rest of it; use its full_tensor()"
+            )
+        local = _plain(name, parameter.local)
+        entries[id(value)] = ([name], list(parameter.shape), local, unit, i, parameter.shard_dim)
+    return list(entries.values())
+
+
+def _is_replicated(placements: Iterable[Placement]) -> bool:
+    return all(isinstance(placement, Replicate) for placement in placements)
+
+
+def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's values as an ordinary tensor over the same memory.
+
+    Raises:
+        Error: if there is none.
+    """
+    tensor = value.detach()
+    if isinstance(tensor, DTensor) and _is_replicated(tensor.placements):
+        tensor = tensor._local_tensor
+    while type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]]
+        if len(inner) != 1 or inner[0].shape != tensor.shape or inner[0].dtype != tensor.dtype:
+            break
+        tensor = inner[0]  # it adds nothing but how the parameter is gathered
+    if type(tensor) is not torch.Tensor:
+        raise _C.Error(
+            f"full_weights: '{name}' is a {type(tensor).__name__}, whose values are no ordinary tensor; use its full_tensor(), "
+            "or name the others in names"
+        )
+    if tensor.is_meta:
+        raise _C.Error(f"full_weights: '{name}' is on the meta device: call model.to_empty(device=...) before")
+    return tensor

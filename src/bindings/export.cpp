@@ -1,0 +1,83 @@
+// Whole weights out of a model.
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/outside_transforms.h"
+#include "bindings/bindings.h"
+#include "export/weight_stream.h"
+#include "hooks/hooked_model.h"
+#include "torch_python/shown_unit.h"
+
+namespace py = pybind11;
+
+namespace fsdp::bindings {
+namespace {
+
+using torch_python::ShownUnit;
+using weights::WeightStream;
+
+/// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, and the
+/// dimension that is cut.
+using GivenEntry =
+    std::tuple<std::vector<std::string>, std::vector<std::int64_t>, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t>;
+
+std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
+                                          const std::vector<GivenEntry>& entries, std::int64_t bucket_bytes, const py::object& dtype,
+                                          std::optional<std::vector<std::string>> names, WeightReceivers ranks, std::string problem) {
+  weights::Request request;
+  for (const auto& model : models) request.engines.push_back(model->shared_engine());
+  for (const auto& [of_entry, shape, own, unit, parameter, cut] : entries) {
+    request.entries.push_back({.names = of_entry,
+                               .shape = shape,
+                               .own = own,
+                               .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
+                               .parameter = parameter,
+                               .cut = cut});
+  }
+  request.options.bucket_bytes = bucket_bytes;
+  if (!dtype.is_none()) request.options.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  request.options.names = std::move(names);
+  request.options.ranks = ranks;
+  request.problem = std::move(problem);
+  const py::gil_scoped_release no_gil;
+  const OutsideTransforms outside;
+  return {new WeightStream(std::move(request)), [](WeightStream* stream) {
+            const py::gil_scoped_release no_gil_at_end;  // Its end may wait for other ranks.
+            delete stream;
+          }};
+}
+
+}  // namespace
+
+void bind_export(py::module_& module) {
+  py::enum_<WeightReceivers>(module, "WeightReceivers", "Which ranks get whole weights.")
+      .value("ALL", WeightReceivers::kAll)
+      .value("FIRST", WeightReceivers::kFirst)
+      .value("ONE_PER_HOST", WeightReceivers::kOnePerHost);
+  constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
+  py::class_<WeightStream, std::shared_ptr<WeightStream>>(module, "WeightStream", "Whole tensors of a model, bucket by bucket.")
+      .def(py::init(&make_stream), py::arg("models"), py::arg("entries"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
+           py::arg("names"), py::arg("ranks"), py::arg("problem"))
+      .def(
+          "next",
+          [](WeightStream& stream) -> std::optional<std::pair<std::vector<std::pair<std::string, at::Tensor>>, std::optional<at::Tensor>>> {
+            std::optional<WeightBucket> bucket;
+            {
+              const py::gil_scoped_release no_gil;
+              const OutsideTransforms outside;
+              bucket = stream.next();
+            }
+            if (!bucket) return std::nullopt;
+            return std::pair(std::move(bucket->weights), bucket->flat.defined() ? std::optional(bucket->flat) : std::nullopt);
+          })
+      .def("close", &WeightStream::close, kNoGil)
+      .def_property_readonly("buckets", &WeightStream::buckets);
+}
+
+}  // namespace fsdp::bindings

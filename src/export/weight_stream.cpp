@@ -1,0 +1,418 @@
+#include "export/weight_stream.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <numeric>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "base/copies.h"
+#include "comm/host_memory/hosts.h"
+#include "comm/parts.h"
+#include "fsdp/error.h"
+#include "layout/unit_layout.h"
+#include "memory/accounting.h"
+#include "memory/device_memory.h"
+#include "memory/slot_storage.h"
+
+namespace fsdp::weights {
+namespace {
+
+constexpr const char* kGivenBack =
+    "full_weights: this tensor belongs to an earlier bucket, whose memory the next one has; clone what is to be kept";
+constexpr comm::Label kAgreement = {.operation = "full_weights: the next bucket", .unit = {}};
+constexpr auto kKind = memory::Kind::kGatheredParameters;
+
+std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
+
+/// True for dtypes of which an element is one floating-point number.
+bool is_converted(at::ScalarType dtype) { return at::isFloatingType(dtype) && dtype != at::kFloat4_e2m1fn_x2; }
+
+at::Tensor view(const at::Tensor& bytes, std::int64_t begin, std::int64_t size) { return comm::flat_view(bytes, begin, size); }
+
+const char* name_of(WeightReceivers receivers) {
+  switch (receivers) {
+    case WeightReceivers::kAll:
+      return "all";
+    case WeightReceivers::kFirst:
+      return "the first";
+    case WeightReceivers::kOnePerHost:
+      return "one per host";
+  }
+  return "";
+}
+
+/// Keeps the entries, and the names of them, that are asked for. Throws Error for names that no entry has.
+void select(std::vector<Entry>& entries, const std::vector<std::string>& names) {
+  std::set<std::string> wanted(names.begin(), names.end());
+  std::set<std::string> unknown = wanted;
+  for (auto& entry : entries) {
+    for (const auto& name : entry.names) unknown.erase(name);
+    std::erase_if(entry.names, [&](const std::string& name) { return !wanted.contains(name); });
+  }
+  if (!unknown.empty()) throw Error("full_weights: the model has no parameter or buffer '" + *unknown.begin() + "'");
+  std::erase_if(entries, [](const Entry& entry) { return entry.names.empty(); });
+}
+
+/// What all ranks must ask for alike.
+std::string text_of(const Request& request) {
+  std::ostringstream text;
+  text << "bucket_bytes " << request.options.bucket_bytes << "\ndtype "
+       << (request.options.dtype ? c10::toString(*request.options.dtype) : "of the main parameters") << "\nranks "
+       << name_of(request.options.ranks) << "\n";
+  if (!request.problem.empty()) text << "cannot export: " << request.problem << "\n";
+  if (request.options.names) text << request.options.names->size() << " names\n";
+  for (const auto& entry : request.entries) {
+    text << "'" << entry.names.front() << "' " << at::IntArrayRef(entry.shape) << " " << c10::toString(entry.own.scalar_type()) << "\n";
+  }
+  return text.str();
+}
+
+}  // namespace
+
+WeightStream::WeightStream(Request request) : engines_(request.engines), ranks_(engines_.front()->options().mesh) {
+  check(request);
+  const auto text = text_of(request);
+  entries_ = std::move(request.entries);
+  auto& lead = *engines_.front();
+  lead.main().exclusively([&] {
+    ranks_.compare(text, {.operation = "full_weights: what is asked for", .unit = {}});
+    if (!request.problem.empty()) throw Error(request.problem);
+    const at::NoGradGuard no_grad;
+    choose_receivers(request.options.ranks);
+    try {
+      plan(request.options.bucket_bytes, request.options.dtype);
+      start();
+    } catch (...) {
+      forget(StreamState::kFailed);
+      throw;
+    }
+    lead.main().set_export([this] { return end(); });
+  });
+  for (std::size_t k = 1; k < engines_.size(); ++k) {
+    engines_[k]->main().exclusively([&] {
+      engines_[k]->main().set_export([this] {
+        std::string text;
+        engines_.front()->main().exclusively([&] { text = end(); });
+        return text;
+      });
+    });
+  }
+  is_known_ = true;
+}
+
+WeightStream::~WeightStream() {
+  try {
+    close();
+  } catch (const std::exception&) {
+    // Nothing more is asked of this stream. If a collective has failed, later ones tell.
+  }
+}
+
+/// Completes the problem.
+void WeightStream::check(Request& request) {
+  if (!request.problem.empty()) return;
+  try {
+    for (const auto& engine : engines_) {
+      engine->main().refuse_export();
+      if (engine->in_backward() || torch::autograd::get_current_graph_task_id() != -1)
+        throw Error("full_weights inside of a backward: call it between steps or microbatches");
+    }
+    if (request.options.bucket_bytes <= 0) {
+      throw Error("full_weights: bucket_bytes is " + std::to_string(request.options.bucket_bytes) + "; give the most bytes of a bucket");
+    }
+    if (request.options.dtype && !is_converted(*request.options.dtype)) {
+      throw Error(std::string("full_weights: dtype ") + c10::toString(*request.options.dtype) + " is no floating-point dtype");
+    }
+    if (request.options.names) select(request.entries, *request.options.names);
+  } catch (const CommError&) {
+    throw;
+  } catch (const Error& error) {
+    request.problem = error.what();
+    request.entries.clear();
+  }
+}
+
+void WeightStream::choose_receivers(WeightReceivers receivers) {
+  if (receivers == WeightReceivers::kFirst) receives_ = ranks_.index() == 0;
+  if (receivers == WeightReceivers::kOnePerHost) {
+    const auto boot = comm::Boot::of_this_host();
+    const auto mine = at::empty({static_cast<std::int64_t>(sizeof(boot.id))}, at::kByte);
+    std::memcpy(mine.mutable_data_ptr(), boot.id, sizeof(boot.id));
+    const auto hosts = ranks_.exchange(mine, {.operation = "full_weights: hosts", .unit = {}});
+    for (std::int64_t rank = 0; rank < ranks_.index(); ++rank) receives_ = receives_ && !at::equal(hosts[rank], mine);
+  }
+}
+
+const WeightStream::Rows* WeightStream::rows_of(const engine::Unit& unit) {
+  const auto& inner = unit.communicators.gather;
+  const auto outer = unit.options.outer_sharded_optimizer ? unit.communicators.outer : nullptr;
+  const auto same = [&](const auto& rows) { return rows->inner == inner && rows->outer == outer; };
+  if (const auto found = std::ranges::find_if(rows_, same); found != rows_.end()) return found->get();
+  const auto flags = [](comm::Communicator& row, bool mine) {
+    const auto all = row.exchange(at::full({1}, mine, at::kByte), {.operation = "full_weights: receivers", .unit = {}});
+    const auto* data = all.const_data_ptr<std::uint8_t>();
+    return std::vector<bool>(data, data + row.size());
+  };
+  auto& rows = *rows_.emplace_back(std::make_unique<Rows>());
+  rows.inner = inner;
+  rows.inner_receives = flags(*inner, receives_);
+  if (outer == nullptr) return &rows;
+  rows.outer = outer;
+  rows.outer_receives = flags(*outer, std::ranges::count(rows.inner_receives, true) > 0);
+  return &rows;
+}
+
+void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype) {
+  std::int64_t whole_bytes = 0;  // of the last bucket, as a receiver holds it
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const auto& entry = entries_[i];
+    const auto travels = dtype && is_converted(entry.own.scalar_type()) ? *dtype : entry.own.scalar_type();
+    const auto bytes = aligned(c10::multiply_integers(entry.shape) * static_cast<std::int64_t>(c10::elementSize(travels)));
+    if (buckets_.empty() || (whole_bytes > 0 && whole_bytes + bytes > bucket_bytes)) {
+      buckets_.emplace_back();
+      whole_bytes = 0;
+    }
+    whole_bytes += bytes;
+    auto& bucket = buckets_.back();
+    bucket.places.push_back(place(i, travels, bucket.bytes));
+    const auto& [whole, inner, own] = bucket.places.back().ranges;
+    bucket.bytes = aligned(std::max({bucket.bytes, whole.begin + whole.size, inner.begin + inner.size, own.begin + own.size}));
+    capacity_ = std::max(capacity_, bucket.bytes);
+  }
+  for (std::size_t k = 0; k < buckets_.size(); ++k) {
+    buckets_[k].label = "(bucket " + std::to_string(k + 1) + " of " + std::to_string(buckets_.size()) + ")";
+  }
+}
+
+/// Lays out what this rank holds of an entry, from `begin` on. Ranges that it does not hold are empty.
+WeightStream::Place WeightStream::place(std::size_t i, at::ScalarType dtype, std::int64_t begin) {
+  const auto& entry = entries_[i];
+  const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype));
+  const auto whole = c10::multiply_integers(entry.shape) * itemsize;
+  Place place{.entry = i, .dtype = dtype, .rows = nullptr, .ranges = {}, .inner_bytes = {}, .outer_bytes = {}};
+  if (entry.unit == nullptr || entry.unit->replicated_optimizer()) {
+    if (receives_) place.ranges.whole = place.ranges.own = {begin, whole};
+    return place;
+  }
+  const auto& unit = *entry.unit;
+  place.rows = rows_of(unit);
+  // A complex number is two of the layout's elements.
+  const auto element = unit.layout.placements()[entry.parameter].numel * itemsize / std::max(whole, std::int64_t{1});
+  std::vector<std::int64_t> begins = {0};  // of each piece in the tensor, bytes
+  for (std::int64_t piece = 0; piece < unit.layout.world_size(); ++piece) {
+    begins.push_back(begins.back() + unit.layout.local_slice(entry.parameter, piece).numel * itemsize / std::max(element, std::int64_t{1}));
+  }
+  const auto range_of = [&](engine::Pieces pieces) {
+    const auto from = begins[static_cast<std::size_t>(pieces.first)];
+    return Range{from, begins[static_cast<std::size_t>(pieces.first + pieces.count)] - from};
+  };
+  const auto inner = unit.inner_pieces();
+  for (int rank = 0; rank < place.rows->inner->size(); ++rank) {
+    place.inner_bytes.push_back(range_of({rank * inner.count, inner.count}).size);
+  }
+  for (int rank = 0; place.rows->outer != nullptr && rank < place.rows->outer->size(); ++rank) {
+    place.outer_bytes.push_back(range_of({inner.first + rank, 1}).size);
+  }
+  place.ranges = {.whole = {0, whole}, .inner = range_of(inner), .own = range_of(unit.main_pieces())};
+  auto held = place.ranges.own;
+  if (place.rows->outer != nullptr && place.rows->outer_receives[static_cast<std::size_t>(place.rows->outer->rank())]) {
+    held = place.ranges.inner;
+  }
+  if (receives_) held = place.ranges.whole;
+  for (auto* range : {&place.ranges.whole, &place.ranges.inner, &place.ranges.own}) {
+    const bool is_held = held.begin <= range->begin && range->begin + range->size <= held.begin + held.size;
+    *range = is_held ? Range{begin + range->begin - held.begin, range->size} : Range{};
+  }
+  return place;
+}
+
+/// Starts the gather of the next bucket, if there is one.
+void WeightStream::start() {
+  if (next_ == buckets_.size()) {
+    ahead_ = {};
+    return;
+  }
+  const auto& bucket = buckets_[next_];
+  std::exception_ptr failure;
+  Flight flight{.plan = &bucket, .buffer = {}, .pending = {}};
+  try {
+    flight.buffer = take_buffer(bucket.bytes);
+    fill(bucket, flight.buffer.bytes);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const auto said = tell(failure ? Says::kHasFailed : Says::kGoesOn);
+  if (failure) std::rethrow_exception(failure);
+  for (std::size_t rank = 0; rank < said.size(); ++rank) {
+    if (said[rank] == Says::kGoesOn) continue;
+    throw Error(
+        "full_weights: rank " + std::to_string(rank) + (said[rank] == Says::kStops ? " has stopped before " : " has failed before ") +
+        bucket.label.substr(1, bucket.label.size() - 2) + "; all ranks must take all buckets, or stop together (training can go on)");
+  }
+  ahead_ = std::move(flight);
+  ++next_;
+  gather(ahead_);
+}
+
+WeightStream::Buffer WeightStream::take_buffer(std::int64_t bytes) {
+  const auto device = engines_.front()->options().mesh.device();
+  Buffer buffer{.memory = std::move(spare_), .bytes = {}};
+  if (!buffer.memory && capacity_ > 0) {
+    RECORD_USER_SCOPE(memory::allocation_range(kKind));
+    buffer.memory = memory::allocate_shareable(device, capacity_);
+    engines_.front()->accounting().add(kKind, capacity_);
+    counted_bytes_ += capacity_;
+  }
+  const auto storage = memory::empty_storage(device);
+  memory::attach(*storage.unsafeGetStorageImpl(), buffer.memory.get(), bytes);
+  buffer.bytes = engine::view_of(storage, at::kByte, 0, {bytes});
+  return buffer;
+}
+
+void WeightStream::detach(Buffer& buffer) {
+  if (buffer.bytes.defined()) memory::detach(*buffer.bytes.storage().unsafeGetStorageImpl(), kGivenBack);
+  buffer.bytes = at::Tensor();
+}
+
+/// Converts this rank's parts into their places.
+void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) const {
+  Copies conversions;
+  for (const auto& place : bucket.places) {
+    const auto& own = entries_[place.entry].own;
+    const auto& range = place.ranges.own;
+    if (range.size > 0) conversions.add(view(buffer, range.begin, range.size).view(place.dtype).view(own.sizes()), own);
+  }
+  conversions.run();
+}
+
+void WeightStream::gather(Flight& flight) const {
+  const auto receives = [](const comm::Communicator& row, const std::vector<bool>& flags) {
+    return flags[static_cast<std::size_t>(row.rank())];
+  };
+  const auto some = [](const std::vector<bool>& flags) { return std::ranges::count(flags, true) > 0; };
+  const comm::Label label = {.operation = "gather of weights", .unit = flight.plan->label, .model = engines_.front()->options().model};
+  const auto& buffer = flight.buffer.bytes;
+  for (const auto& rows : rows_) {
+    std::vector<comm::UnevenPart> outer, inner;
+    for (const auto& place : flight.plan->places) {
+      if (place.rows != rows.get()) continue;
+      const auto& [whole, shard, own] = place.ranges;
+      const auto sent = view(buffer, own.begin, own.size);
+      if (rows->outer != nullptr) {
+        outer.push_back({.whole = receives(*rows->outer, rows->outer_receives) ? view(buffer, shard.begin, shard.size) : at::Tensor(),
+                         .own = sent,
+                         .bytes = place.outer_bytes});
+      }
+      inner.push_back({.whole = receives_ ? view(buffer, whole.begin, whole.size) : at::Tensor(),
+                       .own = rows->outer != nullptr ? view(buffer, shard.begin, shard.size) : sent,
+                       .bytes = place.inner_bytes});
+    }
+    if (inner.empty()) continue;
+    if (!outer.empty() && some(rows->outer_receives)) rows->outer->gather_uneven(outer, rows->outer_receives, label)->wait();
+    if (some(rows->inner_receives)) flight.pending.push_back(rows->inner->gather_uneven(inner, rows->inner_receives, label));
+  }
+}
+
+std::optional<WeightBucket> WeightStream::next() {
+  if (state_ != StreamState::kOpen) return std::nullopt;
+  std::optional<WeightBucket> bucket;
+  engines_.front()->main().exclusively([&] {
+    const at::NoGradGuard no_grad;
+    try {
+      detach(given_);
+      if (given_.memory) spare_ = std::move(given_.memory);
+      if (ahead_.plan == nullptr) return forget(StreamState::kEnded);
+      for (const auto& pending : ahead_.pending) pending->wait();
+      auto flight = std::exchange(ahead_, {});
+      given_ = std::move(flight.buffer);
+      start();
+      bucket = arrived(*flight.plan, given_.bytes);
+      // Nothing more is to be gathered, so the model may be used.
+      if (ahead_.plan == nullptr) release_engines();
+    } catch (const CommError&) {
+      forget(StreamState::kFailed);
+      throw;
+    } catch (...) {
+      forget(StreamState::kClosed);
+      throw;
+    }
+  });
+  return bucket;
+}
+
+/// The tensors of a bucket.
+WeightBucket WeightStream::arrived(const BucketPlan& bucket, const at::Tensor& buffer) const {
+  WeightBucket result;
+  if (!receives_) return result;
+  result.flat = buffer;
+  for (const auto& place : bucket.places) {
+    const auto weight = whole(place, buffer);
+    for (const auto& name : entries_[place.entry].names) result.weights.emplace_back(name, weight);
+  }
+  return result;
+}
+
+at::Tensor WeightStream::whole(const Place& place, const at::Tensor& buffer) const {
+  const auto& entry = entries_[place.entry];
+  const auto& range = place.ranges.whole;
+  const auto values = view(buffer, range.begin, range.size).view(place.dtype).view(entry.shape);
+  const auto ranks = static_cast<std::int64_t>(place.inner_bytes.size());
+  if (entry.cut == 0 || ranks < 2 || values.numel() == 0) return values;
+  // From [ranks, ..., slices, ...], as they have arrived, to [..., ranks, slices, ...].
+  auto slices = entry.shape;
+  slices[static_cast<std::size_t>(entry.cut)] /= ranks;
+  slices.insert(slices.begin(), ranks);
+  values.unflatten(entry.cut, {ranks, -1}).copy_(values.clone().view(slices).movedim(0, entry.cut));
+  return values;
+}
+
+std::vector<WeightStream::Says> WeightStream::tell(Says says) const {
+  const auto all = ranks_.exchange(at::full({1}, static_cast<std::int64_t>(says), at::kLong), kAgreement);
+  const auto* data = all.const_data_ptr<std::int64_t>();
+  std::vector<Says> said;
+  for (std::int64_t rank = 0; rank < ranks_.size(); ++rank) said.push_back(static_cast<Says>(data[rank]));
+  return said;
+}
+
+void WeightStream::close() {
+  if (state_ != StreamState::kOpen) return;
+  engines_.front()->main().exclusively([&] { end(); });
+}
+
+/// Under the lock of an engine. Returns what the user is told if a use of the model ends the stream.
+std::string WeightStream::end() {
+  const auto text = "full_weights was left open before bucket " + std::to_string(next_ + 1) + " of " + std::to_string(buckets_.size()) +
+                    " when the model was used; take all buckets, or close it, first";
+  const bool others_come = next_ < buckets_.size();
+  forget(StreamState::kClosed);
+  if (others_come) tell(Says::kStops);
+  return text;
+}
+
+/// Waits for what is under way, and lets go of it.
+void WeightStream::forget(StreamState state) {
+  state_ = state;
+  ahead_.pending.clear();
+  detach(ahead_.buffer);
+  detach(given_);
+  ahead_ = {};
+  given_ = {};
+  spare_ = {};
+  engines_.front()->accounting().remove(kKind, std::exchange(counted_bytes_, 0));
+  release_engines();
+}
+
+void WeightStream::release_engines() {
+  if (!std::exchange(is_known_, false)) return;
+  for (const auto& engine : engines_) engine->main().set_export({});
+}
+
+}  // namespace fsdp::weights

@@ -1,0 +1,149 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/mesh/ranks.h"
+#include "engine/engine.h"
+#include "engine/unit.h"
+#include "fsdp/full_weights.h"
+
+// The namespace is not called as the folder is, because `export` is a keyword.
+namespace fsdp::weights {
+
+/// A tensor of a model's state, and what this rank has of it.
+struct Entry {
+  std::vector<std::string> names;  ///< Several if it is tied: it then travels once.
+  std::vector<std::int64_t> shape;
+  at::Tensor own;                      ///< With any strides, if `unit` is null.
+  const engine::Unit* unit = nullptr;  ///< The tensor's unit. Null, or without shards: `own` is the whole tensor.
+  std::size_t parameter = 0;           ///< Its index in the unit.
+  std::int64_t cut = 0;                ///< The dimension that is cut. Ranks have slices along it, each in row-major order.
+};
+
+struct Request {
+  std::vector<std::shared_ptr<engine::Engine>> engines;  ///< Those of the entries. The mesh of the first one has all ranks.
+  std::vector<Entry> entries;
+  FullWeightsOptions options;
+  std::string problem;  ///< Why this rank cannot export, as the text of an Error; empty if it can.
+};
+
+/// Where a stream of weights stands. Transitions:
+///   kOpen -> kEnded   the last bucket was given
+///   kOpen -> kClosed  by close(), by a use of the model, or because another rank has closed it
+///   kOpen -> kFailed  a collective failed
+enum class StreamState : std::uint8_t { kOpen, kEnded, kClosed, kFailed };
+
+/// Gathers entries in buckets, one ahead of the one that the consumer has.
+///
+/// [Note: Nobody waits for a consumer that has stopped] Before the gather of a bucket starts, the ranks tell each other whether they go on
+/// (one small exchange). A rank that stops early says so in the next exchange, to which all others come when they ask for their next
+/// bucket, stop too, or use the model again. After an exchange in which some rank has stopped, no gather starts on any rank. The rows are
+/// then at the same place on all ranks, and training can go on.
+///
+/// Its methods are collective, and not thread-safe. The consumer's thread makes all calls to the communicators, under the engine's lock.
+class WeightStream {
+ public:
+  /// Starts the first gather. Throws Error on every rank if one of them has a problem, or if they ask for different things.
+  explicit WeightStream(Request request);
+  ~WeightStream();
+  WeightStream(const WeightStream&) = delete;
+  WeightStream& operator=(const WeightStream&) = delete;
+
+  /// The next bucket; nothing after the last one. Its tensors lose their memory with the next call: using them later is an error. Empty on
+  /// ranks that do not receive. Throws Error if another rank has stopped, and CommError.
+  std::optional<WeightBucket> next();
+  /// Ends the stream on this rank; see the note. Does nothing after its end.
+  void close();
+
+  std::size_t buckets() const { return buckets_.size(); }
+  StreamState state() const { return state_; }
+
+ private:
+  /// The ranks over which entries are cut, and which of them receive. Rows of an outer dimension that cuts shards once more come first: in
+  /// them, those ranks receive in whose inner row some rank does.
+  struct Rows {
+    std::shared_ptr<comm::Communicator> inner;
+    std::shared_ptr<comm::Communicator> outer;  ///< Null if it cuts nothing.
+    std::vector<bool> inner_receives;
+    std::vector<bool> outer_receives;
+  };
+  /// Bytes [begin, begin + size) of a bucket's buffer.
+  struct Range {
+    std::int64_t begin = 0;
+    std::int64_t size = 0;
+  };
+  /// An entry in its bucket. This rank holds the whole tensor if it receives, and otherwise what it sends.
+  struct Place {
+    std::size_t entry = 0;
+    at::ScalarType dtype = at::kFloat;  ///< In which it travels.
+    const Rows* rows = nullptr;         ///< Null for an entry that is not cut.
+    struct {
+      Range whole;
+      Range inner;  ///< The part of this rank's inner shard.
+      Range own;
+    } ranges;
+    std::vector<std::int64_t> inner_bytes;  ///< By inner rank.
+    std::vector<std::int64_t> outer_bytes;  ///< The bytes of this rank's inner shard, by outer rank.
+  };
+  struct BucketPlan {
+    std::vector<Place> places;
+    std::int64_t bytes = 0;  ///< That this rank holds.
+    std::string label;
+  };
+  /// Memory for one bucket, and the tensor over it that is given to the consumer.
+  struct Buffer {
+    c10::DataPtr memory;
+    at::Tensor bytes;
+  };
+  /// A bucket whose gather has started.
+  struct Flight {
+    const BucketPlan* plan = nullptr;
+    Buffer buffer;
+    std::vector<std::unique_ptr<comm::Pending>> pending;  // after the buffer: destroying one waits
+  };
+  /// What a rank says before a bucket.
+  enum class Says : std::uint8_t { kGoesOn, kStops, kHasFailed };
+
+  void check(Request& request);
+  void choose_receivers(WeightReceivers receivers);
+  const Rows* rows_of(const engine::Unit& unit);
+  void plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype);
+  Place place(std::size_t entry, at::ScalarType dtype, std::int64_t begin);
+  void start();
+  Buffer take_buffer(std::int64_t bytes);
+  static void detach(Buffer& buffer);
+  void fill(const BucketPlan& bucket, const at::Tensor& buffer) const;
+  void gather(Flight& flight) const;
+  WeightBucket arrived(const BucketPlan& bucket, const at::Tensor& buffer) const;
+  at::Tensor whole(const Place& place, const at::Tensor& buffer) const;
+  std::vector<Says> tell(Says says) const;
+  std::string end();
+  void forget(StreamState state);
+  void release_engines();
+
+  std::vector<std::shared_ptr<engine::Engine>> engines_;
+  std::vector<Entry> entries_;
+  comm::Ranks ranks_;
+  std::vector<std::unique_ptr<Rows>> rows_;
+  bool receives_ = true;
+  std::vector<BucketPlan> buckets_;
+  std::int64_t capacity_ = 0;  ///< The size of a buffer, which fits every bucket.
+  std::size_t next_ = 0;       ///< The bucket whose gather starts next.
+  Flight ahead_;
+  Buffer given_;                    ///< That of the bucket which the consumer has.
+  c10::DataPtr spare_;              ///< Memory for a bucket that none has.
+  std::int64_t counted_bytes_ = 0;  ///< The size of all this memory, in the accounting of the first engine.
+  StreamState state_ = StreamState::kOpen;
+  bool is_known_ = false;  ///< To the engines, which end the stream if the model is used.
+};
+
+}  // namespace fsdp::weights

@@ -1,0 +1,410 @@
+"""Whole weights in a stream: those of state_dict(), gathered by FSDP2's way too, with the least bytes; and consumers that stop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import device
+from support.extended import EightBits
+from support.ranks import StartRanks
+from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import libfsdp
+
+BF16 = torch.bfloat16
+
+
+def clones(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    """All weights of a stream, copied; nothing comes twice."""
+    found: dict[str, Tensor] = {}
+    for bucket in libfsdp.full_weights(model, **options):
+        for name, tensor in bucket:
+            assert name not in found
+            assert tensor.is_contiguous()
+            assert bucket.flat is not None
+            assert tensor.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+            found[name] = tensor.cpu().clone()
+    return found
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, put together as programs do it with FSDP2."""
+    return {name: full(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    assert found.keys() == expected.keys()
+    # The second name of a tied parameter comes right after the first.
+    assert [name for name in found if name != "head.weight"] == [name for name in expected if name != "head.weight"]
+    for name, value in expected.items():
+        wanted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        assert found[name].dtype == wanted.dtype, name
+        assert torch.equal(found[name], wanted), name
+
+
+def a_step(model: Any, case_name: str, step: int, optimizer: torch.optim.Optimizer) -> None:
+    case = CASES[case_name]
+    case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def equal_state(case_name: str, options: Options) -> None:
+    case = CASES[case_name]
+    plain = {name: value.cpu() for name, value in seeded(case).state_dict().items()}
+    model = shard(seeded(case), case, "libfsdp", options)
+    assert_same(clones(model), plain)  # before the first forward
+    optimizer = make_optimizer(options, model.parameters())
+    for step in range(2):
+        a_step(model, case_name, step, optimizer)
+        expected = gathered(model)
+        assert_same(clones(model), expected)
+    assert not torch.equal(next(iter(expected.values())), next(iter(plain.values())))
+    for bucket_bytes in (1, 1000):
+        assert_same(clones(model, bucket_bytes=bucket_bytes), expected)
+    assert_same(clones(model, dtype=BF16), expected, BF16)
+    of_first = clones(model, ranks="first", bucket_bytes=500)
+    assert_same(of_first, expected if dist.get_rank() == 0 else {})
+    a_step(model, case_name, 2, optimizer)
+    assert_same(clones(model), gathered(model))
+
+
+OPTIONS = {
+    "fsdp": Options(),
+    "bf16": Options(compute=BF16, reduce=torch.float32),
+    "offload": Options(offload=True),
+    "kept": Options(reshard=False),
+}
+
+
+@pytest.mark.parametrize("case", ["mlp", "one_unit", "tied", "batch_norm", "nested", "odd_shapes", "unused"])
+def test_the_state_dict_on_two_ranks(ranks: StartRanks, case: str) -> None:
+    ranks(2).run(equal_state, case, Options())
+
+
+@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+def test_the_state_dict_with_options(ranks: StartRanks, options: Options) -> None:
+    ranks(2).run(equal_state, "transformer", options)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(replicas=2)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("case", ["tied", "odd_shapes"])
+def test_the_state_dict_on_four_ranks(ranks: StartRanks, case: str, options: Options) -> None:
+    ranks(4).run(equal_state, case, options)
+
+
+def strategies() -> None:
+    case = CASES["transformer"]
+    size = dist.get_world_size()
+    line = init_device_mesh(device.TYPE, (size,), mesh_dim_names=("shard",))
+    plane = init_device_mesh(device.TYPE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    kinds: list[dict[str, Any]] = [
+        {"mesh": mesh, "placements": placements}
+        for mesh in (line, plane)
+        for placements in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    ]
+    kinds += [
+        {"mesh": plane, "outer_placements": "optim_if_even"},
+        {"mesh": line, "main_params_dtype": torch.float64, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
+        {"mesh": line, "gather_format": lambda p: libfsdp.Float8Blocks(16) if p.ndim == 2 else None},
+        {"mesh": line, "offload_policy": CPUOffloadPolicy(pin_memory=False), "placements": "optim"},
+        {"mesh": line, "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.size(1) % size == 0 else None},
+        {"mesh": line, "ignored_params": True},
+    ]
+    for kind in kinds:
+        model: Any = seeded(case)
+        model.blocks[0].up.weight.requires_grad_(False)
+        if kind.pop("ignored_params", False):
+            kind["ignored_params"] = {model.norm.weight, model.blocks[0].up.bias}
+        for block in model.blocks:
+            libfsdp.fully_shard(block, **kind)
+        libfsdp.fully_shard(model, **kind)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        a_step(model, "transformer", 0, optimizer)
+        expected = gathered(model)
+        for options in ({}, {"bucket_bytes": 700}, {"dtype": BF16}):
+            assert_same(clones(model, **options), expected, options.get("dtype"))
+        assert_same(clones(model, ranks="first"), expected if dist.get_rank() == 0 else {})
+        a_step(model, "transformer", 1, optimizer)
+        assert_same(clones(model), gathered(model))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_strategy(ranks: StartRanks, size: int) -> None:
+    ranks(size).run(strategies)
+
+
+def tensors_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 5), nn.Linear(5, 3))
+    model[1].weight = nn.Parameter(EightBits(model[1].weight.detach()))
+    model[2].register_parameter("turn", nn.Parameter(torch.randn(3, 2, dtype=torch.complex64)))
+    model[2].register_buffer("scratch", torch.ones(3), persistent=False)
+    model[2].register_buffer("count", torch.arange(3))
+    expected = {name: (v.data_ if isinstance(v, EightBits) else v).clone() for name, v in model.state_dict().items()}
+    for layer in model:
+        libfsdp.fully_shard(layer)
+    libfsdp.fully_shard(model)
+    for options in ({}, {"bucket_bytes": 8}):
+        assert_same(clones(model, **options), expected)
+    kept = {name for name, value in expected.items() if not value.is_floating_point()}
+    for name, value in clones(model, dtype=BF16).items():
+        assert value.dtype == (expected[name].dtype if name in kept else BF16)
+
+
+def test_extended_and_complex_parameters_and_buffers(ranks: StartRanks) -> None:
+    ranks(2).run(tensors_of_their_own)
+
+
+def blocks_without_a_root() -> None:
+    case = CASES["transformer"]
+    model: Any = seeded(case)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for block in model.blocks:
+        libfsdp.fully_shard(block)
+    assert_same(clones(model), expected)
+    assert_same(clones(model, bucket_bytes=900, ranks="first"), expected if dist.get_rank() == 0 else {})
+    part = clones(model.blocks[1])
+    assert_same(part, {name: expected["blocks.1." + name] for name in part})
+    model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    assert_same(clones(model), expected)
+
+
+def test_modules_whose_root_is_not_sharded(ranks: StartRanks) -> None:
+    ranks(2).run(blocks_without_a_root)
+
+
+def assigned() -> None:
+    """State that was assigned since the last forward, of another dtype at last, for which units are made again."""
+    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    a_step(model, "mlp", 0, optimizer)
+    for dtype in (torch.float32, torch.float64):
+        state = {name: (2 * value.detach()).to(dtype) for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        expected = {name: full(value) for name, value in state.items()}
+        assert_same(clones(model), expected)
+        assert_same(gathered(model), expected)
+    model(torch.randn(5, 6, dtype=torch.float64)).sum().backward()
+    assert_same(clones(model), expected)
+
+
+def test_parameters_that_were_assigned(ranks: StartRanks) -> None:
+    ranks(2).run(assigned)
+
+
+def least_bytes(case: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = shard(seeded(CASES[case]), CASES[case], "libfsdp", Options())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    a_step(model, case, 0, optimizer)
+    own = sum(p._local_tensor.numel() * 4 for p in model.parameters())
+    largest = max(p.numel() * 4 for p in model.parameters())
+
+    def sent(**options: Any) -> int:
+        before, memory = libfsdp.wire_stats(model), libfsdp.memory_stats(model)
+        clones(model, **options)
+        after = libfsdp.memory_stats(model)
+        assert after["gathered_parameters.live"] == memory["gathered_parameters.live"]
+        assert after["total.live"] == memory["total.live"]
+        return libfsdp.wire_stats(model)["all_gather_bytes"] - before["all_gather_bytes"]
+
+    for bucket_bytes in (1, 600, 1 << 20):
+        assert sent(bucket_bytes=bucket_bytes) == (size - 1) * own  # nothing of the padding of uneven shards
+        assert sent(bucket_bytes=bucket_bytes, dtype=BF16) == (size - 1) * own // 2
+        assert sent(bucket_bytes=bucket_bytes, ranks="first") == (0 if rank == 0 else own)
+    live = libfsdp.memory_stats(model)["gathered_parameters.live"]
+    peak = 0
+    with libfsdp.full_weights(model, bucket_bytes=300) as weights:
+        for bucket in weights:
+            assert bucket.flat is not None
+            assert len({tensor.data_ptr() for _, tensor in bucket}) == 1 or bucket.flat.numel() <= 300
+            peak = max(peak, libfsdp.memory_stats(model)["gathered_parameters.live"] - live)
+    assert 0 < peak <= 2 * ((largest + 63) // 64 * 64)
+
+
+@pytest.mark.parametrize("case", ["mlp", "tied"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_least_bytes_and_two_buckets(ranks: StartRanks, size: int, case: str) -> None:
+    ranks(size).run(least_bytes, case)
+
+
+def between_microbatches(reshard: bool | None) -> None:
+    case, results = CASES["transformer"], []
+    for exports in (False, True):
+        model = shard(seeded(case), case, "libfsdp", Options(reshard=reshard))
+        optimizer = make_optimizer(Options(), model.parameters())
+        before = gathered(model)
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            case.loss(model, batch_of(case, 0, micro, dist.get_rank())).backward()
+            if exports:
+                assert_same(clones(model, bucket_bytes=4000), before)
+        optimizer.step()
+        results.append(gathered(model))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_between_microbatches(ranks: StartRanks, reshard: bool | None) -> None:
+    ranks(2).run(between_microbatches, reshard)
+
+
+class TheirOwn(Exception):
+    """What a consumer raises."""
+
+
+def stops(how: str, at: int, who: int) -> None:
+    model, twin = (shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options()) for _ in range(2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    for one, optimizer in zip((model, twin), optimizers, strict=True):
+        a_step(one, "mlp", 0, optimizer)
+    mine = dist.get_rank() == who
+    expected: Any = None
+    if mine and how != "sleeps":
+        expected = {"raises": TheirOwn, "leaves": libfsdp.Error}.get(how)
+    elif how != "sleeps" and at + 2 < 6:
+        expected = libfsdp.Error
+    seen: BaseException | None = None
+    weights = libfsdp.full_weights(model, bucket_bytes=1)
+    assert len(weights) == 6
+    try:
+        for k, _ in enumerate(weights):
+            if not mine or k != at:
+                continue
+            if how == "sleeps":
+                time.sleep(0.3)
+            elif how == "raises":
+                raise TheirOwn
+            else:
+                break
+        if mine and how == "closes":
+            weights.close()
+        if mine and how == "leaves":
+            a_step(model, "mlp", 1, optimizers[0])
+    except (TheirOwn, libfsdp.Error) as error:
+        seen = error
+    if how == "raises":
+        weights.close()  # of those that hold it in a variable
+    assert type(seen) is (expected or type(None)), seen
+    if mine and how == "leaves":
+        assert f"left open before bucket {at + 3} of 6" in str(seen)
+    elif expected is libfsdp.Error:
+        assert f"rank {who} has stopped before bucket {at + 3} of 6" in str(seen)
+    for step in (1, 2):
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            a_step(one, "mlp", step, optimizer)
+    assert_same(gathered(model), gathered(twin))
+    assert_same(clones(model), gathered(twin))
+
+
+@pytest.mark.parametrize(("at", "who"), [(0, 0), (1, 1), (3, 0), (4, 1), (5, 0)])
+@pytest.mark.parametrize("how", ["closes", "raises", "sleeps"])
+def test_a_rank_may_stop_or_wait(ranks: StartRanks, how: str, at: int, who: int) -> None:
+    ranks(2).run(stops, how, at, who)
+
+
+@pytest.mark.parametrize(("at", "who"), [(0, 1), (2, 0), (3, 1)])
+def test_a_forward_ends_a_stream_that_was_left_open(ranks: StartRanks, at: int, who: int) -> None:
+    ranks(2).run(stops, "leaves", at, who)
+
+
+def raises_in_a_loop_without_a_name() -> None:
+    """The iterator is collected as the exception leaves the loop, which closes it."""
+    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    seen: BaseException | None = None
+    try:
+        for k, _ in enumerate(libfsdp.full_weights(model, bucket_bytes=1)):
+            if dist.get_rank() == 0 and k == 1:
+                raise TheirOwn
+    except (TheirOwn, libfsdp.Error) as error:
+        seen = error
+    assert type(seen) is (TheirOwn if dist.get_rank() == 0 else libfsdp.Error)
+    assert_same(clones(model), gathered(model))
+
+
+def test_an_exception_closes_a_stream_without_a_name(ranks: StartRanks) -> None:
+    ranks(2).run(raises_in_a_loop_without_a_name)
+
+
+def earlier_buckets() -> None:
+    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    kept = [bucket[0][1] for bucket in libfsdp.full_weights(model, bucket_bytes=1)]
+    for tensor in kept:
+        with pytest.raises(RuntimeError, match=r"belongs to an earlier bucket|storage"):
+            tensor.add(1)
+
+
+def test_a_tensor_of_an_earlier_bucket_is_an_error(ranks: StartRanks) -> None:
+    ranks(2).run(earlier_buckets)
+
+
+def refusals() -> None:
+    rank = dist.get_rank()
+    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    a_step(model, "mlp", 0, optimizer)
+
+    def refused(text: str, **options: Any) -> None:
+        with pytest.raises(libfsdp.Error, match=text):
+            libfsdp.full_weights(model, **options)
+        a_step(model, "mlp", 1, optimizer)
+
+    refused("bucket_bytes is 0", bucket_bytes=0)
+    refused("bucket_bytes must be an int, got 1.5", bucket_bytes=1.5)
+    refused("dtype must be a torch.dtype or None, got 'bf16'", dtype="bf16")
+    refused("dtype Long is no floating-point dtype", dtype=torch.int64)
+    refused("names must be a list of names, or None, got 'layers.0.bias'", names="layers.0.bias")
+    refused("no parameter or buffer 'layers.9.bias'", names=["layers.0.bias", "layers.9.bias"])
+    refused("ranks must be one of 'all', 'first', 'one_per_host', got 'rank 0'", ranks="rank 0")
+    refused("rank 0 has 'bucket_bytes 5', rank 1 has 'bucket_bytes 6'", bucket_bytes=5 + rank)
+    refused("no parameter or buffer 'layers.1'", names=[f"layers.{rank}.bias"] if rank == 0 else ["layers.1"])
+    refused("rank 0 has 'ranks all', rank 1 has 'ranks the first'", ranks="all" if rank == 0 else "first")
+    refused("bucket_bytes must be an int", bucket_bytes=None if rank == 0 else 9)
+    some = clones(model, names=["layers.2.bias", "layers.0.weight"])
+    assert_same(some, {name: value for name, value in gathered(model).items() if name in some})
+    assert len(some) == 2
+    assert clones(model, names=[]) == {}
+    with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard on it first"):
+        libfsdp.full_weights(nn.Linear(2, 2))
+
+    class InBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            with pytest.raises(libfsdp.Error, match="inside of a backward"):
+                libfsdp.full_weights(model)
+            return gradient
+
+    InBackward.apply(model(torch.randn(5, 6))).sum().backward()
+
+
+def test_what_is_wrong_is_one_error_on_every_rank(ranks: StartRanks) -> None:
+    ranks(2).run(refusals)
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    libfsdp.fully_shard(model, mesh=mesh["dp"])
+    assert isinstance(model[0].weight, DTensor)
+    with pytest.raises(libfsdp.Error, match=r"parameter '0.weight' is tensor-parallel"):
+        libfsdp.full_weights(model)
+    assert_same(clones(model, names=["1.bias"]), {"1.bias": full(model[1].bias)})
+
+
+def test_tensor_parallel_parameters_are_refused(ranks: StartRanks) -> None:
+    ranks(4).run(tensor_parallel)
