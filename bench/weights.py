@@ -1,0 +1,160 @@
+"""Measures whole weights out of a sharded model of the Llama family: full_weights against FSDP2's ways.
+
+Each round, every contender gives all whole tensors on all ranks, one contender after the other; the numbers are medians
+and ranges over rounds of the slowest rank, and the median of the processor's time that it has used, which other load on the
+machine changes less. Contenders: libfsdp's full_weights, also in bfloat16; and with FSDP2, a loop
+of full_tensor() over the state dict, also converted to bfloat16, and torch's get_model_state_dict. Once over messages
+(FSDP_SHARED_MEMORY=0), and once over the memory that ranks of a host share, which FSDP2 does not use. "hidden" is how much of
+the gathers lies behind a consumer that takes as long as they do: 1 - (together - consumer) / gathers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from run import describe_machine
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+OURS, OURS_BF16 = "full_weights", "full_weights, bf16"
+LOOP, LOOP_BF16 = "loop of full_tensor()", "loop of full_tensor(), bf16"
+STATE_DICT = "get_model_state_dict"
+CONSUMED = "full_weights, consumed"
+
+
+class Layer(nn.Module):
+    """The nine parameters of a layer; nothing is computed with them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(dim) for _ in range(2))
+        self.attention = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+
+def build(layers: int, dim: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(2048, dim), *(Layer(dim, 8 * dim // 3) for _ in range(layers)), nn.RMSNorm(dim))
+
+
+def shard(model: nn.Sequential, by: Callable[..., Any]) -> Any:
+    for layer in model:
+        if isinstance(layer, Layer):
+            by(layer)
+    return by(model)
+
+
+def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, list[list[float]]]:
+    """On each rank: seconds, and seconds of the processor, by contender and round."""
+    import libfsdp  # only ranks need it
+
+    ours, theirs = shard(build(layers, dim), libfsdp.fully_shard), shard(build(layers, dim), fsdp2)
+    pause = 0.0  # the consumer's time for a bucket
+
+    def stream(dtype: torch.dtype | None = None, pause: float = 0.0) -> None:
+        for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes, dtype=dtype):
+            time.sleep(pause)
+
+    def loop(dtype: torch.dtype) -> None:
+        for value in theirs.state_dict().values():
+            value.full_tensor().to(dtype)
+
+    contenders: dict[str, Callable[[], object]] = {
+        OURS: stream,
+        LOOP: lambda: loop(torch.float32),
+        STATE_DICT: lambda: get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True)),
+        OURS_BF16: lambda: stream(torch.bfloat16),
+        LOOP_BF16: lambda: loop(torch.bfloat16),
+        CONSUMED: lambda: stream(pause=pause),
+    }
+    expected = theirs.state_dict()
+    for bucket in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes):
+        for name, tensor in bucket:
+            assert torch.equal(tensor, expected[name].full_tensor()), name
+    buckets = len(libfsdp.full_weights(ours, bucket_bytes=bucket_bytes))
+    times: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            dist.barrier()
+            begin = time.perf_counter(), time.process_time()
+            run()
+            end = time.perf_counter(), time.process_time()
+            seconds = torch.tensor([end[0] - begin[0], end[1] - begin[1]], dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if number > 0:  # The first round warms up.
+                times[name].append(seconds.tolist())
+            if name == OURS:
+                pause = seconds[0].item() / buckets
+    times["pause"] = [[pause * buckets]]
+    return times
+
+
+def table(times: dict[str, list[list[float]]]) -> str:
+    of_consumer = times.pop("pause")[0][0]
+    median = {name: [statistics.median(values) for values in zip(*of, strict=True)] for name, of in times.items()}
+    best = {False: [min(median[LOOP][k], median[STATE_DICT][k]) for k in (0, 1)], True: median[LOOP_BF16]}
+    lines = ["| | ms | range | to FSDP2's best | processor ms | to FSDP2's best |", "|---|---|---|---|---|---|"]
+    for name, of in times.items():
+        wall, used = median[name]
+        of_wall, of_used = (f"{median[name][k] / best['bf16' in name][k]:.2f}" for k in (0, 1))
+        least, most = min(one[0] for one in of), max(one[0] for one in of)
+        cells = (
+            name,
+            f"{wall * 1e3:.0f}",
+            f"{least * 1e3:.0f} to {most * 1e3:.0f}",
+            of_wall,
+            f"{used * 1e3:.0f}",
+            of_used,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    hidden = 1 - (median[CONSUMED][0] - of_consumer) / median[OURS][0]
+    return "\n".join((*lines, "", f"Hidden behind a consumer: {hidden:.0%}"))
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--layers", type=int, default=166)
+    arguments.add_argument("--dim", type=int, default=234)
+    arguments.add_argument("--bucket-bytes", type=int, default=64 << 20)
+    given = arguments.parse_args()
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        times = measure(given.rounds, given.layers, given.dim, given.bucket_bytes)
+        if dist.get_rank() == 0:
+            print(json.dumps(times), flush=True)
+        dist.destroy_process_group()
+        return 0
+    model = build(given.layers, given.dim)
+    count, size = len(list(model.parameters())), sum(4 * p.numel() for p in model.parameters())
+    print("\n".join(f"{key}: {value}" for key, value in describe_machine().items()))
+    print(f"{count} parameters, {size / 1e6:.0f} MB, {given.ranks} ranks, {given.rounds} rounds")
+    for transport, setting in (("messages", "0"), ("shared memory", "1")):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
+        ran = subprocess.run(
+            [*command, *sys.argv],
+            env={**os.environ, "FSDP_SHARED_MEMORY": setting, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        print(f"\n{transport}:\n{table(json.loads(ran.stdout.splitlines()[-1]))}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
