@@ -247,6 +247,10 @@ class WeightReceivers:
     ALL: ClassVar[WeightReceivers]
     FIRST: ClassVar[WeightReceivers]
     ONE_PER_HOST: ClassVar[WeightReceivers]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 class WeightStream:
     def __init__(
