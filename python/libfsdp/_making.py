@@ -13,6 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from libfsdp import _C
 from libfsdp._extensions import is_extended, refuse_extended
+from libfsdp._packed import looked_up
 from libfsdp._precision import keeps_dtype
 from libfsdp._quantized_form import QUANTIZED
 from libfsdp._sharded_parameter import ShardedParameter, identity_of, local_of, sharded_spec
@@ -61,6 +62,8 @@ def make_parameter(managed: ManagedParameter, mesh: ShardingMesh, options: Shard
         extended=quantized is not None or is_extended(local),
         quantized=quantized,
         before=weakref.ref(parameter),
+        kind=type(local) if issubclass(type(local), nn.Parameter) else nn.Parameter,
+        attributes=looked_up(parameter),
     )
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchPolicy
 
+from libfsdp._packed import is_packed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,11 +37,13 @@ class MixedPrecisionPolicy(_TorchPolicy):
 
 
 def keeps_dtype(policy: _TorchPolicy, parameter: nn.Parameter) -> bool:
-    """True if the policy's function says that the parameter is computed with in its own dtype.
+    """True if the parameter is computed with in its own dtype: it is packed, or the policy's function says so.
 
     Raises:
         ValueError: if the function returns anything else than None, the policy's dtype, or the parameter's.
     """
+    if is_packed(parameter):
+        return True
     override = getattr(policy, "param_dtype_override_fn", None)
     given = override(parameter) if override is not None else None
     if given is None:

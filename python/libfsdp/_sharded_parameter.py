@@ -80,9 +80,10 @@ class ShardedParameter:
         extended: whether its tensor defines how it is gathered, or it is quantized.
         quantized: makes its whole form, if that has fewer bits than the shards.
         trainable: whether the unit has room for its gradient.
+        kind: the class that it had in the module, if its tensor has none of its own.
         before: a weak reference to the parameter that the module had before fully_shard.
-        attributes: attributes that front ends have set on it, which both forms get. (For those that the program has set, see
-            attributes_of.)
+        attributes: attributes that both forms get: those that front ends have set on it, and what is looked up in a packed one. (For
+            those that the program has set, see attributes_of.)
         whole: the parameter that modules have while they compute; for an extended one, it exists after the first gather.
     """
 
@@ -103,6 +104,7 @@ class ShardedParameter:
     quantized: QuantizedForm | None = field(default=None, repr=False)
     before: Callable[[], torch.Tensor | None] = field(default=lambda: None, repr=False)
     trainable: bool = True
+    kind: type[nn.Parameter] = nn.Parameter
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: nn.Parameter | None = field(default=None, repr=False)
     kept: nn.Parameter | None = field(default=None, repr=False)
@@ -110,6 +112,12 @@ class ShardedParameter:
     def place(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that modules have between steps, over `local`: a DTensor of this parameter's placements, if it has any."""
         return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
+
+    def over(self, value: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Returns a parameter over a tensor. It has the program's own class (bitsandbytes' Params4bit), unless it is a DTensor."""
+        if self.kind is nn.Parameter or type(value) is not torch.Tensor:
+            return nn.Parameter(value, requires_grad=requires_grad)
+        return torch.Tensor._make_subclass(self.kind, value, requires_grad)
 
     def has_form_of(self, value: torch.Tensor | None) -> bool:
         """True if the tensor could be the parameter's shard."""

@@ -147,7 +147,7 @@ class ShardState:
             else:
                 shard = self.unit.shard(i)
                 shard.copy_(local.detach().narrow(parameter.shard_dim, begin, rows))
-            self._set_sharded(i, nn.Parameter(parameter.place(shard), requires_grad=value.requires_grad))
+            self._set_sharded(i, parameter.over(parameter.place(shard), requires_grad=value.requires_grad))
         self._show_shards()
 
     def _set_sharded(self, i: int, sharded: nn.Parameter) -> None:
@@ -226,7 +226,7 @@ class ShardState:
         parameter = self.parameters[i]
         if parameter.whole_spec is not None:
             whole = DTensor(whole, parameter.whole_spec, requires_grad=False)
-        leaf = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
+        leaf = parameter.over(whole, requires_grad=parameter.sharded.requires_grad)
         leaf._libfsdp_identity = parameter.identity
         vars(leaf).update({**attributes_of(parameter.sharded), **parameter.attributes})
         if parameter.grad_dtype is not None:

@@ -1,0 +1,99 @@
+"""QLoRA: four-bit weights of bitsandbytes travel and last as they are, under adapters of peft that are trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import clients, qlora
+from support.comparison import differences
+from support.marks import at_night
+from support.ranks import ComparedRanks, StartRanks
+
+pytestmark = pytest.mark.skipif(
+    not clients.installed_packages("bitsandbytes", "peft", "transformers"),
+    reason="not installed: bitsandbytes, peft and transformers",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        ("", 2),
+        ("double checkpointing", 4),
+        ("double float32 policy offload", 2),
+        ("bfloat16 policy checkpointing", 2),
+        at_night("double", 2),
+        at_night("policy", 2),
+        at_night("float32", 4),
+        at_night("bfloat16 offload", 4),
+        at_night("double policy checkpointing offload", 4),
+        at_night("float32 policy", 4),
+    ],
+)
+def test_trains_as_in_one_process(ranks: StartRanks, options: str, world: int) -> None:
+    """To the last bit: sums over ranks have the order of the ranks, divisions are by powers of two, and codes are copied."""
+    losses, parameters = qlora.in_one_process(world, options)
+    for rank, of_rank in enumerate(ranks(world).run(qlora.with_qlora, "libfsdp", options)):
+        assert of_rank.losses == losses[rank]
+        assert not (text := differences("final bits", of_rank.parameters, parameters, {})), text
+
+
+@pytest.mark.parametrize("options", ["double policy", at_night("bfloat16 policy checkpointing"), at_night("float32 offload")])
+def test_trains_as_with_fsdp2(compared_ranks: ComparedRanks, options: str) -> None:
+    """Where FSDP2 can: it casts codes that are stored in another floating-point dtype than the policy's."""
+    theirs, ours = (compared_ranks[name](2).run(qlora.with_qlora, name, options) for name in ("fsdp2", "libfsdp"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.losses == other.losses
+        assert not (text := differences("final bits", mine.parameters, other.parameters, {})), text
+
+
+@pytest.mark.parametrize(
+    ("options", "world"), [("float32 policy", 2), ("policy", 4), at_night("bfloat16", 2), at_night("", 2)]
+)
+def test_codes_travel_as_they_are(ranks: StartRanks, options: str, world: int) -> None:
+    """A policy converts the other parameters alone."""
+    for sent, expected in ranks(world).run(qlora.gathered_bytes, options):
+        assert sent == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [("double", 4), ("float32 policy checkpointing", 2), at_night("bfloat16 policy offload", 2), at_night("", 2)],
+)
+def test_class_and_state_survive(ranks: StartRanks, options: str, world: int) -> None:
+    ranks(world).run(qlora.check_forms, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "way", "world"),
+    [
+        ("double", "dcp", 2),
+        ("double bfloat16 policy", "libfsdp", 2),
+        ("double", "whole", 4),
+        ("double", "pickle", 2),
+        *(at_night("float32 policy offload", way, 2) for way in ("dcp", "libfsdp", "whole", "pickle")),
+    ],
+)
+def test_checkpoints_go_on(ranks: StartRanks, options: str, way: str, world: int) -> None:
+    ranks(world).run(qlora.check_checkpoint, options, way)
+
+
+@pytest.mark.parametrize("options", ["double", at_night("bfloat16")])
+def test_whole_state_dict_is_that_of_one_process(ranks: StartRanks, options: str) -> None:
+    """With the parts of quant_state, by which transformers and bitsandbytes load it."""
+    expected = {name: qlora.bits(tensor) for name, tensor in qlora.make(options).state_dict().items()}
+    assert any(name.endswith(".nested_absmax" if options == "double" else ".absmax") for name in expected)
+    whole = ranks(2).run(qlora.whole_state, options)[0]
+    assert list(whole) == list(expected)
+    assert not (text := differences("bits", whole, expected, {})), text
+
+
+@pytest.mark.parametrize(("how", "world"), [("kept", 2), ("kept forever", 4), ("freed", 2)])
+def test_frozen_units_stay_for_the_microbatches_of_a_step(ranks: StartRanks, how: str, world: int) -> None:
+    """What is sent for four microbatches is that of four without any kept unit, less all gathers of the frozen units but the first."""
+    for steps in ranks(world).run(qlora.gathers_of_a_step, how):
+        print(how, steps)
+
+
+def test_torch_is_no_older() -> None:
+    assert torch.__version__
