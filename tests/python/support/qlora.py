@@ -317,8 +317,8 @@ def whole_state(options: str) -> dict[str, Tensor]:
     return {name: bits(tensor) for name, tensor in whole.items()}
 
 
-def gathers_of_a_step(how: str, microbatches: int = 4) -> list[tuple[int, int, int]]:
-    """For each of three steps: the bytes that this rank has sent for gathers, and those of one gather of frozen weights and of the rest.
+def gathers_of_a_step(how: str, microbatches: int = 4) -> tuple[list[int], dict[str, int]]:
+    """What this rank has sent for the gathers of each of three steps, and for one gather of codes, of blocks' others, of the root.
 
     "kept" frees the frozen units in the last backward of a step, "kept forever" never, "freed" after each use. Checks that
     parameters are those of a training that sets nothing.
@@ -333,11 +333,14 @@ def gathers_of_a_step(how: str, microbatches: int = 4) -> list[tuple[int, int, i
     shard(model, "libfsdp", "")
     world = dist.get_world_size()
     codes = sum(linear.weight.to_local().nbytes for linear in packed(model))
-    rest = sum(p.to_local().nbytes for block in blocks(model) for p in block.parameters()) - codes
-    both = ((model, optimizer_of(model)), (reference, optimizer_of(reference)))
-    found, sent = [], 0
+    others = sum(p.to_local().nbytes for block in blocks(model) for p in block.parameters()) - codes
+    root = sum(p.to_local().nbytes for p in model.parameters()) - codes - others
+    both = ((reference, optimizer_of(reference)), (model, optimizer_of(model)))
+    found = []
     for step in range(3):
         for one, optimizer in both:
+            if one is model:
+                before = libfsdp.wire_stats(reference)["all_gather_bytes"]  # The mesh counts, which both have.
             for micro in range(microbatches):
                 last = micro == microbatches - 1
                 one.set_requires_gradient_sync(last)
@@ -348,9 +351,7 @@ def gathers_of_a_step(how: str, microbatches: int = 4) -> list[tuple[int, int, i
                 (one(input_ids=batch, labels=batch).loss / microbatches).backward()
             optimizer.step()
             optimizer.zero_grad()
-        now = libfsdp.wire_stats(model)["all_gather_bytes"]
-        found.append((now - sent, codes * (world - 1), rest * (world - 1)))
-        sent = now
+        found.append(libfsdp.wire_stats(model)["all_gather_bytes"] - before)
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(bits(p), bits(q)), name
-    return found
+    return found, {name: size * (world - 1) for name, size in (("codes", codes), ("others", others), ("root", root))}
