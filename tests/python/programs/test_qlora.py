@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     ],
 )
 def test_trains_as_in_one_process(ranks: StartRanks, options: str, world: int) -> None:
-    """To the last bit: sums over ranks have the order of the ranks, divisions are by powers of two, and codes are copied."""
+    """To the last bit: sums over ranks are made in pairs, divisions are by powers of two, and codes are copied."""
     losses, parameters = qlora.in_one_process(world, options)
     for rank, of_rank in enumerate(ranks(world).run(qlora.with_qlora, "libfsdp", options)):
         assert of_rank.losses == losses[rank]
