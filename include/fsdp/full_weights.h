@@ -25,6 +25,7 @@ enum class WeightReceivers : std::uint8_t {
   kOnePerHost,  ///< The first rank of each host.
 };
 
+/// What full_weights gives, and to whom.
 struct FullWeightsOptions {
   /// The most bytes of a bucket, in the dtype that travels. A tensor that is larger has a bucket of its own.
   std::int64_t bucket_bytes = std::int64_t{128} << 20;
@@ -32,15 +33,15 @@ struct FullWeightsOptions {
   std::optional<at::ScalarType> dtype = {};
   /// Only these; by default all parameters and buffers.
   std::optional<std::vector<std::string>> names = {};
-  WeightReceivers ranks = WeightReceivers::kAll;
+  WeightReceivers ranks = WeightReceivers::kAll;  ///< The ranks that receive.
 };
 
 /// Whole tensors with their names: views of one buffer, in the order of the model's parameters and then its buffers. Both are empty on
 /// ranks that do not receive. The memory is the next bucket's when that is asked for, and using the tensors then is an error: clone what is
 /// to be kept.
 struct WeightBucket {
-  std::vector<std::pair<std::string, at::Tensor>> weights;
-  at::Tensor flat;  ///< The buffer: 1-D, bytes. Each tensor begins at a multiple of 64 bytes.
+  std::vector<std::pair<std::string, at::Tensor>> weights;  ///< Names with whole tensors.
+  at::Tensor flat;                                          ///< The buffer: 1-D, bytes. Each tensor begins at a multiple of 64 bytes.
 };
 
 /// A range of buckets, to be gone through once:
@@ -56,21 +57,27 @@ struct WeightBucket {
 /// model is used again: a forward, a backward or an optimizer's step ends one that was left open, and is an Error.
 class FullWeights {
  public:
+  /// An input iterator: a bucket lasts until the next one is asked for.
   class iterator {
    public:
-    using iterator_category = std::input_iterator_tag;
-    using value_type = WeightBucket;
-    using difference_type = std::ptrdiff_t;
-    using pointer = const WeightBucket*;
-    using reference = const WeightBucket&;
+    using iterator_category = std::input_iterator_tag;  ///< It can be gone through once.
+    using value_type = WeightBucket;                    ///< What it gives.
+    using difference_type = std::ptrdiff_t;             ///< As std::iterator_traits asks.
+    using pointer = const WeightBucket*;                ///< See operator->().
+    using reference = const WeightBucket&;              ///< See operator*().
 
     iterator() = default;
+    /// For the library's own use: takes the first bucket.
     explicit iterator(FullWeights* range) : range_(range) { ++*this; }
+    /// The bucket that this rank has now.
     reference operator*() const { return *range_->bucket_; }
+    /// The same.
     pointer operator->() const { return &*range_->bucket_; }
     /// Collective. Throws Error if another rank has stopped, and CommError.
     iterator& operator++();
+    /// The same.
     void operator++(int) { ++*this; }
+    /// True when all buckets have been taken.
     bool operator==(std::default_sentinel_t) const { return range_ == nullptr; }
 
    private:
@@ -79,10 +86,14 @@ class FullWeights {
 
   /// For the library's own use.
   explicit FullWeights(std::unique_ptr<weights::WeightStream> stream);
+  /// As close().
   ~FullWeights();
+  /// The range that is left has ended.
   FullWeights(FullWeights&&) noexcept;
 
+  /// Takes the first bucket. Collective; call it once.
   iterator begin() { return iterator(this); }
+  /// Compares equal to an iterator when all buckets have been taken.
   std::default_sentinel_t end() const { return {}; }
   /// Ends the range before its end. Collective, as said above.
   void close();
