@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from verdict import tell
+
 MOST_METHODS = 25
 MOST_FIELDS = 15
 FOLDERS = ("include", "src")
@@ -141,11 +143,5 @@ def faults(root: Path) -> list[str]:
     return found + [f"{name} needs no exception" for name in sorted(EXCEPTIONS.keys() - needed)]
 
 
-def main() -> int:
-    found = faults(Path(sys.argv[1]))
-    print("\n".join(found), end="\n" if found else "")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell(faults))

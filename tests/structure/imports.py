@@ -13,6 +13,8 @@ import ast
 import sys
 from pathlib import Path
 
+from verdict import tell
+
 PACKAGE = "libfsdp"
 MOST_PARAMETERS = 8  # without self and cls
 
@@ -109,11 +111,5 @@ def faults(root: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    found = faults(Path(sys.argv[1]))
-    print("\n".join(found), end="\n" if found else "")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell(faults))

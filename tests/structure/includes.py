@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from verdict import tell
+
 ROW = re.compile(r"^\| `src/(?:\w+/)*(\w+)/` \|.*\|(?P<headers>[^|]*)\|(?P<below>[^|]*)\|$")
 INCLUDE = re.compile(r'^#include (?:"|<(?=fsdp/))(?:\w+/)*(\w+)/(\w+\.h)[>"]', re.MULTILINE)
 UMBRELLA = "fsdp.h"
@@ -86,12 +88,5 @@ def faults(root: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    found = faults(Path(sys.argv[1]))
-    for fault in found:
-        print(fault)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell(faults))

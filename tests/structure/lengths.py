@@ -8,6 +8,8 @@ In documents, rows of tables may be longer: Markdown can't break them.
 import sys
 from pathlib import Path
 
+from verdict import tell
+
 LONGEST = 500  # lines
 WIDEST = 140  # characters
 FOLDERS = ("include", "src", "python", "examples", "tools", "bench", "tests", "scripts")
@@ -35,11 +37,5 @@ def faults(root: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    found = faults(Path(sys.argv[1]))
-    print("\n".join(found), end="\n" if found else "")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell(faults))

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from verdict import tell
+
 TABLE = "## Words of the code"
 ROW = re.compile(r"^\| (\w+) \|[^|]+\|(?P<folders>(?: `\w+`,?)+ )\|$")
 TYPE = re.compile(
@@ -127,11 +129,5 @@ def faults(root: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    found = faults(Path(sys.argv[1]))
-    print("\n".join(found), end="\n" if found else "")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell(faults))

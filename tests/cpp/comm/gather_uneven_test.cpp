@@ -6,13 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "comm/collectives/native_communicator.h"
 #include "comm/communicator.h"
-#include "comm/mesh/rendezvous.h"
 #include "comm/null_communicator.h"
 #include "fsdp/device_mesh.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/native_world.h"
 #include "support/same_bits.h"
 
 namespace fsdp::comm {
@@ -20,22 +19,10 @@ namespace gather_uneven_test {
 
 using testing::has;
 using testing::message_of;
+using testing::native_world;
 using testing::run_ranks;
 
 constexpr Label kLabel = {.operation = "uneven gather", .unit = "layers.0"};
-
-/// Over Gloo, which has the same native collectives as NCCL.
-std::shared_ptr<Communicator> native_world() {
-  const World world = read_world(process_environment);
-  Row row{.dim = "dp_shard", .rank = world.rank, .global_ranks = {}, .world_size = world.size};
-  for (int rank = 0; rank < world.size; ++rank) row.global_ranks.push_back(rank);
-  Rendezvous rendezvous(world, "test", std::chrono::seconds(30));
-  auto backend = rendezvous.gloo_group(row, "data");
-  auto control = rendezvous.gloo_group(row, "control");
-  auto communicator = std::make_shared<NativeCommunicator>(row, std::move(backend), std::move(control));
-  communicator->barrier();
-  return communicator;
-}
 
 std::shared_ptr<Communicator> world(const std::string& transport) {
   if (transport == "native") return native_world();

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "comm/collectives/pairwise_communicator.h"
-#include "comm/mesh/rendezvous.h"
 #include "support/collective_checks.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/native_world.h"
 
 namespace fsdp::comm {
 namespace native_communicator_test {
@@ -20,23 +20,11 @@ using testing::Gather;
 using testing::kGather;
 using testing::kReduce;
 using testing::kScatter;
+using testing::native_world;
 using testing::PieceShape;
 using testing::Reduce;
 using testing::run_ranks;
 using testing::Scatter;
-
-// Over Gloo, which has the same native collectives as NCCL.
-std::unique_ptr<NativeCommunicator> native_world() {
-  const World world = read_world(process_environment);
-  Row row{.dim = "dp_shard", .rank = world.rank, .global_ranks = {}, .world_size = world.size};
-  for (int rank = 0; rank < world.size; ++rank) row.global_ranks.push_back(rank);
-  Rendezvous rendezvous(world, "test", std::chrono::seconds(30));
-  auto backend = rendezvous.gloo_group(row, "data");
-  auto control = rendezvous.gloo_group(row, "control");
-  auto communicator = std::make_unique<NativeCommunicator>(row, std::move(backend), std::move(control));
-  communicator->barrier();
-  return communicator;
-}
 
 // The backend's own sums of two ranks are exact whatever their order, as a + b is b + a.
 const std::vector<PieceShape> kSummedByBackend = {{.numel = 33, .dtype = at::kFloat},

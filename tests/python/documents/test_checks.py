@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = "tests/structure/lengths.py"
 FIRST = "LONGEST = 500  # lines"
 SECOND = "WIDEST = 140  # characters"
-LATER = "def main() -> int:"
+LATER = "def faults(root: Path) -> list[str]:"
 
 
 def said_by(check: str, *arguments: object) -> str:

@@ -60,6 +60,18 @@ def whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
+def compare_backward(model: nn.Module, reference: nn.Module, step: int) -> None:
+    """Runs a forward and a backward on two ranks, and compares loss and gradients with those of the same model unsharded."""
+    expected = [nn.functional.cross_entropy(reference(tokens(step, r)), tokens(step, r)) for r in range(2)]
+    torch.stack(expected).mean().backward()
+    mine = tokens(step, dist.get_rank())
+    loss = nn.functional.cross_entropy(model(mine), mine)
+    loss.backward()
+    torch.testing.assert_close(loss, expected[dist.get_rank()])
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, msg=name)
+
+
 def train_tied(how: str, when: str, options: dict[str, Any]) -> None:
     """Ties at some moment, and compares with the same model unsharded, on every rank's batch."""
     reference = plain()
@@ -76,14 +88,7 @@ def train_tied(how: str, when: str, options: dict[str, Any]) -> None:
             TIES[how](reference)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        expected = [nn.functional.cross_entropy(reference(tokens(step, r)), tokens(step, r)) for r in range(2)]
-        torch.stack(expected).mean().backward()
-        mine = tokens(step, dist.get_rank())
-        loss = nn.functional.cross_entropy(model(mine), mine)
-        loss.backward()
-        torch.testing.assert_close(loss, expected[dist.get_rank()])
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.grad), q.grad, msg=name)
+        compare_backward(model, reference, step)
         for optimizer in optimizers:
             optimizer.step()
         TIES[how](model) if step > 1 else None  # as often as one likes
@@ -121,14 +126,7 @@ def train_two_tied() -> None:
         tie(pair.first)
         tie(pair.second)
     for step in range(2):
-        expected = [nn.functional.cross_entropy(reference(tokens(step, r)), tokens(step, r)) for r in range(2)]
-        torch.stack(expected).mean().backward()
-        mine = tokens(step, dist.get_rank())
-        loss = nn.functional.cross_entropy(model(mine), mine)
-        loss.backward()
-        torch.testing.assert_close(loss, expected[dist.get_rank()])
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.grad), q.grad, msg=name)
+        compare_backward(model, reference, step)
     assert model.second.head.weight is model.second.embedding.weight
 
 
