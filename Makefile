@@ -177,7 +177,7 @@ gpu-kit: export PATH := $(abspath $(CUDA_VENV))/bin:$(PATH)
 gpu-kit:  ## Pack gpu-kit/ for a machine with a GPU and no network (docs/run/gpu.md): TORCH=2.11.0 GPU_PYTHON=python3.12 NCCL=2.32.3
 	[ -e $(VENV)/.setup-cuda ] || { TORCH=$(TORCH) GPU_PYTHON=$(GPU_PYTHON) scripts/setup.sh cuda && touch $(VENV)/.setup-cuda; }
 	$(configure) -DFSDP_CUDA=ON -DFSDP_BUILD_BENCH=OFF -DFSDP_BUILD_TOOLS=OFF -DFSDP_SENTENCEPIECE_LIBRARY=NO --preset release -B $(BUILD_DIR)-cuda
-	cmake --build $(BUILD_DIR)-cuda -j $(JOBS) --target fsdp_python train_gpt finetune_llama check_kernels
+	cmake --build $(BUILD_DIR)-cuda -j $(JOBS) --target fsdp_python train_gpt finetune_llama check_capture check_kernels
 	$(if $(NCCL),python -m pip install -q --upgrade --no-deps --target $(nccl) "nvidia-nccl-cu$$(python -c 'import torch; print(torch.version.cuda.split(".")[0])')==$(NCCL)")
 	python tests/gpu/pack.py --build $(BUILD_DIR)-cuda --out gpu-kit $(if $(NCCL),--nccl $(nccl)/nvidia/nccl/lib/libnccl.so.2)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from contenders.gpt import GPTConfig
 from harness.fleet import BenchError, Contender, Fleet, Launch
+from harness.machine import ROOT, describe_machine
 from harness.measure import ModelCase
-from run import ROOT, describe_machine
 
 RANKS = 2
 CONFIG = GPTConfig(vocab=4096, dim=768, layers=12, heads=8, context=16)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +15,7 @@ import torch
 from harness import report
 from harness.cases import MODELS, VARIANTS_OF_STEPS
 from harness.fleet import BenchError
+from harness.machine import describe_machine
 from harness.measure import (
     RANKS,
     Pace,
@@ -80,31 +78,6 @@ CASES = {
     "collectives": collectives_case("collectives", RANKS),
     "collectives4": collectives_case("collectives4", 4),
 }
-
-
-def describe_machine() -> dict[str, str]:
-    """What a reader needs to judge the numbers."""
-    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpus = (line.split(":", 1)[1].strip() for line in cpu_lines if "model name" in line)
-    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": next(cpus, platform.processor()),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{memory_kib / 2**20:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}",
-        "load_before": f"{os.getloadavg()[0]:.2f}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": git_commit(),
-    }
-
-
-def git_commit() -> str:
-    """The commit, with "-dirty" if files differ from it."""
-    command = ("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -6,11 +6,14 @@ machine changes less. Contenders: libfsdp's full_weights, also in bfloat16; and 
 of full_tensor() over the state dict, also converted to bfloat16, and torch's get_model_state_dict. Once over messages
 (FSDP_SHARED_MEMORY=0), and once over the memory that ranks of a host share, which FSDP2 does not use. "hidden" is how much of
 the gathers lies behind a consumer that takes as long as they do: 1 - (together - consumer) / gathers.
+
+With FSDP_TEST_DEVICE=cuda, ranks train on GPUs, over NCCL; of the kit for GPUs (docs/run/gpu.md), this is a program of stage 8.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -18,14 +21,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from run import describe_machine
+from harness.machine import describe_machine
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard as fsdp2
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "python")]
+
+device: Any = importlib.import_module("support.device")
 
 OURS, OURS_BF16 = "full_weights", "full_weights, bf16"
 LOOP, LOOP_BF16 = "loop of full_tensor()", "loop of full_tensor(), bf16"
@@ -49,6 +58,12 @@ def build(layers: int, dim: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(2048, dim), *(Layer(dim, 8 * dim // 3) for _ in range(layers)), nn.RMSNorm(dim))
 
 
+def synchronize() -> None:
+    """Waits for the device."""
+    if device.TYPE != "cpu":
+        torch.accelerator.synchronize()
+
+
 def shard(model: nn.Sequential, by: Callable[..., Any]) -> Any:
     for layer in model:
         if isinstance(layer, Layer):
@@ -60,7 +75,7 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
     """On each rank: seconds, and seconds of the processor, by contender and round."""
     import libfsdp  # only ranks need it
 
-    ours, theirs = shard(build(layers, dim), libfsdp.fully_shard), shard(build(layers, dim), fsdp2)
+    ours, theirs = (shard(build(layers, dim).to(device.TYPE), by) for by in (libfsdp.fully_shard, fsdp2))
     pause = 0.0  # the consumer's time for a bucket
 
     def stream(dtype: torch.dtype | None = None, pause: float = 0.0) -> None:
@@ -87,9 +102,11 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
     times: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
+            synchronize()
             dist.barrier()
             begin = time.perf_counter(), time.process_time()
             run()
+            synchronize()
             end = time.perf_counter(), time.process_time()
             seconds = torch.tensor([end[0] - begin[0], end[1] - begin[1]], dtype=torch.float64)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -101,26 +118,32 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
     return times
 
 
-def table(times: dict[str, list[list[float]]]) -> str:
+def summary(times: dict[str, list[list[float]]]) -> tuple[list[dict[str, Any]], float]:
+    """A row for each contender, and how much is hidden."""
     of_consumer = times.pop("pause")[0][0]
     median = {name: [statistics.median(values) for values in zip(*of, strict=True)] for name, of in times.items()}
     best = {False: [min(median[LOOP][k], median[STATE_DICT][k]) for k in (0, 1)], True: median[LOOP_BF16]}
-    lines = ["| | ms | range | to FSDP2's best | processor ms | to FSDP2's best |", "|---|---|---|---|---|---|"]
+    found = []
     for name, of in times.items():
         wall, used = median[name]
-        of_wall, of_used = (f"{median[name][k] / best['bf16' in name][k]:.2f}" for k in (0, 1))
+        of_wall, of_used = (round(median[name][k] / best["bf16" in name][k], 2) for k in (0, 1))
         least, most = min(one[0] for one in of), max(one[0] for one in of)
-        cells = (
-            name,
-            f"{wall * 1e3:.0f}",
-            f"{least * 1e3:.0f} to {most * 1e3:.0f}",
-            of_wall,
-            f"{used * 1e3:.0f}",
-            of_used,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    hidden = 1 - (median[CONSUMED][0] - of_consumer) / median[OURS][0]
-    return "\n".join((*lines, "", f"Hidden behind a consumer: {hidden:.0%}"))
+        row = {"ms": f"{wall * 1e3:.0f}", "range": f"{least * 1e3:.0f} to {most * 1e3:.0f}", "to FSDP2's best": of_wall}
+        found.append({"name": name, **row, "processor ms": f"{used * 1e3:.0f}", "its ratio": of_used})
+    return found, 1 - (median[CONSUMED][0] - of_consumer) / median[OURS][0]
+
+
+def report(transport: str, times: dict[str, list[list[float]]]) -> None:
+    found, hidden = summary(times)
+    print(f"\n{transport}:\n| {' | '.join(found[0])} |\n{'|---' * len(found[0])}|")
+    for row in found:
+        print(f"| {' | '.join(str(value) for value in row.values())} |")
+    print(f"\nHidden behind a consumer: {hidden:.0%}", flush=True)
+    if "GPU_KIT_ROWS" in os.environ:
+        rows: Any = importlib.import_module("rows")
+        for row in found:
+            rows.record(f"weights: {row.pop('name')}", "measured", **row)
+        rows.record("weights, hidden behind a consumer", "measured", part=f"{hidden:.0%}")
 
 
 def main() -> int:
@@ -133,7 +156,7 @@ def main() -> int:
     given = arguments.parse_args()
     if "RANK" in os.environ:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        device.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         times = measure(given.rounds, given.layers, given.dim, given.bucket_bytes)
         if dist.get_rank() == 0:
             print(json.dumps(times), flush=True)
@@ -143,7 +166,8 @@ def main() -> int:
     count, size = len(list(model.parameters())), sum(4 * p.numel() for p in model.parameters())
     print("\n".join(f"{key}: {value}" for key, value in describe_machine().items()))
     print(f"{count} parameters, {size / 1e6:.0f} MB, {given.ranks} ranks, {given.rounds} rounds")
-    for transport, setting in (("messages", "0"), ("shared memory", "1")):
+    transports = (("messages", "0"), ("shared memory", "1")) if device.TYPE == "cpu" else ((device.BACKEND, "0"),)
+    for transport, setting in transports:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
         ran = subprocess.run(
             [*command, *sys.argv],
@@ -152,7 +176,7 @@ def main() -> int:
             text=True,
             check=True,
         )
-        print(f"\n{transport}:\n{table(json.loads(ran.stdout.splitlines()[-1]))}", flush=True)
+        report(transport, json.loads(ran.stdout.splitlines()[-1]))
     return 0
 
 

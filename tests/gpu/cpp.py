@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import rows
 from support.device import TYPE
 
 EXAMPLES = Path(os.environ["FSDP_EXAMPLES"])
@@ -41,3 +42,16 @@ def train_gpt_by(
     said = run(*before, EXAMPLES / "train_gpt", "--device", where, "--run", folder / where, *common, *options)
     read = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
     return [row["loss"] for row in read if "loss" in row], said
+
+
+def record_lines_of(program: str) -> int:
+    """A row for each line "passed NAME: VALUE" (or failed, skipped, measured) of a program's; its exit code."""
+    with subprocess.Popen((str(EXAMPLES / program), TYPE), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            result, _, rest = line.strip().partition(" ")
+            name, _, value = rest.partition(": ")
+            if result in ("passed", "failed", "skipped", "measured"):
+                key = "why" if result in ("failed", "skipped") else "value"
+                rows.record(name, result, **({key: value} if value else {}))
+    return running.returncode

@@ -73,6 +73,35 @@ def check_float8() -> None:
         assert row["difference"] < 0.1, f"the last loss differs by {row['difference']:.3g}"
 
 
+def registered(**options: Any) -> list[Tensor]:
+    """By pools that are registered with NCCL's groups: as windows, or on each rank for itself."""
+    model = shard_as_megatron(plain_model(), "optim_grads_params", nccl_ub=True, **options)
+    for _ in range(2):
+        model.zero_grad()
+        model(small_batch(0, 0)).square().mean().backward()
+        model.finish_grad_sync()
+    return gathered_gradients(model)
+
+
+def check_full_weights() -> None:
+    """Of a model on the device, in small buckets, and converted on the way."""
+    for dtype in (None, torch.bfloat16):
+        with rows.recorded(f"full weights{'' if dtype is None else ' in bf16'}") as row:
+            torch.manual_seed(0)
+            model: Any = plain_model()
+            expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+            for block in model:
+                libfsdp.fully_shard(block, mesh=init_device_mesh(device.TYPE, (1,)))
+            libfsdp.fully_shard(model, mesh=init_device_mesh(device.TYPE, (1,)))
+            found = {}
+            for bucket in libfsdp.full_weights(model, bucket_bytes=1 << 10, dtype=dtype):
+                found.update({name: value.clone() for name, value in bucket})
+            row["tensors"] = len(found)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value if dtype is None else value.to(dtype)), name
+
+
 def train_offloaded(offloaded: bool) -> list[Tensor]:
     """Parameters of some MB each, after three steps of which each drops its gradients."""
     torch.manual_seed(0)
@@ -111,10 +140,14 @@ def main() -> None:
         check_pinned_memory()
         check("HSDP of one rank", lambda: by_fully_shard(1, 1))
         check_float8()
+        check_full_weights()
         check("buffers of the process group", lambda: by_fully_shard(1, prepare=of_group))
         if SMALL:
-            rows.record("symmetric memory", "skipped", why="it needs NCCL")
+            for name in ("nccl_ub", "symmetric memory"):
+                rows.record(name, "skipped", why="it needs NCCL")
         else:
+            check("nccl_ub, as windows", registered)
+            check("nccl_ub, not as windows", lambda: registered(disable_symmetric_registration=True))
             check("symmetric memory", lambda: by_fully_shard(1, prepare=lambda model: model.set_symm_mem_for_comm()))
         dist.destroy_process_group()
 

@@ -1,7 +1,8 @@
-"""Stage 7 of the kit: steps that are captured as a CUDA graph and replayed, against the same steps without one."""
+"""Stage 7 of the kit: steps that are captured as a CUDA graph and replayed, against the same steps without one; in C++, too."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import rows
 import torch
 import torch.distributed as dist
+from cpp import record_lines_of
 from support import device
 from support.models import Transformer, next_token_loss
 from torch import Tensor
@@ -81,7 +83,7 @@ def check(name: str, shard: Callable[..., Any]) -> None:
             row.update(result="skipped", why="a rehearsal: the steps ran, without graphs")
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         device.join(0, 1, init_method=f"file://{folder}/store")
@@ -89,7 +91,8 @@ def main() -> None:
         for name, shard in (("plain", plain), ("libfsdp", libfsdp.fully_shard), ("FSDP2", fsdp2)):
             check(f"a whole step, {name}", shard)
         dist.destroy_process_group()
+    return record_lines_of("check_capture")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

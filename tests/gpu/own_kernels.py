@@ -5,25 +5,9 @@ Not named kernels.py: programs beside it import transformers, which would take i
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
-import rows
-from cpp import EXAMPLES
-from support import device
-
-
-def main() -> int:
-    command = (str(EXAMPLES / "check_kernels"), device.TYPE)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        for line in program.stdout:
-            result, _, rest = line.strip().partition(" ")
-            name, _, value = rest.partition(": ")
-            if result in ("passed", "failed", "measured"):
-                rows.record(name, result, **({"why" if result == "failed" else "value": value} if value else {}))
-    return program.returncode
-
+from cpp import record_lines_of
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_lines_of("check_kernels"))

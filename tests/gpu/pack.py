@@ -22,7 +22,7 @@ MOST = 60 * 2**20  # bytes of all
 # Debian's packages of headers; libgtest-dev has its library, too, for tests that are compiled on that machine.
 HEADERS = ("gtest", "gloo", "CLI", "nlohmann")
 PACKAGES = ("GTest", "CLI11", "nlohmann_json")
-EXAMPLES = ("train_gpt", "finetune_llama", "check_kernels")
+EXAMPLES = ("train_gpt", "finetune_llama", "check_capture", "check_kernels")
 ARCHITECTURE = 90  # Of the GPUs whose kernels of NCCL are packed: Hopper.
 FAT_BINARY = 0xBA55ED50
 

@@ -63,7 +63,7 @@ if [ -n "$compile" ] || ! "$python" -c 'import libfsdp'; then
   cmake -G Ninja -S "$work/tree" -B "$work/build" --log-level=WARNING -DCMAKE_BUILD_TYPE=Release -DFSDP_CUDA="$cuda" \
     -DCMAKE_CXX_FLAGS="-isystem $work/headers/include" -DPython3_EXECUTABLE="$(command -v "$python")" \
     -DCMAKE_PREFIX_PATH="$torch/share/cmake;$work/headers" -DFSDP_BUILD_TESTS=OFF -DFSDP_BUILD_BENCH=OFF -DFSDP_BUILD_TOOLS=OFF
-  cmake --build "$work/build" --target fsdp_python train_gpt finetune_llama check_kernels
+  cmake --build "$work/build" --target fsdp_python train_gpt finetune_llama check_capture check_kernels
   use "$work/build"
   "$python" -c 'import libfsdp'
 fi

@@ -66,6 +66,9 @@ def tests(file: str, chosen: str, rehearsed: str, most: float, over: dict[str, s
     return Program([sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "python" / file)], over, most, pytest=True)
 
 
+SMALL_WEIGHTS = ("--rounds", "1", "--layers", "3", "--dim", "32", "--bucket-bytes", "10000")
+
+
 def sanitized(tool: str) -> Program:
     return Program(python("tests/gpu/sanitized.py", tool), most=40)
 
@@ -100,11 +103,12 @@ STAGES = {
     7: Stage("CUDA graphs of a step", 60, [Program(python("tests/gpu/graphs.py"))]),
     8: Stage(
         "two ranks over NCCL",
-        180,
+        210,
         [
             Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50, needed=True),
             tests("fsdp2/test_parity_fsdp2.py", "equals", "equals and mlp-default", 90, OVER_NCCL),
             Program(python("bench/one_gpu.py", "--ranks", "2"), OVER_NCCL, most=70),
+            Program(python("bench/weights.py", *(("--rounds", "3") if ON_GPU else SMALL_WEIGHTS)), OVER_NCCL, most=40),
         ],
     ),
     9: Stage(
