@@ -19,15 +19,17 @@ _FIRST_WITH_WINDOWS = (2, 27, 0)  # of NCCL
 
 
 def can_register(backend: dist.Backend) -> bool:
-    """As NCCL's: it takes pools of memory, for which it has an allocator."""
+    """As NCCL's: it takes pools of memory."""
     return hasattr(backend, "register_mem_pool") and hasattr(backend, "deregister_mem_pool")
 
 
 class RegisteredMemory:
     """Two pools of NCCL's memory for the buffers of a model, which grow and do not shrink while the model lives.
 
-    What gathers fill lies in a pool of its own, which is registered as windows (symmetric memory) where NCCL has them: that is collective,
-    and all ranks gather alike. What a rank needs for gradients depends on those that it gets, so the other pool is registered on each rank
+    Torch has no memory of NCCL's for GPUs without multicast (before Hopper, or without NVSwitch). There, the pools are of ordinary memory.
+
+    What gathers fill lies in a pool of its own, which is registered as windows (symmetric memory) where NCCL has them and the memory is its
+    own: that is collective, and all ranks gather alike. What a rank needs for gradients depends on those that it gets, so the other pool is registered on each rank
     for itself. Torch registers what a pool gets later, too. The pools are deregistered when the model has gone.
 
     Args:
@@ -52,7 +54,10 @@ class RegisteredMemory:
         if not self._backends:
             return
         if not self._pools:
-            self._pools = [torch.cuda.MemPool(self._backends[0].mem_allocator) for _ in range(2)]
+            first = self._backends[0]
+            is_own = first.supports_tensor_alloc(self._device)
+            self._windows = self._windows and is_own  # NCCL refuses other memory as a window.
+            self._pools = [torch.cuda.MemPool(first.mem_allocator) if is_own else torch.cuda.MemPool() for _ in range(2)]
         of_gathers, of_the_rest = self._pools
         engine.set_buffer_sources(self._source(of_gathers), self._source(of_the_rest))
         if self._registers:

@@ -70,4 +70,26 @@ FSDP_HOST_DEVICE inline bool is_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % alignof(Pack<T>) == 0;
 }
 
+template <typename T>
+FSDP_HOST_DEVICE inline Pack<T> read_pack(const T* from) {
+  if (is_aligned<T>(from)) return *reinterpret_cast<const Pack<T>*>(from);
+  Pack<T> read{};
+  for (int i = 0; i < kPack; ++i) read.values[i] = from[i];
+  return read;
+}
+template <typename T>
+FSDP_HOST_DEVICE inline void write_pack(T* to, const Pack<T>& pack) {
+  if (is_aligned<T>(to)) {
+    *reinterpret_cast<Pack<T>*>(to) = pack;
+  } else {
+    for (int i = 0; i < kPack; ++i) to[i] = pack.values[i];
+  }
+}
+
+/// Of two numbers that are not negative. A GPU divides 32 bits in a third of the time that 64 take.
+FSDP_ELEMENT std::int64_t quotient(std::int64_t number, std::int64_t by) {
+  if (((number | by) >> 32) == 0) return static_cast<std::uint32_t>(number) / static_cast<std::uint32_t>(by);
+  return number / by;
+}
+
 }  // namespace fsdp

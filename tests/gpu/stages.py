@@ -66,11 +66,12 @@ def tests(file: str, chosen: str, rehearsed: str, most: float, over: dict[str, s
     return Program([sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "python" / file)], over, most, pytest=True)
 
 
+WEIGHTS = ("--rounds", "3", "--layers", "24", "--dim", "1024")  # FSDP2 takes a collective for each parameter.
 SMALL_WEIGHTS = ("--rounds", "1", "--layers", "3", "--dim", "32", "--bucket-bytes", "10000")
 
 
 def sanitized(tool: str) -> Program:
-    return Program(python("tests/gpu/sanitized.py", tool), most=40)
+    return Program(python("tests/gpu/sanitized.py", tool), COLLECTIVES, most=40)
 
 
 STAGES = {
@@ -108,7 +109,7 @@ STAGES = {
             Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50, needed=True),
             tests("fsdp2/test_parity_fsdp2.py", "equals", "equals and mlp-default", 90, OVER_NCCL),
             Program(python("bench/one_gpu.py", "--ranks", "2"), OVER_NCCL, most=70),
-            Program(python("bench/weights.py", *(("--rounds", "3") if ON_GPU else SMALL_WEIGHTS)), OVER_NCCL, most=40),
+            Program(python("bench/weights.py", *(WEIGHTS if ON_GPU else SMALL_WEIGHTS)), OVER_NCCL, most=40),
         ],
     ),
     9: Stage(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.ranks import LIMIT, Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -342,6 +343,8 @@ def updated_otherwise(case: str) -> str:
     ],
 )
 def test_optimizers_with_other_settings(fresh: Callable[[int], Ranks], case: str, on_0: str, on_1: str) -> None:
+    if case == "scale" and device.TYPE != "cpu":
+        pytest.skip("a scale on a device is not read by the host, so ranks do not compare it")
     for text in fresh(2).run(updated_otherwise, case):
         assert f" after an update with {on_0};" in text
         assert f" after an update with {on_1}." in text

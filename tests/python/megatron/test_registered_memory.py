@@ -28,8 +28,8 @@ class Pool:
 
     made: ClassVar[list[Pool]] = []
 
-    def __init__(self, allocator: Any) -> None:
-        assert allocator == "NCCL's allocator"
+    def __init__(self, allocator: str = "ordinary memory") -> None:
+        self.allocator = allocator
         self.allocations = 0
         Pool.made.append(self)
 
@@ -43,7 +43,7 @@ def use_mem_pool(pool: Pool, device: torch.device) -> Iterator[None]:
 class Backend:
     """Gloo's, which remembers what is registered with it: (pool's number, whether as windows, allocations so far)."""
 
-    mem_allocator = "NCCL's allocator"
+    has_memory = True
     all: ClassVar[dict[int, Backend]] = {}
     fails = False
 
@@ -54,6 +54,15 @@ class Backend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return Backend.has_memory
+
+    @property
+    def mem_allocator(self) -> str:
+        if not Backend.has_memory:
+            raise RuntimeError("NCCL mem allocator is not supported in this NCCL version")
+        return "NCCL's allocator"
 
     def register_mem_pool(self, pool: Pool, symm: bool = False) -> None:
         self.calls += 1
@@ -68,7 +77,7 @@ class Backend:
 @contextmanager
 def nccl(version: tuple[int, int, int] = (2, 28, 3)) -> Iterator[None]:
     """Within it, groups have such backends."""
-    Pool.made, Backend.all, Backend.fails = [], {}, False
+    Pool.made, Backend.all, Backend.fails, Backend.has_memory = [], {}, False, True
     of_group = dist.ProcessGroup._get_backend
 
     def backend_of(self: Any, device: Any) -> Backend:
@@ -102,14 +111,17 @@ def trainee(**options: Any) -> tuple[Any, Any]:
     return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def use_pools(kind: str, options: dict[str, Any], version: tuple[int, int, int], windows: bool) -> None:
+def use_pools(
+    kind: str, options: dict[str, Any], version: tuple[int, int, int], windows: bool, has_memory: bool = True
+) -> None:
     model, optimizer = trainee(kind=kind)
     expected = [train_step(model, optimizer, step) for step in range(4)]
     with nccl(version):
+        Backend.has_memory = has_memory
         model, optimizer = trainee(kind=kind, nccl_ub=True, **options)
         assert Pool.made == [], "nothing is registered before there is an engine"
         losses = [train_step(model, optimizer, 0)]
-        assert len(Pool.made) == 2
+        assert [pool.allocator for pool in Pool.made] == ["NCCL's allocator" if has_memory else "ordinary memory"] * 2
         assert [backend.registered for backend in with_calls()] == [[(0, windows), (1, False)]] * (
             1 if kind == "fsdp" else 2
         )
@@ -134,6 +146,11 @@ def test_pools_are_registered_with_all_groups(ranks: StartRanks, kind: str) -> N
 def test_no_windows(ranks: StartRanks, options: dict[str, Any], version: tuple[int, int, int]) -> None:
     """Where they are turned off, and where NCCL has none."""
     ranks(2).run(use_pools, "fsdp", options, version, False)
+
+
+def test_ordinary_memory(ranks: StartRanks) -> None:
+    """Where NCCL has none of its own, as on a GPU without multicast."""
+    ranks(2).run(use_pools, "fsdp", {}, (2, 28, 3), False, False)
 
 
 def register_manually(early: bool) -> None:
