@@ -76,11 +76,19 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
     import libfsdp  # only ranks need it
 
     ours, theirs = (shard(build(layers, dim).to(device.TYPE), by) for by in (libfsdp.fully_shard, fsdp2))
-    pause = 0.0  # the consumer's time for a bucket
+    pause = 0.0  # what the consumer means to take for a bucket
+    consumer: list[float] = []  # what it has taken, by round
 
-    def stream(dtype: torch.dtype | None = None, pause: float = 0.0) -> None:
+    def stream(dtype: torch.dtype | None = None) -> None:
         for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes, dtype=dtype):
+            pass
+
+    def consume() -> None:
+        consumer.append(0.0)
+        for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes):
+            begin = time.perf_counter()
             time.sleep(pause)
+            consumer[-1] += time.perf_counter() - begin
 
     def loop(dtype: torch.dtype) -> None:
         for value in theirs.state_dict().values():
@@ -92,7 +100,7 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
         STATE_DICT: lambda: get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True)),
         OURS_BF16: lambda: stream(torch.bfloat16),
         LOOP_BF16: lambda: loop(torch.bfloat16),
-        CONSUMED: lambda: stream(pause=pause),
+        CONSUMED: consume,
     }
     expected = theirs.state_dict()
     for bucket in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes):
@@ -114,13 +122,13 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
                 times[name].append(seconds.tolist())
             if name == OURS:
                 pause = seconds[0].item() / buckets
-    times["pause"] = [[pause * buckets]]
+    times["consumer"] = [[seconds] for seconds in consumer[1:]]
     return times
 
 
 def summary(times: dict[str, list[list[float]]]) -> tuple[list[dict[str, Any]], float]:
     """A row for each contender, and how much is hidden."""
-    of_consumer = times.pop("pause")[0][0]
+    of_consumer = statistics.median(seconds for (seconds,) in times.pop("consumer"))
     median = {name: [statistics.median(values) for values in zip(*of, strict=True)] for name, of in times.items()}
     best = {False: [min(median[LOOP][k], median[STATE_DICT][k]) for k in (0, 1)], True: median[LOOP_BF16]}
     found = []

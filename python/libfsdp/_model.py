@@ -182,6 +182,16 @@ def _parameters_below(*modules: nn.Module) -> Iterator[ShardedParameter]:
     return (parameter for _, state, _ in states_in(*modules) for parameter in state.parameters)
 
 
+def _require_one_device(root: MemberState, below: list[tuple[str, MemberState, MemberState | None]]) -> None:
+    """Raises Error if a unit's mesh is of another device than the root's: they share buffers and process groups."""
+    for name, state, _ in below:
+        if state.mesh.device.type != root.mesh.device.type:
+            raise _C.Error(
+                f"unit '{name}' is sharded over a mesh of {state.mesh.device}, and the module around it over one of "
+                f"{root.mesh.device}: give fully_shard meshes of the same device"
+            )
+
+
 class Model:
     """The units of one model, known since its first forward, and what they share: the engine."""
 
@@ -194,6 +204,7 @@ class Model:
         """
         self.provisional = provisional
         below = list(root.states_below())
+        _require_one_device(root, below)
         self.states = [state for _, state, _ in below]
         # By their positions in the engine.
         self._with_units = [state for state in self.states if state.unit is not None]

@@ -22,20 +22,16 @@ struct BlockedPieces {
   std::int64_t block = 0;
 
   FSDP_HOST_DEVICE std::int64_t blocks() const { return pieces * (numel / block); }
+  FSDP_HOST_DEVICE std::int64_t encoded_bytes() const { return numel + numel / block; }  ///< Of a piece.
+  FSDP_HOST_DEVICE std::uint8_t* codes_of(std::int64_t number) const {
+    const std::int64_t in_piece = numel / block;
+    return encoded + number / in_piece * encoded_bytes() + number % in_piece * block;
+  }
+  FSDP_HOST_DEVICE std::uint8_t* scale_of(std::int64_t number) const {
+    const std::int64_t in_piece = numel / block;
+    return encoded + number / in_piece * encoded_bytes() + numel + number % in_piece;
+  }
 };
-
-/// Where the bytes of one block lie.
-struct EncodedBlock {
-  std::uint8_t* codes;
-  std::uint8_t* scale;
-};
-FSDP_HOST_DEVICE inline EncodedBlock encoded_block(const BlockedPieces& given, std::int64_t number) {
-  const std::int64_t in_piece = quotient(given.numel, given.block);
-  const std::int64_t piece = quotient(number, in_piece);
-  std::uint8_t* const begin = given.encoded + piece * (given.numel + in_piece);
-  const std::int64_t place = number - piece * in_piece;
-  return {.codes = begin + place * given.block, .scale = begin + given.numel + place};
-}
 
 /// Puts the conversion on the stream, whose device is the current one.
 using LaunchConversion = void(const BlockedPieces& pieces, const c10::Stream& stream);
@@ -87,28 +83,27 @@ FSDP_HOST_DEVICE inline void encode_block(const BlockedPieces& given, std::int64
   }
   const std::uint8_t byte = scale_for(largest);
   const float scale = scale_value(byte);
-  const EncodedBlock block = encoded_block(given, number);
+  std::uint8_t* const to = given.codes_of(number);
   for (std::int64_t at = 0; at < given.block; at += kPack) {
     const Pack<T> pack = read_pack(values + at);
     Pack<std::uint8_t> codes{};
     FSDP_UNROLL
     for (int i = 0; i < kPack; ++i) codes.values[i] = encoded(pack.values[i], scale);
-    write_pack(block.codes + at, codes);
+    write_pack(to + at, codes);
   }
-  *block.scale = byte;
+  *given.scale_of(number) = byte;
 }
 
 /// `kPack` elements, which lie in one block.
 template <typename T>
 FSDP_HOST_DEVICE inline void decode_pack(const BlockedPieces& given, std::int64_t pack) {
   const std::int64_t at = pack * kPack;
-  const std::int64_t number = quotient(at, given.block);
-  const EncodedBlock block = encoded_block(given, number);
-  const float scale = scale_value(*block.scale);
-  const Pack<std::uint8_t> codes = read_pack(block.codes + (at - number * given.block));
+  const std::int64_t number = at / given.block;
+  const float scale = scale_value(*given.scale_of(number));
+  const std::uint8_t* const codes = given.codes_of(number) + at % given.block;
   Pack<T> result{};
   FSDP_UNROLL
-  for (int i = 0; i < kPack; ++i) result.values[i] = decoded<T>(codes.values[i], scale);
+  for (int i = 0; i < kPack; ++i) result.values[i] = decoded<T>(codes[i], scale);
   write_pack(static_cast<T*>(given.values) + at, result);
 }
 

@@ -86,10 +86,4 @@ FSDP_HOST_DEVICE inline void write_pack(T* to, const Pack<T>& pack) {
   }
 }
 
-/// Of two numbers that are not negative. A GPU divides 32 bits in a third of the time that 64 take.
-FSDP_ELEMENT std::int64_t quotient(std::int64_t number, std::int64_t by) {
-  if (((number | by) >> 32) == 0) return static_cast<std::uint32_t>(number) / static_cast<std::uint32_t>(by);
-  return number / by;
-}
-
 }  // namespace fsdp

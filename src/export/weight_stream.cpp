@@ -278,7 +278,7 @@ WeightStream::Buffer WeightStream::take_buffer(std::int64_t bytes) {
 }
 
 void WeightStream::detach(Buffer& buffer) {
-  if (buffer.bytes.defined()) memory::detach(*buffer.bytes.storage().unsafeGetStorageImpl(), kGivenBack);
+  if (buffer.bytes.defined()) memory::detach_for_good(*buffer.bytes.storage().unsafeGetStorageImpl(), kGivenBack);
   buffer.bytes = at::Tensor();
 }
 

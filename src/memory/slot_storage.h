@@ -47,6 +47,13 @@ inline void detach(c10::StorageImpl& storage, const char* reason) {
   refuse_address(storage, reason);
 }
 
+/// The same for a storage that never gets bytes again, with any version of torch. (To a kernel, a null pointer of a GPU is an address like
+/// others: it ends the whole process's use of that GPU.)
+inline void detach_for_good(c10::StorageImpl& storage, const char* reason) {
+  detach(storage);
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(reason);
+}
+
 /// Returns a storage without bytes, for attach.
 inline c10::Storage empty_storage(c10::Device device) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),

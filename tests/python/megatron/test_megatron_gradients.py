@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support import device
 from support.megatron import STRATEGIES, Block, batch, mesh_of, plain_model, ranks_of, shard
 from support.ranks import StartRanks
 from torch import nn
@@ -184,9 +185,9 @@ class Expert(nn.Module):
 
 def expert_scalars(on_meta: bool) -> None:
     """Two experts, each on two of four ranks: what one of them has does not come to the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "ep"))
     mine = mesh.get_local_rank("ep")
-    with torch.device("meta" if on_meta else "cpu"):
+    with torch.device("meta" if on_meta else device.TYPE):
         module = nn.Sequential(Expert(mine))
     model = fully_shard_model(
         module,
@@ -200,7 +201,7 @@ def expert_scalars(on_meta: bool) -> None:
     assert scale == mine
     scale.register_hook(lambda gradient: gradient)
     model.module[0].forward = lambda x: x * scale * 10 ** (mine + 1)
-    model(torch.ones(())).backward()
+    model(torch.ones((), device=device.TYPE)).backward()
     # The sum over the two ranks of an expert, of tokens from all four.
     assert scale.grad == 2 * 10 ** (mine + 1) / 4
     scale.data.fill_(float(dist.get_rank()))
