@@ -29,8 +29,8 @@ class RegisteredMemory:
     Torch has no memory of NCCL's for GPUs without multicast (before Hopper, or without NVSwitch). There, the pools are of ordinary memory.
 
     What gathers fill lies in a pool of its own, which is registered as windows (symmetric memory) where NCCL has them and the memory is its
-    own: that is collective, and all ranks gather alike. What a rank needs for gradients depends on those that it gets, so the other pool is registered on each rank
-    for itself. Torch registers what a pool gets later, too. The pools are deregistered when the model has gone.
+    own: that is collective, and all ranks gather alike. What a rank needs for gradients depends on those that it gets, so the other pool is
+    registered on each rank for itself. Torch registers what a pool gets later, too. The pools are deregistered when the model has gone.
 
     Args:
         device: where the buffers lie.

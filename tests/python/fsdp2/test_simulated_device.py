@@ -18,7 +18,6 @@ from support.ranks import ComparedRanks, Ranks, StartRanks
 from support.training import CASES, Options, Run, api, batch_of, full, make_optimizer, mesh_of, seeded, shard, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import libfsdp
@@ -55,20 +54,6 @@ OPTIONS = [
     (2, "transformer", Options(offload=True)),
     (4, "transformer", Options(replicas=2)),
 ]
-
-
-def meshes_of_two_devices() -> str:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    libfsdp.fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-    libfsdp.fully_shard(model, mesh=init_device_mesh("sim", (2,)))
-    with pytest.raises(libfsdp.Error) as raised:
-        model(torch.ones(2, 4))
-    return str(raised.value)
-
-
-def test_units_of_a_model_are_on_one_device(ranks: StartRanks) -> None:
-    for text in ranks(2).run(meshes_of_two_devices):
-        assert text.startswith("unit '0' is sharded over a mesh of cpu, and the module around it over one of sim:"), text
 
 
 @pytest.mark.parametrize(("world", "case", "options"), OPTIONS)
