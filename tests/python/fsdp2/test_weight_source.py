@@ -108,6 +108,10 @@ class OurSource(libfsdp.WeightSource, TheirSource):
     """A class of theirs, for programs that ask for one."""
 
 
+def packed(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([one.view(-1).view(torch.uint8) for one in tensors]).cpu()
+
+
 class Sender:
     """A sender as vLLM's that packs: one rank sends what will come, and then packs of bytes, each of several tensors, which
     it collects before it copies any. The other ranks only iterate."""
@@ -129,15 +133,16 @@ class Sender:
             collected.append(tensor)
             size += tensor.nbytes
             if size > self.pack_bytes:
-                packs.append(torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in collected]))
+                packs.append(packed(collected))
                 collected, size = [], 0
-        packs.append(torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in collected] or [torch.empty(0)]))
+        if collected:
+            packs.append(packed(collected))
         return coming, packs
 
 
 def unpacked(coming: list[Any], packs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The receiver's part: it knows what was declared, and bytes."""
-    flat = torch.cat([pack.to(torch.uint8) for pack in packs])
+    flat = torch.cat(packs)
     at = 0
     for declared in coming:
         size = declared.dtype.itemsize * torch.Size(declared.shape).numel()
