@@ -62,7 +62,9 @@ def load_weights(
 def _buckets_of(buckets: Iterable[Any]) -> Iterator[list[Pair]]:
     """Yields lists of pairs; a pair that comes alone is a bucket of its own."""
     for bucket in buckets:
-        yield [bucket] if isinstance(bucket, tuple) and len(bucket) == 2 and isinstance(bucket[0], str) else list(bucket)
+        yield (
+            [bucket] if isinstance(bucket, tuple) and len(bucket) == 2 and isinstance(bucket[0], str) else list(bucket)
+        )
 
 
 class _Loading:
@@ -95,9 +97,9 @@ class _Loading:
         faults: list[str] = []
         found: dict[str, tuple[str, torch.Tensor]] = {}
         for entry in bucket:
-            if not (isinstance(entry, (tuple, list)) and [isinstance(x, t) for x, t in zip(entry, (str, torch.Tensor))] == [True, True]):
+            name, tensor = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (None, None)
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise _C.Error(f"load_weights: bucket {number + 1}: a name with a tensor must come, got {entry!r:.60}")
-            name, tensor = entry
             mine = name if self._rename is None else self._rename(name)
             label = f"'{name}'" if mine == name else f"'{name}' (here {mine!r})"
             target = self._targets.get(mine)

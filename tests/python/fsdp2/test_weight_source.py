@@ -40,7 +40,12 @@ def described(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, torch.dtype, t
 def says_what_comes(case_name: str) -> None:
     model = sharded(case_name)
     some = list(model.state_dict())[1::2]
-    kinds: list[dict[str, Any]] = [{}, {"dtype": BF16, "bucket_bytes": 600}, {"names": some}, {"rename": "model.{}".format}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"dtype": BF16, "bucket_bytes": 600},
+        {"names": some},
+        {"rename": "model.{}".format},
+    ]
     for trained in (False, True):
         for kind in kinds:
             source = libfsdp.WeightSource(model, **kind)
