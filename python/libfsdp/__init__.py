@@ -27,12 +27,14 @@ from libfsdp._fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
 from libfsdp._full_weights import FullWeights, WeightBucket, full_weights  # noqa: E402
 from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._install import install, installed, uninstall  # noqa: E402
+from libfsdp._load_weights import load_weights  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
+from libfsdp._weight_source import WeightMetadata, WeightSource  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 
@@ -55,6 +57,8 @@ __all__ = [
     "UnitInfo",
     "UnshardHandle",
     "WeightBucket",
+    "WeightMetadata",
+    "WeightSource",
     "__version__",
     "best",
     "clip_grad_norm_",
@@ -67,6 +71,7 @@ __all__ = [
     "latest",
     "load",
     "load_latest",
+    "load_weights",
     "may_miss_backward_hooks",
     "memory_stats",
     "optim",

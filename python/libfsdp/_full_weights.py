@@ -89,7 +89,7 @@ def full_weights(
     *,
     bucket_bytes: int = 128 << 20,
     dtype: torch.dtype | None = None,
-    names: Iterable[str] | None = None,
+    names: Collection[str] | None = None,
     ranks: Receivers = "all",
 ) -> FullWeights:
     """Gives the whole parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
@@ -121,7 +121,7 @@ def full_weights(
     states = [(state, enclosing) for _, state, enclosing in states_in(model)]
     if not states:
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")
-    problem = _problem_of(bucket_bytes, dtype, names, ranks)
+    problem = problem_of(bucket_bytes, dtype, names, ranks)
     values: dict[str, Any] = {}
     try:
         values = model.state_dict(keep_vars=True)  # Modules show shards then.
@@ -159,7 +159,7 @@ def full_weights(
     return FullWeights(stream)
 
 
-def _problem_of(bucket_bytes: Any, dtype: Any, names: Any, ranks: Any) -> str:
+def problem_of(bucket_bytes: Any, dtype: Any, names: Any, ranks: Any) -> str:
     """Returns what is wrong with the arguments, as far as the engine does not check it; empty if nothing is."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
         return f"full_weights: bucket_bytes must be an int, got {bucket_bytes!r}"

@@ -24,6 +24,8 @@ def assert_same(model: Any) -> dict[str, torch.Tensor]:
         assert list(found) == list(expected)
         for name, value in expected.items():
             assert torch.equal(found[name], value.to(options.get("dtype", value.dtype))), name
+    source = libfsdp.WeightSource(model, names=list(expected)[::2])
+    assert source.metadata() == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     return expected
 
 

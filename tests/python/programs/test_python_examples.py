@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.ranks import StartRanks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -28,9 +30,9 @@ def call(name: str, function: str, *arguments: Any) -> Any:
     return getattr(example(name), function)(*arguments)
 
 
-@pytest.mark.parametrize("name", ["lora", "ema", "data_loader"])
-def test_example_is_short(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 120
+@pytest.mark.parametrize(("name", "lines"), [("lora", 120), ("ema", 120), ("data_loader", 120), ("grpo", 150)])
+def test_example_is_short(name: str, lines: int) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < lines
 
 
 def test_lora_learns(ranks: StartRanks, tmp_path: Path) -> None:
@@ -59,3 +61,26 @@ def test_an_epoch_goes_on_with_the_next_sample(ranks: StartRanks, tmp_path: Path
     first = ranks(2).run(call, "data_loader", "train", str(tmp_path / "fewer"), 6)
     (rest,) = ranks(1).run(call, "data_loader", "train", str(tmp_path / "fewer"), 1000)
     assert sorted([*first[0], *first[1], *rest]) == sorted(2 * list(range(example("data_loader").SAMPLES)))
+
+
+def policies() -> tuple[list[float], torch.Tensor]:
+    """Trains, generates; the rewards, and logits: of a generator, its own, and of a trainer, those of whole parameters."""
+    grpo = example("grpo")
+    policy, rewards = grpo.run()
+    plain = policy
+    if dist.get_rank() != grpo.GENERATOR:
+        plain = grpo.Policy()
+        plain.load_state_dict({name: value.full_tensor() for name, value in policy.state_dict().items()})
+    with torch.no_grad():
+        return rewards, plain(torch.arange(60).view(10, 6) % grpo.DIGITS)
+
+
+def test_the_generator_follows_the_trainers(ranks: StartRanks) -> None:
+    (first, logits), (second, of_second), (of_generator, generated) = ranks(3).run(policies)
+    assert torch.equal(generated, logits)
+    assert torch.equal(generated, of_second)
+    for rewards in (first, second, of_generator):
+        assert sum(rewards[:3]) / 3 < 0.4
+        assert sum(rewards[-5:]) / 5 > 0.95
+    # All of them are of the same samples.
+    assert of_generator == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
