@@ -27,6 +27,7 @@ from libfsdp._fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
 from libfsdp._full_weights import FullWeights, WeightBucket, full_weights  # noqa: E402
 from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._install import install, installed, uninstall  # noqa: E402
+from libfsdp._local_shards import LocalShard, LocalShards, local_shards  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
@@ -48,6 +49,8 @@ __all__ = [
     "FullWeights",
     "GradientReductionHandle",
     "Loaded",
+    "LocalShard",
+    "LocalShards",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PhaseReport",
@@ -67,6 +70,7 @@ __all__ = [
     "latest",
     "load",
     "load_latest",
+    "local_shards",
     "may_miss_backward_hooks",
     "memory_stats",
     "optim",

@@ -10,7 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
 DIFF = re.compile(r"^```diff\n( import .*?)^```$", re.DOTALL | re.MULTILINE)
-DOCUMENTS = ["README.md", "docs/use/python-guide.md", "docs/migrate/from-megatron-fsdp.md", "docs/migrate/megatron-per-module.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/use/python-guide.md",
+    "docs/use/weights.md",
+    "docs/migrate/from-megatron-fsdp.md",
+    "docs/migrate/megatron-per-module.md",
+]
 
 
 def programs() -> list[tuple[str, str]]:
