@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.test_local_shards import reassembled
+from support.boxes import reassembled
 from support.megatron import batch, plain_model, shard, whole
 from support.quantized_training import model_of, sharded
 from support.ranks import StartRanks
