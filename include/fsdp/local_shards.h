@@ -57,7 +57,9 @@ class LocalShards {
   LocalShards(std::shared_ptr<engine::Engine> engine, std::vector<LocalShard> shards);
 
   /// In the order of named_parameters(), parameters that are tied once.
-  const std::vector<LocalShard>& shards() const { return shards_; }
+  const std::vector<LocalShard>& shards() const& { return shards_; }
+  /// A loop over the shards of a temporary object would outlive them: keep the object in a variable.
+  const std::vector<LocalShard>& shards() && = delete;
   /// False after fully_unshard: the model no longer uses this memory.
   bool is_valid() const;
   /// Begins to read, after what operators have written has been written back. Waits for another reader. Make it between steps: where

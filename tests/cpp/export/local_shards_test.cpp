@@ -51,7 +51,8 @@ at::Tensor placed(const LocalShard& shard, const std::function<at::Tensor(const 
 NamedTensors reassembled(Training& training) {
   const fsdp::comm::Ranks ranks(training.mesh);
   NamedTensors found;
-  for (const auto& shard : fsdp::local_shards(*training.model).shards()) {
+  const auto shards = fsdp::local_shards(*training.model);
+  for (const auto& shard : shards.shards()) {
     const auto values = placed(
         shard, [](const fsdp::LocalBox& box) { return box.tensor; }, shard.dtype);
     const auto has_it = placed(
