@@ -61,7 +61,13 @@ NamedTensors reassembled(Training& training) {
     const auto of_all = ranks.exchange(has_it.view({-1}), {.operation = "boxes", .unit = {}}).to(at::kBool);
     EXPECT_TRUE(of_all.any(0).all().item<bool>()) << shard.name << " is incomplete";
     auto whole = at::zeros({values.numel()}, shard.dtype);
-    for (std::int64_t rank = 0; rank < ranks.size(); ++rank) whole = at::where(of_all[rank], all[rank], whole);
+    // A unit with a mesh of its own, one of two rows, has other values in the other row: those of this row come last.
+    const auto row = ranks.size() / 2;
+    for (const bool own_row : {false, true}) {
+      for (std::int64_t rank = 0; rank < ranks.size(); ++rank) {
+        if ((rank / row == ranks.index() / row) == own_row) whole = at::where(of_all[rank], all[rank], whole);
+      }
+    }
     found.emplace_back(shard.name, whole.view(shard.shape));
   }
   return found;
