@@ -15,6 +15,7 @@
 #include "fsdp/grad_scaler.h"            // loss scaling for fp16
 #include "fsdp/gradient_norm.h"          // norms of gradients, clipping by them
 #include "fsdp/launch.h"                 // starting ranks on this machine
+#include "fsdp/local_shards.h"           // shards by address, for readers
 #include "fsdp/lr_schedule.h"            // learning-rate schedules
 #include "fsdp/megatron_names.h"         // reading checkpoints of Megatron-FSDP
 #include "fsdp/mixed_precision.h"        // dtypes of parameters and gradients

@@ -28,6 +28,7 @@ from libfsdp._full_weights import FullWeights, WeightBucket, full_weights  # noq
 from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._install import install, installed, uninstall  # noqa: E402
 from libfsdp._load_weights import load_weights  # noqa: E402
+from libfsdp._local_shards import LocalShard, LocalShards, local_shards  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
@@ -50,6 +51,8 @@ __all__ = [
     "FullWeights",
     "GradientReductionHandle",
     "Loaded",
+    "LocalShard",
+    "LocalShards",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PhaseReport",
@@ -72,6 +75,7 @@ __all__ = [
     "load",
     "load_latest",
     "load_weights",
+    "local_shards",
     "may_miss_backward_hooks",
     "memory_stats",
     "optim",

@@ -15,6 +15,7 @@ from libfsdp._finalization import GradientReductionHandle
 from libfsdp._mesh import sharding_mesh
 from libfsdp._model import state_of, states_in
 from libfsdp._optimizers import drop_gradients
+from libfsdp._reading import wait_for_readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -348,6 +349,11 @@ class FSDPModule:
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Does nothing: gathers are always asynchronous."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Works like nn.Module's, after readers of the shards. It comes before the modules below this one."""
+        wait_for_readers(self._states(recurse=False))
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Works like nn.Module's on shards, whose values become those of the result."""

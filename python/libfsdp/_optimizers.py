@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from libfsdp import _C
+from libfsdp._reading import wait_for_readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -108,6 +109,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Runs before the step, so that forwards and backwards of a closure come after it."""
     owners = _owners(optimizer)
     if owners.stepped:
+        wait_for_readers(_alive(owners.stepped))
         _C.note_step([state.unit for state in _alive(owners.stepped) if state.unit is not None])
 
 

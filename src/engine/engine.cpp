@@ -63,6 +63,15 @@ std::unique_lock<std::mutex> Engine::lock() {
   return held;
 }
 
+std::unique_lock<std::mutex> Engine::after_reader(std::unique_lock<std::mutex> held) {
+  for (auto read = main_parameters_.reader(); read.valid(); read = main_parameters_.reader()) {
+    held.unlock();
+    read.wait();
+    held.lock();
+  }
+  return held;
+}
+
 void Engine::rethrow_with_history(const std::exception& error) const {
   std::string text = error.what();
   if (text.ends_with('.')) text.pop_back();

@@ -169,6 +169,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (end_export_) throw Error(std::exchange(end_export_, {})());
     return held;
   }
+  /// Lets go of the lock while somebody reads main parameters, who may use the engine meanwhile [Writers wait for the reader].
+  std::unique_lock<std::mutex> after_reader(std::unique_lock<std::mutex> held);
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
   void guarded(const Body& body);

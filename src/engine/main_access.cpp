@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <thread>
 #include <utility>
 
 #include "engine/engine.h"
@@ -17,19 +18,19 @@ void MainAccess::check_parameters() const {
 }
 
 void MainAccess::flush_writes() const {
-  const auto lock = engine_.lock_for_use();
+  const auto lock = engine_.after_reader(engine_.lock_for_use());
   engine_.main_parameters_.refuse_torn();
   engine_.guarded([&] { engine_.main_parameters_.flush_writes(); });
 }
 
 void MainAccess::prepare_load() const {
-  const auto lock = engine_.lock_for_use();
+  const auto lock = engine_.after_reader(engine_.lock_for_use());
   engine_.guarded([&] { engine_.main_parameters_.flush_writes(); });
 }
 
-void MainAccess::set_reader(std::future<void> read) const {
-  const auto lock = engine_.lock();
-  engine_.main_parameters_.set_reader(std::move(read));
+void MainAccess::set_reader(std::future<void> read, std::thread::id thread) const {
+  const auto lock = engine_.after_reader(engine_.lock());
+  engine_.main_parameters_.set_reader(std::move(read), thread);
 }
 
 void MainAccess::expose() const {
@@ -66,7 +67,7 @@ std::vector<at::Tensor> MainAccess::gather_main(Unit& unit, std::span<const at::
 }
 
 std::vector<at::Tensor> MainAccess::summon(Unit& unit) const {
-  const auto lock = engine_.lock_for_use();
+  const auto lock = engine_.after_reader(engine_.lock_for_use());  // dismiss() writes, and no reading begins before it.
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> whole;
   engine_.guarded([&] { whole = engine_.main_parameters_.summon(unit); });
@@ -84,8 +85,7 @@ void MainAccess::dismiss(Unit& unit, std::span<const at::Tensor> whole) const {
 }
 
 void MainAccess::wrote(Unit& unit) const {
-  const auto lock = engine_.lock();
-  engine_.main_parameters_.wait_for_reader();  // The write-back may follow at any time.
+  const auto lock = engine_.after_reader(engine_.lock());  // The write-back may follow at any time.
   engine_.main_parameters_.changed();
   unit.whole.written = true;
 }
@@ -96,7 +96,7 @@ void MainAccess::changed() const {
 }
 
 void MainAccess::shards_changed() const {
-  const auto lock = engine_.lock_for_use();
+  const auto lock = engine_.after_reader(engine_.lock_for_use());
   engine_.guarded([&] { engine_.main_parameters_.exchange_shards(); });
   engine_.outdate_all();
 }
@@ -104,6 +104,11 @@ void MainAccess::shards_changed() const {
 void MainAccess::retire() const {
   const auto lock = engine_.lock();
   engine_.main_parameters_.retire();
+}
+
+bool MainAccess::is_retired() const {
+  const auto lock = engine_.lock();
+  return engine_.main_parameters_.is_retired();
 }
 
 void MainAccess::tell_update(std::uint64_t by, std::string settings) const {

@@ -8,6 +8,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/unit.h"
@@ -31,9 +32,10 @@ class MainAccess {
   void flush_writes() const;
   /// The same as flush_writes, but allows torn main parameters, because all of them will be replaced.
   void prepare_load() const;
-  /// Call after flush_writes: another thread reads the main parameters and the optimizer's state until `read` is ready. What writes them
-  /// waits for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes.
-  void set_reader(std::future<void> read) const;
+  /// Call after flush_writes: somebody reads the main parameters and the optimizer's state until `read` is ready. What writes them waits for
+  /// that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes. If it is `thread`
+  /// that ends the reading, its own writes throw Error, because they would wait for ever.
+  void set_reader(std::future<void> read, std::thread::id thread = {}) const;
   /// From now on users have views of the main parameters, and may write through them at any time.
   void expose() const;
   bool is_exposed() const;
@@ -63,6 +65,7 @@ class MainAccess {
   void shards_changed() const;
   /// Says that the model has been un-sharded. Calls that need its parameters throw Error from now on.
   void retire() const;
+  bool is_retired() const;
   /// An optimizer updates with these settings from now on ("lr 0.1, eps 1e-08"): they travel with the collectives that follow, for ranks to
   /// compare. `by`: its number in this process; optimizers have been made in the same order on all ranks.
   void tell_update(std::uint64_t by, std::string settings) const;

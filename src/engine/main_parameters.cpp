@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -66,24 +67,27 @@ void MainParameters::validate() const {
   }
 }
 
-void MainParameters::set_reader(std::future<void> read) {
-  wait_for_reader();
-  reader_ = std::move(read);
+void MainParameters::set_reader(std::future<void> read, std::thread::id thread) {
+  reader_ = read.share();
+  reader_thread_ = thread;
 }
 
-// The reader needs nothing of the engine, so that waiting under the lock ends. Operators may write present whole parameters meanwhile. If
-// these are themselves the main parameters, the reader does not read them.
-void MainParameters::wait_for_reader() {
-  if (!reader_.valid()) return;
-  reader_.wait();
-  reader_ = {};
+std::shared_future<void> MainParameters::reader() {
+  if (!reader_.valid()) return {};
+  if (reader_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
+    reader_ = {};
+  } else if (reader_thread_ == std::this_thread::get_id()) {
+    throw Error(
+        "main parameters are to be written by the thread that reads them (reading() of local_shards), which would wait for itself; end the "
+        "reading first");
+  }
+  return reader_;
 }
 
 void MainParameters::flush_writes() {
   refuse_retired();
   refuse_summoned("this handle or optimizer is used");
   validate();
-  wait_for_reader();
   for (const auto& unit : units_) {
     gatherer_.stop_sending(*unit);
     gatherer_.write_back(*unit);
@@ -105,7 +109,6 @@ bool MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
   summoned_.erase(&unit);
   if (whole.empty()) return false;
   changed();
-  wait_for_reader();
   gatherer_.stop_sending(unit);
   if (unit.offloaded()) memory::synchronize(device_);  // the main parameters may be on their way to the device
   for (std::size_t k = 0; k < whole.size(); ++k) unit.main.parts[k].copy_(region(whole[k], unit.all_pieces(), unit.main_pieces()));
@@ -113,7 +116,6 @@ bool MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
 }
 
 void MainParameters::exchange_shards() {
-  wait_for_reader();
   for (const auto& unit : units_) {
     if (unit->replicated_optimizer()) gatherer_.exchange_main(*unit);
   }

@@ -9,6 +9,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -45,6 +46,7 @@ class MainParameters {
   /// True if overwriting the main parameters loses nothing, because they have their initial values or are torn.
   bool may_be_lost() const;
   void retire() { state_ = MainState::kRetired; }
+  bool is_retired() const { return state_ == MainState::kRetired; }
   /// Throws Error if the main parameters are in that state.
   void refuse_torn() const;
   void refuse_retired() const;
@@ -54,17 +56,18 @@ class MainParameters {
   void validate() const;
   bool is_summoned(const Unit& unit) const { return summoned_.contains(&unit); }
 
-  /// Another thread reads the main parameters and the optimizer's state until `read` is ready.
-  void set_reader(std::future<void> read);
-  /// [Writers wait for the reader]
-  void wait_for_reader();
+  /// The main parameters and the optimizer's state are read until `read` is ready. `thread`: that which ends it, if it may write, too.
+  void set_reader(std::future<void> read, std::thread::id thread);
+  /// What writers wait for, without the engine's lock [Writers wait for the reader]. Invalid if nobody reads. Throws Error if the calling
+  /// thread reads itself.
+  std::shared_future<void> reader();
 
   /// From now on users have views of the main parameters.
   void expose();
   bool exposed() const { return exposed_; }
 
-  /// Writes back what operators have written, and waits for gathers that still read the main parameters. Throws Error if these are retired
-  /// or summoned, or if validate() does.
+  /// Call it when nobody reads. Writes back what operators have written, and waits for gathers that still read the main parameters. Throws
+  /// Error if these are retired or summoned, or if validate() does.
   void flush_writes();
   /// See MainAccess::summon.
   std::vector<at::Tensor> summon(Unit& unit);
@@ -80,7 +83,8 @@ class MainParameters {
   MainState state_ = MainState::kInitial;
   std::set<std::string> torn_;
   std::unordered_set<const Unit*> summoned_;  // units whose whole main parameters the user holds (SummonFullParams)
-  std::future<void> reader_;                  // invalid if there is no reader
+  std::shared_future<void> reader_;           // invalid if there is no reader
+  std::thread::id reader_thread_;
   bool exposed_ = false;
 };
 

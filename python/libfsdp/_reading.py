@@ -1,0 +1,51 @@
+"""Readers of shards, for whom writers of the same units wait."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from libfsdp import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+# The threads that read a state's shards now, each as often as it does.
+_readers: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
+_readers_changed = threading.Condition()
+
+
+@contextmanager
+def reading_of(states: Iterable[object]) -> Iterator[None]:
+    """A context in which writers of these shards wait. Several threads may read at once."""
+    read, thread = list(states), threading.get_ident()
+    with _readers_changed:
+        for state in read:
+            _readers.setdefault(state, []).append(thread)
+    try:
+        yield
+    finally:
+        with _readers_changed:
+            for state in read:
+                _readers[state].remove(thread)
+            _readers_changed.notify_all()
+
+
+def wait_for_readers(states: Iterable[object]) -> None:
+    """Call it before shards of these states are written. Returns when nobody reads them.
+
+    Raises:
+        Error: if the calling thread reads them itself: it would wait for ever.
+    """
+    if not _readers:
+        return
+    written = list(states)
+    with _readers_changed:
+        if any(threading.get_ident() in _readers.get(state, ()) for state in written):
+            raise _C.Error(
+                "shards are to be written (a step, a load) by the thread that reads them, within reading() of local_shards; end that "
+                "first"
+            )
+        _readers_changed.wait_for(lambda: not any(_readers.get(state) for state in written))

@@ -1,0 +1,231 @@
+"""Shards by address: the boxes of all ranks are the whole tensors, addresses stay or a generation tells, and writers wait for readers."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import device
+from support.boxes import reassembled
+from support.extended import EightBits
+from support.ranks import StartRanks
+from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import libfsdp
+
+BF16 = torch.bfloat16
+
+
+def expected_of(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, put together by torch."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: full(value).cpu() for name, value in model.state_dict().items() if name in names}
+
+
+def assert_whole(model: nn.Module) -> None:
+    found, expected = reassembled(model), expected_of(model)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def a_step(model: Any, case_name: str, step: int, optimizer: torch.optim.Optimizer) -> None:
+    case = CASES[case_name]
+    case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cases() -> None:
+    for name in ("tied", "nested", "odd_shapes"):
+        for options in (Options(), Options(offload=True)):
+            model = shard(seeded(CASES[name]), CASES[name], "libfsdp", options)
+            assert_whole(model)  # before the first forward
+            a_step(model, name, 0, make_optimizer(options, model.parameters()))
+            assert_whole(model)
+
+
+def strategies() -> None:
+    case = CASES["transformer"]
+    size = dist.get_world_size()
+    line = init_device_mesh(device.TYPE, (size,), mesh_dim_names=("shard",))
+    plane = init_device_mesh(device.TYPE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    kinds: list[dict[str, Any]] = [
+        {"mesh": mesh, "placements": placements}
+        for mesh in (line, plane)
+        for placements in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    ]
+    kinds += [
+        {"mesh": plane, "outer_placements": "optim_if_even"},
+        {"mesh": line, "main_params_dtype": torch.float64, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
+        {"mesh": line, "offload_policy": CPUOffloadPolicy(pin_memory=False), "placements": "optim"},
+        {"mesh": line, "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.size(1) % size == 0 else None},
+        {"mesh": line, "ignored_params": True},
+    ]
+    for kind in kinds:
+        model: Any = seeded(case)
+        model.blocks[0].up.weight.requires_grad_(False)
+        if kind.pop("ignored_params", False):
+            kind["ignored_params"] = {model.norm.weight, model.blocks[0].up.bias}
+        for block in model.blocks:
+            libfsdp.fully_shard(block, **kind)
+        libfsdp.fully_shard(model, **kind)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
+        a_step(model, "transformer", 0, optimizer)
+        assert_whole(model)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        dtypes = {one.dtype for one in libfsdp.local_shards(model) if one.name in trained}
+        assert dtypes == {torch.float64 if "main_params_dtype" in kind else torch.float32}
+        if kind.get("placements") == "no_shard" or "ignored_params" in kind:
+            assert any(one.sizes == one.shape for one in libfsdp.local_shards(model))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("what", [cases, strategies])
+def test_all_boxes_are_the_state_dict(ranks: StartRanks, size: int, what: Callable[[], None]) -> None:
+    ranks(size).run(what)
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    libfsdp.fully_shard(model, mesh=mesh["dp"])
+    assert_whole(model)
+
+
+def test_tensor_parallel_pieces_have_their_places_in_the_whole(ranks: StartRanks) -> None:
+    ranks(4).run(tensor_parallel)
+
+
+def addresses(shards: libfsdp.LocalShards) -> list[int]:
+    return [one.tensor.data_ptr() for one in shards]
+
+
+def they_stay() -> None:
+    model = shard(seeded(CASES["tied"]), CASES["tied"], "libfsdp", Options())
+    shards = libfsdp.local_shards(model)
+    before = addresses(shards)
+    of_module = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    assert all(of_module[one.name]._local_tensor.data_ptr() == one.tensor.data_ptr() for one in shards)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(5):
+        a_step(model, "tied", step, optimizer)
+        assert shards.is_valid()
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    libfsdp.save(folder[0] + "/1", model, optimizer)
+    libfsdp.load(folder[0] + "/1", model, optimizer)
+    for bucket in libfsdp.full_weights(model):
+        assert bucket
+    model.zero_grad()
+    model.load_state_dict(model.state_dict(), assign=True)
+    again = libfsdp.local_shards(model)
+    assert shards.is_valid()
+    assert addresses(again) == before
+    assert again.generation == shards.generation
+    CASES["tied"].loss(model, batch_of(CASES["tied"], 9, 0, dist.get_rank()))
+    assert shards.is_valid()  # while modules show whole parameters
+    assert_whole(model)
+
+
+def test_addresses_stay_through_steps_loads_and_exports(ranks: StartRanks) -> None:
+    ranks(2).run(they_stay)
+
+
+def they_move() -> None:
+    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    generations = [libfsdp.local_shards(model).generation]
+    a_step(model, "mlp", 0, torch.optim.SGD(model.parameters(), lr=0.1))
+    for change in (torch.nn.Module.double, torch.nn.Module.float):
+        shards = libfsdp.local_shards(model)
+        change(model)
+        assert not shards.is_valid()
+        with pytest.raises(libfsdp.Error, match="the shards have moved since; call local_shards again"):
+            shards.reading()
+        assert_whole(model)
+        generations.append(libfsdp.local_shards(model).generation)
+    assert generations == sorted(set(generations))
+    last = libfsdp.local_shards(model)
+    assert libfsdp.local_shards(model).generation == last.generation == generations[-1]
+
+
+def test_a_generation_tells_of_other_addresses(ranks: StartRanks) -> None:
+    ranks(2).run(they_move)
+
+
+def writers_wait() -> None:
+    """A writer on another thread waits for the reader, and one on the reader's thread is an error."""
+    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    case = CASES["mlp"]
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    libfsdp.save(folder[0] + "/1", model)
+    case.loss(model, batch_of(case, 0, 0, dist.get_rank())).backward()
+    state = {name: 2 * value.detach() for name, value in model.state_dict().items()}
+    writers: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "load": lambda: libfsdp.load(folder[0] + "/1", model),
+        "load_state_dict": lambda: model.load_state_dict(state),
+        "set_model_state_dict": lambda: set_model_state_dict(model, state),
+    }
+    shards = libfsdp.local_shards(model)
+    for name, write in writers.items():
+        before = [one.tensor.clone() for one in shards]
+        ended = threading.Event()
+
+        def run(write: Callable[[], Any] = write, ended: threading.Event = ended) -> None:
+            write()
+            ended.set()
+
+        with shards.reading(), shards.reading():
+            with pytest.raises(libfsdp.Error, match="by the thread that reads them"):
+                write()
+            writer = threading.Thread(target=run)
+            writer.start()
+            assert not ended.wait(0.1), name
+            assert all(torch.equal(one.tensor, value) for one, value in zip(shards, before, strict=True)), name
+            libfsdp.memory_stats(model)  # the reader may use the model
+        writer.join()
+        assert ended.is_set()
+        changed = [not torch.equal(one.tensor, value) for one, value in zip(shards, before, strict=True)]
+        assert any(changed) or not any(value.numel() for value in before) or name == "set_model_state_dict", name
+    a_step(model, "mlp", 1, optimizer)
+
+
+def test_writers_wait_for_readers(ranks: StartRanks) -> None:
+    ranks(2).run(writers_wait)
+
+
+def refusals() -> None:
+    with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard on it first"):
+        libfsdp.local_shards(nn.Linear(2, 2))
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    libfsdp.fully_shard(model)
+    with pytest.raises(libfsdp.Error, match="'weight' is on the meta device: call model"):
+        libfsdp.local_shards(model)
+    model.to_empty(device=device.TYPE)
+    assert_whole(model)
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(EightBits(model.weight.detach()))
+    libfsdp.fully_shard(model)
+    with pytest.raises(libfsdp.Error, match="the shard of 'weight' is a EightBits"):
+        libfsdp.local_shards(model)
+
+
+def test_what_has_no_address_is_an_error(ranks: StartRanks) -> None:
+    ranks(2).run(refusals)
