@@ -24,17 +24,17 @@ using weights::TransferPlan;
 /// Name, shape of the whole, dtype, and the offsets and sizes of the box.
 using GivenHeld = std::tuple<std::string, Sizes, at::ScalarType, Sizes, Sizes>;
 /// Name, offsets and sizes of the box, and the dtype in which it is sent.
-using GivenBox = std::tuple<std::string, Sizes, Sizes, at::ScalarType>;
-using GivenRank = std::pair<std::vector<GivenHeld>, std::vector<GivenBox>>;
+using GivenSent = std::tuple<std::string, Sizes, Sizes, at::ScalarType>;
+using GivenRank = std::pair<std::vector<GivenHeld>, std::vector<GivenSent>>;
 /// The round, the other rank, whether it receives, the bytes, and the boxes.
-using ShownMessage = std::tuple<std::int64_t, int, bool, std::int64_t, std::vector<GivenBox>>;
+using ShownMessage = std::tuple<std::int64_t, int, bool, std::int64_t, std::vector<GivenSent>>;
 
-GivenBox shown(const TransferPlan& plan, const weights::SentBox& sent) {
+GivenSent shown(const TransferPlan& plan, const weights::SentBox& sent) {
   return {plan.names[sent.tensor], sent.box.offsets, sent.box.sizes, sent.dtype};
 }
 
-std::vector<GivenBox> shown(const TransferPlan& plan, const std::vector<weights::SentBox>& boxes) {
-  std::vector<GivenBox> all;
+std::vector<GivenSent> shown(const TransferPlan& plan, const std::vector<weights::SentBox>& boxes) {
+  std::vector<GivenSent> all;
   for (const auto& box : boxes) all.push_back(shown(plan, box));
   return all;
 }
@@ -60,8 +60,8 @@ std::vector<ShownMessage> messages_of(const TransferPlan& plan, int rank) {
   return messages;
 }
 
-std::vector<GivenBox> own_of(const TransferPlan& plan, int rank) {
-  std::vector<GivenBox> boxes;
+std::vector<GivenSent> own_of(const TransferPlan& plan, int rank) {
+  std::vector<GivenSent> boxes;
   for (const auto& own : plan.own) {
     if (own.rank == rank) boxes.push_back(shown(plan, own.box));
   }
