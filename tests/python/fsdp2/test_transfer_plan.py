@@ -313,10 +313,10 @@ def errors() -> None:
     refused("come for a plan, and rank 1 for a run of plan", lambda: plan.run() if rank else plan_of(good)())
     others = plan_of(good)()
     refused("come for a run of plan", lambda: (plan if rank else others).run())
-    if rank == 1:
+    if trainer.trains:
         trainer.model.to(torch.float64)
-    refused("rank 1 of the group: the model's shards are not those", plan.run)
-    if rank == 1:
+    refused("rank 0 of the group: the model's shards are not those", plan.run)
+    if trainer.trains:
         trainer.model.to(torch.float32)
     then_it_works(trainer)
 
@@ -419,19 +419,26 @@ def generate(qkv: Tensor, o: Tensor, index: int, updates: int) -> None:
         # ... generate with the new weights
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "qkvo"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, o = self.attention.values()
+        return o(q(x) * k(x) + v(x))
+
+
 def example() -> None:
     rank = dist.get_rank()
     mesh = mesh_of(2)
     whole = torch.empty(4, 8, 8)
     if rank < 2:
         torch.manual_seed(0)
-        layers = {name: nn.Linear(8, 8, bias=False) for name in "qkvo"}
-        model = nn.Sequential()
-        model.attention = nn.ModuleDict(layers)
-        model.append(nn.Sequential(*layers.values()))
+        model = Attention()
         libfsdp.fully_shard(model, mesh=mesh)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.randn(3, 8) for _ in range(2)])
-        whole = torch.stack([full(layer.weight) for layer in layers.values()])
+        whole = torch.stack([full(layer.weight) for layer in model.attention.values()])
     else:
         qkv, o = torch.empty(3 * 4, 8, dtype=BF16), torch.empty(8, 4, dtype=BF16)
         generate(qkv, o, rank - 2, 2)
