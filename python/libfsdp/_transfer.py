@@ -207,7 +207,8 @@ class TransferPlan:
                 works = dist.batch_isend_irecv(operations)
             except RuntimeError as error:
                 raise RuntimeError(f"the messages {' and '.join(peers)}: {error}") from error
-            for work, peer in itertools.zip_longest(works, peers, fillvalue=" and ".join(peers)):
+            for i, work in enumerate(works):  # NCCL has one for all.
+                peer = peers[i] if len(works) == len(peers) else " and ".join(peers)
                 try:
                     work.wait(self._timeout)
                 except RuntimeError as error:

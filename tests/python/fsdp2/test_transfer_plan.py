@@ -299,7 +299,7 @@ def errors() -> None:
     refused(
         "is to travel as torch.int64 into a tensor of torch.float32", plan_of(WantedBox(o, good.into, dtype=torch.long))
     )
-    refused("is to go into a NoneType", plan_of(WantedBox(o, None)))  # type: ignore[arg-type]
+    refused("is to go into a NoneType", plan_of(WantedBox(o, None)))
     refused("rank 2 of the group: it wants 1 boxes, but is none of the receivers [0]", plan_of(good, receivers=[0]))
     refused(
         "rank 0 has receivers [0] and message_bytes 33554432, and rank 1 has receivers [1] and",
