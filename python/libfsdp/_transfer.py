@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,12 +20,15 @@ from libfsdp._meetings import meetings_of
 from libfsdp._model import states_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
     Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
     _Range = tuple[Sequence[int], Sequence[int]]  # offsets and sizes
+
+
+_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class TransferPlan:
         try:
             self._copy_own(held)
             self._exchange(held)
-        except RuntimeError as error:
+        except Exception as error:  # Of any kind: the others wait for this rank.
             failure = str(error)
         try:
             failures = meetings_of(self._group).meet(failure, self._timeout)
@@ -249,7 +253,7 @@ def transfer_plan(
     wanted: Iterable[WantedBox] = (),
     group: dist.ProcessGroup | None = None,
     message_bytes: int = 32 << 20,
-    timeout: timedelta = timedelta(minutes=5),
+    timeout: timedelta = _TIMEOUT,
 ) -> TransferPlan:
     """Plans how weights get from the ranks that train to ranks that want other parts of them, such as those of an inference engine.
 
@@ -274,19 +278,23 @@ def transfer_plan(
         CommError: on all ranks, with the number of a rank that did not come in time.
     """
     group = group or dist.distributed_c10d._get_default_group()
+    receivers = list(receivers) if isinstance(receivers, Iterable) else [receivers]
     if not isinstance(group, dist.ProcessGroup):
         raise _C.Error("transfer_plan: this rank is not in the group")
     me = group.rank()
 
     def prepare() -> tuple[dict[str, _Held], dict[str, str], list[tuple[str, _Target]]]:
         _check(model, message_bytes, timeout)
+        if not all(isinstance(rank, int) and 0 <= rank < group.size() for rank in receivers):
+            raise _C.Error(f"receivers must be ranks of the group, below {group.size()}, got {receivers!r}")
         targets = [(box.name, _target_of(box)) for box in wanted]
         if targets and me not in receivers:
-            raise _C.Error(f"it wants {len(targets)} boxes, but is none of the receivers {list(receivers)}")
+            raise _C.Error(f"it wants {len(targets)} boxes, but is none of the receivers {receivers}")
         return *_held_of(model), targets
 
-    settings = f"receivers {list(receivers)} and message_bytes {message_bytes}"
-    held, aliases, targets = _together(group, "plan", timeout, prepare, settings=settings)
+    waits = timeout if isinstance(timeout, timedelta) else _TIMEOUT
+    settings = f"receivers {receivers} and message_bytes {message_bytes}"
+    held, aliases, targets = _together(group, "plan", waits, prepare, settings=settings)
     mine = (
         [(name, has.shape, has.values.dtype, has.offsets, list(has.values.shape)) for name, has in held.items()],
         [(name, target.offsets, target.sizes, target.dtype) for name, target in targets],

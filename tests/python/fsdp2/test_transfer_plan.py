@@ -306,6 +306,9 @@ def errors() -> None:
         plan_of(receivers=[0] if rank == 0 else [1]),
     )
     refused("message_bytes 64, and rank 2 has", plan_of(good, message_bytes=64 if rank < 2 else 32))
+    refused("receivers must be ranks of the group, below 3, got [3]", plan_of(receivers=3))
+    refused("receivers must be ranks of the group, below 3, got ['a']", plan_of(receivers="a" if rank == 1 else [2]))
+    refused("timeout must be a timedelta, got 5", plan_of(timeout=5 if rank == 1 else timedelta(seconds=60)))
     refused("at least 16, got 15", plan_of(good, message_bytes=15))
     refused("Linear is not sharded", lambda: transfer_plan(nn.Linear(1, 1) if rank == 1 else None, [2]))
     then_it_works(trainer)
