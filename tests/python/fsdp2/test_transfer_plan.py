@@ -232,8 +232,9 @@ def test_replicas_share_the_work(ranks: StartRanks) -> None:
 def to_each_other(dtype: torch.dtype) -> None:
     """Ranks that train want weights, too: all of them, overlapping, some twice, and under the second name of a tied one."""
     trainer = Trainer(2)
-    q = "layers.1.q.weight"
+    q, gate = "layers.1.q.weight", "layers.0.gate.weight"
     tensors = {
+        gate: torch.empty(HIDDEN, FEEDS, dtype=dtype).t(),  # whose columns lie in one stretch, and no box of rows
         "embedding.weight": torch.empty(16, HIDDEN, dtype=dtype),
         "head.weight": torch.empty(16, HIDDEN, dtype=dtype),
         q: torch.empty(HIDDEN, HIDDEN, dtype=dtype),
@@ -248,7 +249,7 @@ def to_each_other(dtype: torch.dtype) -> None:
     for name, value in tensors.items():
         assert torch.equal(value, whole[name].to(dtype)), name
     assert torch.equal(wide, whole[q][:, 5:].to(dtype).double())
-    half = (16 * HIDDEN + HIDDEN * HIDDEN) * dtype.itemsize // 2  # what the other rank has, once
+    half = (16 + HIDDEN + FEEDS) * HIDDEN * dtype.itemsize // 2  # what the other rank has, once
     assert sent == {(dist.get_rank(), 1 - dist.get_rank()): half}
 
 
