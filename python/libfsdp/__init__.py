@@ -36,6 +36,7 @@ from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
 from libfsdp._weight_source import WeightMetadata, WeightSource  # noqa: E402
+from libfsdp._transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 
@@ -57,8 +58,10 @@ __all__ = [
     "OffloadPolicy",
     "PhaseReport",
     "ShardPlacementResult",
+    "TransferPlan",
     "UnitInfo",
     "UnshardHandle",
+    "WantedBox",
     "WeightBucket",
     "WeightMetadata",
     "WeightSource",
@@ -84,6 +87,7 @@ __all__ = [
     "save",
     "share_comm_ctx",
     "stop_requested",
+    "transfer_plan",
     "uninstall",
     "uninstall_megatron",
     "unit_info",

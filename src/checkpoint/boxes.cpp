@@ -156,6 +156,28 @@ std::optional<Box> intersection(const Box& a, const Box& b) {
   return common;
 }
 
+void append_difference(const Box& a, const Box& b, std::vector<Box>& boxes) {
+  const auto common = intersection(a, b);
+  if (!common) return boxes.push_back(a);
+  // For each dimension, what lies before and behind the common range in it, within the common ranges of the dimensions before.
+  Box rest = a;
+  for (std::size_t d = 0; d < a.sizes.size(); ++d) {
+    const std::int64_t end = rest.offsets[d] + rest.sizes[d];
+    const std::int64_t common_end = common->offsets[d] + common->sizes[d];
+    if (rest.offsets[d] < common->offsets[d]) {
+      boxes.push_back(rest);
+      boxes.back().sizes[d] = common->offsets[d] - rest.offsets[d];
+    }
+    if (common_end < end) {
+      boxes.push_back(rest);
+      boxes.back().offsets[d] = common_end;
+      boxes.back().sizes[d] = end - common_end;
+    }
+    rest.offsets[d] = common->offsets[d];
+    rest.sizes[d] = common->sizes[d];
+  }
+}
+
 std::vector<Run> runs_to_box(const Box& source, const Box& destination) {
   std::vector<Run> runs;
   append_runs(source, destination, 0, runs);

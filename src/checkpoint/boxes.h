@@ -40,6 +40,9 @@ std::vector<Box> boxes_of_slice(const Box& box, std::int64_t offset, std::int64_
 /// The box of elements that two boxes of one tensor share; nothing if they share none.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
+/// Appends the elements of box `a` that box `b` of the same tensor does not have, as boxes that share no element.
+void append_difference(const Box& a, const Box& b, std::vector<Box>& boxes);
+
 /// Elements that lie side by side in two places, counted from the beginning of each.
 struct Run {
   std::int64_t source = 0;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -167,6 +168,29 @@ TEST(Runs, OfWholeTensorsAreOne) {
   EXPECT_EQ(runs_to_box(whole(shape), whole(shape)), one);
   EXPECT_EQ(runs_to_slice(whole(shape), boxes_of_slice(shape, 0, numel(shape))), one);
   EXPECT_EQ(runs_to_slice(whole(shape), boxes_of_slice(shape, 5, 1 << 30)), (std::vector<ckpt::Run>{{5, 0, 1 << 30}}));
+}
+
+TEST(Boxes, ADifferenceHasEachOtherElementOnce) {
+  const Shape shape = {3, 4, 3};
+  std::vector<Box> all;  // boxes of the tensor
+  for (std::int64_t i = 0; i < 3 * 4 * 3; ++i) {
+    const Box box{{i / 12, i / 3 % 4, i % 3}, {3 - i / 12, 1 + i % (4 - i / 3 % 4), 1}};
+    all.push_back(box);
+    all.push_back({box.offsets, {1, 4 - box.offsets[1], 3 - box.offsets[2]}});
+  }
+  all.push_back(whole(shape));
+  for (const auto& a : all) {
+    for (const auto& b : all) {
+      std::vector<Box> boxes;
+      append_difference(a, b, boxes);
+      std::vector<std::int64_t> found;
+      for (const auto& box : boxes) std::ranges::copy(elements(box, shape), std::back_inserter(found));
+      std::ranges::sort(found);
+      std::vector<std::int64_t> expected;
+      std::ranges::set_difference(elements(a, shape), elements(b, shape), std::back_inserter(expected));
+      EXPECT_EQ(found, expected);
+    }
+  }
 }
 
 TEST(Boxes, WhatDoesNotFitIsAnError) {
