@@ -35,8 +35,8 @@ from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
-from libfsdp._weight_source import WeightMetadata, WeightSource  # noqa: E402
 from libfsdp._transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
+from libfsdp._weight_source import WeightMetadata, WeightSource  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 

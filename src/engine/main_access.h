@@ -32,9 +32,9 @@ class MainAccess {
   void flush_writes() const;
   /// The same as flush_writes, but allows torn main parameters, because all of them will be replaced.
   void prepare_load() const;
-  /// Call after flush_writes: somebody reads the main parameters and the optimizer's state until `read` is ready. What writes them waits for
-  /// that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes. If it is `thread`
-  /// that ends the reading, its own writes throw Error, because they would wait for ever.
+  /// Call after flush_writes: somebody reads the main parameters and the optimizer's state until `read` is ready. What writes them waits
+  /// for that [Writers wait for the reader], and so do flush_writes and prepare_load, which come before users' own writes. If it is
+  /// `thread` that ends the reading, its own writes throw Error, because they would wait for ever.
   void set_reader(std::future<void> read, std::thread::id thread = {}) const;
   /// From now on users have views of the main parameters, and may write through them at any time.
   void expose() const;
