@@ -17,8 +17,8 @@ class Engine;
 
 /// A box of a whole tensor, elements [offsets[d], offsets[d] + sizes[d]) of every dimension d, and its values.
 struct LocalBox {
-  std::vector<std::int64_t> offsets;
-  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> offsets;  ///< Of its first element in the whole tensor, by dimension.
+  std::vector<std::int64_t> sizes;    ///< By dimension, in elements.
   at::Tensor tensor;  ///< Of these sizes, contiguous: a view of the main parameters. Read it, and do not write.
 };
 
