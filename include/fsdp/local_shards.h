@@ -19,7 +19,7 @@ class Engine;
 struct LocalBox {
   std::vector<std::int64_t> offsets;  ///< Of its first element in the whole tensor, by dimension.
   std::vector<std::int64_t> sizes;    ///< By dimension, in elements.
-  at::Tensor tensor;  ///< Of these sizes, contiguous: a view of the main parameters. Read it, and do not write.
+  at::Tensor tensor;                  ///< Of these sizes, contiguous: a view of the main parameters. Read it, and do not write.
 };
 
 /// What this rank has of one parameter.
