@@ -30,6 +30,8 @@ def reading_of(states: Iterable[object]) -> Iterator[None]:
         with _readers_changed:
             for state in read:
                 _readers[state].remove(thread)
+                if not _readers[state]:
+                    del _readers[state]  # Steps look at nothing while there are none.
             _readers_changed.notify_all()
 
 

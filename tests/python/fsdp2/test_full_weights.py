@@ -11,11 +11,11 @@ import torch.distributed as dist
 from support import device
 from support.extended import EightBits
 from support.ranks import StartRanks
+from support.strategies import a_step, every_strategy
 from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import libfsdp
@@ -49,13 +49,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: to
         wanted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
         assert found[name].dtype == wanted.dtype, name
         assert torch.equal(found[name], wanted), name
-
-
-def a_step(model: Any, case_name: str, step: int, optimizer: torch.optim.Optimizer) -> None:
-    case = CASES[case_name]
-    case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def equal_state(case_name: str, options: Options) -> None:
@@ -103,34 +96,7 @@ def test_the_state_dict_on_four_ranks(ranks: StartRanks, case: str, options: Opt
 
 
 def strategies() -> None:
-    case = CASES["transformer"]
-    size = dist.get_world_size()
-    line = init_device_mesh(device.TYPE, (size,), mesh_dim_names=("shard",))
-    plane = init_device_mesh(device.TYPE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    kinds: list[dict[str, Any]] = [
-        {"mesh": mesh, "placements": placements}
-        for mesh in (line, plane)
-        for placements in ("no_shard", "optim", "optim_grads", "optim_grads_params")
-    ]
-    kinds += [
-        {"mesh": plane, "outer_placements": "optim_if_even"},
-        {"mesh": line, "main_params_dtype": torch.float64, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
-        {"mesh": line, "gather_format": lambda p: libfsdp.Float8Blocks(16) if p.ndim == 2 else None},
-        {"mesh": line, "offload_policy": CPUOffloadPolicy(pin_memory=False), "placements": "optim"},
-        {"mesh": line, "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.size(1) % size == 0 else None},
-        {"mesh": line, "ignored_params": True},
-    ]
-    for kind in kinds:
-        model: Any = seeded(case)
-        model.blocks[0].up.weight.requires_grad_(False)
-        if kind.pop("ignored_params", False):
-            kind["ignored_params"] = {model.norm.weight, model.blocks[0].up.bias}
-        for block in model.blocks:
-            libfsdp.fully_shard(block, **kind)
-        libfsdp.fully_shard(model, **kind)
-        # Of a device, several tensors at once are not updated if some of them are ignored, and no DTensors.
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
-        a_step(model, "transformer", 0, optimizer)
+    for model, optimizer, _ in every_strategy():
         expected = gathered(model)
         for options in ({}, {"bucket_bytes": 700}, {"dtype": BF16}):
             assert_same(clones(model, **options), expected, options.get("dtype"))

@@ -14,12 +14,11 @@ from support import device
 from support.boxes import reassembled
 from support.extended import EightBits
 from support.ranks import StartRanks
+from support.strategies import a_step, every_strategy
 from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import libfsdp
@@ -41,13 +40,6 @@ def assert_whole(model: nn.Module) -> None:
         assert torch.equal(found[name], value), name
 
 
-def a_step(model: Any, case_name: str, step: int, optimizer: torch.optim.Optimizer) -> None:
-    case = CASES[case_name]
-    case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def cases() -> None:
     for name in ("tied", "nested", "odd_shapes"):
         for options in (Options(), Options(offload=True)):
@@ -58,32 +50,7 @@ def cases() -> None:
 
 
 def strategies() -> None:
-    case = CASES["transformer"]
-    size = dist.get_world_size()
-    line = init_device_mesh(device.TYPE, (size,), mesh_dim_names=("shard",))
-    plane = init_device_mesh(device.TYPE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    kinds: list[dict[str, Any]] = [
-        {"mesh": mesh, "placements": placements}
-        for mesh in (line, plane)
-        for placements in ("no_shard", "optim", "optim_grads", "optim_grads_params")
-    ]
-    kinds += [
-        {"mesh": plane, "outer_placements": "optim_if_even"},
-        {"mesh": line, "main_params_dtype": torch.float64, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
-        {"mesh": line, "offload_policy": CPUOffloadPolicy(pin_memory=False), "placements": "optim"},
-        {"mesh": line, "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.size(1) % size == 0 else None},
-        {"mesh": line, "ignored_params": True},
-    ]
-    for kind in kinds:
-        model: Any = seeded(case)
-        model.blocks[0].up.weight.requires_grad_(False)
-        if kind.pop("ignored_params", False):
-            kind["ignored_params"] = {model.norm.weight, model.blocks[0].up.bias}
-        for block in model.blocks:
-            libfsdp.fully_shard(block, **kind)
-        libfsdp.fully_shard(model, **kind)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
-        a_step(model, "transformer", 0, optimizer)
+    for model, _, kind in every_strategy():
         assert_whole(model)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         dtypes = {one.dtype for one in libfsdp.local_shards(model) if one.name in trained}
