@@ -1,11 +1,15 @@
-"""Steps of a Llama-like model on one GPU: plain, by FSDP2, and by libfsdp with and without collectives (docs/run/gpu.md).
+"""Steps of a Llama-like model on one GPU: plain, by a peer, and by libfsdp with and without collectives (docs/run/gpu.md).
 
     one_gpu.py             (the kit's stage 2; GPU_KIT_ROWS and GPU_KIT_OUT name where rows and traces go)
     one_gpu.py --ranks 2   (its stage 8: ranks that share the GPU, where NCCL allows that)
+    one_gpu.py --peer Megatron-FSDP    (and libfsdp.megatron, its counterpart; the other peer is FSDP2)
 
 On one rank nothing has to be sent, so what differs from plain training is what sharding costs by itself. Contenders take turns, each with
 the GPU for itself. Ranks that share it without CUDA's MPS take turns on it, too: of these, memory and the host's time tell something, steps
 little. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
+
+A user of Megatron-FSDP gives it a model in bf16, of which it keeps main parameters in fp32; FSDP2's and libfsdp's fully_shard take a model
+in fp32, and compute in bf16. All reduce gradients in fp32.
 """
 
 from __future__ import annotations
@@ -72,7 +76,14 @@ REHEARSED = [
     Case("another", GPTConfig(64, 64, 3, 2, 16), sequences=2, steps=2, rounds=2, counted=False),
 ]
 SHARED = [replace(CASES[1], sequences=4, steps=4, traced=False, counted=False), replace(CASES[0], steps=4, counted=False)]
-CONTENDERS = ("plain, autocast", "FSDP2", "libfsdp", *(("libfsdp, with collectives",) if RANKS == 1 else ()))
+PLAIN = "plain, autocast"
+# Each peer, and the function of libfsdp's that takes its place.
+PEERS = {"FSDP2": "libfsdp", "Megatron-FSDP": "libfsdp.megatron"}
+
+
+def contenders_of(peer: str) -> tuple[str, ...]:
+    ours = PEERS[peer]
+    return (PLAIN, peer, ours, *((f"{ours}, with collectives",) if RANKS == 1 else ()))
 
 
 @dataclass
@@ -105,6 +116,26 @@ def shard(model: GPT, contender: str) -> None:
     function(model, **options)
 
 
+def megatron_of(contender: str) -> Any:
+    """The package with Megatron-FSDP's names, its own or libfsdp's; None for other contenders."""
+    if contender == "Megatron-FSDP":
+        on_cpu = "contenders.megatron_on_cpu"
+        return importlib.import_module("megatron_fsdp") if ON_GPU else importlib.import_module(on_cpu).peer()
+    return importlib.import_module("libfsdp.megatron") if contender.startswith("libfsdp.megatron") else None
+
+
+def shard_by_megatron(megatron: Any, model: GPT) -> nn.Module:
+    """Each block is a unit; main parameters and their gradients are in fp32."""
+    policy = megatron.MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+    sharded = megatron.fully_shard_model(
+        module=model.bfloat16(),
+        fsdp_unit_modules=[type(model.blocks[0])],
+        device=device.of_rank(RANK),
+        mixed_precision_policy=policy,
+    )
+    return cast(nn.Module, sharded)
+
+
 TURNS = itertools.count()
 
 
@@ -123,16 +154,22 @@ class Trainer:
     """A contender's model and optimizer, filled by the same draws."""
 
     def __init__(self, case: Case, contender: str) -> None:
-        self.case, self.plain = case, contender == CONTENDERS[0]
+        self.case, self.plain = case, contender == PLAIN
         torch.manual_seed(0)
         with torch.device(device.TYPE):
-            self.model = GPT(case.config)
-            for parameter in self.model.parameters():
+            model = GPT(case.config)
+            for parameter in model.parameters():
                 if parameter.dim() > 1:
                     nn.init.normal_(parameter, std=0.02)
-        if not self.plain:
-            shard(self.model, contender)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.model: nn.Module = model
+        megatron = megatron_of(contender)
+        if megatron:
+            self.model = shard_by_megatron(megatron, model)
+        elif not self.plain:
+            shard(model, contender)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if megatron:
+            self.optimizer = megatron.fully_shard_optimizer(optimizer=self.optimizer)
         tokens, targets = draw_batch(case.config, case.sequences, BatchPlace(0, RANK, RANKS))
         self.batch = tokens.to(device.TYPE), targets.to(device.TYPE)
 
@@ -218,7 +255,7 @@ def count_launches(case: Case, contender: str) -> dict[str, float]:
             synchronize()
     names = [event.name for event in recorded.events()]
     out = Path(os.environ.get("GPU_KIT_OUT", "."))
-    if case.traced and (contender == "FSDP2" or contender.startswith("libfsdp")):
+    if case.traced and contender != PLAIN:
         file = out / f"{contender.replace(', ', ' ').replace(' ', '_')}.json"
         recorded.export_chrome_trace(str(file))
         with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as packed:
@@ -233,64 +270,66 @@ def count_launches(case: Case, contender: str) -> dict[str, float]:
     }
 
 
-def report(case: Case, measured: dict[str, Measured]) -> None:
-    """A row per contender, with ratios to plain training and to FSDP2."""
+def report(case: Case, peer: str, measured: dict[str, Measured]) -> None:
+    """A row per contender, with ratios to plain training and to the peer."""
     tokens = case.sequences * case.config.context
     card = torch.cuda.get_device_name() if ON_GPU else ""
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
-    plain = measured.get(CONTENDERS[0])
-    fsdp2 = measured.get("FSDP2")
+    plain, of_peer = measured.get(PLAIN), measured.get(peer)
     for contender, of_it in measured.items():
         step, host = statistics.median(of_it.step_ms), statistics.median(of_it.host_ms)
         with rows.recorded(contender, case=case.name) as row:
             counted = count_launches(case, contender) if case.counted else {}
             row.update(result="measured", step_ms=round(step, 3), host_ms=round(host, 3))
-            if plain is not None and contender != CONTENDERS[0]:
+            if plain is not None and contender != PLAIN:
                 units = case.config.layers + 1
                 row["host_us_per_unit"] = round((host - statistics.median(plain.host_ms)) / units * 1e3, 1)
             else:
                 row["host_us_per_unit"] = ""
-            row["step_to_FSDP2"] = round(step / statistics.median(fsdp2.step_ms), 3) if fsdp2 else ""
+            row["step_to_peer"] = round(step / statistics.median(of_peer.step_ms), 3) if of_peer else ""
             row["tokens_per_s"] = round(tokens / step * 1e3)
             row["mfu"] = round(flops_per_token(case.config) * tokens / step * 1e3 / peak, 3) if peak else ""
             row["peak_mib"] = round(of_it.peak_mib) if ON_GPU else ""
-            row["peak_to_FSDP2"] = round(of_it.peak_mib / fsdp2.peak_mib, 3) if ON_GPU and fsdp2 else ""
+            row["peak_to_peer"] = round(of_it.peak_mib / of_peer.peak_mib, 3) if ON_GPU and of_peer else ""
             row["loss"] = round(of_it.loss, 4)
             row.update(counted)
 
 
-def train() -> None:
+def train(peer: str) -> None:
     """All cases, on one of the ranks."""
     torch.set_num_threads(1)
+    contenders = contenders_of(peer)
     cases = (CASES if RANKS == 1 else SHARED) if ON_GPU else (REHEARSED if RANKS == 1 else REHEARSED[:1])
     for case in cases:
         measured: dict[str, Measured] = {}
         for number in range(case.rounds):
-            for contender in CONTENDERS[number % 2 :] + CONTENDERS[: number % 2]:
+            for contender in contenders[number % 2 :] + contenders[: number % 2]:
                 try:
                     measure(case, contender, measured.setdefault(contender, Measured([], [])))
                 except Exception as error:
                     measured.pop(contender, None)
                     rows.record(contender, "failed", case=case.name, why=f"{type(error).__name__}: {error}"[:300])
-        report(case, cast(dict[str, Measured], {name: measured[name] for name in CONTENDERS if name in measured}))
+        report(case, peer, {name: measured[name] for name in contenders if name in measured})
 
 
 def main() -> int:
     """Starts the ranks, the first of which writes the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    ranks: int = parser.parse_args().ranks
+    parser.add_argument("--peer", choices=PEERS, default="FSDP2")
+    given = parser.parse_args()
+    if "MEETING" in os.environ:
+        train(given.peer)
+        return 0
+    ranks: int = given.ranks
     with tempfile.TemporaryDirectory() as meeting:
         common = {**os.environ, "MEETING": meeting, "WORLD_SIZE": str(ranks)}
         started = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **({"GPU_KIT_ROWS": os.devnull} if rank else {})}
-            started.append(subprocess.Popen([sys.executable, __file__], env={**common, **own}))
+            started.append(subprocess.Popen([sys.executable, *sys.argv], env={**common, **own}))
         return max(process.wait() for process in started)
 
 
 if __name__ == "__main__":
-    if "MEETING" in os.environ:
-        train()
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -153,6 +153,8 @@ case $target in
     # Headers that torch's own wheels include and do not bring, and the compiler for kernels, of torch's version of CUDA.
     cuda=$("$venv/bin/python" -c 'import torch; print(torch.version.cuda)')
     need_python_packages "nvidia-cuda-crt==$cuda.*" "nvidia-cuda-cccl==$cuda.*" "nvidia-cuda-nvcc==$cuda.*" "nvidia-nvvm==$cuda.*"
+    # A peer that the kit takes along.
+    need_python_packages --no-deps megatron-fsdp==0.6.1 einops
     ;;
   tidy) need_python_packages clang-tidy==22.1.7 ;;
   *) die "unknown target '$target'" ;;

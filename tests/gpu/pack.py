@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ MOST = 60 * 2**20  # bytes of all
 # Debian's packages of headers; libgtest-dev has its library, too, for tests that are compiled on that machine.
 HEADERS = ("gtest", "gloo", "CLI", "nlohmann")
 PACKAGES = ("GTest", "CLI11", "nlohmann_json")
+PEERS = ("megatron_fsdp", "einops")
 EXAMPLES = ("train_gpt", "finetune_llama", "check_capture", "check_kernels")
 ARCHITECTURE = 90  # Of the GPUs whose kernels of NCCL are packed: Hopper.
 FAT_BINARY = 0xBA55ED50
@@ -117,6 +119,18 @@ def pack_nccl(out: Path, library: Path) -> None:
         archive.add(thin.name, "libnccl.so.2")
 
 
+def peers() -> dict[str, Path]:
+    """Packages of this environment's, of Python alone, that few machines with a GPU have."""
+    files: dict[str, Path] = {}
+    for name in PEERS:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:
+            raise SystemExit(f"pack.py: {name} is not installed")
+        folder = Path(found.origin).parent
+        files |= {f"{name}/{path.relative_to(folder)}": path for path in folder.rglob("*.py")}
+    return files
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, required=True)
@@ -129,6 +143,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as stripped:
         pack(out / "tree.tar.gz", tree())
         pack(out / "headers.tar.gz", headers())
+        pack(out / "peers.tar.gz", peers())
         pack(out / "prebuilt.tar.gz", prebuilt(options.build.absolute(), Path(stripped)))
     if options.nccl:
         pack_nccl(out / "nccl.tar.xz", options.nccl)

@@ -66,6 +66,7 @@ def tests(file: str, chosen: str, rehearsed: str, most: float, over: dict[str, s
     return Program([sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "python" / file)], over, most, pytest=True)
 
 
+MEGATRON = ("--peer", "Megatron-FSDP")
 WEIGHTS = ("--rounds", "3", "--layers", "24", "--dim", "1024")  # FSDP2 takes a collective for each parameter.
 SMALL_WEIGHTS = ("--rounds", "1", "--layers", "3", "--dim", "32", "--bucket-bytes", "10000")
 
@@ -83,7 +84,11 @@ STAGES = {
             Program(python("tests/gpu/parity.py", "without collectives")),
         ],
     ),
-    2: Stage("steps on one GPU: plain, FSDP2, libfsdp", 180, [Program(python("bench/one_gpu.py"))]),
+    2: Stage(
+        "steps on one GPU: plain, a peer, libfsdp",
+        360,
+        [Program(python("bench/one_gpu.py", "--peer", "FSDP2"), most=180), Program(python("bench/one_gpu.py", *MEGATRON), most=180)],
+    ),
     3: Stage("the examples in C++", 60, [Program(python("tests/gpu/programs.py"))]),
     4: Stage(
         "two ranks over Gloo",
@@ -104,11 +109,12 @@ STAGES = {
     7: Stage("CUDA graphs of a step", 60, [Program(python("tests/gpu/graphs.py"))]),
     8: Stage(
         "two ranks over NCCL",
-        210,
+        280,
         [
             Program(python("tests/gpu/two_ranks.py"), OVER_NCCL, most=50, needed=True),
             tests("fsdp2/test_parity_fsdp2.py", "equals", "equals and mlp-default", 90, OVER_NCCL),
-            Program(python("bench/one_gpu.py", "--ranks", "2"), OVER_NCCL, most=70),
+            Program(python("bench/one_gpu.py", "--ranks", "2", "--peer", "FSDP2"), OVER_NCCL, most=70),
+            Program(python("bench/one_gpu.py", "--ranks", "2", *MEGATRON), OVER_NCCL, most=70),
             Program(python("bench/weights.py", *(WEIGHTS if ON_GPU else SMALL_WEIGHTS)), OVER_NCCL, most=40),
         ],
     ),

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import device
 from support.ranks import RankError, StartRanks
 from support.training import full
 from torch import Tensor, nn
@@ -61,16 +62,17 @@ class Model(nn.Module):
 @functools.cache
 def mesh_of(trainers: int, replicas: int = 1) -> DeviceMesh:
     """The first ranks; the others help to make it."""
-    ranks = torch.arange(trainers)
+    ranks = torch.arange(trainers, device="cpu")
     if replicas == 1:
-        return DeviceMesh("cpu", ranks, mesh_dim_names=("shard",))
-    return DeviceMesh("cpu", ranks.view(replicas, -1), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(device.TYPE, ranks, mesh_dim_names=("shard",))
+    return DeviceMesh(device.TYPE, ranks.view(replicas, -1), mesh_dim_names=("replicate", "shard"))
 
 
 class Trainer:
     """A model on the first ranks; on others, nothing."""
 
     def __init__(self, trainers: int, replicas: int = 1) -> None:
+        torch.set_default_device(device.of_rank(dist.get_rank()))
         mesh = mesh_of(trainers, replicas)
         self.trains = dist.get_rank() < trainers
         torch.manual_seed(0)
