@@ -4,9 +4,10 @@
     one_gpu.py --ranks 2   (its stage 8: ranks that share the GPU, where NCCL allows that)
     one_gpu.py --peer Megatron-FSDP    (and libfsdp.megatron, its counterpart; the other peer is FSDP2)
 
-On one rank nothing has to be sent, so what differs from plain training is what sharding costs by itself. Contenders take turns, each with
-the GPU for itself. Ranks that share it without CUDA's MPS take turns on it, too: of these, memory and the host's time tell something, steps
-little. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time takes the place of CUDA's events.
+On one rank nothing has to be sent, so what differs from plain training is what sharding costs by itself. Contenders take turns, each in a
+process of its own, so that none leaves memory to the next, and with the GPU for itself. Ranks that share it without CUDA's MPS take turns
+on it, too: of these, memory and the host's time tell something, steps little. With FSDP_TEST_DEVICE=cpu the models are tiny, and wall time
+takes the place of CUDA's events.
 
 A user of Megatron-FSDP gives it a model in bf16, of which it keeps main parameters in fp32; FSDP2's and libfsdp's fully_shard take a model
 in fp32, and compute in bf16. All reduce gradients in fp32.
@@ -19,6 +20,7 @@ import contextlib
 import gc
 import importlib
 import itertools
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -27,7 +29,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,7 +68,7 @@ class Case:
 
 # The first has so little arithmetic that the host is what takes time. The last launches as much as the second.
 CASES = [
-    Case("48 small units", GPTConfig(128, 64, 48, 2, 64), sequences=1, steps=8, rounds=3),
+    Case("48 small units", GPTConfig(128, 64, 48, 2, 64), sequences=1, steps=12, rounds=2),
     Case("350M", GPTConfig(32_000, 1024, 24, 16, 2048), sequences=8, steps=8, rounds=2, traced=True),
     Case("1.3B", GPTConfig(32_000, 2048, 24, 16, 2048), sequences=4, steps=6, rounds=2, counted=False),
 ]
@@ -90,10 +92,19 @@ def contenders_of(peer: str) -> tuple[str, ...]:
 class Measured:
     """Of one contender in one case, over all rounds."""
 
-    step_ms: list[float]
-    host_ms: list[float]
+    step_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
     loss: float = 0.0
+    card: str = ""
+    counted: dict[str, float] = field(default_factory=dict)
+
+    def add(self, turn: Measured) -> None:
+        self.step_ms += turn.step_ms
+        self.host_ms += turn.host_ms
+        self.peak_mib = max(self.peak_mib, turn.peak_mib)
+        self.loss, self.card = turn.loss, turn.card
+        self.counted |= turn.counted
 
 
 def flops_per_token(config: GPTConfig) -> float:
@@ -136,14 +147,11 @@ def shard_by_megatron(megatron: Any, model: GPT) -> nn.Module:
     return cast(nn.Module, sharded)
 
 
-TURNS = itertools.count()
-
-
 @contextlib.contextmanager
-def collectives_of(contender: str) -> Iterator[None]:
+def collectives_of(contender: str, turn: int) -> Iterator[None]:
     """libfsdp's collectives of a rank that is alone do nothing, unless this variable is set when its mesh is made."""
     os.environ[COLLECTIVES] = "1" if contender.endswith("with collectives") else "0"
-    device.join(RANK, RANKS, init_method=f"file://{os.environ['MEETING']}/{next(TURNS)}")
+    device.join(RANK, RANKS, init_method=f"file://{os.environ['MEETING']}/{turn}")
     try:
         yield
     finally:
@@ -221,38 +229,35 @@ def host_times(trainer: Trainer, count: int) -> list[float]:
     return times
 
 
-def measure(case: Case, contender: str, into: Measured) -> None:
-    """One turn: a model is made, warmed up and measured."""
-    gc.collect()
-    with collectives_of(contender):
-        if ON_GPU:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        trainer = Trainer(case, contender)
-        for _ in range(3):
-            loss = trainer.step()
-        into.loss = float(loss.item())
-        if ON_GPU:  # Of steps, not of making the model.
-            torch.cuda.reset_peak_memory_stats()
-        gc.disable()
-        into.step_ms += step_times(trainer, case.steps)
-        into.host_ms += host_times(trainer, case.steps)
-        gc.enable()
-        if ON_GPU:
-            into.peak_mib = max(into.peak_mib, torch.cuda.max_memory_allocated() / 2**20)
+def measure(case: Case, contender: str) -> Measured:
+    """A model is made, warmed up and measured."""
+    found = Measured()
+    trainer = Trainer(case, contender)
+    for _ in range(3):
+        loss = trainer.step()
+    found.loss = float(loss.item())
+    if ON_GPU:  # Of steps, not of making the model.
+        torch.cuda.reset_peak_memory_stats()
+    gc.disable()
+    found.step_ms = step_times(trainer, case.steps)
+    found.host_ms = host_times(trainer, case.steps)
+    gc.enable()
+    if ON_GPU:
+        found.peak_mib = torch.cuda.max_memory_allocated() / 2**20
+        found.card = torch.cuda.get_device_name()
+    return found
 
 
 def count_launches(case: Case, contender: str) -> dict[str, float]:
     """What a step asks of the device, as the profiler saw it, and the time of its kernels; and its trace, for whoever wants to look."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    with collectives_of(contender):
-        trainer = Trainer(case, contender)
-        for _ in range(3):
-            trainer.step()
+    trainer = Trainer(case, contender)
+    for _ in range(3):
+        trainer.step()
+    synchronize()
+    with profile(activities=activities) as recorded:
+        trainer.step()
         synchronize()
-        with profile(activities=activities) as recorded:
-            trainer.step()
-            synchronize()
     names = [event.name for event in recorded.events()]
     out = Path(os.environ.get("GPU_KIT_OUT", "."))
     if case.traced and contender != PLAIN:
@@ -270,45 +275,64 @@ def count_launches(case: Case, contender: str) -> dict[str, float]:
     }
 
 
+def turn_of(case: Case, contender: str, number: int, counts: bool, result: Any) -> None:
+    """A contender's turn, in a process of its own. It says what it has measured, or why it has not."""
+    try:
+        with collectives_of(contender, number):
+            found = measure(case, contender)
+            if counts:
+                found.counted = count_launches(case, contender)
+        result.send(found)
+    except Exception as error:
+        result.send(f"{type(error).__name__}: {error}"[:300])
+
+
 def report(case: Case, peer: str, measured: dict[str, Measured]) -> None:
     """A row per contender, with ratios to plain training and to the peer."""
     tokens = case.sequences * case.config.context
-    card = torch.cuda.get_device_name() if ON_GPU else ""
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
     plain, of_peer = measured.get(PLAIN), measured.get(peer)
     for contender, of_it in measured.items():
         step, host = statistics.median(of_it.step_ms), statistics.median(of_it.host_ms)
-        with rows.recorded(contender, case=case.name) as row:
-            counted = count_launches(case, contender) if case.counted else {}
-            row.update(result="measured", step_ms=round(step, 3), host_ms=round(host, 3))
-            if plain is not None and contender != PLAIN:
-                units = case.config.layers + 1
-                row["host_us_per_unit"] = round((host - statistics.median(plain.host_ms)) / units * 1e3, 1)
-            else:
-                row["host_us_per_unit"] = ""
-            row["step_to_peer"] = round(step / statistics.median(of_peer.step_ms), 3) if of_peer else ""
-            row["tokens_per_s"] = round(tokens / step * 1e3)
-            row["mfu"] = round(flops_per_token(case.config) * tokens / step * 1e3 / peak, 3) if peak else ""
-            row["peak_mib"] = round(of_it.peak_mib) if ON_GPU else ""
-            row["peak_to_peer"] = round(of_it.peak_mib / of_peer.peak_mib, 3) if ON_GPU and of_peer else ""
-            row["loss"] = round(of_it.loss, 4)
-            row.update(counted)
+        flops = next((flops for name, flops in PEAK_FLOPS.items() if name in of_it.card), None)
+        row: dict[str, Any] = {"case": case.name, "step_ms": round(step, 3), "host_ms": round(host, 3), "host_us_per_unit": ""}
+        if plain is not None and contender != PLAIN:
+            units = case.config.layers + 1
+            row["host_us_per_unit"] = round((host - statistics.median(plain.host_ms)) / units * 1e3, 1)
+        row["step_to_peer"] = round(step / statistics.median(of_peer.step_ms), 3) if of_peer else ""
+        row["tokens_per_s"] = round(tokens / step * 1e3)
+        row["mfu"] = round(flops_per_token(case.config) * tokens / step * 1e3 / flops, 3) if flops else ""
+        row["peak_mib"] = round(of_it.peak_mib) if ON_GPU else ""
+        row["peak_to_peer"] = round(of_it.peak_mib / of_peer.peak_mib, 3) if ON_GPU and of_peer else ""
+        rows.record(contender, "measured", **row, loss=round(of_it.loss, 4), **of_it.counted)
 
 
 def train(peer: str) -> None:
-    """All cases, on one of the ranks."""
+    """All cases, on one of the ranks. What all turns import is imported before they are forked, which takes most of a process's start."""
     torch.set_num_threads(1)
+    for package in ("torch._dynamo", "torch.distributed.tensor"):
+        importlib.import_module(package)
     contenders = contenders_of(peer)
     cases = (CASES if RANKS == 1 else SHARED) if ON_GPU else (REHEARSED if RANKS == 1 else REHEARSED[:1])
+    numbers = itertools.count()
+    forks = multiprocessing.get_context("fork")
     for case in cases:
         measured: dict[str, Measured] = {}
         for number in range(case.rounds):
             for contender in contenders[number % 2 :] + contenders[: number % 2]:
+                result, into = forks.Pipe(duplex=False)
+                counts = case.counted and number == case.rounds - 1
+                turn = forks.Process(target=turn_of, args=(case, contender, next(numbers), counts, into))
+                turn.start()
+                into.close()
                 try:
-                    measure(case, contender, measured.setdefault(contender, Measured([], [])))
-                except Exception as error:
-                    measured.pop(contender, None)
-                    rows.record(contender, "failed", case=case.name, why=f"{type(error).__name__}: {error}"[:300])
+                    found = result.recv()
+                except EOFError:
+                    found = "the process has died"
+                turn.join()
+                if isinstance(found, str):
+                    rows.record(contender, "failed", case=case.name, why=found)
+                else:
+                    measured.setdefault(contender, Measured()).add(found)
         report(case, peer, {name: measured[name] for name in contenders if name in measured})
 
 

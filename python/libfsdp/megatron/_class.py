@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -186,8 +187,10 @@ class MegatronFSDP(nn.Module):
             decoupled=decoupled,
         )
         discard_transposed_after_forward(self._states)
+        # Weak, as gathered parameters have the attribute, too: Python's garbage collector does not see that the engine holds these.
+        this_model = weakref.proxy(self)
         for p in module.parameters():
-            p._megatron_fsdp_model = self
+            p._megatron_fsdp_model = this_model
             p.__fsdp_param__ = True
             p.grad_added_to_main_grad = False
         self._fused_gradients = FusedGradients(self._states)

@@ -31,7 +31,7 @@ def model_of(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
         ValueError: if it has no parameters of a MegatronFSDP, or those of several.
     """
     models = {
-        id(model): model
+        id(model): model.forward.__self__  # of a proxy, what it stands for
         for group in optimizer.param_groups
         for p in group["params"]
         if (model := getattr(p, "_megatron_fsdp_model", None)) is not None

@@ -18,7 +18,7 @@ import libfsdp
 
 def assert_whole(model: nn.Module) -> None:
     found = reassembled(model)
-    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    expected = {name: whole(value).cpu() for name, value in model.state_dict().items()}
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
