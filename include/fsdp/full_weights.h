@@ -16,13 +16,37 @@ namespace fsdp {
 
 namespace weights {
 class WeightStream;
-}
+struct SavedWeights;
+}  // namespace weights
 
 /// Which ranks get whole weights. The others send what they have, and receive nothing.
 enum class WeightReceivers : std::uint8_t {
   kAll,
   kFirst,       ///< The first rank of the mesh.
   kOnePerHost,  ///< The first rank of each host.
+};
+
+/// What the receivers of a model's weights have, as bits: this rank's shards in the dtype in which they travelled last. A stream that is
+/// given it (FullWeightsOptions::since) sends what is not the same, and makes it the same. At first it has nothing, so all is sent. All is
+/// sent, too, after a stream that did not come to its end on all ranks: some receivers may then have a part of it.
+///
+/// It belongs to one kind of stream: tensors of the same names, shapes, dtypes and division, and the same receivers. It does not keep the
+/// model alive, and may be used for another one of the same kind. Each rank has its own, and all ranks use theirs together. Not
+/// thread-safe.
+class WeightSnapshot {
+ public:
+  /// `device`: where the bits are kept; by default, each beside its shard.
+  explicit WeightSnapshot(std::optional<at::Device> device = {});
+  ~WeightSnapshot();
+  WeightSnapshot(const WeightSnapshot&) = delete;
+  WeightSnapshot& operator=(const WeightSnapshot&) = delete;
+
+  /// The bytes that it holds on this rank: as many as its shards have in the dtype that travels.
+  std::int64_t nbytes() const;
+
+ private:
+  friend class weights::WeightStream;
+  std::unique_ptr<weights::SavedWeights> saved_;
 };
 
 /// What full_weights gives, and to whom.
@@ -34,13 +58,26 @@ struct FullWeightsOptions {
   /// Only these; by default all parameters and buffers.
   std::optional<std::vector<std::string>> names = {};
   WeightReceivers ranks = WeightReceivers::kAll;  ///< The ranks that receive.
+  /// Only what is not as it is there comes, as a change of single elements (WeightBucket::changes) where that has fewer bytes, and whole
+  /// where not. The snapshot then has what has come.
+  std::shared_ptr<WeightSnapshot> since = {};
 };
 
-/// Whole tensors with their names: views of one buffer, in the order of the model's parameters and then its buffers. Both are empty on
+/// New values for some elements of a tensor.
+struct WeightChange {
+  std::string name;
+  std::vector<std::int64_t> shape;  ///< Of the whole tensor.
+  /// The elements' places in the flattened tensor, each once: 1-D, int32, or int64 for tensors of 2^31 elements and more.
+  at::Tensor positions;
+  at::Tensor values;  ///< As many, 1-D.
+};
+
+/// Whole tensors with their names: views of one buffer, in the order of the model's parameters and then its buffers. All is empty on
 /// ranks that do not receive. The memory is the next bucket's when that is asked for, and using the tensors then is an error: clone what is
 /// to be kept.
 struct WeightBucket {
   std::vector<std::pair<std::string, at::Tensor>> weights;  ///< Names with whole tensors.
+  std::vector<WeightChange> changes;                        ///< Of other tensors, with FullWeightsOptions::since.
   at::Tensor flat;                                          ///< The buffer: 1-D, bytes. Each tensor begins at a multiple of 64 bytes.
 };
 
@@ -99,6 +136,8 @@ class FullWeights {
   void close();
   /// The number of buckets.
   std::size_t size() const;
+  /// The part of all elements that differ from FullWeightsOptions::since, from 0 to 1. It is 1 without it, and where all is sent.
+  double changed_fraction() const;
 
  private:
   std::unique_ptr<weights::WeightStream> stream_;

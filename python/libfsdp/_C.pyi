@@ -262,12 +262,29 @@ class WeightStream:
         dtype: torch.dtype | None,
         names: Sequence[str] | None,
         ranks: WeightReceivers,
+        since: WeightSnapshot | None,
         problem: str,
     ) -> None: ...
-    def next(self) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None] | None: ...
+    def next(
+        self,
+    ) -> (
+        tuple[
+            list[tuple[str, torch.Tensor]],
+            list[tuple[str, list[int], torch.Tensor, torch.Tensor]],
+            torch.Tensor | None,
+        ]
+        | None
+    ): ...
     def close(self) -> None: ...
     @property
     def buckets(self) -> int: ...
+    @property
+    def changed_fraction(self) -> float: ...
+
+class WeightSnapshot:
+    def __init__(self, device: torch.device | None) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
 
 _Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
 

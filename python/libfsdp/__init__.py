@@ -15,7 +15,9 @@ _torch_version.require_same_binaries(
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 
 from libfsdp import _C, _updates, optim  # noqa: E402, F401
+from libfsdp._apply_changes import apply_changes  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
+from libfsdp._changed_weights import ChangeBucket, ChangedWeights, WeightChange, WeightSnapshot  # noqa: E402
 from libfsdp._checkpoint._folder import best, latest  # noqa: E402
 from libfsdp._checkpoint._load import Loaded, load, load_latest  # noqa: E402
 from libfsdp._checkpoint._loading import read_rank_extra  # noqa: E402
@@ -45,6 +47,8 @@ __version__: str = _C.version
 __all__ = [
     "AsyncSaver",
     "CPUOffloadPolicy",
+    "ChangeBucket",
+    "ChangedWeights",
     "CommError",
     "Error",
     "FSDPModule",
@@ -63,9 +67,12 @@ __all__ = [
     "UnshardHandle",
     "WantedBox",
     "WeightBucket",
+    "WeightChange",
     "WeightMetadata",
+    "WeightSnapshot",
     "WeightSource",
     "__version__",
+    "apply_changes",
     "best",
     "clip_grad_norm_",
     "full_weights",

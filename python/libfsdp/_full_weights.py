@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from libfsdp import _C
+from libfsdp._changed_weights import ChangedWeights, WeightSnapshot
 from libfsdp._model import form, states_in
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class FullWeights:
         bucket = self._stream.next()
         if bucket is None:
             raise StopIteration
-        return WeightBucket(*bucket)
+        weights, _, flat = bucket
+        return WeightBucket(weights, flat)
 
     def __len__(self) -> int:
         """The number of all buckets."""
@@ -84,6 +86,7 @@ class FullWeights:
         self._stream.close()
 
 
+@overload
 def full_weights(
     model: nn.Module,
     *,
@@ -91,7 +94,31 @@ def full_weights(
     dtype: torch.dtype | None = None,
     names: Collection[str] | None = None,
     ranks: Receivers = "all",
-) -> FullWeights:
+    since: None = None,
+) -> FullWeights: ...
+
+
+@overload
+def full_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 128 << 20,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
+    ranks: Receivers = "all",
+    since: WeightSnapshot,
+) -> ChangedWeights: ...
+
+
+def full_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 128 << 20,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
+    ranks: Receivers = "all",
+    since: WeightSnapshot | None = None,
+) -> FullWeights | ChangedWeights:
     """Gives the whole parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
 
     Each bucket is a list of names with tensors over one buffer. While a program has one bucket, the next one is
@@ -112,16 +139,21 @@ def full_weights(
         names: only these of the names of ``state_dict()``.
         ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
             get buckets without tensors.
+        since: what the receivers have. Buckets are then lists of WeightChange, of the tensors that do not have the same
+            bits: single elements with their positions where these have fewer bytes, and the whole tensor where not. Each
+            rank keeps the changes of its shards until the end.
 
     Raises:
         Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; for
-            tensor-parallel parameters; inside of a backward.
+            tensor-parallel parameters; inside of a backward; if the snapshot is of streams of another kind.
         ValueError: if the model is not sharded.
     """
     states = [(state, enclosing) for _, state, enclosing in states_in(model)]
     if not states:
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")
     problem = problem_of(bucket_bytes, dtype, names, ranks)
+    if since is not None and not isinstance(since, WeightSnapshot):
+        problem = problem or f"full_weights: since must be a WeightSnapshot or None, got {since!r}"
     values: dict[str, Any] = {}
     try:
         values = model.state_dict(keep_vars=True)  # Modules show shards then.
@@ -154,9 +186,10 @@ def full_weights(
         dtype=None if problem else dtype,
         names=None if problem or names is None else list(names),
         ranks=_RECEIVERS["all" if problem else ranks],
+        since=since._snapshot if isinstance(since, WeightSnapshot) else None,
         problem=problem,
     )
-    return FullWeights(stream)
+    return FullWeights(stream) if since is None else ChangedWeights(stream)
 
 
 def problem_of(bucket_bytes: Any, dtype: Any, names: Any, ranks: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
+from libfsdp._changed_weights import ChangedWeights, WeightChange
 from libfsdp._full_weights import FullWeights
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def load_weights(
         for number, bucket in enumerate(_buckets_of(buckets)):
             loading.take(number, bucket)
     except BaseException:
-        if isinstance(buckets, (FullWeights, Generator)):
+        if isinstance(buckets, (FullWeights, ChangedWeights, Generator)):
             buckets.close()  # The traceback keeps it alive, and the other ranks would wait for as long.
         raise
     loading.end()
@@ -67,6 +68,13 @@ def _buckets_of(buckets: Iterable[Any]) -> Iterator[list[Pair]]:
         )
 
 
+def targets_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers of a module, by their names in ``state_dict()``."""
+    own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
+    # What hooks put into a state dict beside parameters and buffers would be written to in vain.
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) in own}
+
+
 class _Loading:
     """What has come for a module, and what is expected.
 
@@ -74,9 +82,7 @@ class _Loading:
     """
 
     def __init__(self, module: nn.Module, names: Collection[str] | None, rename: Callable[[str], str] | None) -> None:
-        own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
-        # What hooks put into a state dict beside parameters and buffers would be copied into in vain.
-        self._targets = {name: t for name, t in module.state_dict(keep_vars=True).items() if id(t) in own}
+        self._targets = targets_of(module)
         self._rename = rename
         self._come: dict[str, str] = {}  # the names that have come, by those that they have in the module
         self._filled: dict[int, str] = {}  # the name by which a tensor was filled, by its id
@@ -85,12 +91,12 @@ class _Loading:
                 raise _C.Error(f"load_weights: names must be a list of names, or None, got {names!r}")
             unknown = [f"no parameter or buffer '{name}'" for name in names if name not in self._targets]
             if unknown:
-                raise _C.Error(f"load_weights: names: {_told(unknown)} in {type(module).__name__}")
+                raise _C.Error(f"load_weights: names: {told(unknown)} in {type(module).__name__}")
             wanted = set(names)
             self._targets = {name: target for name, target in self._targets.items() if name in wanted}
-        faults = [fault for name, target in self._targets.items() if (fault := _fault_of_target(name, target))]
+        faults = [fault for name, target in self._targets.items() if (fault := fault_of_target(name, target))]
         if faults:
-            raise _C.Error(f"load_weights: {_told(faults)}")
+            raise _C.Error(f"load_weights: {told(faults)}")
 
     def take(self, number: int, bucket: list[Pair]) -> None:
         """Copies a bucket, of this number from 0, into the module."""
@@ -98,6 +104,8 @@ class _Loading:
         found: dict[str, tuple[str, torch.Tensor]] = {}
         for entry in bucket:
             name, tensor = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (None, None)
+            if isinstance(entry, WeightChange):
+                raise _C.Error("load_weights: changes come, of full_weights with since; pass them to apply_changes")
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise _C.Error(f"load_weights: bucket {number + 1}: a name with a tensor must come, got {entry!r:.60}")
             mine = name if self._rename is None else self._rename(name)
@@ -113,7 +121,7 @@ class _Loading:
             else:
                 found[mine] = (name, tensor)
         if faults:
-            raise _C.Error(f"load_weights: bucket {number + 1}: {_told(faults)}; {self._loaded()}")
+            raise _C.Error(f"load_weights: bucket {number + 1}: {told(faults)}; {self._loaded()}")
         for mine, (name, tensor) in found.items():
             self._fill(mine, tensor)
             self._come[mine] = name
@@ -123,7 +131,7 @@ class _Loading:
         missing = [f"'{name}'" for name, target in self._targets.items() if id(target) not in self._filled]
         if missing:
             raise _C.Error(
-                f"load_weights: {_told(missing)} did not come; {self._loaded()}; if only some are sent, pass their names as names"
+                f"load_weights: {told(missing)} did not come; {self._loaded()}; if only some are sent, pass their names as names"
             )
 
     @torch.no_grad()
@@ -144,7 +152,7 @@ class _Loading:
         return f"{len(self._come)} of {len(self._targets)} were loaded before{last}"
 
 
-def _fault_of_target(name: str, target: torch.Tensor) -> str:
+def fault_of_target(name: str, target: torch.Tensor) -> str:
     """Returns why a tensor can't be filled; empty if it can."""
     if isinstance(target, DTensor):
         return f"'{name}' is a DTensor: only ordinary modules can be filled"
@@ -153,7 +161,7 @@ def _fault_of_target(name: str, target: torch.Tensor) -> str:
     return ""
 
 
-def _told(faults: list[str]) -> str:
+def told(faults: list[str]) -> str:
     """Joins faults, the first ones if there are many."""
     more = len(faults) - _TOLD
     return ", ".join(faults[:_TOLD]) + (f" and {more} more" if more > 0 else "")

@@ -27,9 +27,15 @@ using weights::WeightStream;
 using GivenEntry =
     std::tuple<std::vector<std::string>, std::vector<std::int64_t>, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t>;
 
+/// The whole tensors, what has changed in others (name, shape, positions, values), and the buffer of all these.
+using GivenBucket =
+    std::tuple<std::vector<std::pair<std::string, at::Tensor>>,
+               std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::Tensor, at::Tensor>>, std::optional<at::Tensor>>;
+
 std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
                                           const std::vector<GivenEntry>& entries, std::int64_t bucket_bytes, const py::object& dtype,
-                                          std::optional<std::vector<std::string>> names, WeightReceivers ranks, std::string problem) {
+                                          std::optional<std::vector<std::string>> names, WeightReceivers ranks,
+                                          std::shared_ptr<WeightSnapshot> since, std::string problem) {
   weights::Request request;
   for (const auto& model : models) request.engines.push_back(model->shared_engine());
   for (const auto& [of_entry, shape, own, unit, parameter, cut] : entries) {
@@ -44,6 +50,7 @@ std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hook
   if (!dtype.is_none()) request.options.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   request.options.names = std::move(names);
   request.options.ranks = ranks;
+  request.options.since = std::move(since);
   request.problem = std::move(problem);
   const py::gil_scoped_release no_gil;
   const OutsideTransforms outside;
@@ -60,24 +67,29 @@ void bind_export(py::module_& module) {
       .value("ALL", WeightReceivers::kAll)
       .value("FIRST", WeightReceivers::kFirst)
       .value("ONE_PER_HOST", WeightReceivers::kOnePerHost);
+  py::class_<WeightSnapshot, std::shared_ptr<WeightSnapshot>>(module, "WeightSnapshot", "What the receivers of a model's weights have.")
+      .def(py::init<std::optional<at::Device>>(), py::arg("device"))
+      .def_property_readonly("nbytes", &WeightSnapshot::nbytes);
   constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
   py::class_<WeightStream, std::shared_ptr<WeightStream>>(module, "WeightStream", "Whole tensors of a model, bucket by bucket.")
       .def(py::init(&make_stream), py::arg("models"), py::arg("entries"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
-           py::arg("names"), py::arg("ranks"), py::arg("problem"))
-      .def(
-          "next",
-          [](WeightStream& stream) -> std::optional<std::pair<std::vector<std::pair<std::string, at::Tensor>>, std::optional<at::Tensor>>> {
-            std::optional<WeightBucket> bucket;
-            {
-              const py::gil_scoped_release no_gil;
-              const OutsideTransforms outside;
-              bucket = stream.next();
-            }
-            if (!bucket) return std::nullopt;
-            return std::pair(std::move(bucket->weights), bucket->flat.defined() ? std::optional(bucket->flat) : std::nullopt);
-          })
+           py::arg("names"), py::arg("ranks"), py::arg("since"), py::arg("problem"))
+      .def("next",
+           [](WeightStream& stream) -> std::optional<GivenBucket> {
+             std::optional<WeightBucket> bucket;
+             {
+               const py::gil_scoped_release no_gil;
+               const OutsideTransforms outside;
+               bucket = stream.next();
+             }
+             if (!bucket) return std::nullopt;
+             GivenBucket given(std::move(bucket->weights), {}, bucket->flat.defined() ? std::optional(bucket->flat) : std::nullopt);
+             for (auto& [name, shape, positions, values] : bucket->changes) std::get<1>(given).emplace_back(name, shape, positions, values);
+             return given;
+           })
       .def("close", &WeightStream::close, kNoGil)
-      .def_property_readonly("buckets", &WeightStream::buckets);
+      .def_property_readonly("buckets", &WeightStream::buckets)
+      .def_property_readonly("changed_fraction", &WeightStream::changed_fraction);
 }
 
 }  // namespace fsdp::bindings

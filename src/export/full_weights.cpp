@@ -56,6 +56,17 @@ FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options) 
   return FullWeights(std::make_unique<weights::WeightStream>(std::move(request)));
 }
 
+WeightSnapshot::WeightSnapshot(std::optional<at::Device> device) : saved_(std::make_unique<weights::SavedWeights>()) {
+  saved_->device = device;
+}
+WeightSnapshot::~WeightSnapshot() = default;
+
+std::int64_t WeightSnapshot::nbytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& shard : saved_->shards) bytes += shard.defined() ? static_cast<std::int64_t>(shard.nbytes()) : 0;
+  return bytes;
+}
+
 FullWeights::FullWeights(std::unique_ptr<weights::WeightStream> stream) : stream_(std::move(stream)) {}
 FullWeights::FullWeights(FullWeights&&) noexcept = default;
 FullWeights::~FullWeights() = default;
@@ -73,5 +84,7 @@ void FullWeights::close() {
 }
 
 std::size_t FullWeights::size() const { return stream_->buckets(); }
+
+double FullWeights::changed_fraction() const { return stream_->changed_fraction(); }
 
 }  // namespace fsdp

@@ -32,22 +32,7 @@ constexpr auto kKind = memory::Kind::kGatheredParameters;
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
 
-/// True for dtypes of which an element is one floating-point number.
-bool is_converted(at::ScalarType dtype) { return at::isFloatingType(dtype) && dtype != at::kFloat4_e2m1fn_x2; }
-
 at::Tensor view(const at::Tensor& bytes, std::int64_t begin, std::int64_t size) { return comm::flat_view(bytes, begin, size); }
-
-const char* name_of(WeightReceivers receivers) {
-  switch (receivers) {
-    case WeightReceivers::kAll:
-      return "all";
-    case WeightReceivers::kFirst:
-      return "the first";
-    case WeightReceivers::kOnePerHost:
-      return "one per host";
-  }
-  return "";
-}
 
 /// Keeps the entries, and the names of them, that are asked for. Throws Error for names that no entry has.
 void select(std::vector<Entry>& entries, const std::vector<std::string>& names) {
@@ -62,11 +47,11 @@ void select(std::vector<Entry>& entries, const std::vector<std::string>& names) 
 }
 
 /// What all ranks must ask for alike.
-std::string text_of(const Request& request) {
+std::string text_of(const Request& request, const SavedWeights* snapshot) {
   std::ostringstream text;
   text << "bucket_bytes " << request.options.bucket_bytes << "\ndtype "
        << (request.options.dtype ? c10::toString(*request.options.dtype) : "of the main parameters") << "\nranks "
-       << name_of(request.options.ranks) << "\n";
+       << name_of(request.options.ranks) << "\nsince " << (snapshot != nullptr ? text_of_snapshot(*snapshot) : "nothing") << "\n";
   if (!request.problem.empty()) text << "cannot export: " << request.problem << "\n";
   if (request.options.names) text << request.options.names->size() << " names\n";
   for (const auto& entry : request.entries) {
@@ -77,9 +62,10 @@ std::string text_of(const Request& request) {
 
 }  // namespace
 
-WeightStream::WeightStream(Request request) : engines_(request.engines), ranks_(engines_.front()->options().mesh) {
+WeightStream::WeightStream(Request request)
+    : engines_(request.engines), since_(request.options.since), ranks_(engines_.front()->options().mesh) {
   check(request);
-  const auto text = text_of(request);
+  const auto text = text_of(request, since_ != nullptr ? since_->saved_.get() : nullptr);
   entries_ = std::move(request.entries);
   auto& lead = *engines_.front();
   lead.main().exclusively([&] {
@@ -88,6 +74,7 @@ WeightStream::WeightStream(Request request) : engines_(request.engines), ranks_(
     const at::NoGradGuard no_grad;
     choose_receivers(request.options.ranks);
     try {
+      if (since_ != nullptr) keep_changes(request.options);
       plan(request.options.bucket_bytes, request.options.dtype);
       start();
     } catch (...) {
@@ -132,6 +119,7 @@ void WeightStream::check(Request& request) {
       throw Error(std::string("full_weights: dtype ") + c10::toString(*request.options.dtype) + " is no floating-point dtype");
     }
     if (request.options.names) select(request.entries, *request.options.names);
+    if (since_ != nullptr) check_snapshot(*since_->saved_, form_of(request.entries, request.options));
   } catch (const CommError&) {
     throw;
   } catch (const Error& error) {
@@ -174,9 +162,14 @@ void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType>
   std::int64_t whole_bytes = 0;  // of the last bucket, as a receiver holds it
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     const auto& entry = entries_[i];
-    const auto travels = dtype && is_converted(entry.own.scalar_type()) ? *dtype : entry.own.scalar_type();
-    const auto bytes = aligned(c10::multiply_integers(entry.shape) * static_cast<std::int64_t>(c10::elementSize(travels)));
-    if (buckets_.empty() || (whole_bytes > 0 && whole_bytes + bytes > bucket_bytes)) {
+    const auto travels = travelling_dtype(entry, dtype);
+    const auto numel = entry.changed ? entry.changed->largest_numel : c10::multiply_integers(entry.shape);
+    const auto bytes = aligned(numel * static_cast<std::int64_t>(c10::elementSize(travels)));
+    // Values are in the bucket of their positions.
+    const bool is_pair = entry.changed && entry.changed->is_positions;
+    const auto together = bytes + (is_pair ? aligned(numel * static_cast<std::int64_t>(entries_[i + 1].own.itemsize())) : 0);
+    const bool may_begin = !entry.changed || is_pair;
+    if (buckets_.empty() || (may_begin && whole_bytes > 0 && whole_bytes + together > bucket_bytes)) {
       buckets_.emplace_back();
       whole_bytes = 0;
     }
@@ -198,18 +191,14 @@ WeightStream::Place WeightStream::place(std::size_t i, at::ScalarType dtype, std
   const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype));
   const auto whole = c10::multiply_integers(entry.shape) * itemsize;
   Place place{.entry = i, .dtype = dtype, .rows = nullptr, .ranges = {}, .inner_bytes = {}, .outer_bytes = {}};
-  if (entry.unit == nullptr || entry.unit->replicated_optimizer()) {
+  if (!entry.is_cut()) {
     if (receives_) place.ranges.whole = place.ranges.own = {begin, whole};
     return place;
   }
   const auto& unit = *entry.unit;
   place.rows = rows_of(unit);
-  // A complex number is two of the layout's elements.
-  const auto element = unit.layout.placements()[entry.parameter].numel * itemsize / std::max(whole, std::int64_t{1});
-  std::vector<std::int64_t> begins = {0};  // of each piece in the tensor, bytes
-  for (std::int64_t piece = 0; piece < unit.layout.world_size(); ++piece) {
-    begins.push_back(begins.back() + unit.layout.local_slice(entry.parameter, piece).numel * itemsize / std::max(element, std::int64_t{1}));
-  }
+  auto begins = begins_by_rank(entry);  // in the tensor, bytes
+  for (auto& of_piece : begins) of_piece *= itemsize;
   const auto range_of = [&](engine::Pieces pieces) {
     const auto from = begins[static_cast<std::size_t>(pieces.first)];
     return Range{from, begins[static_cast<std::size_t>(pieces.first + pieces.count)] - from};
@@ -353,9 +342,17 @@ WeightBucket WeightStream::arrived(const BucketPlan& bucket, const at::Tensor& b
   WeightBucket result;
   if (!receives_) return result;
   result.flat = buffer;
-  for (const auto& place : bucket.places) {
-    const auto weight = whole(place, buffer);
-    for (const auto& name : entries_[place.entry].names) result.weights.emplace_back(name, weight);
+  for (auto place = bucket.places.begin(); place != bucket.places.end(); ++place) {
+    const auto& entry = entries_[place->entry];
+    const auto weight = whole(*place, buffer);
+    if (entry.changed) ++place;  // to the values
+    for (const auto& name : entry.names) {
+      if (entry.changed) {
+        result.changes.push_back({name, entry.changed->shape, weight, whole(*place, buffer)});
+      } else {
+        result.weights.emplace_back(name, weight);
+      }
+    }
   }
   return result;
 }
@@ -406,6 +403,10 @@ void WeightStream::forget(StreamState state) {
   ahead_ = {};
   given_ = {};
   spare_ = {};
+  entries_.clear();
+  if (since_ != nullptr && since_->saved_->state == SnapshotState::kMoving) {
+    since_->saved_->state = state == StreamState::kEnded ? SnapshotState::kKnown : SnapshotState::kUnknown;
+  }
   engines_.front()->accounting().remove(kKind, std::exchange(counted_bytes_, 0));
   release_engines();
 }

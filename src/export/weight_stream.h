@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,20 +15,12 @@
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
 #include "engine/unit.h"
+#include "export/weight_changes.h"
+#include "export/weight_entry.h"
 #include "fsdp/full_weights.h"
 
 // The namespace is not called as the folder is, because `export` is a keyword.
 namespace fsdp::weights {
-
-/// A tensor of a model's state, and what this rank has of it.
-struct Entry {
-  std::vector<std::string> names;  ///< Several if it is tied: it then travels once.
-  std::vector<std::int64_t> shape;
-  at::Tensor own;                      ///< With any strides, if `unit` is null.
-  const engine::Unit* unit = nullptr;  ///< The tensor's unit. Null, or without shards: `own` is the whole tensor.
-  std::size_t parameter = 0;           ///< Its index in the unit.
-  std::int64_t cut = 0;                ///< The dimension that is cut. Ranks have slices along it, each in row-major order.
-};
 
 struct Request {
   std::vector<std::shared_ptr<engine::Engine>> engines;  ///< Those of the entries. The mesh of the first one has all ranks.
@@ -65,6 +58,8 @@ class WeightStream {
   void close();
 
   std::size_t buckets() const { return buckets_.size(); }
+  /// See FullWeights::changed_fraction.
+  double changed_fraction() const { return changed_fraction_; }
   StreamState state() const { return state_; }
 
  private:
@@ -116,6 +111,9 @@ class WeightStream {
   void check(Request& request);
   void choose_receivers(WeightReceivers receivers);
   const Rows* rows_of(const engine::Unit& unit);
+  void on_all(const std::function<void()>& work) const;
+  void keep_changes(const FullWeightsOptions& options);
+  Counts exchange(const std::vector<Entry>& entries, const std::vector<std::int64_t>& changed);
   void plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype);
   Place place(std::size_t entry, at::ScalarType dtype, std::int64_t begin);
   void start();
@@ -132,6 +130,8 @@ class WeightStream {
 
   std::vector<std::shared_ptr<engine::Engine>> engines_;
   std::vector<Entry> entries_;
+  std::shared_ptr<WeightSnapshot> since_;  ///< Or null.
+  double changed_fraction_ = 1;
   comm::Ranks ranks_;
   std::vector<std::unique_ptr<Rows>> rows_;
   bool receives_ = true;

@@ -1,0 +1,123 @@
+"""What has changed in the weights of a sharded model, in a stream of buckets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from libfsdp import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+
+class WeightSnapshot:
+    """What the receivers of a model's weights have: the bits of this rank's shards, in the dtype in which they travelled last.
+
+    A stream of full_weights that is given it as ``since`` sends what differs from it, and brings it up to date. A new one
+    has nothing, so that everything is sent. Everything is sent, too, after a stream that has not come to its end on all
+    ranks, because some receivers may have a part of it.
+
+    It belongs to streams of one kind: tensors of the same names, shapes, dtypes and division, and the same ``ranks``. It
+    does not keep the model, and may go on with another one of the same kind, a resumed one, say. Each rank has its own;
+    all ranks use theirs together.
+
+    Args:
+        device: where the bits are kept, "cpu" for host memory; by default, each beside its shard.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._snapshot = _C.WeightSnapshot(None if device is None else torch.device(device))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it holds: on each rank as many as its shards have in the dtype that travels."""
+        return self._snapshot.nbytes
+
+
+class WeightChange(NamedTuple):
+    """New values of a tensor, of all its elements or of some.
+
+    Attributes:
+        name: the name in ``state_dict()``.
+        shape: the shape of the whole tensor.
+        positions: where the elements are in the flattened tensor, each once: one dimension, int32, or int64 for tensors
+            of 2**31 elements and more. None if all of them come.
+        values: as many as there are positions, in one dimension; the whole tensor if all come.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    positions: torch.Tensor | None
+    values: torch.Tensor
+
+
+class ChangeBucket(list[WeightChange]):
+    """Changes, the whole tensors first.
+
+    Attributes:
+        flat: the buffer of which positions and values are views: one dimension, bytes; each tensor begins at a multiple
+            of 64 bytes. None on ranks that do not receive.
+    """
+
+    def __init__(self, changes: Iterable[WeightChange], flat: torch.Tensor | None) -> None:
+        super().__init__(changes)
+        self.flat = flat
+
+
+class ChangedWeights:
+    """An iterator of buckets of changes, and a context manager that closes it: see full_weights, with ``since``.
+
+    The changes come to the snapshot when the stream is made, and count as come to the receivers when all buckets have
+    been taken on all ranks, and the iterator has ended.
+    """
+
+    def __init__(self, stream: _C.WeightStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[ChangeBucket]:
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> ChangeBucket:
+        """Returns the next bucket. Collective.
+
+        Raises:
+            Error: if another rank has stopped.
+            CommError: if a rank has gone.
+        """
+        bucket = self._stream.next()
+        if bucket is None:
+            raise StopIteration
+        whole, changes, flat = bucket
+        found = [WeightChange(name, tuple(values.shape), None, values) for name, values in whole]
+        found += [WeightChange(name, tuple(shape), positions, values) for name, shape, positions, values in changes]
+        return ChangeBucket(found, flat)
+
+    def __len__(self) -> int:
+        """The number of all buckets: 0 if nothing has changed."""
+        return self._stream.buckets
+
+    @property
+    def changed_fraction(self) -> float:
+        """The part of all elements that have changed, from 0 to 1, the same on all ranks. It is 1 if everything is sent."""
+        return self._stream.changed_fraction
+
+    def __enter__(self) -> ChangedWeights:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def close(self) -> None:
+        """Stops before the last bucket, so that the next stream sends everything.
+
+        Waits until the other ranks have come to their next bucket; does nothing after the end.
+        """
+        self._stream.close()

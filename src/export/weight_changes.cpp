@@ -1,0 +1,294 @@
+#include "export/weight_changes.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <utility>
+
+#include "export/weight_stream.h"
+#include "fsdp/error.h"
+#include "memory/accounting.h"
+
+namespace fsdp::weights {
+namespace {
+
+constexpr comm::Label kComparison = {.operation = "full_weights: what has changed", .unit = {}};
+
+/// A name that no other snapshot has.
+std::string new_id() {
+  std::random_device random;
+  std::ostringstream id;
+  id << std::hex << random() << random();
+  return id.str();
+}
+
+/// A 1-D tensor's bits as integers, of which a copy and a comparison know no NaN and no sign of zero. Elements of 16 bytes are rows of two.
+at::Tensor bits(const at::Tensor& values) {
+  switch (values.itemsize()) {
+    case 1:
+      return values.view(at::kByte);
+    case 2:
+      return values.view(at::kShort);
+    case 4:
+      return values.view(at::kInt);
+    case 8:
+      return values.view(at::kLong);
+    default:
+      return values.view(at::kLong).view({-1, 2});
+  }
+}
+
+std::int64_t numel_of(const std::vector<std::int64_t>& shape) { return c10::multiply_integers(shape); }
+
+at::ScalarType dtype_of_positions(std::int64_t numel) { return numel <= std::numeric_limits<std::int32_t>::max() ? at::kInt : at::kLong; }
+
+/// The places of a shard's elements in the flattened tensor. `places`: those in the shard, int64.
+at::Tensor places_in_whole(const Entry& entry, const at::Tensor& places) {
+  if (!entry.is_cut()) return places;
+  const auto& unit = *entry.unit;
+  const auto begins = begins_by_rank(entry);
+  const auto own = begins[static_cast<std::size_t>(unit.main_pieces().first)];
+  if (entry.cut == 0) return places + own;
+  const auto slices = unit.communicators.gather->size();
+  const auto slice = unit.communicators.gather->rank();
+  const auto within = places + (own - begins[static_cast<std::size_t>(unit.inner_pieces().first)]);
+  const auto cut = entry.shape.begin() + entry.cut;
+  const auto row = std::accumulate(cut, entry.shape.end(), std::int64_t{1}, std::multiplies<>());  // of the tensor
+  const auto part = row / slices;                                                                  // of it in a slice
+  return within.div(part, "floor") * row + slice * part + within.remainder(part);
+}
+
+}  // namespace
+
+bool is_converted(at::ScalarType dtype) { return at::isFloatingType(dtype) && dtype != at::kFloat4_e2m1fn_x2; }
+
+at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype) {
+  const auto own = entry.own.scalar_type();
+  return dtype && is_converted(own) ? *dtype : own;
+}
+
+std::vector<std::int64_t> begins_by_rank(const Entry& entry) {
+  const auto& layout = entry.unit->layout;
+  std::vector<std::int64_t> begins = {0};
+  // A complex number is two of the layout's elements.
+  const auto element =
+      std::max(layout.placements()[entry.parameter].numel / std::max(numel_of(entry.shape), std::int64_t{1}), std::int64_t{1});
+  for (std::int64_t piece = 0; piece < layout.world_size(); ++piece) {
+    const auto numel = entry.changed ? entry.changed->numel_of_piece[static_cast<std::size_t>(piece)]
+                                     : layout.local_slice(entry.parameter, piece).numel / element;
+    begins.push_back(begins.back() + numel);
+  }
+  return begins;
+}
+
+Comparison::Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything)
+    : entries_(std::move(entries)), saved_(saved), dtype_(dtype), receives_(receives), everything_(everything) {
+  saved_.shards.resize(entries_.size());
+}
+
+/// This rank's values as they travel, flat.
+at::Tensor Comparison::now(std::size_t entry) const {
+  const auto& own = entries_[entry].own;
+  return own.to(travelling_dtype(entries_[entry], dtype_)).reshape({-1});
+}
+
+/// Which elements of this rank's values have other bits than in the snapshot: bool, 1-D.
+at::Tensor Comparison::changed(std::size_t entry) const {
+  const auto values = now(entry);
+  const auto differ = bits(values).ne(bits(saved_.shards[entry].to(values.device())));
+  return differ.dim() == 1 ? differ : differ.any(1);
+}
+
+std::vector<std::int64_t> Comparison::count() const {
+  std::vector<std::int64_t> counts;
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    counts.push_back(is_sent(entries_[i]) ? changed(i).count_nonzero().item<std::int64_t>() : 0);
+  }
+  return counts;
+}
+
+std::vector<Entry> Comparison::take(const Counts& counts) {
+  std::vector<Entry> taken;
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const auto numel = numel_of(entries_[i].shape);
+    const auto value = static_cast<std::int64_t>(c10::elementSize(travelling_dtype(entries_[i], dtype_)));
+    const auto place = static_cast<std::int64_t>(c10::elementSize(dtype_of_positions(numel)));
+    if (everything_ || counts.largest[i] * (place + value) >= numel * value) {
+      if (!everything_ && counts.largest[i] == 0) continue;
+      save_whole(i);
+      auto& entry = taken.emplace_back(entries_[i]);
+      // What is written to the shards while the stream goes on is not sent, and the next comparison finds it.
+      if (is_sent(entry)) entry.own = saved_.shards[i];
+    } else if (counts.largest[i] > 0) {
+      take_changes(i, counts, taken);
+    }
+  }
+  return taken;
+}
+
+void Comparison::save_whole(std::size_t entry) {
+  if (!is_sent(entries_[entry])) return;
+  const auto values = now(entry);
+  auto& saved = saved_.shards[entry];
+  if (!saved.defined()) saved = at::empty(values.sizes(), values.options().device(saved_.device.value_or(values.device())));
+  saved.copy_(values);
+}
+
+/// Adds an entry for the positions and one for the values.
+void Comparison::take_changes(std::size_t i, const Counts& counts, std::vector<Entry>& taken) {
+  const auto& entry = entries_[i];
+  auto positions = at::empty({0}, entry.own.options().dtype(at::kLong));
+  auto values = at::empty({0}, entry.own.options().dtype(travelling_dtype(entry, dtype_)));
+  if (is_sent(entry)) {
+    const auto places = changed(i).nonzero().view({-1});
+    const auto new_bits = bits(now(i)).index_select(0, places);
+    auto saved = bits(saved_.shards[i]);
+    saved.index_copy_(0, places.to(saved.device()), new_bits.to(saved.device()));
+    positions = places_in_whole(entry, places);
+    values = new_bits.view({-1}).view(values.scalar_type());
+  }
+  Changed changed{.shape = entry.shape, .numel_of_piece = counts.of_pieces[i], .largest_numel = counts.largest[i], .is_positions = true};
+  const auto& pieces = changed.numel_of_piece;
+  const auto numel = entry.is_cut() ? std::accumulate(pieces.begin(), pieces.end(), std::int64_t{0}) : values.numel();
+  auto& first = taken.emplace_back(entry);
+  first.shape = {numel};
+  first.cut = 0;
+  first.own = positions.to(dtype_of_positions(numel_of(entry.shape)));
+  first.changed = changed;
+  auto second = first;
+  second.own = values;
+  second.changed->is_positions = false;
+  taken.push_back(std::move(second));
+}
+
+double Comparison::fraction(const Counts& counts) const {
+  std::int64_t numel = 0;
+  for (const auto& entry : entries_) numel += numel_of(entry.shape);
+  if (everything_ || numel == 0) return everything_ ? 1 : 0;
+  const auto changed = std::accumulate(counts.largest.begin(), counts.largest.end(), std::int64_t{0});
+  return static_cast<double>(changed) / static_cast<double>(numel);
+}
+
+const char* name_of(WeightReceivers receivers) {
+  switch (receivers) {
+    case WeightReceivers::kAll:
+      return "all";
+    case WeightReceivers::kFirst:
+      return "the first";
+    case WeightReceivers::kOnePerHost:
+      return "one per host";
+  }
+  return "";
+}
+
+std::vector<std::string> form_of(const std::vector<Entry>& entries, const FullWeightsOptions& options) {
+  std::vector<std::string> form = {std::string("ranks ") + name_of(options.ranks)};
+  for (const auto& entry : entries) {
+    std::ostringstream line;
+    for (const auto& name : entry.names) line << "'" << name << "' ";
+    line << at::IntArrayRef(entry.shape) << " " << c10::toString(travelling_dtype(entry, options.dtype)) << ", " << entry.own.numel()
+         << " elements on this rank";
+    form.push_back(line.str());
+  }
+  return form;
+}
+
+void check_snapshot(const SavedWeights& saved, const std::vector<std::string>& form) {
+  if (saved.state == SnapshotState::kMoving) {
+    throw Error("full_weights: since belongs to a stream that has not ended: take all its buckets, or close it, first");
+  }
+  if (saved.form.empty()) return;
+  for (std::size_t i = 0; i < std::max(saved.form.size(), form.size()); ++i) {
+    const auto old_line = i < saved.form.size() ? saved.form[i] : "no tensor more";
+    const auto new_line = i < form.size() ? form[i] : "no tensor more";
+    if (old_line == new_line) continue;
+    throw Error("full_weights: since was used for " + old_line + ", where this stream has " + new_line +
+                "; a snapshot is for one kind of stream: give a new WeightSnapshot, and everything is sent");
+  }
+}
+
+std::string text_of_snapshot(const SavedWeights& saved) {
+  return "a snapshot after " + std::to_string(saved.streams) + " streams" + (saved.id.empty() ? "" : " (" + saved.id + ")");
+}
+
+/// Does `work`, which asks nothing of other ranks. Throws on every rank if it fails on one.
+void WeightStream::on_all(const std::function<void()>& work) const {
+  std::exception_ptr failure;
+  try {
+    work();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (ranks_.agree(failure == nullptr, kComparison)) return;
+  if (failure != nullptr) std::rethrow_exception(failure);
+  throw Error("full_weights: another rank could not compare its shards with since; its own error tells why (training can go on)");
+}
+
+/// Keeps of the entries what has changed since the snapshot.
+void WeightStream::keep_changes(const FullWeightsOptions& options) {
+  auto& saved = *since_->saved_;
+  std::vector<std::uint8_t> unknown = {saved.state != SnapshotState::kKnown};
+  ranks_.unite(unknown, kComparison);
+  if (saved.id.empty()) saved.id = ranks_.broadcast(new_id(), kComparison);
+  saved.form = form_of(entries_, options);
+  saved.state = SnapshotState::kMoving;
+  ++saved.streams;
+  const bool everything = unknown.front() != 0;
+  Comparison comparison(std::move(entries_), saved, options.dtype, receives_, everything);
+  Counts counts;
+  if (!everything) {
+    std::vector<std::int64_t> changed;
+    on_all([&] { changed = comparison.count(); });
+    counts = exchange(comparison.entries(), changed);
+  }
+  on_all([&] { entries_ = comparison.take(counts); });
+  changed_fraction_ = comparison.fraction(counts);
+  for (const auto& entry : entries_) {
+    if (entry.changed && entry.own.device() == engines_.front()->options().mesh.device())
+      counted_bytes_ += static_cast<std::int64_t>(entry.own.nbytes());
+  }
+  engines_.front()->accounting().add(memory::Kind::kGatheredParameters, counted_bytes_);
+}
+
+/// Tells the ranks how many elements have changed. `changed`: in this rank's shards, by entry.
+Counts WeightStream::exchange(const std::vector<Entry>& entries, const std::vector<std::int64_t>& changed) {
+  Counts counts{.of_pieces = std::vector<std::vector<std::int64_t>>(entries.size()), .largest = {}};
+  if (entries.empty()) return counts;
+  const auto own = at::tensor(changed, at::kLong);
+  auto received = own.clone();
+  for (const auto& entry : entries) {
+    if (entry.is_cut()) rows_of(*entry.unit);
+  }
+  for (const auto& rows : rows_) {
+    std::vector<std::int64_t> cut;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      if (entries[i].is_cut() && rows_of(*entries[i].unit) == rows.get()) cut.push_back(static_cast<std::int64_t>(i));
+    }
+    const auto indices = at::tensor(cut, at::kLong);
+    auto owners = own.index_select(0, indices);
+    if (rows->outer != nullptr) owners = rows->outer->exchange(owners, kComparison);
+    owners = rows->inner->exchange(owners, kComparison).view({-1, indices.numel()}).t().contiguous();
+    const auto* numel = owners.const_data_ptr<std::int64_t>();
+    for (const auto i : cut) {
+      auto& of_pieces = counts.of_pieces[static_cast<std::size_t>(i)];
+      of_pieces.resize(static_cast<std::size_t>(entries[static_cast<std::size_t>(i)].unit->layout.world_size()));
+      // An owner of several pieces has them side by side: the first one counts for all.
+      const auto step = of_pieces.size() / static_cast<std::size_t>(owners.size(1));
+      for (std::size_t piece = 0; piece < of_pieces.size(); piece += step) of_pieces[piece] = *numel++;
+    }
+    received.index_copy_(0, indices, owners.sum(1));
+  }
+  const auto largest = std::get<0>(ranks_.exchange(received, kComparison).max(0)).contiguous();
+  counts.largest.assign(largest.const_data_ptr<std::int64_t>(), largest.const_data_ptr<std::int64_t>() + largest.numel());
+  return counts;
+}
+
+}  // namespace fsdp::weights

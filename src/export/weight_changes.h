@@ -1,0 +1,76 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "export/weight_entry.h"
+#include "fsdp/full_weights.h"
+
+namespace fsdp::weights {
+
+/// Whether a snapshot has what all receivers have. Transitions:
+///   kUnknown, kKnown -> kMoving   a stream has begun, and the snapshot gets its values
+///   kMoving -> kKnown             the stream has come to its end
+///   kMoving -> kUnknown           it has not: by close(), by a failure, or because another rank has stopped
+enum class SnapshotState : std::uint8_t { kUnknown, kMoving, kKnown };
+
+/// What a WeightSnapshot holds.
+struct SavedWeights {
+  std::optional<at::Device> device;
+  std::string id;                  ///< The same on all ranks, and another one for each snapshot. Empty before the first stream.
+  std::int64_t streams = 0;        ///< How many have begun.
+  std::vector<std::string> form;   ///< What must stay the same from stream to stream, a line each.
+  std::vector<at::Tensor> shards;  ///< By entry, 1-D; empty where this rank sends nothing.
+  SnapshotState state = SnapshotState::kUnknown;
+};
+
+/// How many elements have changed, by entry.
+struct Counts {
+  std::vector<std::vector<std::int64_t>> of_pieces;  ///< As Changed::numel_of_piece.
+  std::vector<std::int64_t> largest;                 ///< The most that a rank would receive.
+};
+
+/// Compares shards with a snapshot, and moves it on. It asks nothing of other ranks.
+class Comparison {
+ public:
+  /// `dtype`: see travelling_dtype. `receives`: this rank does, and so needs what is whole on it. `everything`: no element counts as known.
+  Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything);
+
+  const std::vector<Entry>& entries() const { return entries_; }
+  /// The changed elements of this rank's shards, by entry.
+  std::vector<std::int64_t> count() const;
+  /// Returns the entries to send: none for a tensor that has not changed, its positions and its values where these have fewer bytes, and
+  /// else all of it, read from the snapshot. The snapshot has their values then.
+  std::vector<Entry> take(const Counts& counts);
+  /// The changed part of all elements.
+  double fraction(const Counts& counts) const;
+
+ private:
+  at::Tensor now(std::size_t entry) const;
+  at::Tensor changed(std::size_t entry) const;
+  void save_whole(std::size_t entry);
+  void take_changes(std::size_t entry, const Counts& counts, std::vector<Entry>& taken);
+  bool is_sent(const Entry& entry) const { return receives_ || entry.is_cut(); }
+
+  std::vector<Entry> entries_;
+  SavedWeights& saved_;
+  std::optional<at::ScalarType> dtype_;
+  bool receives_;
+  bool everything_;
+};
+
+/// "all", "the first" or "one per host".
+const char* name_of(WeightReceivers receivers);
+/// What a snapshot's streams must have in common, a line each.
+std::vector<std::string> form_of(const std::vector<Entry>& entries, const FullWeightsOptions& options);
+/// Throws Error if a snapshot is in use, or was made by streams of another form.
+void check_snapshot(const SavedWeights& saved, const std::vector<std::string>& form);
+/// Says which snapshot it is, so that ranks that have different ones notice.
+std::string text_of_snapshot(const SavedWeights& saved);
+
+}  // namespace fsdp::weights

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/unit.h"
+
+namespace fsdp::weights {
+
+/// Says of an entry that it is a part of a tensor's change: its positions, or its values, which are the next entry. Ranks have any number
+/// of them, and a rank's pieces follow one another.
+struct Changed {
+  std::vector<std::int64_t> shape;  ///< Of the tensor.
+  /// How many the pieces of the unit have; where a rank owns several, the first of them has all. Empty if the tensor is not cut.
+  std::vector<std::int64_t> numel_of_piece;
+  std::int64_t largest_numel = 0;  ///< The most that a rank receives.
+  bool is_positions = false;
+};
+
+/// A tensor of a model's state, and what this rank has of it.
+struct Entry {
+  std::vector<std::string> names;  ///< Several if it is tied: it then travels once.
+  std::vector<std::int64_t> shape;
+  at::Tensor own;                      ///< With any strides, if `unit` is null.
+  const engine::Unit* unit = nullptr;  ///< The tensor's unit. Null, or without shards: `own` is the whole tensor.
+  std::size_t parameter = 0;           ///< Its index in the unit.
+  std::int64_t cut = 0;                ///< The dimension that is cut. Ranks have slices along it, each in row-major order.
+  std::optional<Changed> changed = {};
+
+  /// True if ranks have parts of it.
+  bool is_cut() const { return unit != nullptr && !unit->replicated_optimizer(); }
+};
+
+/// The dtype in which an entry travels: floating-point numbers are converted to `dtype`.
+at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype);
+/// True for dtypes of which an element is one floating-point number.
+bool is_converted(at::ScalarType dtype);
+/// Where the unit's pieces of an entry that is cut begin, in elements; the last value is the number of all elements.
+std::vector<std::int64_t> begins_by_rank(const Entry& entry);
+
+}  // namespace fsdp::weights
