@@ -114,7 +114,7 @@ struct UnitOptions {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   Offload offload = Offload::kNone;
-  memory::HostMemory host_memory = memory::HostMemory::kPinned;  ///< The kind of host memory for offloaded data.
+  memory::HostMemoryKind host_memory = memory::HostMemoryKind::kPinned;  ///< The kind of host memory for offloaded data.
 };
 
 /// The facts of a model, beside its units, that must be the same on all ranks.

@@ -31,14 +31,9 @@ VERBS = {"run", "call"}  # Functions whose names begin so do what the verb says.
 
 # Types that two folders define, and why they still do.
 TWICE = {
-    "BackendOf": "the function from which meshes get backends; src/bindings/mesh.cpp could name the type of src/comm/mesh",
     "Group": "torch has both terms: a group of ranks (src/comm), and one of an optimizer's parameters (src/optim)",
-    "Held": "a public helper for modules in holders, and values that a rank holds (src/shard/initial_values.cpp)",
-    "HostMemory": "memory of ranks of one host (src/comm), and pinned or pageable memory (src/memory/device_memory.h)",
     "Part": "the share of a sub-buffer (src/engine/buffer.h), and an algorithm of an optimizer (src/optim/shard_optimizer.h)",
     "Phase": "a section of a save, public, and forward or backward (src/engine/schedule.h)",
-    "Registry": "units by module (src/api/registry.h), and symmetric memory (src/comm/collectives/symmetric_memory.cpp)",
-    "Units": "lists of units (src/bindings/hooks.cpp, src/engine/agreement.cpp)",
 }
 
 CALL = "a call of a unit's modules, and no collective"
@@ -48,7 +43,6 @@ POSITION = "the offset of a parameter in its sub-buffer; many sources of src/eng
 
 # Names with a word of the table in a folder of another meaning, and why they still have it.
 ELSEWHERE = {
-    ("comm/collectives", "Stretch"): "memory that peers read, in shared_communicator.cpp",
     ("engine", "Phase"): PASS,
     ("engine", "begin_call"): CALL,
     ("engine", "end_call"): CALL,
