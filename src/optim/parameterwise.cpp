@@ -35,7 +35,7 @@ bool is_cut_between_blocks(const engine::Unit& unit, std::size_t parameter, std:
 
 Parameterwise::Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,
                              MakeState make_state, UpdatePiece update)
-    : Algorithm(std::move(engine), std::move(groups), std::move(kinds)),
+    : BuiltInAlgorithm(std::move(engine), std::move(groups), std::move(kinds)),
       selection_(std::move(selection)),
       make_state_(std::move(make_state)),
       update_(std::move(update)),

@@ -31,13 +31,10 @@ VERBS = {"run", "call"}  # Functions whose names begin so do what the verb says.
 
 # Types that two folders define, and why they still do.
 TWICE = {
-    "Group": "torch has both terms: a group of ranks (src/comm), and one of an optimizer's parameters (src/optim)",
-    "Part": "the share of a sub-buffer (src/engine/buffer.h), and an algorithm of an optimizer (src/optim/shard_optimizer.h)",
     "Phase": "a section of a save, public, and forward or backward (src/engine/schedule.h)",
 }
 
 CALL = "a call of a unit's modules, and no collective"
-PART = "an algorithm of an optimizer, or the piece of a matrix; src/optim/shard_optimizer.h is to be divided"
 PASS = "forward or backward, and no section of a save"
 POSITION = "the offset of a parameter in its sub-buffer; many sources of src/engine and src/optim read it"
 
@@ -53,12 +50,6 @@ ELSEWHERE = {
     ("hooks", "part_of"): "a view of a unit's memory",
     ("layout", "ParameterPlacement"): POSITION,
     ("layout", "placements"): POSITION,
-    ("optim", "MuonPart"): PART,
-    ("optim", "Part"): PART,
-    ("optim", "QuantizedPart"): PART,
-    ("optim", "WrappedPart"): PART,
-    ("optim", "numel_of_part"): PART,
-    ("optim", "shape_of_part"): PART,
     ("trigger", "current_phase"): PASS,
 }
 
