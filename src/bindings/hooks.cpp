@@ -17,7 +17,7 @@
 #include "torch_python/memory_source.h"
 #include "torch_python/python_gather_extension.h"
 #include "torch_python/shown_unit.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 namespace py = pybind11;
 
@@ -230,8 +230,7 @@ void collect_gradients(HookedModel& model, ShownUnit& unit, std::size_t i, const
 }
 
 void set_prefetch(ShownUnit& unit, bool backward, const ShownUnits& others) {
-  auto& list =
-      unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Phase::kBackward : engine::Phase::kForward)];
+  auto& list = unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Pass::kBackward : engine::Pass::kForward)];
   list.clear();
   for (const auto& other : others) list.push_back(other->hooked()->unit().place.index);
 }

@@ -101,9 +101,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void begin_call(Unit& unit);
   /// Ends the call. Returns false if an outer call of the same unit has not ended, so that the unit's modules still run.
   bool end_call(Unit& unit);
-  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `phase` tells the operators of the
+  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `pass` tells the operators of the
   /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
-  void enter(std::span<Unit* const> units, Phase phase);
+  void enter(std::span<Unit* const> units, Pass pass);
   /// The unit's use has ended: departs from it now, and not only when another unit is entered.
   void leave_now(Unit& unit);
   /// Takes a gradient of this rank for one parameter, of any strides. Reading it must not touch a unit, because the engine's lock is held
@@ -144,8 +144,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   friend class MainAccess;  // Its methods are the engine's, between steps.
 
-  void move_to(Unit& unit, std::span<Unit* const> together, Phase phase);
-  void occupy(Unit& unit, Phase phase);
+  void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
+  void occupy(Unit& unit, Pass pass);
   void depart_to(Unit& destination, std::span<Unit* const> together);
   void refresh_locked(Unit& unit, bool kept_is_outdated);
   void leave(Unit& unit);

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "fsdp/error.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 #include "trigger/gradient_hook.h"
 #include "trigger/watch_backward.h"
 
@@ -120,11 +120,11 @@ void HookedModel::enter(HookedUnit& unit) {
     watch_backward();
     unit.entered_in_backward = true;
   }
-  const auto phase = trigger::current_phase();
-  RECORD_USER_SCOPE((phase == engine::Phase::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
-  if (unit.unit().whole.in_use(phase) && engine_->follows_current_stream()) return;
+  const auto pass = trigger::current_pass();
+  RECORD_USER_SCOPE((pass == engine::Pass::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
+  if (unit.unit().whole.in_use(pass) && engine_->follows_current_stream()) return;
   const std::array<engine::Unit*, 1> units{&unit.unit()};
-  engine_->enter(units, phase);
+  engine_->enter(units, pass);
 }
 
 void HookedModel::enter_backward(HookedUnit& unit) {

@@ -30,27 +30,21 @@ WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 VERBS = {"run", "call"}  # Functions whose names begin so do what the verb says.
 
 # Types that two folders define, and why they still do.
-TWICE = {
-    "Phase": "a section of a save, public, and forward or backward (src/engine/schedule.h)",
-}
+TWICE: dict[str, str] = {}
 
 CALL = "a call of a unit's modules, and no collective"
-PASS = "forward or backward, and no section of a save"
 POSITION = "the offset of a parameter in its sub-buffer; many sources of src/engine and src/optim read it"
 
 # Names with a word of the table in a folder of another meaning, and why they still have it.
 ELSEWHERE = {
-    ("engine", "Phase"): PASS,
     ("engine", "begin_call"): CALL,
     ("engine", "end_call"): CALL,
-    ("engine", "phase"): PASS,
     ("hooks", "Call"): CALL,
     ("hooks", "begin_call"): CALL,
     ("hooks", "end_call"): CALL,
     ("hooks", "part_of"): "a view of a unit's memory",
     ("layout", "ParameterPlacement"): POSITION,
     ("layout", "placements"): POSITION,
-    ("trigger", "current_phase"): PASS,
 }
 
 
