@@ -172,7 +172,7 @@ void begin_forward(HookedModel& model) {
   for (const auto& unit : units_of(model)) unit->settle();
 }
 
-/// A call of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer call goes
+/// A forward of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer one goes
 /// on.
 bool leave(HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) {
   if (!outputs.empty()) model.watch(unit.hooked(), outputs);
@@ -180,7 +180,7 @@ bool leave(HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& o
   {
     const py::gil_scoped_release no_gil;
     const OutsideTransforms outside;
-    ended = model.end_call(*unit.hooked());
+    ended = model.end_unit_forward(*unit.hooked());
   }
   if (ended && hides) unit.hide();
   return ended;
@@ -379,11 +379,11 @@ void bind_hooks(py::module_& module) {
           "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
       .def("end_forward", &HookedModel::end_forward, kNoGil)
       .def("enter",
-           [](HookedModel& model, ShownUnit& unit, bool begins_call) {
+           [](HookedModel& model, ShownUnit& unit, bool begins_forward) {
              const OutsideTransforms outside;
              {
                const py::gil_scoped_release no_gil;
-               if (begins_call) model.begin_call(*unit.hooked());
+               if (begins_forward) model.begin_unit_forward(*unit.hooked());
                model.enter(*unit.hooked());
              }
              unit.show();

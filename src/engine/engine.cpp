@@ -88,7 +88,7 @@ void Engine::rethrow_with_history(const std::exception& error) const {
 // [Current when forward begins]
 void Engine::begin_forward(bool kept_is_outdated) {
   const auto lock = this->lock_for_use();
-  calls_.clear();
+  running_.clear();
   guarded([&] {
     for (const auto& unit : units_) refresh_locked(*unit, kept_is_outdated);
     forget_moves();
@@ -114,7 +114,7 @@ void Engine::confirm() const {
 }
 
 /// By the end of the forward, if the trigger tells it, or of the backward.
-bool Engine::is_confirmed_later() const { return !calls_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
+bool Engine::is_confirmed_later() const { return !running_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
 
 void Engine::refresh(Unit& unit, bool kept_is_outdated) {
   const auto lock = this->lock_for_use();
@@ -140,19 +140,19 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   }
 }
 
-void Engine::begin_call(Unit& unit) {
+void Engine::begin_unit_forward(Unit& unit) {
   const auto lock = this->lock();
-  for (Unit* caller : calls_) {
+  for (Unit* caller : running_) {
     if (!related(*caller, unit)) caller->place.called.push_back(&unit);
   }
-  calls_.push_back(&unit);
+  running_.push_back(&unit);
 }
 
-bool Engine::end_call(Unit& unit) {
+bool Engine::end_unit_forward(Unit& unit) {
   const auto lock = this->lock();
-  const auto last = std::find(calls_.rbegin(), calls_.rend(), &unit);
-  if (last != calls_.rend()) calls_.erase(std::next(last).base());
-  return std::find(calls_.begin(), calls_.end(), &unit) == calls_.end();
+  const auto last = std::find(running_.rbegin(), running_.rend(), &unit);
+  if (last != running_.rend()) running_.erase(std::next(last).base());
+  return std::find(running_.begin(), running_.end(), &unit) == running_.end();
 }
 
 void Engine::enter(std::span<Unit* const> units, Pass pass) {
@@ -472,7 +472,7 @@ void Engine::reset_locked() {
         "accumulation anew, or leave this step out");
   }
   reducer_.reset(failed_backward || facts_.manual_finalization);  // which has reduced some units only
-  calls_.clear();
+  running_.clear();
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);
     set_use(*unit, UseState::kUnused);

@@ -32,16 +32,10 @@ VERBS = {"run", "call"}  # Functions whose names begin so do what the verb says.
 # Types that two folders define, and why they still do.
 TWICE: dict[str, str] = {}
 
-CALL = "a call of a unit's modules, and no collective"
 POSITION = "the offset of a parameter in its sub-buffer; many sources of src/engine and src/optim read it"
 
 # Names with a word of the table in a folder of another meaning, and why they still have it.
 ELSEWHERE = {
-    ("engine", "begin_call"): CALL,
-    ("engine", "end_call"): CALL,
-    ("hooks", "Call"): CALL,
-    ("hooks", "begin_call"): CALL,
-    ("hooks", "end_call"): CALL,
     ("hooks", "part_of"): "a view of a unit's memory",
     ("layout", "ParameterPlacement"): POSITION,
     ("layout", "placements"): POSITION,
