@@ -19,7 +19,7 @@ constexpr std::int64_t kBlock = AdamW8bit::kBlock;
 
 bool is_quantized(const AdamW8bitOptions& options, const engine::Unit& unit, std::size_t parameter) {
   const auto dtype = unit.parameters[parameter].dtype;
-  return unit.parameters[parameter].trainable && unit.layout.placements()[parameter].numel >= options.min_8bit_size &&
+  return unit.parameters[parameter].trainable && unit.layout.positions()[parameter].numel >= options.min_8bit_size &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 

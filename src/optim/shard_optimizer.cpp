@@ -236,7 +236,7 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
   state.allocated = true;
   std::vector<bool> in_use(unit.main_gradient.parts.size(), false);
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    if (unit.parameters[i].trainable && state.parameters[i].selected) in_use[unit.layout.placements()[i].sub_buffer] = true;
+    if (unit.parameters[i].trainable && state.parameters[i].selected) in_use[unit.layout.positions()[i].sub_buffer] = true;
   }
   const auto pieces = pieces_of(unit);
   for (std::size_t k = 0; k < in_use.size(); ++k) {

@@ -36,8 +36,8 @@ void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vect
     if (checksums != nullptr) (*checksums)[i] = engine::checksum(value);
     const auto flat = value.reshape({-1});
     if (unit.state() == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
-      const auto& placement = unit.layout.placements()[i];
-      unit.whole.buffer.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
+      const auto& position = unit.layout.positions()[i];
+      unit.whole.buffer.parts[position.sub_buffer].narrow(0, position.offset, position.numel).copy_(flat);
     } else {
       const auto slice = unit.main_slice(i);
       main_of(unit, slice).copy_(flat.narrow(0, slice.parameter_offset, slice.numel));

@@ -105,7 +105,7 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       // A block may lie across the own pieces of two ranks that both hold all of it. It belongs to the rank with its first element.
       const auto own = slice.parameter_offset + own_begin;
       const auto offset = slice.parameter_offset / per_value;
-      const std::vector<std::int64_t> blocks = {values_of(unit.layout.placements()[tensor.parameter].numel)};
+      const std::vector<std::int64_t> blocks = {values_of(unit.layout.positions()[tensor.parameter].numel)};
       if (per_value != 1 && parameter.tensor_parallel) {
         throw Error("the optimizer's state '" + tensor.kind.name + "' of parameter '" + parameter.name +
                     "' has a value per block, which has no place in a tensor-parallel whole; use an optimizer with a value per element");

@@ -1,7 +1,7 @@
 """Holds the names of types and functions against the words of docs/start/glossary.md: each has one meaning.
 
-    words.py ROOT    fails if two folders define a type of one name; if a word of the table is in the name of a type or
-                     function in a folder that its meaning does not belong to; or if an exception below is not needed
+    words.py ROOT    fails if two folders define a type of one name, or if a word of the table is in the name of a type or
+                     function in a folder that its meaning does not belong to
 
 A row of the table says a word, its meaning, and the folders of src/ whose names may have it (`fsdp` stands for the
 public headers). A folder's own folders belong to it. Types within a class count for words, but two classes may each have
@@ -28,18 +28,6 @@ FUNCTION = re.compile(
 )
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 VERBS = {"run", "call"}  # Functions whose names begin so do what the verb says.
-
-# Types that two folders define, and why they still do.
-TWICE: dict[str, str] = {}
-
-POSITION = "the offset of a parameter in its sub-buffer; many sources of src/engine and src/optim read it"
-
-# Names with a word of the table in a folder of another meaning, and why they still have it.
-ELSEWHERE = {
-    ("hooks", "part_of"): "a view of a unit's memory",
-    ("layout", "ParameterPlacement"): POSITION,
-    ("layout", "placements"): POSITION,
-}
 
 
 def read_table(glossary: Path) -> dict[str, set[str]]:
@@ -79,26 +67,19 @@ def faults(root: Path) -> list[str]:
         return [f"docs/start/glossary.md has no table below '{TABLE}'"]
     found = []
     homes: dict[str, set[str]] = {}
-    elsewhere = set()
     for folder, path in sources(root):
         outer, inner, functions = names_of(path)
         for name in outer:
             homes.setdefault(name, set()).add(folder)
         for name in sorted(outer | inner | functions):
             strangers = [word for word in words_in(name) & table.keys() if not set(folder.split("/")) & table[word]]
-            if not strangers:
-                continue
-            elsewhere.add((folder, name))
-            if (folder, name) not in ELSEWHERE:
+            if strangers:
                 found.append(
                     f"{path.relative_to(root)}: {name}: '{strangers[0]}' has another meaning (docs/start/glossary.md)"
                 )
-    twice = {name for name, folders in homes.items() if len(folders) > 1}
-    found += [f"{name} is a type of {' and of '.join(sorted(homes[name]))}" for name in sorted(twice - TWICE.keys())]
-    found += [
-        f"words.py: {name} is a type of one folder only; it is no exception" for name in sorted(TWICE.keys() - twice)
-    ]
-    found += [f"words.py: {name} in {folder} is no exception" for folder, name in sorted(ELSEWHERE.keys() - elsewhere)]
+    for name, folders in sorted(homes.items()):
+        if len(folders) > 1:
+            found.append(f"{name} is a type of {' and of '.join(sorted(folders))}")
     return found
 
 
