@@ -74,7 +74,7 @@ class ForwardHooks:
             if state.unit is not None:
                 model.engine.enter(state.unit, True)
             return self._cast_inputs(args, kwargs)
-        begins_call = not state.modules_to_run  # for a group, the call begins once for all of its modules
+        begins_forward = not state.modules_to_run  # for a group, it begins once for all of its modules
         if not state.modules_to_run:
             if model.forward_root is state and _calls_of(module) > 1:
                 model.inner_root_calls += 1
@@ -86,7 +86,7 @@ class ForwardHooks:
         if state.mp_policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if state.unit is not None:
-            model.engine.enter(state.unit, begins_call)
+            model.engine.enter(state.unit, begins_forward)
         return args, kwargs
 
     @untraced
@@ -118,7 +118,7 @@ class ForwardHooks:
             return self._cast_output(output)
         state.modules_to_run.discard(module)
         if not state.modules_to_run:
-            model.end_call(state, outputs)
+            model.end_unit_forward(state, outputs)
         elif state.unit is not None:
             model.engine.watch(state.unit, outputs)
         if model.forward_root is state:

@@ -381,7 +381,7 @@ class Model:
         for state in self._groups:
             if state.modules_to_run:  # only some of them ran
                 state.modules_to_run.clear()
-                self.end_call(state)
+                self.end_unit_forward(state)
         if not torch.is_grad_enabled():
             for state in self._with_units:
                 if state.unit is not None and not state.unit.kept_across_forwards:
@@ -389,7 +389,7 @@ class Model:
         if gives:
             self.engine.end_forward()
 
-    def end_call(self, state: MemberState, outputs: Sequence[torch.Tensor] = ()) -> None:
+    def end_unit_forward(self, state: MemberState, outputs: Sequence[torch.Tensor] = ()) -> None:
         """A module of a state has run, and of a group, the last one. By these outputs of it, backward will enter the unit."""
         if state.unit is None:
             return

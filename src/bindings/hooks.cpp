@@ -17,7 +17,7 @@
 #include "torch_python/memory_source.h"
 #include "torch_python/python_gather_extension.h"
 #include "torch_python/shown_unit.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 namespace py = pybind11;
 
@@ -29,7 +29,7 @@ using torch_python::ShownUnit;
 namespace {
 
 using hooks::HookedModel;
-using Units = std::vector<std::shared_ptr<ShownUnit>>;
+using ShownUnits = std::vector<std::shared_ptr<ShownUnit>>;
 constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
 
 std::optional<at::ScalarType> dtype_of(const py::object& dtype) {
@@ -61,7 +61,7 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::Parame
   spec.options.placements = Placements::from_name(placements);
   spec.options.reshard_after_forward = reshard_after_forward;
   spec.options.offload = offload ? Offload::kAll : Offload::kNone;
-  spec.options.host_memory = pin_memory ? memory::HostMemory::kPinned : memory::HostMemory::kPageable;
+  spec.options.host_memory = pin_memory ? memory::HostMemoryKind::kPinned : memory::HostMemoryKind::kPageable;
   spec.param_dtype = dtype_of(param_dtype);
   spec.reduce_dtype = dtype_of(reduce_dtype);
   spec.reshard_after_forward_size = reshard_after_forward_size;
@@ -89,9 +89,9 @@ std::shared_ptr<Thing> freed_with_gil(Thing thing) {
           }};
 }
 
-Units& units_of(HookedModel& model) {
-  if (!model.shown_units) model.shown_units = freed_with_gil(Units());
-  return *static_cast<Units*>(model.shown_units.get());
+ShownUnits& units_of(HookedModel& model) {
+  if (!model.shown_units) model.shown_units = freed_with_gil(ShownUnits());
+  return *static_cast<ShownUnits*>(model.shown_units.get());
 }
 
 /// Backward enters the unit on a thread without the GIL.
@@ -172,7 +172,7 @@ void begin_forward(HookedModel& model) {
   for (const auto& unit : units_of(model)) unit->settle();
 }
 
-/// A call of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer call goes
+/// A forward of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer one goes
 /// on.
 bool leave(HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) {
   if (!outputs.empty()) model.watch(unit.hooked(), outputs);
@@ -180,7 +180,7 @@ bool leave(HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& o
   {
     const py::gil_scoped_release no_gil;
     const OutsideTransforms outside;
-    ended = model.end_call(*unit.hooked());
+    ended = model.end_unit_forward(*unit.hooked());
   }
   if (ended && hides) unit.hide();
   return ended;
@@ -200,7 +200,7 @@ std::vector<std::size_t> show_gradients(HookedModel& model, bool delivers, const
   return found;
 }
 
-void note_step(const Units& units) {
+void note_step(const ShownUnits& units) {
   for (const auto& unit : units) ++unit->hooked()->steps;
 }
 
@@ -209,7 +209,7 @@ void on_backward_end(HookedModel& model, py::function callback) {
   model.on_backward_end([held = freed_with_gil(std::move(callback)), &model] {
     const py::gil_scoped_acquire gil;
     if (!(*held)().is_none() || !model.shown_units) return;
-    for (const auto& unit : *static_cast<Units*>(model.shown_units.get())) {
+    for (const auto& unit : *static_cast<ShownUnits*>(model.shown_units.get())) {
       if (unit->has_all_reduce_hook) {
         throw Error("unit '" + unit->hooked()->unit().name +
                     "': its module was collected between forward and backward, and with it the hook of set_all_reduce_hook; keep the model "
@@ -229,9 +229,8 @@ void collect_gradients(HookedModel& model, ShownUnit& unit, std::size_t i, const
   });
 }
 
-void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
-  auto& list =
-      unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Phase::kBackward : engine::Phase::kForward)];
+void set_prefetch(ShownUnit& unit, bool backward, const ShownUnits& others) {
+  auto& list = unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Pass::kBackward : engine::Pass::kForward)];
   list.clear();
   for (const auto& other : others) list.push_back(other->hooked()->unit().place.index);
 }
@@ -380,11 +379,11 @@ void bind_hooks(py::module_& module) {
           "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
       .def("end_forward", &HookedModel::end_forward, kNoGil)
       .def("enter",
-           [](HookedModel& model, ShownUnit& unit, bool begins_call) {
+           [](HookedModel& model, ShownUnit& unit, bool begins_forward) {
              const OutsideTransforms outside;
              {
                const py::gil_scoped_release no_gil;
-               if (begins_call) model.begin_call(*unit.hooked());
+               if (begins_forward) model.begin_unit_forward(*unit.hooked());
                model.enter(*unit.hooked());
              }
              unit.show();

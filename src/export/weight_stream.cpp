@@ -205,7 +205,7 @@ WeightStream::Place WeightStream::place(std::size_t i, at::ScalarType dtype, std
   const auto& unit = *entry.unit;
   place.rows = rows_of(unit);
   // A complex number is two of the layout's elements.
-  const auto element = unit.layout.placements()[entry.parameter].numel * itemsize / std::max(whole, std::int64_t{1});
+  const auto element = unit.layout.positions()[entry.parameter].numel * itemsize / std::max(whole, std::int64_t{1});
   std::vector<std::int64_t> begins = {0};  // of each piece in the tensor, bytes
   for (std::int64_t piece = 0; piece < unit.layout.world_size(); ++piece) {
     begins.push_back(begins.back() + unit.layout.local_slice(entry.parameter, piece).numel * itemsize / std::max(element, std::int64_t{1}));

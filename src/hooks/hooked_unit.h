@@ -121,7 +121,7 @@ class HookedUnit {
 
  private:
   at::Tensor make_shard(std::size_t i) const;
-  static at::Tensor part_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
+  static at::Tensor view_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
                             const std::vector<std::int64_t>& shape);
 
   UnitSpec spec_;
