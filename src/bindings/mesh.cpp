@@ -130,7 +130,7 @@ DeviceMesh make_fake_mesh(std::int64_t rank, const std::vector<std::string>& dim
 }  // namespace
 
 void bind_mesh(py::module_& module) {
-  py::class_<DeviceMesh>(module, "Mesh", "The ranks that share a unit, arranged in one or two dimensions.")
+  py::class_<DeviceMesh>(module, "DeviceMesh", "The ranks that share a unit, arranged in one or two dimensions.")
       .def_property_readonly("sizes",
                              [](const DeviceMesh& mesh) {
                                std::vector<std::int64_t> sizes;

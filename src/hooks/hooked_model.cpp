@@ -39,7 +39,7 @@ struct DeliverToModel {
 }  // namespace
 
 void HookedModel::add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent) {
-  auto& added = engine_->add(unit->release());
+  auto& added = engine_->add(unit->release(weak_from_this()));
   if (parent) added.place.parent = engine_->units()[*parent].get();
   added.allocate_main(engine_->accounting());
   units_.push_back(unit);

@@ -275,9 +275,15 @@ at::Tensor HookedUnit::gradient_shard(const std::vector<at::Tensor>& gradients, 
                  shard_shape(i));
 }
 
-std::unique_ptr<engine::Unit> HookedUnit::release() {
+std::unique_ptr<engine::Unit> HookedUnit::release(std::weak_ptr<HookedModel> to) {
   if (!owned_) throw Error("unit '" + spec_.name + "' belongs to a model already");
+  model_ = std::move(to);
   return std::move(owned_);
+}
+
+void HookedUnit::take_back(std::unique_ptr<engine::Unit> unit) {
+  model_.reset();
+  owned_ = std::move(unit);
 }
 
 }  // namespace fsdp::hooks
