@@ -237,7 +237,7 @@ class CoalescingBackend final : public c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> operation() {
     if (operations_++ == refused_) throw std::runtime_error("out of memory");
-    return {};
+    return c10::make_intrusive<Done>();
   }
 
   const int refused_;
