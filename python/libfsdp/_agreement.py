@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from libfsdp._state import ShardState
 
 
-def agree(engine: _C.Model, states: list[ShardState], of_model: dict[str, Any]) -> None:
+def agree(engine: _C.HookedModel, states: list[ShardState], of_model: dict[str, Any]) -> None:
     """Compares the ranks' descriptions of an engine's units, and warns if first values differ. Collective.
 
     Args:

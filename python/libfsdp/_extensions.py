@@ -160,12 +160,12 @@ class ExtendedParameters:
         self._gathers = [
             _Gather(i, p, torch.Size([-(-p.shape[0] // pieces), *p.shape[1:]])) for i, p in parameters.items()
         ]
-        self._unit: _C.Unit | None = None
+        self._unit: _C.ShownUnit | None = None
         self._writes: torch.Tensor | None = None  # its version tells of writes to main parameters
         self._writes_seen = -1
         self._writes_sent = -1
 
-    def attach_to(self, unit: _C.Unit) -> None:
+    def attach_to(self, unit: _C.ShownUnit) -> None:
         """Makes the unit gather these parameters by this object, which the unit does not keep alive."""
         self._unit = unit
         if any(gather.parameter.quantized is not None for gather in self._gathers):

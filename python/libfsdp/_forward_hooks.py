@@ -72,9 +72,9 @@ class ForwardHooks:
             model = state.model_of_forward()
         if _C.inside_backward():  # activation checkpointing repeats a forward
             if state.unit is not None:
-                model.engine.enter(state.unit, True)
+                state.unit.enter(True)
             return self._cast_inputs(args, kwargs)
-        begins_call = not state.modules_to_run  # for a group, the call begins once for all of its modules
+        begins_forward = not state.modules_to_run  # for a group, it begins once for all of its modules
         if not state.modules_to_run:
             if model.forward_root is state and _calls_of(module) > 1:
                 model.inner_root_calls += 1
@@ -86,7 +86,7 @@ class ForwardHooks:
         if state.mp_policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if state.unit is not None:
-            model.engine.enter(state.unit, begins_call)
+            state.unit.enter(begins_forward)
         return args, kwargs
 
     @untraced
@@ -114,13 +114,13 @@ class ForwardHooks:
             # It may have a backward of its own (reentrant activation checkpointing), before which other units of the same region have taken
             # this one's place.
             if state.unit is not None:
-                model.engine.leave(state.unit, outputs, False)
+                state.unit.leave(outputs, False)
             return self._cast_output(output)
         state.modules_to_run.discard(module)
         if not state.modules_to_run:
-            model.end_call(state, outputs)
+            model.end_unit_forward(state, outputs)
         elif state.unit is not None:
-            model.engine.watch(state.unit, outputs)
+            state.unit.watch(outputs)
         if model.forward_root is state:
             if model.inner_root_calls > 0:
                 model.inner_root_calls -= 1

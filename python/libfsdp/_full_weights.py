@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from libfsdp._model import MemberState
 
-    Entry = tuple[list[str], list[int], torch.Tensor, _C.Unit | None, int, int]
+    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int]
 
 Receivers = Literal["all", "first", "one_per_host"]
 _RECEIVERS = {
@@ -162,7 +162,7 @@ def full_weights(
                 model_of_states.adopt_registered()
     except RuntimeError as error:
         problem = problem or str(error)
-    engines: list[_C.Model] = []
+    engines: list[_C.HookedModel] = []
     for state, enclosing in states:
         if state.model is None and enclosing is None:
             form(state, provisional=True)

@@ -75,7 +75,7 @@ def make_unit(
     *,
     reshards_after_forward: bool,
     kept_size: int,
-) -> _C.Unit:
+) -> _C.ShownUnit:
     """Makes the unit of some parameters from their present form.
 
     Args:
@@ -109,7 +109,7 @@ def make_unit(
         )
         for p in parameters
     ]
-    return _C.Unit(
+    return _C.ShownUnit(
         name,
         given,
         mesh.engine_mesh,
@@ -126,7 +126,7 @@ def make_unit(
 
 
 def kept_parameter(
-    parameter: ShardedParameter, i: int, unit: _C.Unit, mesh: DeviceMesh, ranks: int
+    parameter: ShardedParameter, i: int, unit: _C.ShownUnit, mesh: DeviceMesh, ranks: int
 ) -> nn.Parameter | None:
     """Returns the parameter as a DTensor over the neighbours, in memory that comes and goes.
 

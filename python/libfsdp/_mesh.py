@@ -37,7 +37,7 @@ class ShardingMesh:
     """
 
     mesh: DeviceMesh
-    engine_mesh: _C.Mesh
+    engine_mesh: _C.DeviceMesh
     shards: bool = True
     collectives: tuple[Collectives, ...] = ()
     is_own: bool = False
@@ -363,7 +363,7 @@ def _compare_shapes(mesh: DeviceMesh, ranks: list[int], store: dist.Store, prefi
 
 
 def _over_python(
-    mesh: DeviceMesh, rows: list[_Row], shards: bool, make: Callable[..., _C.Mesh] = _C.make_python_mesh
+    mesh: DeviceMesh, rows: list[_Row], shards: bool, make: Callable[..., _C.DeviceMesh] = _C.make_python_mesh
 ) -> ShardingMesh:
     device = device_of(mesh)
     collectives = tuple(Collectives(row.group, device) for row in rows)

@@ -112,11 +112,7 @@ class MemberState(ShardState):
         model = self.model or form(self, provisional=True)
         self.unsharded_early = model.provisional
         model.prepare_unshard(self.unit)
-        if not wait:
-            model.engine.start_unshard(self.unit)
-            return
-        model.engine.unshard(self.unit)
-        self.unit.show()
+        self.unit.unshard(wait=wait)
 
     def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
         """Sets the dtype in which gradients are sent. This replaces the unit, so no gradient may be unreduced."""
@@ -213,7 +209,7 @@ class Model:
         self.inner_root_calls = 0  # the number of calls of the root's modules within a call of them
         self.leaves_at_once = False
         self._buffer_memory = _C.BufferMemory.PROCESS
-        self.engine = _C.Model(
+        self.engine = _C.HookedModel(
             root.mesh.engine_mesh,
             prefetch_depth=root.running.prefetch_depth,
             keep_gathered_bytes=root.options.keep_gathered_bytes,
@@ -241,7 +237,7 @@ class Model:
                 parent = None if enclosing is None else position_of[enclosing]
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
-                state.connect(self.engine)
+                state.connect()
         try:
             agree(
                 self.engine,
@@ -312,7 +308,7 @@ class Model:
     def deliver_gradients(self) -> None:
         """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
         for state in self.states:
-            if state.unit is not None and self.engine.deliver_gradients(state.unit, state.all_reduce_hook):
+            if state.unit is not None and state.unit.deliver_gradients(state.all_reduce_hook):
                 self._warnings.hooks(state.parameters)
 
     def dissolve(self) -> None:
@@ -321,7 +317,8 @@ class Model:
         self.engine.dissolve()
         for state in self.states:
             state.model = None
-            state.disconnect()
+            if state.unit is not None:
+                state.unit.hide()
 
     def begin_forward(self, root: MemberState) -> Model:
         """Called when the first of a model's modules, in most programs the root, begins its forward.
@@ -366,10 +363,10 @@ class Model:
             state.adopt(one)
         return not fit
 
-    def prepare_unshard(self, unit: _C.Unit) -> None:
+    def prepare_unshard(self, unit: _C.ShownUnit) -> None:
         """Called before the program itself gathers a unit, so that the unit gets the present values of the shards."""
         if self.forward_root is None and not _C.inside_backward():
-            self.engine.prepare_unshard(unit)
+            unit.prepare_unshard()
 
     def end_forward(self, *, gives: bool) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on.
@@ -381,7 +378,7 @@ class Model:
         for state in self._groups:
             if state.modules_to_run:  # only some of them ran
                 state.modules_to_run.clear()
-                self.end_call(state)
+                self.end_unit_forward(state)
         if not torch.is_grad_enabled():
             for state in self._with_units:
                 if state.unit is not None and not state.unit.kept_across_forwards:
@@ -389,15 +386,15 @@ class Model:
         if gives:
             self.engine.end_forward()
 
-    def end_call(self, state: MemberState, outputs: Sequence[torch.Tensor] = ()) -> None:
+    def end_unit_forward(self, state: MemberState, outputs: Sequence[torch.Tensor] = ()) -> None:
         """A module of a state has run, and of a group, the last one. By these outputs of it, backward will enter the unit."""
         if state.unit is None:
             return
         hides = state.reshards_after_forward
-        if not self.engine.leave(state.unit, outputs, hides) or not hides:
+        if not state.unit.leave(outputs, hides) or not hides:
             return
         if self.leaves_at_once or state.kept_mesh is not None:
-            self.engine.leave_now(state.unit)
+            state.unit.leave_now()
             if state.kept_mesh is not None and torch.is_grad_enabled():
                 state.unit.show_kept()
 

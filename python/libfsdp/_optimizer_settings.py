@@ -31,10 +31,11 @@ def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | N
         text += f", grad_scale {scale}"
     firsts = [group["params"][0] for group in groups if group["params"]]
     states = [owner_of(parameter) for parameter in firsts]
-    engines = {state.engine for state in states if state is not None and state.engine is not None}
-    for engine in engines:
-        engine.tell_update(number, text)
-    optimizer.__dict__[_TOLD] = (number, said if engines else None)
+    units = [state.unit for state in states if state is not None and state.unit is not None]
+    models = {unit.model for unit in units if unit.model is not None}
+    for model in models:
+        model.tell_update(number, text)
+    optimizer.__dict__[_TOLD] = (number, said if models else None)
 
 
 def _settings_of(group: dict[str, Any], of_group: str) -> str:

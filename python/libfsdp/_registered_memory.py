@@ -48,7 +48,7 @@ class RegisteredMemory:
         # Not when the interpreter ends: then the groups have gone.
         weakref.finalize(self, _deregister, self._registered).atexit = False
 
-    def serve(self, engine: _C.Model, backends: Iterable[dist.Backend]) -> None:
+    def serve(self, engine: _C.HookedModel, backends: Iterable[dist.Backend]) -> None:
         """The engine's buffers come from here. Its communicators are there now, and have these backends. Collective."""
         self._backends = list(dict.fromkeys(backend for backend in backends if can_register(backend)))
         if not self._backends:

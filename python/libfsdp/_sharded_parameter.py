@@ -251,7 +251,7 @@ def refuse_shared(parameters: Iterable[ShardedParameter]) -> None:
         seen.add(parameter.identity)
 
 
-def check_values_of_a_call(unit: _C.Unit, parameters: list[ShardedParameter], values: list[torch.Tensor]) -> None:
+def check_values_of_a_call(unit: _C.ShownUnit, parameters: list[ShardedParameter], values: list[torch.Tensor]) -> None:
     """Checks tensors that torch.func.functional_call has put into the modules for one call. They may only be the shards again.
 
     Raises:

@@ -57,7 +57,7 @@ _OPTIONS = (
 class ShardState:
     """The modules of one call of fully_shard, with the unit of their parameters (None if they have none).
 
-    It knows the engine that has its unit, and not the model that they are parts of: see MemberState.
+    The unit is one object of C++, which knows whether an engine has it. The model that they are parts of is known to MemberState alone.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class ShardState:
         self.mesh = mesh
         self.options = options
         self.mp_policy = options.mp_policy
-        self.engine: _C.Model | None = None
         self.extension: ExtendedParameters | None = None
         self.kept_mesh: DeviceMesh | None = None
         self.prefetch: dict[bool, Sequence[ShardState]] = {False: [], True: []}  # by "in backward"
@@ -86,7 +85,7 @@ class ShardState:
             self.mesh.engine_mesh.compare(f"reshard_after_forward={self.kept_size}")
             self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
         self.parameters = [make_parameter(managed, mesh, options) for managed in parameters]
-        self.unit: _C.Unit | None = self._make_unit() if parameters else None
+        self.unit: _C.ShownUnit | None = self._make_unit() if parameters else None
         if self.unit is not None:
             self.unit.kept_across_forwards = not self.reshards_after_forward
         values = [managed.value for managed in parameters]
@@ -115,7 +114,7 @@ class ShardState:
             return self.reshard_after_forward
         return self.reshard_after_forward != 1
 
-    def _make_unit(self) -> _C.Unit:
+    def _make_unit(self) -> _C.ShownUnit:
         return make_unit(
             ", ".join(self.class_names),
             self.parameters,
@@ -166,10 +165,9 @@ class ShardState:
             for place in parameter.places:
                 setattr(place.module, place.name, parameter.sharded)
 
-    def connect(self, engine: _C.Model) -> None:
-        """An engine has taken the unit."""
+    def connect(self) -> None:
+        """A model has taken the unit."""
         assert self.unit is not None
-        self.engine = engine
         on_meta = [p.name for p in self.parameters if p.local.is_meta]
         if on_meta:
             raise RuntimeError(
@@ -189,14 +187,8 @@ class ShardState:
                     if parameter.kept is not None:
                         vars(parameter.kept).update(attributes_of(parameter.sharded))
                         self.unit.set_kept(i, parameter.kept)
-            self._connect_parameter(engine, i)
+            self._connect_parameter(i)
         self._connect_extension()
-
-    def disconnect(self) -> None:
-        """The engine has given the unit back, for another one to take. The shards stay as they are."""
-        self.engine = None
-        if self.unit is not None:
-            self.unit.hide()
 
     def _connect_extension(self) -> None:
         extended = {i: p for i, p in enumerate(self.parameters) if p.extended}
@@ -215,12 +207,11 @@ class ShardState:
 
     def _adopt_whole(self, i: int, whole: torch.Tensor) -> None:
         """An extended parameter has been gathered for the first time."""
-        assert self.engine is not None
         assert self.unit is not None
         parameter = self.parameters[i]
         parameter.whole = self._make_whole(i, whole)
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
-        self._collect_gradients(self.engine, i)
+        self._collect_gradients(i)
 
     def _make_whole(self, i: int, whole: torch.Tensor) -> nn.Parameter:
         assert self.unit is not None
@@ -236,17 +227,17 @@ class ShardState:
             self.unit.set_leaf(i, local_of(leaf))
         return leaf
 
-    def _connect_parameter(self, engine: _C.Model, i: int) -> None:
+    def _connect_parameter(self, i: int) -> None:
         assert self.unit is not None
         parameter = self.parameters[i]
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
         self.unit.set_wrap(i, parameter.gradient_wrap())
-        engine.watch_version(parameter.sharded)
-        engine.watch_version(parameter.local)
+        self.unit.watch_version(parameter.sharded)
+        self.unit.watch_version(parameter.local)
         if parameter.whole is not None:
-            self._collect_gradients(engine, i)
+            self._collect_gradients(i)
 
-    def _collect_gradients(self, engine: _C.Model, i: int) -> None:
+    def _collect_gradients(self, i: int) -> None:
         assert self.unit is not None
         parameter = self.parameters[i]
         assert parameter.whole is not None
@@ -255,7 +246,7 @@ class ShardState:
             local = functools.partial(
                 local_gradient, whole=parameter.whole_spec, data_parallel=self.options.data_parallel
             )
-        engine.collect_gradients(self.unit, i, parameter.whole, local)
+        self.unit.collect_gradients(i, parameter.whole, local)
 
     # Parameters and values that the program sets.
 
@@ -301,7 +292,7 @@ class ShardState:
         )
 
     def adopt_registered(self) -> None:
-        """Adopts what modules have registered: for units that no engine has."""
+        """Adopts what modules have registered: for units that no model has."""
         if self.unit is not None:
             self.adopt(self.registered())
 
@@ -311,7 +302,7 @@ class ShardState:
         """Makes other parameters that modules have now, or other memory of their shards, the shards, with their values.
 
         They come from module._apply (to_empty, to, cpu), from load_state_dict(assign=True), or from an assignment of the user. If the unit
-        does not fit them, it is replaced, and no engine may have it.
+        does not fit them, it is replaced, and no model may have it.
         """
         assert self.unit is not None
         self.parameters, found = registered.take_places(), registered.values
@@ -347,15 +338,16 @@ class ShardState:
                 value, "_libfsdp_identity"
             ):  # lost by swap_tensors
                 self._set_sharded(i, value)
-            if self.engine is not None:
-                self._connect_parameter(self.engine, i)
+            if self.unit.model is not None:
+                self._connect_parameter(i)
         self._show_shards()
-        if self.engine is not None:
-            self.engine.main_parameters_changed()
+        if self.unit.model is not None:
+            self.unit.model.main_parameters_changed()
 
     def _remake_unit(self, values: list[nn.Parameter]) -> None:
-        """Replaces the unit, because parameters have other dtypes, or are trained now. No engine has it."""
-        assert self.engine is None
+        """Replaces the unit, because parameters have other dtypes, or are trained now. No model has it."""
+        assert self.unit is not None
+        assert self.unit.model is None
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.dtype = value.dtype
             carry_attributes(parameter, value)
@@ -368,13 +360,12 @@ class ShardState:
                 value._local_tensor = value._local_tensor.clone()  # otherwise it would keep the earlier unit's memory
             parameter.extended = extended
         self.extension = None
-        assert self.unit is not None
         before, self.unit = self.unit, self._make_unit()
         for option in _OPTIONS:
             setattr(self.unit, option, getattr(before, option))
 
     def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
-        """Sets the dtype in which gradients are sent. This replaces the unit, which no engine may have."""
+        """Sets the dtype in which gradients are sent. This replaces the unit, which no model may have."""
         self.mp_policy = replace(self.mp_policy, reduce_dtype=dtype)
         self.options = replace(self.options, mp_policy=self.mp_policy)
         self._remake_unit([parameter.sharded for parameter in self.parameters])
@@ -384,11 +375,8 @@ class ShardState:
 
     def set_keeps_storage(self, keeps: bool) -> None:
         """Whole parameters keep their memory while the modules show shards."""
-        if self.unit is None:
-            return
-        self.unit.keeps_storage = keeps
-        if self.engine is not None:
-            self.engine.set_keeps_storage(self.unit, keeps)
+        if self.unit is not None:
+            self.unit.keeps_storage = keeps
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward_is_automatic = False
@@ -411,21 +399,17 @@ class ShardState:
 
     def wait_for_unshard(self) -> None:
         """Waits for the gather that unshard has started."""
-        if self.unit is not None and self.engine is not None:
-            self.engine.unshard(self.unit)
-            self.unit.show()
+        if self.unit is not None and self.unit.model is not None:
+            self.unit.unshard(wait=True)
 
     def reshard(self) -> None:
         """Frees the unit; modules show shards."""
-        if self.unit is None:
-            return
-        self.unit.hide()
-        if self.engine is not None:
-            self.engine.reshard(self.unit)
+        if self.unit is not None:
+            self.unit.reshard()
 
     def apply_prefetch_lists(self) -> None:
-        """Tells the engine the prefetch lists of the user, if there is an engine."""
-        if self.unit is None or self.engine is None:
+        """Tells the engine the prefetch lists of the user, if a model has the unit."""
+        if self.unit is None or self.unit.model is None:
             return
         for in_backward, states in self.prefetch.items():
             self.unit.set_prefetch(in_backward, [state.unit for state in states if state.unit is not None])
@@ -436,8 +420,7 @@ class ShardState:
             if parameter.whole is None or parameter.whole.grad is None:
                 continue
             gradient, parameter.whole.grad = parameter.whole.grad, None
-            assert self.engine is not None
             assert self.unit is not None
             if parameter.whole_spec is not None:
                 gradient = local_gradient(gradient, parameter.whole_spec, self.options.data_parallel)
-            self.engine.gradient(self.unit, i, gradient)
+            self.unit.gradient(i, gradient)

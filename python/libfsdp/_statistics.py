@@ -138,7 +138,7 @@ def unit_info(module: nn.Module) -> Units:
     return units
 
 
-def _engine_of(module: nn.Module) -> _C.Model:
+def _engine_of(module: nn.Module) -> _C.HookedModel:
     if not isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     model = module._get_fsdp_state().model

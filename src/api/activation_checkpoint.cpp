@@ -32,7 +32,7 @@
 
 #include "base/no_autocast_cache.h"
 #include "fsdp/error.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 namespace fsdp {
 namespace {

@@ -114,11 +114,11 @@ void FSDPModule::set_reshard_after_backward(bool reshard_after_backward, bool re
 }
 
 void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
-  engine_->units()[unit_]->place.prefetch[static_cast<std::size_t>(engine::Phase::kForward)] = indices_of(*engine_, modules);
+  engine_->units()[unit_]->place.prefetch[static_cast<std::size_t>(engine::Pass::kForward)] = indices_of(*engine_, modules);
 }
 
 void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
-  engine_->units()[unit_]->place.prefetch[static_cast<std::size_t>(engine::Phase::kBackward)] = indices_of(*engine_, modules);
+  engine_->units()[unit_]->place.prefetch[static_cast<std::size_t>(engine::Pass::kBackward)] = indices_of(*engine_, modules);
 }
 
 void FSDPModule::scale_gradients(double factor) {

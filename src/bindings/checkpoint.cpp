@@ -101,9 +101,9 @@ void agree_on_failure(const CheckpointRanks& ranks, const std::optional<std::str
 }
 
 /// A checkpoint that is being read, and the places to which this rank's parts go.
-class Reading {
+class CheckpointReading {
  public:
-  explicit Reading(const std::string& path) : source_(state::open_source(path)), transfer_(*source_) {}
+  explicit CheckpointReading(const std::string& path) : source_(state::open_source(path)), transfer_(*source_) {}
 
   /// Returns the path of a value in nested dictionaries and lists; empty if the checkpoint does not say.
   ckpt::DcpPath path_of(const std::string& name) {
@@ -171,7 +171,7 @@ void bind_checkpoint(py::module_& module) {
           py::arg("text"), py::arg("operation"), "Every rank's bytes, on all.")
       .def("agree", &agree_on_failure, py::arg("failure"), py::arg("is_damage"), py::arg("what"), kWithoutGil,
            "Raises Error on all ranks if one has failed: DamageError, if damage is all that was found.");
-  py::class_<Snapshot>(module, "CheckpointParts", "What one rank writes of a checkpoint.")
+  py::class_<Snapshot>(module, "Snapshot", "What one rank writes of a checkpoint.")
       .def(py::init<>())
       .def("add_tensor", &add_tensor, py::arg("path"), py::arg("shape"), py::arg("offsets"), py::arg("values"), kWithoutGil,
            "This rank's part of a tensor: the box at these offsets. It is not copied.")
@@ -182,32 +182,34 @@ void bind_checkpoint(py::module_& module) {
       .def("take", &state::HostBuffer::begin, py::arg("parts"), kWithoutGil, "Copies all of them; they lie here then.");
   module.def("write_checkpoint", &write, py::arg("path"), py::arg("parts"), py::arg("ranks"), py::kw_only(), py::arg("keep_last"),
              py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), "As fsdp::save. Collective.");
-  py::class_<Reading>(module, "CheckpointReading", "A checkpoint that is read, DCP's or safetensors.")
+  py::class_<CheckpointReading>(module, "CheckpointReading", "A checkpoint that is read, DCP's or safetensors.")
       .def(py::init<const std::string&>(), py::arg("path"), kWithoutGil)
-      .def_property_readonly("names", [](Reading& reading) { return reading.source().names(); })
+      .def_property_readonly("names", [](CheckpointReading& reading) { return reading.source().names(); })
       .def(
           "shape",
-          [](Reading& reading, const std::string& name) -> std::optional<Sizes> {
+          [](CheckpointReading& reading, const std::string& name) -> std::optional<Sizes> {
             const auto tensor = reading.source().find(name);
             return tensor ? std::optional(tensor->shape) : std::nullopt;
           },
           py::arg("name"), "Of a tensor; None for anything else.")
       .def(
-          "value", [](Reading& reading, const std::string& name) { return object_of(reading.source().read_object(name)); }, py::arg("name"),
-          "A plain value.")
+          "value", [](CheckpointReading& reading, const std::string& name) { return object_of(reading.source().read_object(name)); },
+          py::arg("name"), "A plain value.")
       .def(
-          "tensor", [](Reading& reading, const std::string& name) { return reading.source().read_whole(name).clone(); }, py::arg("name"),
-          kWithoutGil, "All of a tensor.")
-      .def("path", &Reading::path_of, py::arg("name"), kWithoutGil,
+          "tensor", [](CheckpointReading& reading, const std::string& name) { return reading.source().read_whole(name).clone(); },
+          py::arg("name"), kWithoutGil, "All of a tensor.")
+      .def("path", &CheckpointReading::path_of, py::arg("name"), kWithoutGil,
            "Where a value is in nested dictionaries and lists; empty if the checkpoint does not say.")
-      .def("add", &Reading::add, py::arg("name"), py::arg("offsets"), py::arg("to"), kWithoutGil, "Notes where a box of a tensor goes.")
+      .def("add", &CheckpointReading::add, py::arg("name"), py::arg("offsets"), py::arg("to"), kWithoutGil,
+           "Notes where a box of a tensor goes.")
       .def_property_readonly(
-          "bytes", [](Reading& reading) { return reading.transfer().bytes(); }, "Of what was added.")
+          "bytes", [](CheckpointReading& reading) { return reading.transfer().bytes(); }, "Of what was added.")
       .def(
-          "check", [](Reading& reading) { reading.transfer().check(); }, kWithoutGil,
+          "check", [](CheckpointReading& reading) { reading.transfer().check(); }, kWithoutGil,
           "Reads what was added, and compares it with its checksums.")
       .def(
-          "assign", [](Reading& reading, bool at_once) { at_once ? reading.transfer().read_at_once() : reading.transfer().read(); },
+          "assign",
+          [](CheckpointReading& reading, bool at_once) { at_once ? reading.transfer().read_at_once() : reading.transfer().read(); },
           py::arg("at_once"), kWithoutGil, "Brings it to its place, after check(); at once: instead of it.");
   module.def(
       "take_newest", &take_newest, py::arg("folder"), py::arg("ranks"), py::arg("load_one"),

@@ -17,7 +17,7 @@
 #include "torch_python/memory_source.h"
 #include "torch_python/python_gather_extension.h"
 #include "torch_python/shown_unit.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 namespace py = pybind11;
 
@@ -29,7 +29,7 @@ using torch_python::ShownUnit;
 namespace {
 
 using hooks::HookedModel;
-using Units = std::vector<std::shared_ptr<ShownUnit>>;
+using ShownUnits = std::vector<std::shared_ptr<ShownUnit>>;
 constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
 
 std::optional<at::ScalarType> dtype_of(const py::object& dtype) {
@@ -61,7 +61,7 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::Parame
   spec.options.placements = Placements::from_name(placements);
   spec.options.reshard_after_forward = reshard_after_forward;
   spec.options.offload = offload ? Offload::kAll : Offload::kNone;
-  spec.options.host_memory = pin_memory ? memory::HostMemory::kPinned : memory::HostMemory::kPageable;
+  spec.options.host_memory = pin_memory ? memory::HostMemoryKind::kPinned : memory::HostMemoryKind::kPageable;
   spec.param_dtype = dtype_of(param_dtype);
   spec.reduce_dtype = dtype_of(reduce_dtype);
   spec.reshard_after_forward_size = reshard_after_forward_size;
@@ -69,6 +69,13 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::Parame
   spec.rounds_gradients = rounds_gradients;
   spec.parameters = std::move(parameters);
   return std::make_shared<ShownUnit>(std::move(spec));
+}
+
+/// Returns the model that has the unit. Throws Error if none has.
+std::shared_ptr<HookedModel> model_of(const ShownUnit& unit) {
+  auto model = unit.hooked()->model();
+  if (!model) throw Error("internal: unit '" + unit.hooked()->spec().name + "' belongs to no model");
+  return model;
 }
 
 engine::UnitOptions& options_of(ShownUnit& unit) { return unit.hooked()->unit().options; }
@@ -89,9 +96,9 @@ std::shared_ptr<Thing> freed_with_gil(Thing thing) {
           }};
 }
 
-Units& units_of(HookedModel& model) {
-  if (!model.shown_units) model.shown_units = freed_with_gil(Units());
-  return *static_cast<Units*>(model.shown_units.get());
+ShownUnits& units_of(HookedModel& model) {
+  if (!model.shown_units) model.shown_units = freed_with_gil(ShownUnits());
+  return *static_cast<ShownUnits*>(model.shown_units.get());
 }
 
 /// Backward enters the unit on a thread without the GIL.
@@ -120,13 +127,14 @@ struct TakenGradients {
   std::optional<at::Tensor> together;
 };
 
-TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, bool together) {
+TakenGradients take_gradients(const ShownUnit& shown, bool together) {
+  auto& hooked = *shown.hooked();
   auto& unit = hooked.unit();
   TakenGradients taken;
   taken.of_parameters.resize(unit.parameters.size());
   std::vector<bool> has_gradient;
   for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
-  const auto gradients = model.engine().main().take_gradients(unit);
+  const auto gradients = model_of(shown)->engine().main().take_gradients(unit);
   if (gradients.empty()) return taken;
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < has_gradient.size(); ++i) {
@@ -142,12 +150,12 @@ TakenGradients take_gradients(HookedModel& model, hooks::HookedUnit& hooked, boo
 
 /// Makes the reduced gradients of a unit the gradients of its shards. If `hook` is not None, it is called with all of them first, as one
 /// flat tensor. Returns true if some shard has hooks on its gradient, which will not be called.
-bool deliver_gradients(HookedModel& model, ShownUnit& shown, const py::object& hook) {
+bool deliver_gradients(ShownUnit& shown, const py::object& hook) {
   const bool has_hook = !hook.is_none();
   TakenGradients taken;
   {
     const py::gil_scoped_release no_gil;
-    taken = take_gradients(model, *shown.hooked(), has_hook);
+    taken = take_gradients(shown, has_hook);
   }
   if (has_hook && taken.together) hook(*taken.together);
   return shown.deliver(taken.of_parameters);
@@ -172,15 +180,27 @@ void begin_forward(HookedModel& model) {
   for (const auto& unit : units_of(model)) unit->settle();
 }
 
-/// A call of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer call goes
+void enter(ShownUnit& unit, bool begins_forward) {
+  const OutsideTransforms outside;
+  {
+    const py::gil_scoped_release no_gil;
+    const auto model = model_of(unit);
+    if (begins_forward) model->begin_unit_forward(*unit.hooked());
+    model->enter(*unit.hooked());
+  }
+  unit.show();
+}
+
+/// A forward of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. False: an outer one goes
 /// on.
-bool leave(HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) {
-  if (!outputs.empty()) model.watch(unit.hooked(), outputs);
+bool leave(ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) {
+  const auto model = model_of(unit);
+  if (!outputs.empty()) model->watch(unit.hooked(), outputs);
   bool ended = false;
   {
     const py::gil_scoped_release no_gil;
     const OutsideTransforms outside;
-    ended = model.end_call(*unit.hooked());
+    ended = model->end_unit_forward(*unit.hooked());
   }
   if (ended && hides) unit.hide();
   return ended;
@@ -194,13 +214,35 @@ std::vector<std::size_t> show_gradients(HookedModel& model, bool delivers, const
   for (std::size_t k = 0; k < units.size(); ++k) {
     auto& unit = *units[k];
     const auto hook = hooks.find(k);
-    if (delivers && deliver_gradients(model, unit, hook == hooks.end() ? py::object(py::none()) : hook->second)) found.push_back(k);
+    if (delivers && deliver_gradients(unit, hook == hooks.end() ? py::object(py::none()) : hook->second)) found.push_back(k);
     if (options_of(unit).reshard_after_backward) unit.hide();
   }
   return found;
 }
 
-void note_step(const Units& units) {
+void unshard(ShownUnit& unit, bool wait) {
+  {
+    const py::gil_scoped_release no_gil;
+    const OutsideTransforms outside;
+    model_of(unit)->engine().unshard(unit.hooked()->unit(), wait);
+  }
+  if (wait) unit.show();
+}
+
+/// Its modules show shards. If a model has the unit, the whole parameters are freed.
+void reshard(ShownUnit& unit) {
+  unit.hide();
+  const py::gil_scoped_release no_gil;
+  const OutsideTransforms outside;
+  if (const auto model = unit.hooked()->model()) model->engine().reshard(unit.hooked()->unit());
+}
+
+void set_keeps_storage(ShownUnit& unit, bool keeps) {
+  if (const auto model = unit.hooked()->model()) return model->engine().set_keeps_storage(unit.hooked()->unit(), keeps);
+  options_of(unit).keeps_storage = keeps;
+}
+
+void note_step(const ShownUnits& units) {
   for (const auto& unit : units) ++unit->hooked()->steps;
 }
 
@@ -209,29 +251,29 @@ void on_backward_end(HookedModel& model, py::function callback) {
   model.on_backward_end([held = freed_with_gil(std::move(callback)), &model] {
     const py::gil_scoped_acquire gil;
     if (!(*held)().is_none() || !model.shown_units) return;
-    for (const auto& unit : *static_cast<Units*>(model.shown_units.get())) {
+    for (const auto& unit : *static_cast<ShownUnits*>(model.shown_units.get())) {
       if (unit->has_all_reduce_hook) {
         throw Error("unit '" + unit->hooked()->unit().name +
                     "': its module was collected between forward and backward, and with it the hook of set_all_reduce_hook; keep the model "
                     "until backward has ended");
       }
-      deliver_gradients(model, *unit, py::none());
+      deliver_gradients(*unit, py::none());
     }
   });
 }
 
 /// `local` is a Python function, or None; see HookedModel::collect_gradients.
-void collect_gradients(HookedModel& model, ShownUnit& unit, std::size_t i, const at::Tensor& leaf, py::object local) {
-  if (local.is_none()) return model.collect_gradients(unit.hooked(), i, leaf);
-  model.collect_gradients(unit.hooked(), i, leaf, [held = freed_with_gil(std::move(local))](const at::Tensor& gradient) {
+void collect_gradients(ShownUnit& unit, std::size_t i, const at::Tensor& leaf, py::object local) {
+  const auto model = model_of(unit);
+  if (local.is_none()) return model->collect_gradients(unit.hooked(), i, leaf);
+  model->collect_gradients(unit.hooked(), i, leaf, [held = freed_with_gil(std::move(local))](const at::Tensor& gradient) {
     const py::gil_scoped_acquire gil;
     return (*held)(gradient).cast<at::Tensor>();
   });
 }
 
-void set_prefetch(ShownUnit& unit, bool backward, const Units& others) {
-  auto& list =
-      unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Phase::kBackward : engine::Phase::kForward)];
+void set_prefetch(ShownUnit& unit, bool backward, const ShownUnits& others) {
+  auto& list = unit.hooked()->unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Pass::kBackward : engine::Pass::kForward)];
   list.clear();
   for (const auto& other : others) list.push_back(other->hooked()->unit().place.index);
 }
@@ -298,7 +340,7 @@ void bind_hooks(py::module_& module) {
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("shape"), py::arg("shard_dim"), py::arg("dtype"),
            py::arg("trainable"), py::arg("param_dtype"), py::arg("grad_dtype"), py::arg("float8_block"), py::arg("extended"));
 
-  py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "Unit", "The parameters of one call of fully_shard.");
+  py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "ShownUnit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
            py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
            py::arg("offload"), py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
@@ -327,6 +369,25 @@ void bind_hooks(py::module_& module) {
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
       .def("with_assigned_data", &ShownUnit::with_assigned_data)
       .def("set_prefetch", &set_prefetch)
+      .def("enter", &enter)
+      .def("leave", &leave)
+      .def(
+          "leave_now", [](ShownUnit& self) { model_of(self)->engine().leave_now(self.hooked()->unit()); }, kNoGil)
+      .def("watch", [](ShownUnit& self, const std::vector<at::Tensor>& outputs) { model_of(self)->watch(self.hooked(), outputs); })
+      .def("watch_version", [](ShownUnit& self, const at::Tensor& tensor) { model_of(self)->watch_version(tensor); })
+      .def("collect_gradients", &collect_gradients)
+      .def(
+          "gradient",
+          [](ShownUnit& self, std::size_t i, const at::Tensor& gradient) { model_of(self)->gradient(*self.hooked(), i, gradient); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("deliver_gradients", &deliver_gradients)
+      .def(
+          "prepare_unshard", [](ShownUnit& self) { model_of(self)->prepare_unshard(*self.hooked()); }, kNoGil)
+      .def("unshard", &unshard, py::kw_only(), py::arg("wait"))
+      .def("reshard", &reshard)
+      .def_property_readonly("model", [](const ShownUnit& self) { return self.hooked()->model(); })
+      .def_property(
+          "keeps_storage", [](ShownUnit& self) { return options_of(self).keeps_storage; }, py::cpp_function(&set_keeps_storage, kNoGil))
       .def(
           "set_mesh", [](ShownUnit& self, const DeviceMesh& mesh) { self.hooked()->set_mesh(mesh); }, kNoGil)
       .def_property(
@@ -341,19 +402,15 @@ void bind_hooks(py::module_& module) {
   bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
   bind_option(unit, "kept_across_forwards", &engine::UnitOptions::kept_across_forwards);
   bind_option(unit, "updated_after_backward", &engine::UnitOptions::updated_after_backward);
-  bind_option(unit, "keeps_storage", &engine::UnitOptions::keeps_storage);
   bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);
   bind_option(unit, "requires_all_reduce", &engine::UnitOptions::requires_all_reduce);
   bind_option(unit, "gradient_divide_factor", &engine::UnitOptions::gradient_divide_factor);
 
-  const auto of = [](auto method) {
-    return [method](HookedModel& model, ShownUnit& unit) { (model.engine().*method)(unit.hooked()->unit()); };
-  };
   py::enum_<comm::BufferMemory>(module, "BufferMemory", "Where the buffers of collectives lie.")
       .value("PROCESS", comm::BufferMemory::kProcess)
       .value("GROUP", comm::BufferMemory::kGroup)
       .value("SYMMETRIC", comm::BufferMemory::kSymmetric);
-  py::class_<HookedModel, std::shared_ptr<HookedModel>>(module, "Model", "The units of a model, and the engine that moves them.")
+  py::class_<HookedModel, std::shared_ptr<HookedModel>>(module, "HookedModel", "The units of a model, and the engine that moves them.")
       .def(py::init([](const DeviceMesh& mesh, int prefetch_depth, std::int64_t keep_gathered_bytes, bool report_nan) {
              auto model = std::make_shared<HookedModel>(engine::EngineOptions{.mesh = mesh,
                                                                               .tensor_parallel = {},
@@ -373,40 +430,10 @@ void bind_hooks(py::module_& module) {
           kNoGil)
       .def("dissolve", &HookedModel::dissolve, kNoGil)
       .def("on_backward_end", &on_backward_end)
-      .def("watch_version", &HookedModel::watch_version)
       .def("with_other_parameters", &with_other_parameters)
       .def("begin_forward", &begin_forward)
-      .def(
-          "prepare_unshard", [](HookedModel& model, ShownUnit& unit) { model.prepare_unshard(*unit.hooked()); }, kNoGil)
       .def("end_forward", &HookedModel::end_forward, kNoGil)
-      .def("enter",
-           [](HookedModel& model, ShownUnit& unit, bool begins_call) {
-             const OutsideTransforms outside;
-             {
-               const py::gil_scoped_release no_gil;
-               if (begins_call) model.begin_call(*unit.hooked());
-               model.enter(*unit.hooked());
-             }
-             unit.show();
-           })
-      .def("leave", &leave)
       .def("show_gradients", &show_gradients)
-      .def("watch",
-           [](HookedModel& model, ShownUnit& unit, const std::vector<at::Tensor>& outputs) { model.watch(unit.hooked(), outputs); })
-      .def("collect_gradients", &collect_gradients)
-      .def("gradient",
-           [](HookedModel& model, ShownUnit& unit, std::size_t i, const at::Tensor& gradient) {
-             const py::gil_scoped_release no_gil;
-             model.gradient(*unit.hooked(), i, gradient);
-           })
-      .def("deliver_gradients", &deliver_gradients)
-      .def(
-          "unshard", [](HookedModel& model, ShownUnit& unit) { model.engine().unshard(unit.hooked()->unit(), /*wait=*/true); }, kNoGil)
-      .def(
-          "start_unshard", [](HookedModel& model, ShownUnit& unit) { model.engine().unshard(unit.hooked()->unit(), /*wait=*/false); },
-          kNoGil)
-      .def("reshard", of(&engine::Engine::reshard), kNoGil)
-      .def("leave_now", of(&engine::Engine::leave_now), kNoGil)
       .def(
           "reset", [](HookedModel& model) { model.engine().reset(); }, kNoGil)
       .def(
@@ -419,9 +446,6 @@ void bind_hooks(py::module_& module) {
           "finalize_backward", [](HookedModel& model, bool wait) { model.engine().finalize_backward(wait); }, kNoGil)
       .def(
           "finish_gradient_sync", [](HookedModel& model) { model.engine().main().finish_gradient_sync(); }, kNoGil)
-      .def(
-          "set_keeps_storage",
-          [](HookedModel& model, ShownUnit& unit, bool keeps) { model.engine().set_keeps_storage(unit.hooked()->unit(), keeps); }, kNoGil)
       .def("take_missed", &HookedModel::take_missed)
       .def("take_stale", &HookedModel::take_stale)
       .def(

@@ -24,8 +24,6 @@ using torch_python::VisibleCommunicator;
 
 namespace {
 
-using BackendOf = decltype(comm::StoreMesh::backend_of);
-
 /// Returns a function that can be copied and released without the GIL.
 std::shared_ptr<py::function> shared(py::function function) {
   return {new py::function(std::move(function)), [](py::function* held) {
@@ -79,7 +77,7 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
                                           .rows = std::move(rows),
                                           .device = device,
                                           .options = {.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000))},
-                                          .backend_of = backends ? BackendOf(*backends) : BackendOf()});
+                                          .backend_of = backends ? decltype(comm::StoreMesh::backend_of)(*backends) : nullptr});
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = device;
   state->rank = rank;
@@ -132,7 +130,7 @@ DeviceMesh make_fake_mesh(std::int64_t rank, const std::vector<std::string>& dim
 }  // namespace
 
 void bind_mesh(py::module_& module) {
-  py::class_<DeviceMesh>(module, "Mesh", "The ranks that share a unit, arranged in one or two dimensions.")
+  py::class_<DeviceMesh>(module, "DeviceMesh", "The ranks that share a unit, arranged in one or two dimensions.")
       .def_property_readonly("sizes",
                              [](const DeviceMesh& mesh) {
                                std::vector<std::int64_t> sizes;

@@ -165,9 +165,9 @@ ToPrepare step_adamw_8bit(const std::string& optimizer, const py::list& groups, 
     for (std::size_t i = 0; i < tensors.values.size(); ++i) {
       optim::count_step({&tensors.steps[i], 1});
       if (tensors.values[i].numel() == 0) continue;
-      optim::QuantizedPart part{tensors.values[i], tensors.gradients[i].contiguous(), {}};
-      for (const auto& kind : tensors.states) part.state.push_back(kind[i]);
-      optim::step_adamw_8bit(part, steps[g], std::llround(tensors.steps[i].item<double>()));
+      optim::QuantizedPiece piece{tensors.values[i], tensors.gradients[i].contiguous(), {}};
+      for (const auto& kind : tensors.states) piece.state.push_back(kind[i]);
+      optim::step_adamw_8bit(piece, steps[g], std::llround(tensors.steps[i].item<double>()));
     }
   }
   return to_prepare;
@@ -196,15 +196,15 @@ class MuonStep {
     for (const auto i : found.to_prepare) {
       if (matrices.contains(i)) to_prepare_.push_back(i);
     }
-    std::vector<optim::MuonPart> parts;
+    std::vector<optim::MuonPiece> pieces;
     for (std::size_t n = 0; n < found.indices.size(); ++n) {
       const auto matrix = matrices.find(found.indices[n]);
       if (matrix == matrices.end()) continue;
       const auto [rows, columns, dim, owner] = matrix->second;
-      parts.push_back({{rows, columns, dim, owner}, found.values[n], found.gradients[n], found.states[0][n]});
+      pieces.push_back({{rows, columns, dim, owner}, found.values[n], found.gradients[n], found.states[0][n]});
     }
-    is_empty_ = parts.empty();
-    exchange_.emplace(std::move(parts), ranks, rank, options);
+    is_empty_ = pieces.empty();
+    exchange_.emplace(std::move(pieces), ranks, rank, options);
   }
 
   const std::vector<std::size_t>& to_prepare() const { return to_prepare_; }

@@ -13,10 +13,8 @@
 namespace fsdp::engine {
 namespace {
 
-using Units = std::vector<Unit*>;
-
 /// Returns the text that ranks compare about units on the same ranks.
-std::string describe(const Units& units, std::span<const UnitText> texts) {
+std::string describe(const std::vector<Unit*>& units, std::span<const UnitText> texts) {
   std::string text;
   for (const auto* unit : units) text += unit->describe() + "unit '" + unit->name + "': " + texts[unit->place.index].settings + "\n";
   return text;
@@ -24,7 +22,7 @@ std::string describe(const Units& units, std::span<const UnitText> texts) {
 
 /// Describes the first parameter whose first values differ, for a warning. A parameter is not compared with ranks that have no checksum of
 /// it.
-std::string describe_values(const Units& units, const comm::Ranks& ranks, const std::vector<std::int64_t>& values) {
+std::string describe_values(const std::vector<Unit*>& units, const comm::Ranks& ranks, const std::vector<std::int64_t>& values) {
   const auto all = ranks.exchange(at::tensor(values, at::kLong), {.operation = "comparison of first values", .unit = "(model)"});
   const auto* of_first = all.const_data_ptr<std::int64_t>();
   for (std::int64_t rank = 1; rank < all.size(0); ++rank) {
@@ -71,7 +69,7 @@ std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const 
   for (const auto& first : units) {
     if (done[first->place.index]) continue;
     const auto& row = first->communicators;
-    Units together;
+    std::vector<Unit*> together;
     std::vector<std::int64_t> values;
     for (const auto& unit : units) {
       if (unit->communicators.gather != row.gather || unit->communicators.outer != row.outer) continue;

@@ -28,7 +28,7 @@ void ArrivedGradients::copy() {
 bool ArrivedGradients::settle(const layout::UnitLayout& layout, const Buffer& buffer, bool may_lend) {
   lent_.resize(buffer.parts.size());
   std::erase_if(waiting_, [&](Waiting& waiting) {
-    const auto k = layout.placements()[waiting.parameter].sub_buffer;
+    const auto k = layout.positions()[waiting.parameter].sub_buffer;
     if (!may_lend || !is_own(waiting.gradient) || !is_whole(waiting.gradient, buffer.parts[k])) return false;
     lent_[k] = comm::flat_view(waiting.gradient, 0, waiting.gradient.numel());
     return true;

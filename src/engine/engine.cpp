@@ -88,11 +88,11 @@ void Engine::rethrow_with_history(const std::exception& error) const {
 // [Current when forward begins]
 void Engine::begin_forward(bool kept_is_outdated) {
   const auto lock = this->lock_for_use();
-  calls_.clear();
+  running_.clear();
   guarded([&] {
     for (const auto& unit : units_) refresh_locked(*unit, kept_is_outdated);
     forget_moves();
-    schedule_.begin(Phase::kForward);
+    schedule_.begin(Pass::kForward);
     const at::NoGradGuard no_grad;
     for (const auto& unit : units_) gatherer_.start_shards(*unit);
   });
@@ -114,7 +114,7 @@ void Engine::confirm() const {
 }
 
 /// By the end of the forward, if the trigger tells it, or of the backward.
-bool Engine::is_confirmed_later() const { return !calls_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
+bool Engine::is_confirmed_later() const { return !running_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
 
 void Engine::refresh(Unit& unit, bool kept_is_outdated) {
   const auto lock = this->lock_for_use();
@@ -140,35 +140,35 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   }
 }
 
-void Engine::begin_call(Unit& unit) {
+void Engine::begin_unit_forward(Unit& unit) {
   const auto lock = this->lock();
-  for (Unit* caller : calls_) {
+  for (Unit* caller : running_) {
     if (!related(*caller, unit)) caller->place.called.push_back(&unit);
   }
-  calls_.push_back(&unit);
+  running_.push_back(&unit);
 }
 
-bool Engine::end_call(Unit& unit) {
+bool Engine::end_unit_forward(Unit& unit) {
   const auto lock = this->lock();
-  const auto last = std::find(calls_.rbegin(), calls_.rend(), &unit);
-  if (last != calls_.rend()) calls_.erase(std::next(last).base());
-  return std::find(calls_.begin(), calls_.end(), &unit) == calls_.end();
+  const auto last = std::find(running_.rbegin(), running_.rend(), &unit);
+  if (last != running_.rend()) running_.erase(std::next(last).base());
+  return std::find(running_.begin(), running_.end(), &unit) == running_.end();
 }
 
-void Engine::enter(std::span<Unit* const> units, Phase phase) {
+void Engine::enter(std::span<Unit* const> units, Pass pass) {
   const auto lock = this->lock_for_use();
   guarded([&] {
     for (Unit* unit : units) {
-      if (!unit->whole.in_use(phase)) move_to(*unit, units, phase);
+      if (!unit->whole.in_use(pass)) move_to(*unit, units, pass);
     }
   });
 }
 
-void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
+void Engine::move_to(Unit& unit, std::span<Unit* const> together, Pass pass) {
   std::erase(ahead_, &unit);  // Also where it has stayed, or arrived meanwhile (flush_writes): read_ahead() must not evict what is in use.
   const bool within = current_ != nullptr && encloses(unit, *current_);
   if (within && unit.state() == ParameterState::kPresent) {
-    occupy(unit, phase);  // back in an enclosing unit, which has stayed gathered: the enclosed unit stays, too
+    occupy(unit, pass);  // back in an enclosing unit, which has stayed gathered: the enclosed unit stays, too
     prefetch_listed(unit);
     return;
   }
@@ -180,23 +180,23 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Phase phase) {
   schedule_.move_to(unit.place.index);
   if (!within) depart_to(unit, together);
   gatherer_.start(unit);
-  if (unit.place.prefetch[static_cast<std::size_t>(schedule_.phase())].empty()) {
+  if (unit.place.prefetch[static_cast<std::size_t>(schedule_.pass())].empty()) {
     read_ahead();
   } else {
     prefetch_listed(unit);
   }
   gatherer_.finish(unit);
   if (!is_confirmed_later()) confirm();
-  occupy(unit, phase);
+  occupy(unit, pass);
   if (!within) current_ = &unit;
 }
 
 /// The computation is in the unit now.
-void Engine::occupy(Unit& unit, Phase phase) {
-  const bool repeated = backward_ == BackwardState::kRunning && phase == Phase::kForward;
+void Engine::occupy(Unit& unit, Pass pass) {
+  const bool repeated = backward_ == BackwardState::kRunning && pass == Pass::kForward;
   set_use(unit, repeated ? UseState::kRepeated : UseState::kInUse);
   if (!contains(occupied_, unit)) occupied_.push_back(&unit);
-  if (backward_ == BackwardState::kRunning && phase == Phase::kBackward) reducer_.enter(unit);
+  if (backward_ == BackwardState::kRunning && pass == Pass::kBackward) reducer_.enter(unit);
 }
 
 // [Evict by movement] In forward and backward alike: units that neither enclose the destination nor lie within it are taken to be finished.
@@ -251,12 +251,12 @@ void Engine::read_ahead() {
     gatherer_.start(unit);
     ahead_.push_back(&unit);
   }
-  if (expected.empty() && schedule_.phase() == Phase::kForward) pools_.free_idle();  // Activations take the most memory now.
+  if (expected.empty() && schedule_.pass() == Pass::kForward) pools_.free_idle();  // Activations take the most memory now.
 }
 
 /// Starts what the user listed for the unit, in place of a prediction.
 void Engine::prefetch_listed(Unit& unit) {
-  for (const auto index : unit.place.prefetch[static_cast<std::size_t>(schedule_.phase())]) {
+  for (const auto index : unit.place.prefetch[static_cast<std::size_t>(schedule_.pass())]) {
     Unit& listed = *units_[index];
     if (listed.state() == ParameterState::kPresent) continue;
     gatherer_.start(listed);
@@ -310,7 +310,7 @@ void Engine::outdate_all() {
   }
   forget_moves();
   if (backward_ == BackwardState::kNone) {
-    schedule_.begin(Phase::kForward);
+    schedule_.begin(Pass::kForward);
     pools_.end_step();  // Where units stay gathered after backward, this is where a step ends.
   }
   const at::NoGradGuard no_grad;
@@ -340,9 +340,9 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   bool has_lists = false;
   for (const auto& unit : units_) {
     if (unit->whole.use == UseState::kInUse || unit->whole.use == UseState::kLeft) set_use(*unit, UseState::kUnused);
-    has_lists = has_lists || !unit->place.prefetch[static_cast<std::size_t>(Phase::kBackward)].empty();
+    has_lists = has_lists || !unit->place.prefetch[static_cast<std::size_t>(Pass::kBackward)].empty();
   }
-  schedule_.begin(Phase::kBackward);
+  schedule_.begin(Pass::kBackward);
   guarded([&] {
     reducer_.drain();  // what a backward that was not the last left
     reducer_.begin_backward(of == BackwardOf::kAllLeaves);
@@ -371,7 +371,7 @@ void Engine::end_backward() {
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
   note_backward(facts_.is_last_backward && !facts_.manual_finalization);
-  schedule_.begin(Phase::kForward);
+  schedule_.begin(Pass::kForward);
   pools_.end_step();
   main_parameters_.validate();  // [Validate at the end]
   if (facts_.manual_finalization) return;
@@ -472,7 +472,7 @@ void Engine::reset_locked() {
         "accumulation anew, or leave this step out");
   }
   reducer_.reset(failed_backward || facts_.manual_finalization);  // which has reduced some units only
-  calls_.clear();
+  running_.clear();
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);
     set_use(*unit, UseState::kUnused);
@@ -481,7 +481,7 @@ void Engine::reset_locked() {
   forget_moves();
   backward_ = BackwardState::kNone;
   backward_alive_.reset();
-  schedule_.begin(Phase::kForward);
+  schedule_.begin(Pass::kForward);
 }
 
 void Engine::set(const StepSettings& settings) {

@@ -96,14 +96,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_forward();
   /// Call it between forwards. Frees what an earlier forward has kept of the unit, as begin_forward does for all units.
   void refresh(Unit& unit, bool kept_is_outdated);
-  /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. Calls may nest. Paging does not
+  /// The unit's modules begin to run: until they have ended, the unit is not evicted [Evict by movement]. They may nest. Paging does not
   /// call it. Hooks call it before enter().
-  void begin_call(Unit& unit);
-  /// Ends the call. Returns false if an outer call of the same unit has not ended, so that the unit's modules still run.
-  bool end_call(Unit& unit);
-  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `phase` tells the operators of the
+  void begin_unit_forward(Unit& unit);
+  /// The unit's modules have ended. Returns false if an outer forward of the same unit has not, so that its modules still run.
+  bool end_unit_forward(Unit& unit);
+  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `pass` tells the operators of the
   /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
-  void enter(std::span<Unit* const> units, Phase phase);
+  void enter(std::span<Unit* const> units, Pass pass);
   /// The unit's use has ended: departs from it now, and not only when another unit is entered.
   void leave_now(Unit& unit);
   /// Takes a gradient of this rank for one parameter, of any strides. Reading it must not touch a unit, because the engine's lock is held
@@ -144,8 +144,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   friend class MainAccess;  // Its methods are the engine's, between steps.
 
-  void move_to(Unit& unit, std::span<Unit* const> together, Phase phase);
-  void occupy(Unit& unit, Phase phase);
+  void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
+  void occupy(Unit& unit, Pass pass);
   void depart_to(Unit& destination, std::span<Unit* const> together);
   void refresh_locked(Unit& unit, bool kept_is_outdated);
   void leave(Unit& unit);
@@ -192,7 +192,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // [A move costs the same however many units there are] The only units that entering a unit has to look at: those that the computation is
   // in (or forward was in when backward began), and those that are being gathered on a prediction.
   std::vector<Unit*> occupied_;
-  std::vector<Unit*> calls_;  ///< The units whose modules run now, the outermost first.
+  std::vector<Unit*> running_;  ///< The units whose modules run now, the outermost first.
   std::vector<Unit*> ahead_;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;

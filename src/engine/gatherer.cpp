@@ -245,7 +245,7 @@ void Gatherer::outdate_silently(Unit& unit) {
 // The tensor that stands for an extended parameter is in no graph. Its version tells the extension that the main parameters have changed.
 void Gatherer::renew_extension(Unit& unit) {
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    if (!unit.formats[unit.layout.placements()[i].sub_buffer].extended) continue;
+    if (!unit.formats[unit.layout.positions()[i].sub_buffer].extended) continue;
     if (const auto tensor = unit.parameters[i].tensor.lock()) tensor->bump_version();
   }
 }

@@ -17,12 +17,12 @@ void lay_out_gradients(GradientBuffer& buffer, const Unit& unit, const std::func
   std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> used(buffer.parts.size());  // [begin, end) in elements
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     if (!unit.parameters[i].trainable) continue;
-    const auto& placement = layout.placements()[i];
-    const auto& part = buffer.parts[placement.sub_buffer];
+    const auto& position = layout.positions()[i];
+    const auto& part = buffer.parts[position.sub_buffer];
     const auto itemsize = static_cast<std::int64_t>(part.itemsize());
     buffer.views[i] =
-        view_of(buffer.storage, part.scalar_type(), (part.storage_offset() + placement.offset) * itemsize, unit.parameters[i].shape);
-    if (placement.numel > 0) used[placement.sub_buffer].emplace_back(placement.offset, placement.offset + placement.numel);
+        view_of(buffer.storage, part.scalar_type(), (part.storage_offset() + position.offset) * itemsize, unit.parameters[i].shape);
+    if (position.numel > 0) used[position.sub_buffer].emplace_back(position.offset, position.offset + position.numel);
   }
   for (std::size_t k = 0; k < buffer.parts.size(); ++k) {
     std::sort(used[k].begin(), used[k].end());

@@ -4,22 +4,22 @@
 
 namespace fsdp::engine {
 
-void Schedule::begin(Phase phase) {
-  if (current_ != kNone) successor_[static_cast<std::size_t>(phase_)][key(before_, current_)] = kNone;
-  phase_ = phase;
+void Schedule::begin(Pass pass) {
+  if (current_ != kNone) successor_[static_cast<std::size_t>(pass_)][key(before_, current_)] = kNone;
+  pass_ = pass;
   before_ = kNone;
   current_ = kNone;
 }
 
 void Schedule::move_to(std::size_t unit) {
-  successor_[static_cast<std::size_t>(phase_)][key(before_, current_)] = unit;
+  successor_[static_cast<std::size_t>(pass_)][key(before_, current_)] = unit;
   before_ = current_;
   current_ = unit;
 }
 
 std::vector<std::size_t> Schedule::next(int depth) const {
   std::vector<std::size_t> units;
-  const auto& successor = successor_[static_cast<std::size_t>(phase_)];
+  const auto& successor = successor_[static_cast<std::size_t>(pass_)];
   std::size_t before = before_;
   std::size_t unit = current_;
   // A cycle of already listed units would go on forever: as many steps as the table has entries see all there is.

@@ -8,7 +8,7 @@
 
 namespace fsdp::engine {
 
-enum class Phase : std::uint8_t { kForward, kBackward };
+enum class Pass : std::uint8_t { kForward, kBackward };
 
 /// Remembers which unit came after which, forward and backward apart, to predict the next ones [Read ahead].
 ///
@@ -21,19 +21,19 @@ class Schedule {
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
   /// Begins a pass. The next unit has no predecessor, and the last unit of the pass before has no successor.
-  void begin(Phase phase);
+  void begin(Pass pass);
   /// The computation moved to `unit`.
   void move_to(std::size_t unit);
   /// The units expected next, nearest first: at most `depth` different ones.
   std::vector<std::size_t> next(int depth) const;
-  Phase phase() const { return phase_; }
+  Pass pass() const { return pass_; }
 
  private:
   static std::uint64_t key(std::size_t before, std::size_t unit) {
     return (static_cast<std::uint64_t>(before + 1) << 32) | static_cast<std::uint64_t>(unit + 1);
   }
 
-  Phase phase_ = Phase::kForward;
+  Pass pass_ = Pass::kForward;
   std::size_t before_ = kNone;
   std::size_t current_ = kNone;
   std::array<std::unordered_map<std::uint64_t, std::size_t>, 2> successor_;

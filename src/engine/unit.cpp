@@ -127,7 +127,7 @@ std::string Unit::describe() const {
   std::ostringstream text;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& parameter = parameters[i];
-    const auto& format = formats[layout.placements()[i].sub_buffer];
+    const auto& format = formats[layout.positions()[i].sub_buffer];
     text << "unit '" << name << "': parameter '" << parameter.name << "' " << at::IntArrayRef(parameter.shape) << " "
          << c10::toString(parameter.dtype) << (parameter.trainable ? "" : ", frozen") << ", dtypes";
     for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient}) text << " " << c10::toString(dtype);
@@ -143,9 +143,9 @@ void Unit::rename(std::string unit, std::vector<std::string> parameter_names) {
   for (std::size_t i = 0; i < parameter_names.size(); ++i) parameters[i].name = std::move(parameter_names[i]);
   layout_hash = stable_hash(describe());
   const auto add = [&](std::int64_t value) { layout_hash = comm::mix(layout_hash, static_cast<std::uint64_t>(value)); };
-  for (const auto& placement : layout.placements()) {
-    add(static_cast<std::int64_t>(placement.sub_buffer));
-    add(placement.offset);
+  for (const auto& position : layout.positions()) {
+    add(static_cast<std::int64_t>(position.sub_buffer));
+    add(position.offset);
   }
   for (const auto& part : layout.sub_buffers()) add(part.shard_numel);
 }
@@ -183,12 +183,12 @@ void WholeParameters::free() {
 }
 
 at::Tensor Unit::whole_parameter(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const {
-  const auto& placement = layout.placements()[parameter];
-  return sub_buffers[placement.sub_buffer].narrow(0, placement.offset, placement.numel).view(parameters[parameter].shape);
+  const auto& position = layout.positions()[parameter];
+  return sub_buffers[position.sub_buffer].narrow(0, position.offset, position.numel).view(parameters[parameter].shape);
 }
 
 Unit::MainSlice Unit::slice(std::size_t parameter, Pieces pieces) const {
-  const auto sub_buffer = layout.placements()[parameter].sub_buffer;
+  const auto sub_buffer = layout.positions()[parameter].sub_buffer;
   const auto local = layout.local_slice(parameter, pieces.first, pieces.count);
   const std::int64_t base = (pieces.first - main_pieces().first) * layout.sub_buffers()[sub_buffer].shard_numel;
   return {sub_buffer, local.numel == 0 ? 0 : base + local.shard_offset, local.numel, local.parameter_offset};

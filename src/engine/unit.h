@@ -114,7 +114,7 @@ struct UnitOptions {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   Offload offload = Offload::kNone;
-  memory::HostMemory host_memory = memory::HostMemory::kPinned;  ///< The kind of host memory for offloaded data.
+  memory::HostMemoryKind host_memory = memory::HostMemoryKind::kPinned;  ///< The kind of host memory for offloaded data.
 };
 
 /// The facts of a model, beside its units, that must be the same on all ranks.
@@ -150,7 +150,7 @@ struct UnitPlace {
   std::size_t index = 0;              ///< Position in Engine::units().
   Unit* parent = nullptr;             ///< The closest enclosing unit; null for the root.
   std::vector<const Unit*> called;    ///< Units that do not lie within this one, but were entered while its modules ran.
-  std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Phase: the units to gather ahead of this one's use, if the user listed them.
+  std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Pass: the units to gather ahead of this one's use, if the user listed them.
 };
 
 /// The whole parameters of a unit, and how they are used. Gatherer fills and frees them.
@@ -168,9 +168,9 @@ struct WholeParameters {
   std::shared_ptr<GatherExtension> extension;  ///< Gathers the extended sub-buffers; null if there are none.
 
   /// True if entering the unit would change nothing. Any thread may call it.
-  bool in_use(Phase phase) const {
+  bool in_use(Pass pass) const {
     const auto now = use.load(std::memory_order_acquire);
-    return now == UseState::kInUse || (now == UseState::kRepeated && phase == Phase::kForward);
+    return now == UseState::kInUse || (now == UseState::kRepeated && pass == Pass::kForward);
   }
   /// Detaches the memory of `buffer`, and gives it back to the pool if it came from there.
   void free();

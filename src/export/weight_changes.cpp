@@ -80,7 +80,7 @@ std::vector<std::int64_t> begins_by_rank(const Entry& entry) {
   std::vector<std::int64_t> begins = {0};
   // A complex number is two of the layout's elements.
   const auto element =
-      std::max(layout.placements()[entry.parameter].numel / std::max(numel_of(entry.shape), std::int64_t{1}), std::int64_t{1});
+      std::max(layout.positions()[entry.parameter].numel / std::max(numel_of(entry.shape), std::int64_t{1}), std::int64_t{1});
   for (std::int64_t piece = 0; piece < layout.world_size(); ++piece) {
     const auto numel = entry.changed ? entry.changed->numel_of_piece[static_cast<std::size_t>(piece)]
                                      : layout.local_slice(entry.parameter, piece).numel / element;

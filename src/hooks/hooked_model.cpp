@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "fsdp/error.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 #include "trigger/gradient_hook.h"
 #include "trigger/watch_backward.h"
 
@@ -39,7 +39,7 @@ struct DeliverToModel {
 }  // namespace
 
 void HookedModel::add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent) {
-  auto& added = engine_->add(unit->release());
+  auto& added = engine_->add(unit->release(weak_from_this()));
   if (parent) added.place.parent = engine_->units()[*parent].get();
   added.allocate_main(engine_->accounting());
   units_.push_back(unit);
@@ -75,7 +75,7 @@ void HookedModel::begin_forward() {
   notice_writes();
   const auto updates = updates_of_optimizers.load();
   const bool updated = std::exchange(updates_, updates) != updates;
-  calls_.clear();
+  unit_forwards_.clear();
   // Between a forward and its backward, torch forbids writes. If there is no graph (a teacher with frozen parameters), it does not forbid
   // them.
   engine_->begin_forward(/*kept_is_outdated=*/updated || last_forward_ == LastForward::kNoGraph);
@@ -104,15 +104,15 @@ bool HookedModel::notice_writes() {
   return written;
 }
 
-void HookedModel::begin_call(HookedUnit& unit) {
-  calls_.push_back({.unit = &unit, .first_operator = at::sequence_number::peek()});
-  engine_->begin_call(unit.unit());
+void HookedModel::begin_unit_forward(HookedUnit& unit) {
+  unit_forwards_.push_back({.unit = &unit, .first_operator = at::sequence_number::peek()});
+  engine_->begin_unit_forward(unit.unit());
 }
 
-bool HookedModel::end_call(HookedUnit& unit) {
-  const auto last = std::find_if(calls_.rbegin(), calls_.rend(), [&](const Call& call) { return call.unit == &unit; });
-  if (last != calls_.rend()) calls_.erase(std::next(last).base());
-  return engine_->end_call(unit.unit());
+bool HookedModel::end_unit_forward(HookedUnit& unit) {
+  const auto last = std::find_if(unit_forwards_.rbegin(), unit_forwards_.rend(), [&](const UnitForward& one) { return one.unit == &unit; });
+  if (last != unit_forwards_.rend()) unit_forwards_.erase(std::next(last).base());
+  return engine_->end_unit_forward(unit.unit());
 }
 
 void HookedModel::enter(HookedUnit& unit) {
@@ -120,11 +120,11 @@ void HookedModel::enter(HookedUnit& unit) {
     watch_backward();
     unit.entered_in_backward = true;
   }
-  const auto phase = trigger::current_phase();
-  RECORD_USER_SCOPE((phase == engine::Phase::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
-  if (unit.unit().whole.in_use(phase) && engine_->follows_current_stream()) return;
+  const auto pass = trigger::current_pass();
+  RECORD_USER_SCOPE((pass == engine::Pass::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
+  if (unit.unit().whole.in_use(pass) && engine_->follows_current_stream()) return;
   const std::array<engine::Unit*, 1> units{&unit.unit()};
-  engine_->enter(units, phase);
+  engine_->enter(units, pass);
 }
 
 void HookedModel::enter_backward(HookedUnit& unit) {
@@ -136,8 +136,9 @@ void HookedModel::enter_backward(HookedUnit& unit) {
 
 void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs) {
   RECORD_USER_SCOPE("FSDP::post_forward (" + unit->unit().name + ")");
-  const auto call = std::find_if(calls_.rbegin(), calls_.rend(), [&](const Call& one) { return one.unit == unit.get(); });
-  const auto begin = call == calls_.rend() ? 0 : call->first_operator;
+  const auto forward =
+      std::find_if(unit_forwards_.rbegin(), unit_forwards_.rend(), [&](const UnitForward& one) { return one.unit == unit.get(); });
+  const auto begin = forward == unit_forwards_.rend() ? 0 : forward->first_operator;
   for (const auto& output : outputs) {
     if (const auto& made_by = output.grad_fn(); made_by && made_by->sequence_nr() < begin) continue;
     // The user may let go of the model before backward.

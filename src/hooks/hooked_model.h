@@ -60,17 +60,17 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);
-  /// Call it when a module of the unit begins to run, in forward or in a forward that is repeated within a backward. Call end_call at its
-  /// end, even if it fails. end_call returns false if an outer call of the unit has not ended.
-  void begin_call(HookedUnit& unit);
-  bool end_call(HookedUnit& unit);
+  /// Call it when a module of the unit begins to run, in forward or in a forward that is repeated within a backward. Call
+  /// end_unit_forward() at its end, even if it fails. That returns false if an outer forward of the unit has not ended.
+  void begin_unit_forward(HookedUnit& unit);
+  bool end_unit_forward(HookedUnit& unit);
   /// The unit is about to be used by what this thread does: forward, backward, or a forward that is repeated within a backward.
   void enter(HookedUnit& unit);
   /// Call it when backward is about to use the unit. Does the same as enter, and then calls the unit's `shown` callback.
   void enter_backward(HookedUnit& unit);
-  /// Backward will enter and show the unit before it computes the gradient behind each of these tensors, which a call of the unit returns.
-  /// Outputs that are inputs of the call, passed on, are left out, because their gradients are computed outside of the unit's backward. The
-  /// graph of the outputs keeps the model alive.
+  /// Backward will enter and show the unit before it computes the gradient behind each of these tensors, which a forward of the unit
+  /// returns. Outputs that are inputs of the forward, passed on, are left out, because their gradients are computed outside of the unit's
+  /// backward. The graph of the outputs keeps the model alive.
   void watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs);
   /// From now on, gradients of the leaf of parameter i go to the engine. If `local` is given, it first converts each of them: for a leaf
   /// that stands for tensors of several ranks (a DTensor), it returns this rank's part. It must not keep the model alive.
@@ -105,8 +105,8 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   }
 
  private:
-  /// A call of a unit's modules, and the number that autograd's next operator had when it began.
-  struct Call {
+  /// A forward of a unit's modules, and the number that autograd's next operator had when it began.
+  struct UnitForward {
     const HookedUnit* unit;
     std::uint64_t first_operator;
   };
@@ -118,7 +118,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
   std::vector<c10::VariableVersion> watched_;
-  std::vector<Call> calls_;     // under way, the outermost first
+  std::vector<UnitForward> unit_forwards_;  // under way, the outermost first
   std::int64_t versions_ = -1;  // the sum of their versions when the last forward began; -1, which is no sum, before the first one
   std::uint64_t updates_ = 0;   // the number of optimizer steps when the last forward began
   std::uint64_t steps_ = 0;     // the number of steps of optimizers that have parameters of its units

@@ -225,7 +225,7 @@ bool HookedUnit::take_exchanged_memory() {
 }
 
 /// A contiguous tensor over a part of `memory`, which lives as long as it.
-at::Tensor HookedUnit::part_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
+at::Tensor HookedUnit::view_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
                                const std::vector<std::int64_t>& shape) {
   auto* const bytes = static_cast<char*>(memory.mutable_data_ptr()) + byte_offset;
   return tensor_over(bytes, shape, at::TensorOptions().dtype(dtype).device(memory.device()), [memory](void*) {});
@@ -246,20 +246,20 @@ at::Tensor HookedUnit::make_shard(std::size_t i) const {
   const bool in_shards = unit_->options.outer_sharded_optimizer && lies_in(unit_->shards.buffer);
   const auto& memory = lies_in(unit_->whole.buffer) ? unit_->whole.memory : in_shards ? unit_->shards.memory : unit_->main.memory;
   const auto itemsize = static_cast<std::int64_t>(main.itemsize());
-  return part_of(memory, (main.storage_offset() + slice.offset) * itemsize, seen_dtype(spec_.parameters[i], main.scalar_type()),
+  return view_of(memory, (main.storage_offset() + slice.offset) * itemsize, seen_dtype(spec_.parameters[i], main.scalar_type()),
                  shard_shape(i));
 }
 
 at::Tensor HookedUnit::whole(std::size_t i) const {
-  const auto& placement = unit_->layout.placements()[i];
-  const auto& part = unit_->whole.buffer.parts[placement.sub_buffer];
-  const auto offset = (part.storage_offset() + placement.offset) * static_cast<std::int64_t>(part.itemsize());
+  const auto& position = unit_->layout.positions()[i];
+  const auto& part = unit_->whole.buffer.parts[position.sub_buffer];
+  const auto offset = (part.storage_offset() + position.offset) * static_cast<std::int64_t>(part.itemsize());
   return engine::view_of(unit_->whole.buffer.storage, seen_dtype(spec_.parameters[i], part.scalar_type()), offset,
                          spec_.parameters[i].shape);
 }
 
 at::Tensor HookedUnit::kept(std::size_t i, const std::vector<std::int64_t>& shape) const {
-  const auto& part = unit_->whole.post_forward.parts.at(unit_->layout.placements()[i].sub_buffer);
+  const auto& part = unit_->whole.post_forward.parts.at(unit_->layout.positions()[i].sub_buffer);
   return engine::view_of(unit_->whole.post_forward.storage, seen_dtype(spec_.parameters[i], part.scalar_type()),
                          part.storage_offset() * static_cast<std::int64_t>(part.itemsize()), shape);
 }
@@ -271,13 +271,19 @@ void HookedUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {
 at::Tensor HookedUnit::gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const {
   const auto slice = unit_->main_slice(i);
   const auto& part = gradients[slice.sub_buffer];
-  return part_of(part, slice.offset * static_cast<std::int64_t>(part.itemsize()), seen_dtype(spec_.parameters[i], part.scalar_type()),
+  return view_of(part, slice.offset * static_cast<std::int64_t>(part.itemsize()), seen_dtype(spec_.parameters[i], part.scalar_type()),
                  shard_shape(i));
 }
 
-std::unique_ptr<engine::Unit> HookedUnit::release() {
+std::unique_ptr<engine::Unit> HookedUnit::release(std::weak_ptr<HookedModel> to) {
   if (!owned_) throw Error("unit '" + spec_.name + "' belongs to a model already");
+  model_ = std::move(to);
   return std::move(owned_);
+}
+
+void HookedUnit::take_back(std::unique_ptr<engine::Unit> unit) {
+  model_.reset();
+  owned_ = std::move(unit);
 }
 
 }  // namespace fsdp::hooks

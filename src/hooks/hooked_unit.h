@@ -14,6 +14,8 @@
 
 namespace fsdp::hooks {
 
+class HookedModel;
+
 /// One parameter of a unit, as a front end gives it.
 struct ParameterSpec {
   std::string name;
@@ -114,19 +116,22 @@ class HookedUnit {
   /// The running backward belongs to a forward after which such a step has taken place.
   bool stale_in_backward = false;
 
-  /// An engine takes the unit.
-  std::unique_ptr<engine::Unit> release();
-  /// An engine has given it back.
-  void take_back(std::unique_ptr<engine::Unit> unit) { owned_ = std::move(unit); }
+  /// The model that has the unit; null if none has. It is not kept alive.
+  std::shared_ptr<HookedModel> model() const { return model_.lock(); }
+  /// A model takes the unit.
+  std::unique_ptr<engine::Unit> release(std::weak_ptr<HookedModel> to);
+  /// The model has given it back.
+  void take_back(std::unique_ptr<engine::Unit> unit);
 
  private:
   at::Tensor make_shard(std::size_t i) const;
-  static at::Tensor part_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
+  static at::Tensor view_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
                             const std::vector<std::int64_t>& shape);
 
   UnitSpec spec_;
-  std::unique_ptr<engine::Unit> owned_;
+  std::unique_ptr<engine::Unit> owned_;  ///< While no model has it.
   engine::Unit* unit_ = nullptr;
+  std::weak_ptr<HookedModel> model_;
   std::vector<at::Tensor> shards_;
   std::vector<const void*> homes_;  ///< For each shard, the address of its main parameters.
   std::vector<const void*> seen_;   ///< For each shard, the address of its memory when it was last looked at.

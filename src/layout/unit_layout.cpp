@@ -102,14 +102,14 @@ bool fits(const SubBuffer& buffer, const ParameterTraits& parameter, std::int64_
 // Parameters in order, each at a multiple of the quantum, cut into equal shards at multiples of the quantum. This is right for three
 // granularities: elements (the quantum is then the alignment), blocks, and rows: whole rows leave no gap, and since every parameter of the
 // group starts at a multiple of the row, a multiple of the row is between two rows of whichever parameter it falls into.
-void place_end_to_end(SubBufferDraft& group, std::vector<ParameterPlacement>& placements, const CheckedArithmetic& checked,
+void place_end_to_end(SubBufferDraft& group, std::vector<ParameterPosition>& positions, const CheckedArithmetic& checked,
                       std::int64_t world_size) {
   const std::int64_t quantum = group.buffer.quantum;
   std::int64_t end = 0;
   for (const std::size_t member : group.members) {
-    auto& placement = placements[member];
-    placement.offset = checked.round_up(end, quantum);
-    end = checked.add(placement.offset, placement.numel);
+    auto& position = positions[member];
+    position.offset = checked.round_up(end, quantum);
+    end = checked.add(position.offset, position.numel);
   }
   const std::int64_t even_share = end / world_size + (end % world_size != 0);
   group.buffer.shard_numel = checked.round_up(even_share, quantum);
@@ -117,11 +117,11 @@ void place_end_to_end(SubBufferDraft& group, std::vector<ParameterPlacement>& pl
 
 // Whole parameters on ranks: longest processing time first, that is, the largest parameter that is left goes to the rank that has least.
 // Ties go to the earlier parameter and the lower rank, so that all ranks compute the same.
-void place_whole(SubBufferDraft& group, std::vector<ParameterPlacement>& placements, const CheckedArithmetic& checked,
+void place_whole(SubBufferDraft& group, std::vector<ParameterPosition>& positions, const CheckedArithmetic& checked,
                  std::int64_t world_size) {
   std::vector<std::size_t> largest_first = group.members;
   std::stable_sort(largest_first.begin(), largest_first.end(),
-                   [&](std::size_t a, std::size_t b) { return placements[a].numel > placements[b].numel; });
+                   [&](std::size_t a, std::size_t b) { return positions[a].numel > positions[b].numel; });
 
   using Bin = std::pair<std::int64_t, std::int64_t>;  // elements, rank
   std::priority_queue<Bin, std::vector<Bin>, std::greater<>> least_first;
@@ -135,30 +135,30 @@ void place_whole(SubBufferDraft& group, std::vector<ParameterPlacement>& placeme
   for (const std::size_t member : largest_first) {
     const auto [end, rank] = least_first.top();
     least_first.pop();
-    placements[member].offset = end;
+    positions[member].offset = end;
     rank_of.emplace_back(member, rank);
-    const std::int64_t new_end = checked.round_up(checked.add(end, placements[member].numel), group.buffer.quantum);
+    const std::int64_t new_end = checked.round_up(checked.add(end, positions[member].numel), group.buffer.quantum);
     largest_bin = std::max(largest_bin, new_end);
     least_first.emplace(new_end, rank);
   }
 
   group.buffer.shard_numel = largest_bin;
   for (const auto& [member, rank] : rank_of) {
-    placements[member].offset = checked.add(placements[member].offset, checked.multiply(rank, largest_bin));
+    positions[member].offset = checked.add(positions[member].offset, checked.multiply(rank, largest_bin));
   }
 }
 
 }  // namespace
 
 UnitLayout::UnitLayout(std::vector<ParameterTraits> parameters, std::int64_t world_size)
-    : parameters_(std::move(parameters)), world_size_(world_size), placements_(parameters_.size()) {
+    : parameters_(std::move(parameters)), world_size_(world_size), positions_(parameters_.size()) {
   if (world_size < 1) throw Error("a layout over " + std::to_string(world_size) + " ranks was asked for; at least one rank is needed");
 
   std::vector<SubBufferDraft> groups;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     validate(parameter);
-    placements_[i].numel = numel_of(parameter, 0, world_size);
+    positions_[i].numel = numel_of(parameter, 0, world_size);
     const std::int64_t quantum = quantum_of(parameter, world_size);
     auto group = std::find_if(groups.begin(), groups.end(), [&](const SubBufferDraft& g) { return fits(g.buffer, parameter, quantum); });
     if (group == groups.end()) {
@@ -177,18 +177,17 @@ UnitLayout::UnitLayout(std::vector<ParameterTraits> parameters, std::int64_t wor
 
   for (auto& group : groups) {
     auto& buffer = group.buffer;
-    const std::size_t largest = *std::max_element(group.members.begin(), group.members.end(), [&](std::size_t a, std::size_t b) {
-      return placements_[a].numel < placements_[b].numel;
-    });
+    const std::size_t largest = *std::max_element(group.members.begin(), group.members.end(),
+                                                  [&](std::size_t a, std::size_t b) { return positions_[a].numel < positions_[b].numel; });
     const CheckedArithmetic checked(parameters_[largest].name, world_size);
     if (buffer.kind == Granularity::Kind::kWhole) {
-      place_whole(group, placements_, checked, world_size);
+      place_whole(group, positions_, checked, world_size);
     } else {
-      place_end_to_end(group, placements_, checked, world_size);
+      place_end_to_end(group, positions_, checked, world_size);
     }
     for (const std::size_t member : group.members) {
-      placements_[member].sub_buffer = sub_buffers_.size();
-      buffer.payload_numel += placements_[member].numel;
+      positions_[member].sub_buffer = sub_buffers_.size();
+      buffer.payload_numel += positions_[member].numel;
     }
     buffer.byte_offset = full_bytes_;
     buffer.shard_byte_offset = shard_bytes_;
@@ -211,14 +210,14 @@ std::int64_t UnitLayout::padding_bytes() const {
 }
 
 LocalSlice UnitLayout::local_slice(std::size_t parameter, std::int64_t first_rank, std::int64_t ranks) const {
-  assert(parameter < placements_.size() && first_rank >= 0 && first_rank + ranks <= world_size_);
-  const auto& placement = placements_[parameter];
-  const std::int64_t shard_numel = sub_buffers_[placement.sub_buffer].shard_numel;
+  assert(parameter < positions_.size() && first_rank >= 0 && first_rank + ranks <= world_size_);
+  const auto& position = positions_[parameter];
+  const std::int64_t shard_numel = sub_buffers_[position.sub_buffer].shard_numel;
   const std::int64_t shard_begin = first_rank * shard_numel;
-  const std::int64_t begin = std::max(placement.offset, shard_begin);
-  const std::int64_t end = std::min(placement.offset + placement.numel, shard_begin + ranks * shard_numel);
+  const std::int64_t begin = std::max(position.offset, shard_begin);
+  const std::int64_t end = std::min(position.offset + position.numel, shard_begin + ranks * shard_numel);
   if (begin >= end) return {};
-  return {.parameter_offset = begin - placement.offset, .shard_offset = begin - shard_begin, .numel = end - begin};
+  return {.parameter_offset = begin - position.offset, .shard_offset = begin - shard_begin, .numel = end - begin};
 }
 
 }  // namespace fsdp::layout

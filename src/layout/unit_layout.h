@@ -47,7 +47,7 @@ struct SubBuffer {
 };
 
 /// Where a parameter lies. An empty one has a valid offset, too (at most the size of the sub-buffer).
-struct ParameterPlacement {
+struct ParameterPosition {
   std::size_t sub_buffer = 0;
   std::int64_t offset = 0;  ///< Elements from the start of the sub-buffer.
   std::int64_t numel = 0;
@@ -75,7 +75,7 @@ class UnitLayout {
 
   std::int64_t world_size() const { return world_size_; }
   const std::vector<ParameterTraits>& parameters() const { return parameters_; }
-  const std::vector<ParameterPlacement>& placements() const { return placements_; }
+  const std::vector<ParameterPosition>& positions() const { return positions_; }
   const std::vector<SubBuffer>& sub_buffers() const { return sub_buffers_; }
   std::size_t trainable_sub_buffers() const { return trainable_sub_buffers_; }
 
@@ -96,7 +96,7 @@ class UnitLayout {
  private:
   std::vector<ParameterTraits> parameters_;
   std::int64_t world_size_;
-  std::vector<ParameterPlacement> placements_;
+  std::vector<ParameterPosition> positions_;
   std::vector<SubBuffer> sub_buffers_;
   std::size_t trainable_sub_buffers_ = 0;
   std::int64_t full_bytes_ = 0;

@@ -86,16 +86,16 @@ void synchronize(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
 }
 
-c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemory kind) {
-  if (device.is_cpu() || kind == HostMemory::kPageable) return allocate(at::kCPU, bytes);
+c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemoryKind kind) {
+  if (device.is_cpu() || kind == HostMemoryKind::kPageable) return allocate(at::kCPU, bytes);
   if (bytes >= kMappedBytes) {
     if (auto block = allocate_pinned(device, bytes)) return block;
   }
   return at::globalContext().getPinnedMemoryAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
 }
 
-at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemory kind) {
-  if (device.is_cpu() || kind == HostMemory::kPageable) return zeros(at::kCPU, bytes);
+at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemoryKind kind) {
+  if (device.is_cpu() || kind == HostMemoryKind::kPageable) return zeros(at::kCPU, bytes);
   if (bytes >= kMappedBytes) {
     if (auto block = allocate_pinned(device, bytes)) return over(std::move(block), bytes);
   }

@@ -27,15 +27,15 @@ at::Tensor zeros(c10::Device device, std::int64_t bytes);
 /// Blocks until the device has done what its current stream holds. Nothing to do on the CPU.
 void synchronize(c10::Device device);
 
-enum class HostMemory : std::uint8_t {
+enum class HostMemoryKind : std::uint8_t {
   kPinned,    ///< Page-locked memory, from which devices copy without help of the CPU. A mesh of CPUs needs none, and gets ordinary memory.
   kPageable,  ///< Ordinary memory, which may be swapped out. All memory of the host can be used.
 };
 
 /// Returns host memory for data that `device` copies; not initialised.
-c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemory kind = HostMemory::kPinned);
+c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemoryKind kind = HostMemoryKind::kPinned);
 
 /// The same as a 1-D tensor of `bytes` bytes, set to zero.
-at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemory kind = HostMemory::kPinned);
+at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemoryKind kind = HostMemoryKind::kPinned);
 
 }  // namespace fsdp::memory

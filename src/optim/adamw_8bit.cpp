@@ -19,7 +19,7 @@ constexpr std::int64_t kBlock = AdamW8bit::kBlock;
 
 bool is_quantized(const AdamW8bitOptions& options, const engine::Unit& unit, std::size_t parameter) {
   const auto dtype = unit.parameters[parameter].dtype;
-  return unit.parameters[parameter].trainable && unit.layout.placements()[parameter].numel >= options.min_8bit_size &&
+  return unit.parameters[parameter].trainable && unit.layout.positions()[parameter].numel >= options.min_8bit_size &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 
@@ -60,17 +60,17 @@ AdamW8bit::AdamW8bit(torch::nn::Module& module, AdamW8bitOptions options, std::v
   const optim::Settings size = {{"min_8bit_size", options.min_8bit_size}};
   auto rest = optim::adamw(
       engine, in_full, groups, [quantized](const engine::Unit& unit, std::size_t i) { return !quantized(unit, i); }, size);
-  state_->parts.push_back(std::make_unique<optim::Parameterwise>(
+  state_->algorithms.push_back(std::make_unique<optim::Parameterwise>(
       engine, optim::Groups(optim::adam_defaults(in_full), groups, optim::adam_rules(size)), quantized,
       // bitsandbytes' names: codes, and the largest magnitude of each block of them.
       std::vector<optim::StateKind>{{"state1"}, {"absmax1", kBlock}, {"state2"}, {"absmax2", kBlock}}, make_state,
-      [](const optim::Group& group, double lr, ParameterPiece& piece) {
+      [](const optim::GroupSettings& group, double lr, ParameterPiece& piece) {
         const auto [beta1, beta2] = group.betas;
         optim::step_adamw_8bit({piece.value, piece.gradient, piece.state},
                                {.lr = lr, .beta1 = beta1, .beta2 = beta2, .weight_decay = group.weight_decay, .eps = group.eps},
                                piece.steps);
       }));
-  state_->parts.push_back(std::move(rest));
+  state_->algorithms.push_back(std::move(rest));
 }
 
 }  // namespace fsdp

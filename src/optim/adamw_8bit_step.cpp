@@ -83,20 +83,20 @@ const DynamicMap* maps_on(c10::Device device) {
   return static_cast<const DynamicMap*>(copy.const_data_ptr());
 }
 
-void step_on_device(const QuantizedPart& part, const BlockAdamW& coefficients) {
-  const auto device = part.value.device();
+void step_on_device(const QuantizedPiece& piece, const BlockAdamW& coefficients) {
+  const auto device = piece.value.device();
   const auto* const maps = maps_on(device);
   const c10::DeviceGuard guard(device);
   const DeviceAdamW8bit step{
-      .values = part.value.mutable_data_ptr(),
-      .gradients = part.gradient.const_data_ptr(),
-      .dtype = part.value.scalar_type(),
-      .gradient_dtype = part.gradient.scalar_type(),
-      .numel = part.value.numel(),
-      .first = {.map = maps, .codes = part.state[0].mutable_data_ptr<std::uint8_t>(), .largest = part.state[1].mutable_data_ptr<float>()},
+      .values = piece.value.mutable_data_ptr(),
+      .gradients = piece.gradient.const_data_ptr(),
+      .dtype = piece.value.scalar_type(),
+      .gradient_dtype = piece.gradient.scalar_type(),
+      .numel = piece.value.numel(),
+      .first = {.map = maps, .codes = piece.state[0].mutable_data_ptr<std::uint8_t>(), .largest = piece.state[1].mutable_data_ptr<float>()},
       .second = {.map = maps + 1,
-                 .codes = part.state[2].mutable_data_ptr<std::uint8_t>(),
-                 .largest = part.state[3].mutable_data_ptr<float>()},
+                 .codes = piece.state[2].mutable_data_ptr<std::uint8_t>(),
+                 .largest = piece.state[3].mutable_data_ptr<float>()},
       .adamw = coefficients};
   device_adamw_8bit().of(device.type())(step, c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
@@ -110,19 +110,19 @@ DeviceFunctions<LaunchAdamW8bit>& device_adamw_8bit() {
 
 bool steps_adamw_8bit_on(c10::DeviceType type) { return type == c10::DeviceType::CPU || device_adamw_8bit().of(type) != nullptr; }
 
-void step_adamw_8bit(const QuantizedPart& part, const AdamStep& step, std::int64_t steps) {
+void step_adamw_8bit(const QuantizedPiece& piece, const AdamStep& step, std::int64_t steps) {
   const auto coefficients = coefficients_of(step, steps);
-  if (!part.value.is_cpu()) return step_on_device(part, coefficients);
-  const auto load_gradient = load_of(part.gradient.scalar_type());
-  const auto load_value = load_of(part.value.scalar_type());
-  const auto store_value = store_of(part.value.scalar_type());
-  const auto* gradients = part.gradient.const_data_ptr();
-  auto* values = part.value.mutable_data_ptr();
-  auto* first_codes = part.state[0].mutable_data_ptr<std::uint8_t>();
-  auto* first_largest = part.state[1].mutable_data_ptr<float>();
-  auto* second_codes = part.state[2].mutable_data_ptr<std::uint8_t>();
-  auto* second_largest = part.state[3].mutable_data_ptr<float>();
-  const auto numel = part.value.numel();
+  if (!piece.value.is_cpu()) return step_on_device(piece, coefficients);
+  const auto load_gradient = load_of(piece.gradient.scalar_type());
+  const auto load_value = load_of(piece.value.scalar_type());
+  const auto store_value = store_of(piece.value.scalar_type());
+  const auto* gradients = piece.gradient.const_data_ptr();
+  auto* values = piece.value.mutable_data_ptr();
+  auto* first_codes = piece.state[0].mutable_data_ptr<std::uint8_t>();
+  auto* first_largest = piece.state[1].mutable_data_ptr<float>();
+  auto* second_codes = piece.state[2].mutable_data_ptr<std::uint8_t>();
+  auto* second_largest = piece.state[3].mutable_data_ptr<float>();
+  const auto numel = piece.value.numel();
   constexpr std::int64_t kBlocksPerTask = 64;
   parallel_for((numel + kBlock - 1) / kBlock, kBlocksPerTask, [&](std::int64_t begin, std::int64_t end) {
     Block gradient{};

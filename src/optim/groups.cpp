@@ -107,7 +107,7 @@ void restore(const Settings& own, const Settings& saved, const std::function<Set
   for_each(set);
 }
 
-Groups::Groups(const Group& defaults, std::vector<ParamGroup> groups, GroupRules rules)
+Groups::Groups(const GroupSettings& defaults, std::vector<ParamGroup> groups, GroupRules rules)
     : settings_{defaults}, groups_(std::move(groups)), rules_(std::move(rules)) {
   for (const auto& group : groups_) {
     if (!group.matches) throw Error("a ParamGroup without `matches`; give a predicate on the parameter's name");
@@ -122,7 +122,7 @@ Groups::Groups(const Group& defaults, std::vector<ParamGroup> groups, GroupRules
   has_parameters_.resize(settings_.size());
 }
 
-void Groups::validate(const Group& group) const {
+void Groups::validate(const GroupSettings& group) const {
   require_not_negative(group.lr.base, "learning rate");
   require_not_negative(group.weight_decay, "weight decay");
   rules_.validate(group);

@@ -34,7 +34,7 @@ struct GroupDescription {
 };
 
 /// The settings that the parameters of one group share. Each algorithm uses some of them.
-struct Group {
+struct GroupSettings {
   LearningRate lr;
   double weight_decay = 0;
   std::tuple<double, double> betas = {0, 0};
@@ -47,9 +47,9 @@ struct Group {
 /// The rules of an algorithm for the settings of its groups.
 struct GroupRules {
   /// Returns the settings that torch.optim lists for a group, beside learning rate and weight decay.
-  std::function<Settings(const Group& group)> describe;
+  std::function<Settings(const GroupSettings& group)> describe;
   /// Throws Error for settings out of range.
-  std::function<void(const Group& group)> validate;
+  std::function<void(const GroupSettings& group)> validate;
 };
 
 /// Which parameters an algorithm updates, by unit and index.
@@ -59,9 +59,9 @@ using Selection = std::function<bool(const engine::Unit& unit, std::size_t param
 class Groups {
  public:
   /// Throws Error if a group has no predicate, or settings out of range.
-  Groups(const Group& defaults, std::vector<ParamGroup> groups, GroupRules rules);
+  Groups(const GroupSettings& defaults, std::vector<ParamGroup> groups, GroupRules rules);
   std::size_t index_of(const std::string& parameter) const;
-  const Group& operator[](std::size_t index) const { return settings_[index]; }
+  const GroupSettings& operator[](std::size_t index) const { return settings_[index]; }
   std::size_t size() const { return settings_.size(); }
   /// Throws Error if out of range.
   void set_lr(std::size_t index, const LearningRate& lr);
@@ -77,9 +77,9 @@ class Groups {
   std::vector<GroupDescription> describe(const engine::Engine& engine, const Selection& updates) const;
 
  private:
-  void validate(const Group& group) const;
+  void validate(const GroupSettings& group) const;
 
-  std::vector<Group> settings_;  // the settings of each group; the defaults come first
+  std::vector<GroupSettings> settings_;  // the settings of each group; the defaults come first
   std::vector<bool> has_parameters_;
   std::vector<ParamGroup> groups_;
   GroupRules rules_;

@@ -44,7 +44,7 @@ void refuse_cut_matrices(const MuonOptions& options, const engine::Engine& engin
   }
 }
 
-void update(MuonOptions options, const optim::Group& group, double lr, ParameterPiece& piece) {
+void update(MuonOptions options, const optim::GroupSettings& group, double lr, ParameterPiece& piece) {
   options.momentum = group.momentum;
   options.nesterov = group.nesterov;
   options.eps = group.eps;
@@ -63,7 +63,7 @@ Muon::Muon(torch::nn::Module& module, MuonOptions options, std::vector<ParamGrou
   const auto& engine = state_->engine;
   refuse_cut_matrices(options, *engine);
   const auto is_matrix = [options](const engine::Unit& unit, std::size_t i) { return is_muons(options, unit, i); };
-  const auto describe = [options](const optim::Group& group) {
+  const auto describe = [options](const optim::GroupSettings& group) {
     return optim::Settings{{"momentum", group.momentum},
                            {"nesterov", group.nesterov},
                            {"ns_coefficients", std::vector<double>(options.ns_coefficients.begin(), options.ns_coefficients.end())},
@@ -71,23 +71,23 @@ Muon::Muon(torch::nn::Module& module, MuonOptions options, std::vector<ParamGrou
                            {"ns_steps", std::int64_t{options.ns_steps}},
                            {"adjust_lr_fn", std::string(options.adjust_lr == AdjustLR::kOriginal ? "original" : "match_rms_adamw")}};
   };
-  const auto validate_group = [](const optim::Group& group) {
+  const auto validate_group = [](const optim::GroupSettings& group) {
     require(group.momentum >= 0 && group.momentum < 1, "Muon: momentum must lie in [0, 1)");
     require(group.eps > 0, "Muon: eps must be positive");
   };
-  const optim::Group defaults{.lr = {options.lr},
-                              .weight_decay = options.weight_decay,
-                              .eps = options.eps,
-                              .momentum = options.momentum,
-                              .nesterov = options.nesterov};
-  state_->parts_differ = true;
-  state_->parts.push_back(std::make_unique<optim::Parameterwise>(
+  const optim::GroupSettings defaults{.lr = {options.lr},
+                                      .weight_decay = options.weight_decay,
+                                      .eps = options.eps,
+                                      .momentum = options.momentum,
+                                      .nesterov = options.nesterov};
+  state_->algorithms_differ = true;
+  state_->algorithms.push_back(std::make_unique<optim::Parameterwise>(
       engine, optim::Groups(defaults, groups, {describe, validate_group}), is_matrix, std::vector<optim::StateKind>{{"momentum_buffer"}},
       [](const ParameterPiece& piece, optim::StateMemory& memory) {
         return std::vector<at::Tensor>{memory.zeros(*piece.unit, piece.value.numel(), piece.value.scalar_type())};
       },
-      [options](const optim::Group& group, double lr, ParameterPiece& piece) { update(options, group, lr, piece); }));
-  state_->parts.push_back(
+      [options](const optim::GroupSettings& group, double lr, ParameterPiece& piece) { update(options, group, lr, piece); }));
+  state_->algorithms.push_back(
       optim::adamw(engine, options.adamw, groups, [is_matrix](const engine::Unit& unit, std::size_t i) { return !is_matrix(unit, i); }));
 }
 

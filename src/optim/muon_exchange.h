@@ -19,8 +19,8 @@ struct CutMatrix {
   std::int64_t owner = 0;
 };
 
-/// This rank's parts of a matrix, its gradient and its momentum. The gradient is read, and the others are written.
-struct MuonPart {
+/// This rank's pieces of a matrix, its gradient and its momentum. The gradient is read, and the others are written.
+struct MuonPiece {
   CutMatrix matrix;
   at::Tensor value;
   at::Tensor gradient;
@@ -28,11 +28,11 @@ struct MuonPart {
 };
 
 /// One step of Muon on matrices that are cut. The update of each matrix is sent to the owner, which makes it orthogonal and sends it back.
-/// The caller runs these two exchanges (all-to-all). All ranks give the same matrices, and each gives its own parts.
+/// The caller runs these two exchanges (all-to-all). All ranks give the same matrices, and each gives its own pieces.
 class MuonExchange {
  public:
-  MuonExchange(std::vector<MuonPart> parts, std::int64_t ranks, std::int64_t rank, const MuonOptions& options)
-      : parts_(std::move(parts)), ranks_(ranks), rank_(rank), options_(options) {}
+  MuonExchange(std::vector<MuonPiece> pieces, std::int64_t ranks, std::int64_t rank, const MuonOptions& options)
+      : pieces_(std::move(pieces)), ranks_(ranks), rank_(rank), options_(options) {}
 
   /// Returns the numbers of elements that this rank sends to each rank (first) and receives from each rank (second) in the first exchange.
   /// The second exchange has them in reverse.
@@ -45,11 +45,11 @@ class MuonExchange {
   void apply(const at::Tensor& received, double lr, double weight_decay, AdjustLR adjust_lr);
 
  private:
-  std::vector<std::int64_t> shape_of_part(const CutMatrix& matrix, std::int64_t rank) const;
-  std::int64_t numel_of_part(const CutMatrix& matrix, std::int64_t rank) const;
+  std::vector<std::int64_t> shape_of_piece(const CutMatrix& matrix, std::int64_t rank) const;
+  std::int64_t numel_of_piece(const CutMatrix& matrix, std::int64_t rank) const;
   at::Tensor joined(const std::vector<at::Tensor>& pieces) const;
 
-  std::vector<MuonPart> parts_;
+  std::vector<MuonPiece> pieces_;
   std::int64_t ranks_;
   std::int64_t rank_;
   MuonOptions options_;

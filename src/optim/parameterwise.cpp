@@ -14,28 +14,28 @@ struct Cuts {
 };
 
 Cuts cuts_of(const engine::Unit& unit, std::size_t parameter) {
-  const auto& placement = unit.layout.placements()[parameter];
-  const auto distance = unit.layout.sub_buffers()[placement.sub_buffer].shard_numel * unit.main_pieces().count;
-  if (distance == 0) return {placement.numel, 0};  // the sub-buffer is empty
-  return {distance - placement.offset % distance, distance};
+  const auto& position = unit.layout.positions()[parameter];
+  const auto distance = unit.layout.sub_buffers()[position.sub_buffer].shard_numel * unit.main_pieces().count;
+  if (distance == 0) return {position.numel, 0};  // the sub-buffer is empty
+  return {distance - position.offset % distance, distance};
 }
 
 }  // namespace
 
 bool is_whole(const engine::Unit& unit, std::size_t parameter) {
-  return cuts_of(unit, parameter).first >= unit.layout.placements()[parameter].numel;
+  return cuts_of(unit, parameter).first >= unit.layout.positions()[parameter].numel;
 }
 
 bool is_cut_between_blocks(const engine::Unit& unit, std::size_t parameter, std::int64_t block) {
   if (is_whole(unit, parameter)) return true;
   const auto cuts = cuts_of(unit, parameter);
-  const bool several = cuts.first + cuts.distance < unit.layout.placements()[parameter].numel;
+  const bool several = cuts.first + cuts.distance < unit.layout.positions()[parameter].numel;
   return cuts.first % block == 0 && (!several || cuts.distance % block == 0);
 }
 
 Parameterwise::Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,
                              MakeState make_state, UpdatePiece update)
-    : Algorithm(std::move(engine), std::move(groups), std::move(kinds)),
+    : BuiltInAlgorithm(std::move(engine), std::move(groups), std::move(kinds)),
       selection_(std::move(selection)),
       make_state_(std::move(make_state)),
       update_(std::move(update)),

@@ -24,10 +24,10 @@ struct ParameterPiece {
 };
 
 /// An algorithm whose updates are not elementwise, but depend on whole matrices or blocks. It updates each parameter separately.
-class Parameterwise final : public Algorithm {
+class Parameterwise final : public BuiltInAlgorithm {
  public:
   using MakeState = std::function<std::vector<at::Tensor>(const ParameterPiece& piece, StateMemory& memory)>;
-  using UpdatePiece = std::function<void(const Group& group, double lr, ParameterPiece& piece)>;
+  using UpdatePiece = std::function<void(const GroupSettings& group, double lr, ParameterPiece& piece)>;
 
   /// `kinds` describes the tensors that make_state returns.
   Parameterwise(std::shared_ptr<engine::Engine> engine, Groups groups, Selection selection, std::vector<StateKind> kinds,

@@ -70,7 +70,7 @@ Optimizer::State::State(torch::nn::Module& module) : engine(handle(module).engin
 
 std::size_t Optimizer::State::index_of(std::optional<std::size_t> group) const {
   if (!group) return 0;
-  const auto count = parts.front()->group_count() - (has_defaults ? 1 : 0);
+  const auto count = algorithms.front()->group_count() - (has_defaults ? 1 : 0);
   if (*group >= count) {
     throw Error("there is no group " + std::to_string(*group) + " of parameters; the optimizer was given " + std::to_string(count) +
                 ", which are numbered from 0");
@@ -80,46 +80,47 @@ std::size_t Optimizer::State::index_of(std::optional<std::size_t> group) const {
 
 double Optimizer::State::lr(std::optional<std::size_t> group) const {
   const auto index = index_of(group);
-  const auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& part) { return group && part->has_parameters(index); });
-  return (found == parts.end() ? parts.front() : *found)->lr(index).now();
+  const auto found =
+      std::find_if(algorithms.begin(), algorithms.end(), [&](const auto& algorithm) { return group && algorithm->has_parameters(index); });
+  return (found == algorithms.end() ? algorithms.front() : *found)->lr(index).now();
 }
 
 void Optimizer::State::set_lr(std::optional<std::size_t> group, double lr) {
   const auto index = index_of(group);
-  for (const auto& part : parts) {
-    part->set_lr(index, {.base = lr, .factor = part->lr(index).factor});
-    if (!group && parts_differ) break;
+  for (const auto& algorithm : algorithms) {
+    algorithm->set_lr(index, {.base = lr, .factor = algorithm->lr(index).factor});
+    if (!group && algorithms_differ) break;
   }
   settings_changed();
 }
 
 void Optimizer::State::set_lr_factor(double factor) {
-  for (const auto& part : parts) {
-    for (std::size_t g = 0; g < part->group_count(); ++g) part->set_lr(g, {.base = part->lr(g).base, .factor = factor});
+  for (const auto& algorithm : algorithms) {
+    for (std::size_t g = 0; g < algorithm->group_count(); ++g) algorithm->set_lr(g, {.base = algorithm->lr(g).base, .factor = factor});
   }
 }
 
 void Optimizer::State::set_lr_factor(std::size_t group, double factor) {
   const auto index = index_of(group);
-  for (const auto& part : parts) part->set_lr(index, {.base = part->lr(index).base, .factor = factor});
+  for (const auto& algorithm : algorithms) algorithm->set_lr(index, {.base = algorithm->lr(index).base, .factor = factor});
 }
 
 void Optimizer::State::tell_settings() {
   // The factors may change in every step, so only the settings that change rarely are kept as text.
   if (!told) {
     std::string settings;
-    for (const auto& group : optim::describe_groups(parts)) {
+    for (const auto& group : optim::describe_groups(algorithms)) {
       for (const auto& [name, setting] : group.settings) {
         settings += name == "lr" ? optim::shown("base lr", group.lr.base) : optim::shown(name, setting);
       }
     }
     told.emplace(std::numeric_limits<double>::quiet_NaN(), std::move(settings));
   }
-  const auto first = parts.front()->lr(0);
+  const auto first = algorithms.front()->lr(0);
   std::string own;  // the texts of groups with factors of their own
-  for (const auto& part : parts) {
-    for (std::size_t g = 1; g < part->group_count(); ++g) {
-      const auto lr = part->lr(g);
+  for (const auto& algorithm : algorithms) {
+    for (std::size_t g = 1; g < algorithm->group_count(); ++g) {
+      const auto lr = algorithm->lr(g);
       if (lr.factor != first.factor) own += ", lr of group " + std::to_string(g - (has_defaults ? 1 : 0)) + " " + optim::shortest(lr.now());
     }
   }
@@ -134,25 +135,25 @@ void Optimizer::State::refuse_torn() const {
 }
 
 void Optimizer::State::step() {
-  if (!std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part->can_be_captured(); })) {
+  if (!std::all_of(algorithms.begin(), algorithms.end(), [](const auto& algorithm) { return algorithm->can_be_captured(); })) {
     refuse_in_capture(engine->options().device(), "an optimizer's step", "capture steps of AdamW or SGD, or forward and backward alone");
   }
   tell_settings();
-  for (const auto& part : parts) part->step();
+  for (const auto& algorithm : algorithms) algorithm->step();
 }
 
 namespace optim {
-Selection Algorithm::selection() const {
+Selection BuiltInAlgorithm::selection() const {
   return [this](const engine::Unit& unit, std::size_t parameter) { return updates(unit, parameter); };
 }
 
-std::vector<GroupDescription> Algorithm::groups() const { return groups_.describe(*engine_, selection()); }
+std::vector<GroupDescription> BuiltInAlgorithm::groups() const { return groups_.describe(*engine_, selection()); }
 
-std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts) {
+std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Algorithm>>& algorithms) {
   std::vector<GroupDescription> all;
-  std::vector<std::size_t> group_of;  // the index in `all` of each group of the part
-  for (const auto& part : parts) {
-    const auto groups = part->groups();
+  std::vector<std::size_t> group_of;  // the index in `all` of each group of the algorithm
+  for (const auto& algorithm : algorithms) {
+    const auto groups = algorithm->groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       if (groups[g].parameters.empty()) continue;
       std::size_t same = 0;
@@ -207,7 +208,7 @@ void StateMemory::with_state(const engine::Unit& unit, std::vector<at::Tensor>& 
 
 Elementwise::Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Update update,
                          const Selection& selection)
-    : Algorithm(std::move(engine), std::move(groups), std::move(kinds)), update_(std::move(update)), memory_(engine_) {
+    : BuiltInAlgorithm(std::move(engine), std::move(groups), std::move(kinds)), update_(std::move(update)), memory_(engine_) {
   for (const auto& unit : engine_->units()) {
     auto& state = units_.emplace_back();
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
@@ -235,7 +236,7 @@ void Elementwise::allocate(const engine::Unit& unit, UnitState& state) {
   state.allocated = true;
   std::vector<bool> in_use(unit.main_gradient.parts.size(), false);
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    if (unit.parameters[i].trainable && state.parameters[i].selected) in_use[unit.layout.placements()[i].sub_buffer] = true;
+    if (unit.parameters[i].trainable && state.parameters[i].selected) in_use[unit.layout.positions()[i].sub_buffer] = true;
   }
   const auto pieces = pieces_of(unit);
   for (std::size_t k = 0; k < in_use.size(); ++k) {

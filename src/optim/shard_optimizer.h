@@ -31,11 +31,11 @@ struct StateTensor {
   at::Tensor values;  ///< 1-D, a view: ceil(numel / elements_per_value) of them.
 };
 
-/// An algorithm that updates some of a model's parameters. An optimizer consists of one or several parts, which divide the parameters among
-/// them.
-class Part {
+/// An algorithm that updates some of a model's parameters. An optimizer consists of one or several, which divide the parameters among
+/// themselves.
+class Algorithm {
  public:
-  virtual ~Part() = default;
+  virtual ~Algorithm() = default;
   virtual void step() = 0;
   /// Whether a step that is captured as a graph is right in each replay: nothing in it depends on what the host counts.
   virtual bool can_be_captured() const { return false; }
@@ -65,7 +65,7 @@ class Part {
 };
 
 /// The base class of this library's own algorithms.
-class Algorithm : public Part {
+class BuiltInAlgorithm : public Algorithm {
  public:
   std::size_t group_count() const final { return groups_.size(); }
   bool has_parameters(std::size_t group) const final { return groups_.has_parameters(group); }
@@ -76,7 +76,7 @@ class Algorithm : public Part {
   void restore(std::size_t group, const Settings& settings) final { groups_.restore(group, settings); }
 
  protected:
-  Algorithm(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds)
+  BuiltInAlgorithm(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds)
       : engine_(std::move(engine)), groups_(std::move(groups)), kinds_(std::move(kinds)) {}
   /// Returns updates() as a Selection.
   Selection selection() const;
@@ -119,7 +119,7 @@ struct Segment {
 };
 
 /// Runs the algorithm on the segments of a group.
-using Update = std::function<void(const Group& group, double lr, std::vector<Segment*>& segments)>;
+using Update = std::function<void(const GroupSettings& group, double lr, std::vector<Segment*>& segments)>;
 
 /// Exchanges 1-D CPU tensors. Returns every rank's values as [rank][value]. The ranks are those of the root unit's mesh, in the order of
 /// their own pieces, so that sums over them are the same on every mesh of as many ranks, and those that hold other tensor-parallel pieces.
@@ -128,7 +128,7 @@ at::Tensor exchange(const engine::Engine& engine, const at::Tensor& values, cons
 
 /// An elementwise algorithm. Turns units into segments: parameters that have always had a gradient, and that fill whole vector registers
 /// [Same tails], share a few long segments; the division changes only when the set of parameters with gradients changes.
-class Elementwise final : public Algorithm {
+class Elementwise final : public BuiltInAlgorithm {
  public:
   /// `selection` are the parameters that it updates, by default all.
   Elementwise(std::shared_ptr<engine::Engine> engine, Groups groups, std::vector<StateKind> kinds, Update update,
@@ -181,17 +181,17 @@ class Elementwise final : public Algorithm {
 };
 
 /// AdamW through ATen's fused kernel. Throws Error if an option is out of range. The groups are described with `more` settings, those of
-/// the optimizer of which this is a part.
-std::unique_ptr<Part> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
-                            const Selection& selection = {}, const Settings& more = {});
+/// the optimizer to which this belongs.
+std::unique_ptr<Algorithm> adamw(std::shared_ptr<engine::Engine> engine, const AdamWOptions& options, const std::vector<ParamGroup>& groups,
+                                 const Selection& selection = {}, const Settings& more = {});
 
 /// Returns the rules of torch.optim.AdamW, for groups that also have `more` settings.
 GroupRules adam_rules(const Settings& more);
-Group adam_defaults(const AdamWOptions& options);
+GroupSettings adam_defaults(const AdamWOptions& options);
 
-/// Returns the groups of an optimizer that has these parts, without empty ones. If two parts describe a group in the same way, each updates
+/// Returns the groups of an optimizer that has these algorithms, without empty ones. If two describe a group in the same way, each updates
 /// some of its parameters (AdamW8bit: the large ones, and the rest), and the group is listed once.
-std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Part>>& parts);
+std::vector<GroupDescription> describe_groups(const std::vector<std::unique_ptr<Algorithm>>& algorithms);
 
 }  // namespace optim
 
@@ -214,11 +214,11 @@ struct Optimizer::State {
   void refuse_torn() const;
 
   std::shared_ptr<engine::Engine> engine;
-  std::vector<std::unique_ptr<optim::Part>> parts;
-  /// Whether the parts have a first group for the parameters that no ParamGroup matches. The user's group 0 is then a part's second group.
+  std::vector<std::unique_ptr<optim::Algorithm>> algorithms;
+  /// Whether the algorithms have a first group for the parameters that no ParamGroup matches. The user's group 0 is then their second one.
   bool has_defaults = true;
-  /// Whether each part has a learning rate of its own for the parameters that no group matches. lr() is then that of the first part.
-  bool parts_differ = false;
+  /// Whether each has a learning rate of its own for the parameters that no group matches. lr() is then that of the first algorithm.
+  bool algorithms_differ = false;
   const std::uint64_t number;  ///< The number of the optimizer in this process.
   /// The learning rate that was told last, and the text of the other settings.
   std::optional<std::pair<double, std::string>> told;

@@ -30,9 +30,9 @@ using torch::optim::OptimizerParamState;
 
 /// Access to the wrapped optimizer's state, for checkpoints. The state stays in the optimizer, and is looked up each time, because the
 /// user's program can change it, too.
-class WrappedPart final : public optim::Part {
+class WrappedAlgorithm final : public optim::Algorithm {
  public:
-  WrappedPart(const std::vector<WrappedShard>& shards, torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+  WrappedAlgorithm(const std::vector<WrappedShard>& shards, torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
     std::map<const void*, std::size_t> group_of;
     for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
       for (const auto& value : optimizer.param_groups()[g].params()) group_of[value.unsafeGetTensorImpl()] = g;
@@ -192,7 +192,7 @@ struct WrappedOptimizer::Wrapped : Optimizer::State {
     optimizer = factory(std::move(parameters), std::move(names));
     require(optimizer != nullptr, "wrap: the factory returned no optimizer");
     has_defaults = false;
-    parts.push_back(std::make_unique<WrappedPart>(shards, *optimizer));
+    algorithms.push_back(std::make_unique<WrappedAlgorithm>(shards, *optimizer));
   }
 
   void step() override {

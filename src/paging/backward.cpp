@@ -2,7 +2,7 @@
 
 #include "paging/paged_model.h"
 #include "paging/warnings.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 #include "trigger/watch_backward.h"
 
 namespace fsdp::paging {

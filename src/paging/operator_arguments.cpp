@@ -114,11 +114,11 @@ void OperatorArguments::place_in_parameter(const engine::Unit& unit, c10::IValue
   std::int64_t end = 0;
   const engine::UnitParameter* parameter = nullptr;
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
-    const auto& placement = unit.layout.placements()[i];
-    const auto& part = unit.whole.buffer.parts[placement.sub_buffer];
+    const auto& its = unit.layout.positions()[i];
+    const auto& part = unit.whole.buffer.parts[its.sub_buffer];
     const auto own = static_cast<std::int64_t>(part.element_size());
-    begin = (part.storage_offset() + placement.offset) * own / itemsize;
-    end = begin + placement.numel * own / itemsize;
+    begin = (part.storage_offset() + its.offset) * own / itemsize;
+    end = begin + its.numel * own / itemsize;
     if (position < begin || position > end || (position == end && self.numel() > 0)) continue;
     parameter = &unit.parameters[i];
     break;

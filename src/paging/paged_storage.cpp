@@ -116,12 +116,12 @@ namespace {
 
 /// A parameter's place in its unit's storage, with the paged key.
 c10::intrusive_ptr<c10::TensorImpl> paged_impl(const engine::Unit& unit, std::size_t index) {
-  const auto& placement = unit.layout.placements()[index];
-  const auto& part = unit.whole.buffer.parts[placement.sub_buffer];
+  const auto& position = unit.layout.positions()[index];
+  const auto& part = unit.whole.buffer.parts[position.sub_buffer];
   auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(unit.whole.buffer.storage), part.key_set() | c10::DispatchKeySet(kTrapKey),
                                                    part.dtype());
   impl->set_sizes_contiguous(unit.parameters[index].shape);
-  impl->set_storage_offset(part.storage_offset() + placement.offset);
+  impl->set_storage_offset(part.storage_offset() + position.offset);
   return impl;
 }
 

@@ -20,7 +20,7 @@
 #include "paging/backward.h"
 #include "paging/operator_arguments.h"
 #include "paging/paged_storage.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 namespace fsdp::paging {
 namespace {
@@ -93,7 +93,7 @@ class Running {
 
   /// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
   void enter(const Touched& touched) {
-    const auto phase = trigger::current_phase();
+    const auto pass = trigger::current_pass();
     c10::SmallVector<engine::Engine*, 2> engines;
     for (const auto& use : touched.uses) {
       if (std::find(engines.begin(), engines.end(), use.engine) == engines.end()) engines.push_back(use.engine);
@@ -108,17 +108,17 @@ class Running {
       for (const auto& use : touched.uses) {
         if (use.engine == engine) units.push_back(use.unit);
       }
-      enter(*engine, {units.data(), units.size()}, phase);
+      enter(*engine, {units.data(), units.size()}, pass);
     }
   }
 
  private:
-  void enter(engine::Engine& engine, std::span<engine::Unit* const> units, engine::Phase phase) {
+  void enter(engine::Engine& engine, std::span<engine::Unit* const> units, engine::Pass pass) {
     auto& model = *storage_of(*units.front()).model;
     const bool within_backward = torch::autograd::get_current_graph_task_id() != -1;
     model.gate.enter();
     const bool in_use = engine.follows_current_stream() &&
-                        std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->whole.in_use(phase); });
+                        std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->whole.in_use(pass); });
     // Units that forward was in when backward began count as in use until the engine knows of the backward.
     if (!in_use || (within_backward && !engine.in_backward())) {
       model.gate.leave();
@@ -128,7 +128,7 @@ class Running {
           if (model.validate) model.validate();
           model.validated = true;
         }
-        engine.enter(units, phase);
+        engine.enter(units, pass);
         for (const auto* unit : units) storage_of(*unit).watch_address();
       });
     }

@@ -36,8 +36,8 @@ void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vect
     if (checksums != nullptr) (*checksums)[i] = engine::checksum(value);
     const auto flat = value.reshape({-1});
     if (unit.state() == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
-      const auto& placement = unit.layout.placements()[i];
-      unit.whole.buffer.parts[placement.sub_buffer].narrow(0, placement.offset, placement.numel).copy_(flat);
+      const auto& position = unit.layout.positions()[i];
+      unit.whole.buffer.parts[position.sub_buffer].narrow(0, position.offset, position.numel).copy_(flat);
     } else {
       const auto slice = unit.main_slice(i);
       main_of(unit, slice).copy_(flat.narrow(0, slice.parameter_offset, slice.numel));
@@ -50,17 +50,17 @@ at::TensorOptions options_of(const Unit& unit, const at::Tensor& parameter) {
   return at::TensorOptions().dtype(parameter.scalar_type()).device(unit.whole.buffer.storage.device());
 }
 
-/// The values of a unit's flattened parameters that a rank has.
-struct Held {
+/// The values of a unit's flattened parameters that lie in a rank's pieces.
+struct PieceValues {
   Pieces pieces;
   std::vector<at::Tensor> values;  ///< For each parameter, its values that lie in `pieces`, on the unit's device.
 };
 
 /// Rank 0 of the row sends each rank of the row those of its values that lie in the pieces that `pieces_of` returns.
 template <typename PiecesOf>
-Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Held& held, comm::Communicator& row,
-             const PiecesOf& pieces_of) {
-  Held received{.pieces = pieces_of(row.rank()), .values = {}};
+PieceValues scatter(const Unit& unit, std::span<const at::Tensor> parameters, const PieceValues& held, comm::Communicator& row,
+                    const PiecesOf& pieces_of) {
+  PieceValues received{.pieces = pieces_of(row.rank()), .values = {}};
   std::vector<comm::ScatterPart> messages;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto& [parts, into] = messages.emplace_back();
@@ -85,7 +85,7 @@ Held scatter(const Unit& unit, std::span<const at::Tensor> parameters, const Hel
 /// replicate or divide them.
 void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
   std::exception_ptr failure;
-  Held held{.pieces = unit.all_pieces(), .values = {}};
+  PieceValues held{.pieces = unit.all_pieces(), .values = {}};
   if (is_first_rank(unit)) {
     held.values.resize(parameters.size());
     try {

@@ -233,8 +233,8 @@ UnitDraft draft_unit(const UnitPlan& plan, const FullyShardOptions& options,
   std::vector<engine::SubBufferFormat> formats;
   for (const auto& part : layout.sub_buffers()) formats.push_back(kinds[static_cast<std::size_t>(part.dtype)]);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto& part = layout.sub_buffers()[layout.placements()[i].sub_buffer];
-    const auto& gather = formats[layout.placements()[i].sub_buffer].gather;
+    const auto& part = layout.sub_buffers()[layout.positions()[i].sub_buffer];
+    const auto& gather = formats[layout.positions()[i].sub_buffer].gather;
     if (gather && part.quantum % gather->block != 0) {
       throw Error("parameter '" + parameters[i].name + "' may be cut every " + std::to_string(part.quantum) +
                   " elements by its granularity, but travels in blocks of " + std::to_string(gather->block) +

@@ -299,10 +299,10 @@ constexpr const char* kHalfway = "the load ended halfway, and the model is partl
 class UpdateCounts {
  public:
   explicit UpdateCounts(Optimizer& optimizer) : optimizer_(optimizer) {
-    for (const auto& part : optimizer.state().parts) {
+    for (const auto& algorithm : optimizer.state().algorithms) {
       for (const auto& unit : optimizer.engine()->units()) {
         for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-          if (part->updates(*unit, i)) before_[unit->parameters[i].name] = {part->steps(*unit, i), part->kinds()};
+          if (algorithm->updates(*unit, i)) before_[unit->parameters[i].name] = {algorithm->steps(*unit, i), algorithm->kinds()};
         }
       }
     }

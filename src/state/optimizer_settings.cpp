@@ -125,23 +125,23 @@ std::optional<double> SavedGroups::lr_factor_of(const std::string& parameter) {
 }
 
 SettingsBefore::SettingsBefore(Optimizer& optimizer) : optimizer_(optimizer) {
-  for (const auto& part : optimizer.state().parts) {
-    const auto groups = part->groups();
-    for (std::size_t g = 0; g < groups.size(); ++g) before_.push_back({part.get(), g, groups[g]});
+  for (const auto& algorithm : optimizer.state().algorithms) {
+    const auto groups = algorithm->groups();
+    for (std::size_t g = 0; g < groups.size(); ++g) before_.push_back({algorithm.get(), g, groups[g]});
   }
 }
 
 void SettingsBefore::undo() {
-  for (const auto& [part, group, description] : before_) {
-    part->restore(group, description.settings);
-    part->set_lr(group, description.lr);
+  for (const auto& [algorithm, group, description] : before_) {
+    algorithm->restore(group, description.settings);
+    algorithm->set_lr(group, description.lr);
   }
   optimizer_.state().settings_changed();
 }
 
 void restore_settings(Optimizer& optimizer, SavedGroups& saved, const SavedName& saved_name) {
-  for (const auto& part : optimizer.state().parts) {
-    const auto groups = part->groups();
+  for (const auto& algorithm : optimizer.state().algorithms) {
+    const auto groups = algorithm->groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const SavedGroups::Group* common = nullptr;
       for (const auto& parameter : groups[g].parameters) {
@@ -162,23 +162,23 @@ void restore_settings(Optimizer& optimizer, SavedGroups& saved, const SavedName&
         const auto found = common->settings.find(name);
         if (found != common->settings.end()) settings.emplace_back(name, setting_like(own, found->second));
       }
-      part->restore(g, settings);
-      part->set_lr(g, common->lr);
+      algorithm->restore(g, settings);
+      algorithm->set_lr(g, common->lr);
     }
   }
   optimizer.state().settings_changed();
 }
 
 void restore_lr_factors(Optimizer& optimizer, double factor, SavedGroups& saved, const SavedName& saved_name) {
-  for (const auto& part : optimizer.state().parts) {
-    const auto groups = part->groups();
+  for (const auto& algorithm : optimizer.state().algorithms) {
+    const auto groups = algorithm->groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const auto& parameters = groups[g].parameters;
       const auto saved_factor = [&](const std::string& parameter) { return saved.lr_factor_of(saved_name(parameter)); };
       const auto first = parameters.empty() ? std::nullopt : saved_factor(parameters.front());
       const bool is_common =
           std::all_of(parameters.begin(), parameters.end(), [&](const auto& parameter) { return saved_factor(parameter) == first; });
-      part->set_lr(g, {.base = groups[g].lr.base, .factor = is_common ? first.value_or(factor) : factor});
+      algorithm->set_lr(g, {.base = groups[g].lr.base, .factor = is_common ? first.value_or(factor) : factor});
     }
   }
 }

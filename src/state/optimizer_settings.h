@@ -50,7 +50,7 @@ class SettingsBefore {
 
  private:
   struct Before {
-    optim::Part* part;
+    optim::Algorithm* algorithm;
     std::size_t group;
     optim::GroupDescription description;
   };

@@ -70,7 +70,7 @@ PythonValue python_value(const optim::Setting& setting) {
 
 void add_groups(Snapshot& snapshot, Optimizer& optimizer) {
   std::int64_t index = 0;
-  for (const auto& group : optim::describe_groups(optimizer.state().parts)) {
+  for (const auto& group : optim::describe_groups(optimizer.state().algorithms)) {
     add(snapshot, DcpPath{kOwn, "base_lr", index}, {group.lr.base});
     add(snapshot, DcpPath{kOwn, "group_lr_factor", index}, {group.lr.factor});
     for (const auto& [name, setting] : group.settings) {
@@ -244,7 +244,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
   if (ranks.index() == 0) {
     if (optimizer != nullptr) {
       add_groups(snapshot, *optimizer);
-      add(snapshot, DcpPath{kOwn, "lr_factor"}, {optimizer->state().parts.front()->lr(0).factor});
+      add(snapshot, DcpPath{kOwn, "lr_factor"}, {optimizer->state().algorithms.front()->lr(0).factor});
     }
     add(snapshot, DcpPath{kOwn, "ranks"}, {ranks.size()});
     if (options.metric) add(snapshot, DcpPath{kOwn, "metric"}, {*options.metric});

@@ -94,8 +94,8 @@ std::vector<StateItem> model_items(torch::nn::Module& module, const std::string&
 
 std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& prefix) {
   std::vector<StateItem> items;
-  for (const auto& part : optimizer.state().parts) {
-    for (auto& tensor : part->state()) {
+  for (const auto& algorithm : optimizer.state().algorithms) {
+    for (auto& tensor : algorithm->state()) {
       const auto& unit = *tensor.unit;
       const auto& parameter = unit.parameters[tensor.parameter];
       const auto slice = unit.main_slice(tensor.parameter);
@@ -105,7 +105,7 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
       // A block may lie across the own pieces of two ranks that both hold all of it. It belongs to the rank with its first element.
       const auto own = slice.parameter_offset + own_begin;
       const auto offset = slice.parameter_offset / per_value;
-      const std::vector<std::int64_t> blocks = {values_of(unit.layout.placements()[tensor.parameter].numel)};
+      const std::vector<std::int64_t> blocks = {values_of(unit.layout.positions()[tensor.parameter].numel)};
       if (per_value != 1 && parameter.tensor_parallel) {
         throw Error("the optimizer's state '" + tensor.kind.name + "' of parameter '" + parameter.name +
                     "' has a value per block, which has no place in a tensor-parallel whole; use an optimizer with a value per element");
@@ -125,11 +125,11 @@ std::vector<StateItem> optimizer_items(Optimizer& optimizer, const std::string& 
 
 std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string& prefix) {
   std::vector<std::string> keys;
-  for (const auto& part : optimizer.state().parts) {
+  for (const auto& algorithm : optimizer.state().algorithms) {
     for (const auto& unit : optimizer.engine()->units()) {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-        if (!part->updates(*unit, i)) continue;
-        for (const auto& kind : part->kinds()) {
+        if (!algorithm->updates(*unit, i)) continue;
+        for (const auto& kind : algorithm->kinds()) {
           StateItem item;
           item.path = path_below(prefix, {"state", unit->parameters[i].name, kind.name});
           keys.push_back(item.key());
@@ -142,12 +142,12 @@ std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string&
 
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix) {
   std::vector<StateItem> items;
-  for (const auto& part : optimizer.state().parts) {
-    const bool has_state = !part->kinds().empty();
+  for (const auto& algorithm : optimizer.state().algorithms) {
+    const bool has_state = !algorithm->kinds().empty();
     for (const auto& unit : optimizer.engine()->units()) {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-        if (!part->updates(*unit, i)) continue;
-        const auto steps = part->steps(*unit, i);
+        if (!algorithm->updates(*unit, i)) continue;
+        const auto steps = algorithm->steps(*unit, i);
         if (steps == 0 && !has_state) continue;  // nothing that could be lost
         items.push_back({.path = path_below(prefix, {"state", unit->parameters[i].name, "step"}),
                          .shape = {},
@@ -164,10 +164,10 @@ std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::str
 }
 
 void set_optimizer_steps(Optimizer& optimizer, const std::function<std::int64_t(const std::string& parameter)>& steps) {
-  for (const auto& part : optimizer.state().parts) {
+  for (const auto& algorithm : optimizer.state().algorithms) {
     for (const auto& unit : optimizer.engine()->units()) {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-        if (part->updates(*unit, i)) part->set_steps(*unit, i, steps(unit->parameters[i].name));
+        if (algorithm->updates(*unit, i)) algorithm->set_steps(*unit, i, steps(unit->parameters[i].name));
       }
     }
   }

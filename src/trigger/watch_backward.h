@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "engine/engine.h"
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 namespace fsdp::trigger {
 

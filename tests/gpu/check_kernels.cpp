@@ -142,15 +142,15 @@ void check_formats(Check& check) {
   }
 }
 
-fsdp::optim::QuantizedPart quantized_part(std::int64_t numel, at::ScalarType value, at::ScalarType gradient, const c10::Device& device) {
+fsdp::optim::QuantizedPiece quantized_piece(std::int64_t numel, at::ScalarType value, at::ScalarType gradient, const c10::Device& device) {
   const auto blocks = (numel + fsdp::optim::kBlock - 1) / fsdp::optim::kBlock;
-  fsdp::optim::QuantizedPart part{
+  fsdp::optim::QuantizedPiece piece{
       .value = numbers(numel, 1, value).to(device), .gradient = numbers(numel, 2, gradient).to(device), .state = {}};
   for (int moment = 0; moment < 2; ++moment) {
-    part.state.push_back(at::full({numel}, moment == 0 ? 127 : 0, part.value.options().dtype(at::kByte)));
-    part.state.push_back(at::zeros({blocks}, part.value.options().dtype(at::kFloat)));
+    piece.state.push_back(at::full({numel}, moment == 0 ? 127 : 0, piece.value.options().dtype(at::kByte)));
+    piece.state.push_back(at::zeros({blocks}, piece.value.options().dtype(at::kFloat)));
   }
-  return part;
+  return piece;
 }
 
 /// Three steps, the last blocks of which are not whole.
@@ -161,8 +161,8 @@ void check_adamw_8bit(Check& check) {
     for (const auto gradient : {at::kFloat, at::kBFloat16, at::kHalf}) {
       int wrong = 0;
       for (const std::int64_t numel : {1, 255, 256, 257, 100'003}) {
-        const auto expected = quantized_part(numel, value, gradient, at::kCPU);
-        const auto here = quantized_part(numel, value, gradient, check.device);
+        const auto expected = quantized_piece(numel, value, gradient, at::kCPU);
+        const auto here = quantized_piece(numel, value, gradient, check.device);
         for (std::int64_t steps = 1; steps <= 3; ++steps) {
           fsdp::optim::step_adamw_8bit(expected, step, steps);
           fsdp::optim::step_adamw_8bit(here, step, steps);
@@ -209,9 +209,9 @@ void measure_all(const Check& check, std::int64_t numel) {
   measure(check, "encode fp32", static_cast<double>(numel) * 5, [&] { format.pre_all_gather(main, wire); });
   measure(check, "decode to bf16", static_cast<double>(numel) * 3, [&] { format.post_all_gather(wire, whole); });
   if (!fsdp::optim::steps_adamw_8bit_on(check.device.type())) return;
-  const auto part = quantized_part(numel / 4, at::kFloat, at::kFloat, check.device);
+  const auto piece = quantized_piece(numel / 4, at::kFloat, at::kFloat, check.device);
   measure(check, "AdamW with 8-bit state", static_cast<double>(numel / 4) * 16,
-          [&] { fsdp::optim::step_adamw_8bit(part, {.lr = 0.01}, 1); });
+          [&] { fsdp::optim::step_adamw_8bit(piece, {.lr = 0.01}, 1); });
 }
 
 }  // namespace

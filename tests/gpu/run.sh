@@ -54,7 +54,8 @@ export GPU_KIT_COMMIT
 
 libraries=$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 use() {
-  export FSDP_EXAMPLES=$1/examples LD_LIBRARY_PATH=$1/lib:$libraries PYTHONPATH=$1/python:$work/tree/tests/python:$work/tree/tests/gpu:$work/peers
+  export FSDP_EXAMPLES=$1/examples LD_LIBRARY_PATH=$1/lib:$libraries
+  export PYTHONPATH=$1/python:$work/tree/tests/python:$work/tree/tests/gpu:$work/peers
 }
 use "$work/prebuilt"
 if [ -n "$compile" ] || ! "$python" -c 'import libfsdp'; then

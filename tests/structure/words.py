@@ -1,7 +1,7 @@
 """Holds the names of types and functions against the words of docs/start/glossary.md: each has one meaning.
 
-    words.py ROOT    fails if two folders define a type of one name; if a word of the table is in the name of a type or
-                     function in a folder that its meaning does not belong to; or if an exception below is not needed
+    words.py ROOT    fails if two folders define a type of one name, or if a word of the table is in the name of a type or
+                     function in a folder that its meaning does not belong to
 
 A row of the table says a word, its meaning, and the folders of src/ whose names may have it (`fsdp` stands for the
 public headers). A folder's own folders belong to it. Types within a class count for words, but two classes may each have
@@ -28,45 +28,6 @@ FUNCTION = re.compile(
 )
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 VERBS = {"run", "call"}  # Functions whose names begin so do what the verb says.
-
-# Types that two folders define, and why they still do.
-TWICE = {
-    "BackendOf": "the function from which meshes get backends; src/bindings/mesh.cpp could name the type of src/comm/mesh",
-    "Group": "torch has both terms: a group of ranks (src/comm), and one of an optimizer's parameters (src/optim)",
-    "Held": "a public helper for modules in holders, and values that a rank holds (src/shard/initial_values.cpp)",
-    "HostMemory": "memory of ranks of one host (src/comm), and pinned or pageable memory (src/memory/device_memory.h)",
-    "Part": "the share of a sub-buffer (src/engine/buffer.h), and an algorithm of an optimizer (src/optim/shard_optimizer.h)",
-    "Phase": "a section of a save, public, and forward or backward (src/engine/schedule.h)",
-    "Registry": "units by module (src/api/registry.h), and symmetric memory (src/comm/collectives/symmetric_memory.cpp)",
-    "Units": "lists of units (src/bindings/hooks.cpp, src/engine/agreement.cpp)",
-}
-
-CALL = "a call of a unit's modules, and no collective"
-PART = "an algorithm of an optimizer, or the piece of a matrix; src/optim/shard_optimizer.h is to be divided"
-PASS = "forward or backward, and no section of a save"
-POSITION = "the offset of a parameter in its sub-buffer; many sources of src/engine and src/optim read it"
-
-# Names with a word of the table in a folder of another meaning, and why they still have it.
-ELSEWHERE = {
-    ("comm/collectives", "Stretch"): "memory that peers read, in shared_communicator.cpp",
-    ("engine", "Phase"): PASS,
-    ("engine", "begin_call"): CALL,
-    ("engine", "end_call"): CALL,
-    ("engine", "phase"): PASS,
-    ("hooks", "Call"): CALL,
-    ("hooks", "begin_call"): CALL,
-    ("hooks", "end_call"): CALL,
-    ("hooks", "part_of"): "a view of a unit's memory",
-    ("layout", "ParameterPlacement"): POSITION,
-    ("layout", "placements"): POSITION,
-    ("optim", "MuonPart"): PART,
-    ("optim", "Part"): PART,
-    ("optim", "QuantizedPart"): PART,
-    ("optim", "WrappedPart"): PART,
-    ("optim", "numel_of_part"): PART,
-    ("optim", "shape_of_part"): PART,
-    ("trigger", "current_phase"): PASS,
-}
 
 
 def read_table(glossary: Path) -> dict[str, set[str]]:
@@ -106,26 +67,19 @@ def faults(root: Path) -> list[str]:
         return [f"docs/start/glossary.md has no table below '{TABLE}'"]
     found = []
     homes: dict[str, set[str]] = {}
-    elsewhere = set()
     for folder, path in sources(root):
         outer, inner, functions = names_of(path)
         for name in outer:
             homes.setdefault(name, set()).add(folder)
         for name in sorted(outer | inner | functions):
             strangers = [word for word in words_in(name) & table.keys() if not set(folder.split("/")) & table[word]]
-            if not strangers:
-                continue
-            elsewhere.add((folder, name))
-            if (folder, name) not in ELSEWHERE:
+            if strangers:
                 found.append(
                     f"{path.relative_to(root)}: {name}: '{strangers[0]}' has another meaning (docs/start/glossary.md)"
                 )
-    twice = {name for name, folders in homes.items() if len(folders) > 1}
-    found += [f"{name} is a type of {' and of '.join(sorted(homes[name]))}" for name in sorted(twice - TWICE.keys())]
-    found += [
-        f"words.py: {name} is a type of one folder only; it is no exception" for name in sorted(TWICE.keys() - twice)
-    ]
-    found += [f"words.py: {name} in {folder} is no exception" for folder, name in sorted(ELSEWHERE.keys() - elsewhere)]
+    for name, folders in sorted(homes.items()):
+        if len(folders) > 1:
+            found.append(f"{name} is a type of {' and of '.join(sorted(folders))}")
     return found
 
 

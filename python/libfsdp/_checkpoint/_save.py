@@ -229,7 +229,7 @@ def _collect(
     optimizers: list[torch.optim.Optimizer],
     of_program: _OfProgram,
     buffer: _C.HostBuffer | None,
-) -> _C.CheckpointParts:
+) -> _C.Snapshot:
     """Returns this rank's part, whose values are copied to the buffer if one is given."""
     metric, grad_scaler = of_program.metric, of_program.grad_scaler
 
@@ -252,10 +252,10 @@ def _collect(
         for key in keys:
             first_of.setdefault(key, rank)
 
-    def collect() -> _C.CheckpointParts:
+    def collect() -> _C.Snapshot:
         check_values(extra=of_program.extra, rank_extra=of_program.rank_extra)
         check_metric(metric)
-        parts = _C.CheckpointParts()
+        parts = _C.Snapshot()
         for item in items:
             if item.writes and (not item.everywhere or first_of[item.key] == together.index):
                 parts.add_tensor(item.path, item.shape, item.offsets, item.values)
@@ -283,7 +283,7 @@ def _collect(
     return together.run(_NOTHING_SAVED, collect)
 
 
-def _add(parts: _C.CheckpointParts, path: tuple[str | int, ...], value: Any) -> None:
+def _add(parts: _C.Snapshot, path: tuple[str | int, ...], value: Any) -> None:
     """Adds a value of the program. As in torch.distributed.checkpoint, containers with tensors are taken apart."""
     if isinstance(value, torch.Tensor):
         parts.add_tensor(path, list(value.shape), [0] * value.ndim, value)
@@ -303,7 +303,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _add_groups(
-    parts: _C.CheckpointParts, optimizers: list[torch.optim.Optimizer], groups_of_ranks: list[list[list[str]]]
+    parts: _C.Snapshot, optimizers: list[torch.optim.Optimizer], groups_of_ranks: list[list[list[str]]]
 ) -> None:
     for g, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
         for name, value in group.items():

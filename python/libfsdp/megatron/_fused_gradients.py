@@ -87,5 +87,5 @@ def _collect(state_of: weakref.ref[ShardState], i: int, leaf: Any) -> None:
     added, leaf.grad_added_to_main_grad = leaf.grad_added_to_main_grad, False
     state = state_of()
     found = main if added else gradient
-    if found is not None and state is not None and state.unit is not None and state.engine is not None:
-        state.engine.gradient(state.unit, i, found)
+    if found is not None and state is not None and state.unit is not None and state.unit.model is not None:
+        state.unit.gradient(i, found)

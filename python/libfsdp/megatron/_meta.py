@@ -80,8 +80,8 @@ def initialize(
     for state in states:
         if any(parameter.quantized is not None and not parameter.extended for parameter in state.parameters):
             state.adopt_registered()  # quantized parameters have become the shards
-        if state.engine is not None:
-            state.engine.main_parameters_changed()
+        if state.unit is not None and state.unit.model is not None:
+            state.unit.model.main_parameters_changed()
 
 
 def _reset(

@@ -150,9 +150,9 @@ class ParameterGroup:
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Makes the next forward take the shards' values, however these were written."""
-        engine = self._of.engine
-        if engine is not None:
-            engine.main_parameters_changed()
+        unit = self._of.unit
+        if unit is not None and unit.model is not None:
+            unit.model.main_parameters_changed()
 
 
 def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup, ...]:

@@ -26,6 +26,15 @@ class CoalescedWorks {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
+/// Gathers each of `shards` into the tensor of `wholes` at its place. A backend that coalesces gets all tensors of a dtype in one call: for
+/// NCCL, a call of its own for each parameter of a unit costs the host more than all else that a gather does there.
+std::vector<c10::intrusive_ptr<c10d::Work>> all_gather_together(c10d::Backend& backend, std::vector<at::Tensor> wholes,
+                                                                std::vector<at::Tensor> shards);
+
+/// Sums each of `unreduced` over the ranks into the tensor of `outs` at its place, in as few calls as all_gather_together.
+std::vector<c10::intrusive_ptr<c10d::Work>> reduce_scatter_together(c10d::Backend& backend, std::vector<at::Tensor> outs,
+                                                                    std::vector<at::Tensor> unreduced, const c10d::ReduceOp& op);
+
 /// Waits for each of the works. On CUDA the current stream waits, not the host.
 void wait_all(const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
 

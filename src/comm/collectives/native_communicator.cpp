@@ -44,14 +44,13 @@ class NativeGather final : public GroupPending {
       return;
     }
     find_peers();
-    CoalescedWorks works(*group_->data, parts_.size() > 1);
+    std::vector<at::Tensor> wholes, shards;
     for (const GatherPart& part : parts_) {
       if (part.shard.numel() == 0) continue;
-      at::Tensor full = flat_view(part.full, 0, part.full.numel());
-      at::Tensor shard = flat_view(part.shard, 0, part.shard.numel());
-      works.add(group_->data->_allgather_base(full, shard));
+      wholes.push_back(flat_view(part.full, 0, part.full.numel()));
+      shards.push_back(flat_view(part.shard, 0, part.shard.numel()));
     }
-    works_ = works.end();
+    works_ = all_gather_together(*group_->data, std::move(wholes), std::move(shards));
   }
   void finish() override { wait_all(works_); }
   void forget() noexcept override { works_.clear(); }
@@ -112,25 +111,27 @@ class NativeReduce final : public GroupPending {
   /// Sends the gradients to where they are summed next: by the backend, by all ranks, or by the neighbours.
   std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced(bool several) {
     c10d::Backend& backend = *group_->data;
-    CoalescedWorks works(backend, several);
+    std::vector<at::Tensor> outs, inputs;
+    c10d::ReduceOp op = c10d::ReduceOp::SUM;
     std::vector<std::int64_t> equal_parts;
+    CoalescedWorks messages(backend, several);
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;
-      if (in_two_levels(part)) {
-        levels_->send_unreduced(part, works);
-        continue;
-      }
       at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
-      at::Tensor output = needs_sum_here(part) ? flat_view(part.staging, 0, input.numel()) : received_by_backend(part);
-      if (needs_sum_here(part)) {
-        works.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
+      if (in_two_levels(part)) {
+        levels_->send_unreduced(part, messages);
+      } else if (needs_sum_here(part)) {
+        at::Tensor output = flat_view(part.staging, 0, input.numel());
+        messages.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
       } else {
-        c10d::ReduceScatterOptions options;
-        options.reduceOp = is_averaged(part) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-        works.add(backend._reduce_scatter_base(output, input, options));
+        if (is_averaged(part)) op = c10d::ReduceOp::AVG;  // As all parts that the backend sums: they have the same ranks and scale.
+        outs.push_back(received_by_backend(part));
+        inputs.push_back(std::move(input));
       }
     }
-    return works.end();
+    auto works = messages.end();
+    std::ranges::move(reduce_scatter_together(backend, std::move(outs), std::move(inputs), op), std::back_inserter(works));
+    return works;
   }
 
   /// The tensors that were received from each rank, or from each host, in their order; a single tensor if the backend has summed.

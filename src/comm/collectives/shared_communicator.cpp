@@ -18,7 +18,7 @@ namespace fsdp::comm {
 namespace {
 
 /// A range of this rank's memory that peers read.
-struct Stretch {
+struct ByteRange {
   const void* data;
   std::int64_t bytes;
 };
@@ -53,25 +53,25 @@ class SharedPending : public GroupPending, public AdvancingCollective {
   }
 
   /// Publishes where this rank's ranges lie. Ranges outside of its shared heap are copied there first.
-  void offer(std::span<const Stretch> stretches) {
+  void offer(std::span<const ByteRange> ranges) {
     HostMemory& host_memory = shared_.host_memory();
     const auto& heap = host_memory.heap();
-    const std::int64_t table_bytes = aligned(static_cast<std::int64_t>(stretches.size_bytes()));
+    const std::int64_t table_bytes = aligned(static_cast<std::int64_t>(ranges.size_bytes()));
     std::vector<std::optional<std::int64_t>> offsets;
     std::int64_t bytes = table_bytes;
-    for (const Stretch& stretch : stretches) {
-      offsets.push_back(heap.offset_of(stretch.data));
-      if (!offsets.back()) bytes += aligned(stretch.bytes);
+    for (const ByteRange& range : ranges) {
+      offsets.push_back(heap.offset_of(range.data));
+      if (!offsets.back()) bytes += aligned(range.bytes);
     }
     block_ = host_memory.borrow(bytes);
     auto* const block = static_cast<char*>(block_.memory.get());
     const std::int64_t begin = *heap.offset_of(block);
     std::int64_t end = table_bytes;
-    for (std::size_t i = 0; i < stretches.size(); ++i) {
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
       reinterpret_cast<std::int64_t*>(block)[i] = offsets[i].value_or(begin + end);
-      if (offsets[i] || stretches[i].bytes == 0) continue;
-      parallel_copy(block + end, stretches[i].data, stretches[i].bytes);
-      end += aligned(stretches[i].bytes);
+      if (offsets[i] || ranges[i].bytes == 0) continue;
+      parallel_copy(block + end, ranges[i].data, ranges[i].bytes);
+      end += aligned(ranges[i].bytes);
     }
     shared_.publish_parts(call_.number, begin);
   }
@@ -214,30 +214,30 @@ class SharedGather final : public SharedPending {
  private:
   /// Publishes, for each part, this rank's shard and those of the ranks of equal place, by host.
   void offer_shards() {
-    std::vector<Stretch> stretches;
+    std::vector<ByteRange> ranges;
     for (const GatherPart& part : parts_) {
       const auto bytes = static_cast<std::int64_t>(part.shard.nbytes());
       const auto* const full = static_cast<const char*>(part.full.const_data_ptr());
       const bool is_shared = shared_.host_memory().heap().offset_of(full).has_value();
       for (int host = 0; host < hosts(); ++host) {
         const bool own = host == own_host() && !is_shared;
-        stretches.push_back({.data = own ? part.shard.const_data_ptr() : full + equal_on(host) * bytes, .bytes = bytes});
+        ranges.push_back({.data = own ? part.shard.const_data_ptr() : full + equal_on(host) * bytes, .bytes = bytes});
       }
     }
-    offer(stretches);
+    offer(ranges);
     offered_ = true;
   }
 
   bool read(int neighbour) {
     const std::int64_t* const offsets = parts_of(neighbour);
     if (offsets == nullptr) return false;
-    std::size_t stretch = 0;
+    std::size_t range = 0;
     for (const GatherPart& part : parts_) {
       const std::size_t bytes = part.shard.nbytes();
       char* const full = static_cast<char*>(part.full.mutable_data_ptr());
-      for (int host = 0; host < hosts(); ++host, ++stretch) {
+      for (int host = 0; host < hosts(); ++host, ++range) {
         if (bytes == 0) continue;
-        const char* const theirs = shared_.part_of(neighbour, offsets, stretch, static_cast<std::int64_t>(bytes));
+        const char* const theirs = shared_.part_of(neighbour, offsets, range, static_cast<std::int64_t>(bytes));
         parallel_copy(full + static_cast<std::size_t>(host * shared_.size() + neighbour) * bytes, theirs, static_cast<std::int64_t>(bytes));
       }
     }
@@ -263,13 +263,13 @@ class SharedUneven final : public SharedPending {
  protected:
   void post() override {
     shared_.announce_parts();
-    std::vector<Stretch> stretches;
+    std::vector<ByteRange> ranges;
     for (const UnevenPart& part : parts_) {
       copy_own_bytes(part, row().rank);
       const at::Tensor lies_in = part.whole.defined() ? region_of_rank(part, row().rank) : part.own;
-      stretches.push_back({.data = lies_in.const_data_ptr(), .bytes = lies_in.numel()});
+      ranges.push_back({.data = lies_in.const_data_ptr(), .bytes = lies_in.numel()});
     }
-    offer(stretches);
+    offer(ranges);
     begin_waiting();
   }
 
@@ -319,11 +319,11 @@ class SharedReduce final : public SharedPending {
         if (parts_[i].out.numel() > 0) transfers_.receive(sums(parts_[i], received_slot(host)), equal_on(host), tags::data(call_, i));
       }
     }
-    std::vector<Stretch> stretches;
+    std::vector<ByteRange> ranges;
     for (const ReducePart& part : parts_) {
-      stretches.push_back({.data = part.unreduced.const_data_ptr(), .bytes = static_cast<std::int64_t>(part.unreduced.nbytes())});
+      ranges.push_back({.data = part.unreduced.const_data_ptr(), .bytes = static_cast<std::int64_t>(part.unreduced.nbytes())});
     }
-    offer(stretches);
+    offer(ranges);
     begin_waiting();
   }
 

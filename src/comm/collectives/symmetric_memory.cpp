@@ -16,13 +16,13 @@
 namespace fsdp::comm::symmetric_memory {
 namespace {
 
-/// The state that all sources of this process share.
-class Registry {
+/// The symmetric memory that this process has allocated, for all of its sources: which of it is lent, and which is kept.
+class Allocations {
  public:
   /// It is never destroyed, because blocks may be freed at the end of the process.
-  static Registry& of_process() {
-    static Registry* const registry = new Registry;
-    return *registry;
+  static Allocations& of_process() {
+    static Allocations* const allocations = new Allocations;
+    return *allocations;
   }
 
   c10::DataPtr allocate(c10::Device device, std::int64_t bytes) {
@@ -62,7 +62,7 @@ class Blocks : public std::enable_shared_from_this<Blocks> {
  public:
   explicit Blocks(c10::Device device) : device_(device) {}
   ~Blocks() {
-    for (auto& [capacity, memory] : free_) Registry::of_process().keep(std::move(memory));
+    for (auto& [capacity, memory] : free_) Allocations::of_process().keep(std::move(memory));
   }
   Blocks(const Blocks&) = delete;
   Blocks& operator=(const Blocks&) = delete;
@@ -77,9 +77,9 @@ class Blocks : public std::enable_shared_from_this<Blocks> {
         free_.erase(fitting);
       }
     }
-    if (!lent->memory) lent->memory = Registry::of_process().allocate(device_, bytes);
+    if (!lent->memory) lent->memory = Allocations::of_process().allocate(device_, bytes);
     void* const address = lent->memory.get();
-    Registry::of_process().lend(address);
+    Allocations::of_process().lend(address);
     return {address, lent.release(), &take_back, device_};
   }
 
@@ -93,19 +93,19 @@ class Blocks : public std::enable_shared_from_this<Blocks> {
   static void take_back(void* context) {
     const std::unique_ptr<Lent> lent(static_cast<Lent*>(context));
     const auto device = lent->source->device_;
-    Registry::of_process().take_back(lent->memory.get());
+    Allocations::of_process().take_back(lent->memory.get());
     try {
       // Queued work on any stream may still use it.
       if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
     } catch (...) {  // The device has failed: an exception that says so is on its way.
-      return Registry::of_process().keep(std::move(lent->memory));
+      return Allocations::of_process().keep(std::move(lent->memory));
     }
     const std::lock_guard lock(lent->source->mutex_);
     lent->source->free_.emplace(lent->capacity, std::move(lent->memory));
   }
 
   const c10::Device device_;
-  std::mutex mutex_;                                // as Registry's
+  std::mutex mutex_;                                // as Allocations'
   std::multimap<std::int64_t, c10::DataPtr> free_;  // by capacity in bytes
 };
 
@@ -118,7 +118,7 @@ MemorySource source(c10::Device device) {
 }
 
 bool find_peers(const at::Tensor& tensor, const std::string& group) {
-  if (tensor.numel() == 0 || !Registry::of_process().has_lent(tensor.storage().data())) return false;
+  if (tensor.numel() == 0 || !Allocations::of_process().has_lent(tensor.storage().data())) return false;
   c10d::symmetric_memory::rendezvous(tensor, group);
   return true;
 }

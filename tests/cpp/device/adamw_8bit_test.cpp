@@ -22,7 +22,7 @@ namespace adamw_8bit_test {
 
 using fsdp::optim::AdamStep;
 using fsdp::optim::kBlock;
-using fsdp::optim::QuantizedPart;
+using fsdp::optim::QuantizedPiece;
 using fsdp::testing::device_mesh;
 using fsdp::testing::numbers;
 using fsdp::testing::order;
@@ -32,7 +32,7 @@ using fsdp::testing::side_stream;
 
 using Kernels = std::map<std::string, std::int64_t>;
 
-QuantizedPart part_of(const at::Tensor& value, at::ScalarType gradient_dtype) {
+QuantizedPiece piece_of(const at::Tensor& value, at::ScalarType gradient_dtype) {
   const auto blocks = (value.numel() + kBlock - 1) / kBlock;
   const auto codes = value.options().dtype(at::kByte);
   return {.value = value,
@@ -47,8 +47,8 @@ TEST(DeviceAdamW8bit, HasTheBitsOfTheHost) {
     for (const auto gradient_dtype : {at::kFloat, dtype}) {
       for (const std::int64_t numel : {1, 255, 256, 1000}) {
         const auto value = at::tanh(numbers(numel, 1, at::kDouble)).to(dtype);
-        auto host = part_of(value.clone(), gradient_dtype);
-        auto device = part_of(value.to(sim::device()), gradient_dtype);
+        auto host = piece_of(value.clone(), gradient_dtype);
+        auto device = piece_of(value.to(sim::device()), gradient_dtype);
         for (int steps = 1; steps < 5; ++steps) {
           host.gradient.copy_(at::tanh(numbers(numel, 10 + steps, at::kDouble)));
           device.gradient.copy_(host.gradient);
@@ -67,12 +67,12 @@ TEST(DeviceAdamW8bit, HasTheBitsOfTheHost) {
 }
 
 TEST(DeviceAdamW8bit, AStepThatNobodyOrderedIsReported) {
-  auto part = part_of(at::ones({300}, sim::device()), at::kFloat);
-  fsdp::optim::step_adamw_8bit(part, {.lr = 0.1}, 1);
+  auto piece = piece_of(at::ones({300}, sim::device()), at::kFloat);
+  fsdp::optim::step_adamw_8bit(piece, {.lr = 0.1}, 1);
   const auto side = side_stream();
   {
     const c10::StreamGuard on_side(side);
-    fsdp::optim::step_adamw_8bit(part, {.lr = 0.1}, 2);
+    fsdp::optim::step_adamw_8bit(piece, {.lr = 0.1}, 2);
   }
   EXPECT_FALSE(sim::take_reports().empty());
   order(side, fsdp::testing::current_stream());

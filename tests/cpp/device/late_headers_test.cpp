@@ -3,6 +3,8 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -70,15 +72,17 @@ bool goes_on(HeaderGate& gate, const std::function<void()>& call) {
   return !gate.is_overdue;
 }
 
-/// Whether `call` returns only when the gate is opened, which it is after a while.
-bool waits_for_headers(HeaderGate& gate, const std::function<void()>& call) {
+/// Whether `call` returns only when a gate is opened, which each rank's is after a while: the first rank whose gate is open tells the
+/// others what it has found. `opened` is a file by which ranks know that one is.
+bool waits_for_headers(HeaderGate& gate, const std::function<void()>& call, const std::filesystem::path& opened = {}) {
   gate.is_open = false;
   std::thread opener([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (!opened.empty()) std::ofstream(opened).flush();
     gate.is_open = true;
   });
   call();
-  const bool waited = gate.is_open;
+  const bool waited = gate.is_open || std::filesystem::exists(opened);
   opener.join();
   return waited;
 }
@@ -131,16 +135,15 @@ void expect_one_error(int size, const Divergence& divergence) {
         // The headers come when the host waits for its device, if that has something to wait for.
         ranks.gate->first_held = 2;
         std::string message;
-        EXPECT_TRUE(waits_for_headers(*ranks.gate,
-                                      [&] {
-                                        message = message_of<CommError>([&] {
-                                          (rank == 1 ? divergence.odd : divergence.other)(ranks);
-                                          ranks.communicator->confirm();
-                                          // Of four ranks, two are not beside the odd one: an exchange tells them.
-                                          ranks.communicator->barrier();
-                                        });
-                                      }) ||
-                    divergence.is_found_at_once);
+        const auto call = [&] {
+          message = message_of<CommError>([&] {
+            (rank == 1 ? divergence.odd : divergence.other)(ranks);
+            ranks.communicator->confirm();
+            // Of four ranks, two are not beside the odd one: an exchange tells them.
+            ranks.communicator->barrier();
+          });
+        };
+        EXPECT_TRUE(waits_for_headers(*ranks.gate, call, folder.path() / "opened") || divergence.is_found_at_once);
         for (const auto& said : divergence.said) EXPECT_TRUE(has(message, said)) << message;
         EXPECT_THROW(ranks.communicator->barrier(), CommError);
       },

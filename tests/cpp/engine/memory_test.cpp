@@ -116,10 +116,10 @@ class StackScript {
   }
 
  private:
-  void compute(const std::string& phase, const std::string& unit) {
-    model.mark(phase + " " + unit);
+  void compute(const std::string& pass, const std::string& unit) {
+    model.mark(pass + " " + unit);
     model.touch(unit);
-    if (phase == "backward" && trainable(unit)) model.gradient(unit);
+    if (pass == "backward" && trainable(unit)) model.gradient(unit);
   }
 
   bool trainable(const std::string& unit) const {

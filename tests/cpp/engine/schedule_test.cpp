@@ -10,14 +10,14 @@ namespace schedule_test {
 
 using Units = std::vector<std::size_t>;
 
-void run(Schedule& schedule, Phase phase, const Units& order) {
-  schedule.begin(phase);
+void run(Schedule& schedule, Pass pass, const Units& order) {
+  schedule.begin(pass);
   for (const auto unit : order) schedule.move_to(unit);
 }
 
 /// How many moves of a pass were among the `depth` units that the moves before them (and the begin) predicted.
-int predicted(Schedule& schedule, Phase phase, const Units& order, int depth = 1) {
-  schedule.begin(phase);
+int predicted(Schedule& schedule, Pass pass, const Units& order, int depth = 1) {
+  schedule.begin(pass);
   int hits = 0;
   for (const auto unit : order) {
     const auto expected = schedule.next(depth);
@@ -30,14 +30,14 @@ int predicted(Schedule& schedule, Phase phase, const Units& order, int depth = 1
 TEST(Schedule, KnowsNothingAtFirst) {
   Schedule schedule;
   EXPECT_EQ(schedule.next(3), Units{});
-  EXPECT_EQ(predicted(schedule, Phase::kForward, {0, 1, 2}), 0);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, {0, 1, 2}), 0);
 }
 
 TEST(Schedule, PredictsTheSecondPassFromTheFirst) {
   Schedule schedule;
-  run(schedule, Phase::kForward, {0, 1, 2, 3});
-  schedule.begin(Phase::kBackward);
-  schedule.begin(Phase::kForward);
+  run(schedule, Pass::kForward, {0, 1, 2, 3});
+  schedule.begin(Pass::kBackward);
+  schedule.begin(Pass::kForward);
   EXPECT_EQ(schedule.next(1), Units{0});  // before the first move
   schedule.move_to(0);
   EXPECT_EQ(schedule.next(0), Units{});
@@ -54,29 +54,29 @@ TEST(Schedule, PredictsTheSecondPassFromTheFirst) {
 TEST(Schedule, ForwardAndBackwardAreApart) {
   Schedule schedule;
   for (int step = 0; step < 2; ++step) {
-    run(schedule, Phase::kForward, {0, 1, 2});
-    run(schedule, Phase::kBackward, {2, 1, 0});
+    run(schedule, Pass::kForward, {0, 1, 2});
+    run(schedule, Pass::kBackward, {2, 1, 0});
   }
-  schedule.begin(Phase::kForward);
-  EXPECT_EQ(schedule.phase(), Phase::kForward);
+  schedule.begin(Pass::kForward);
+  EXPECT_EQ(schedule.pass(), Pass::kForward);
   schedule.move_to(1);
   EXPECT_EQ(schedule.next(1), Units{});  // no pass began with 1
-  EXPECT_EQ(predicted(schedule, Phase::kForward, {0, 1, 2}), 2) << "the pass before began with 1, and heals here";
-  EXPECT_EQ(predicted(schedule, Phase::kBackward, {2, 1, 0}), 3);
-  EXPECT_EQ(predicted(schedule, Phase::kForward, {0, 1, 2}), 3);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, {0, 1, 2}), 2) << "the pass before began with 1, and heals here";
+  EXPECT_EQ(predicted(schedule, Pass::kBackward, {2, 1, 0}), 3);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, {0, 1, 2}), 3);
 }
 
 TEST(Schedule, AUnitUsedInSeveralPlacesIsPredictedByWhatCameBefore) {
   Schedule schedule;
   const Units order = {0, 1, 0, 2, 0, 3};
-  run(schedule, Phase::kForward, order);
-  EXPECT_EQ(predicted(schedule, Phase::kForward, order), 6);
+  run(schedule, Pass::kForward, order);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, order), 6);
 }
 
 TEST(Schedule, TheUnitItselfAndRepetitionsAreNotPredicted) {
   Schedule schedule;
-  run(schedule, Phase::kForward, {0, 1, 0, 1, 0, 2});
-  schedule.begin(Phase::kForward);
+  run(schedule, Pass::kForward, {0, 1, 0, 1, 0, 2});
+  schedule.begin(Pass::kForward);
   schedule.move_to(0);
   const auto expected = schedule.next(9);
   ASSERT_FALSE(expected.empty());
@@ -89,33 +89,33 @@ TEST(Schedule, AnEndlessCycleEnds) {
   Schedule schedule;
   Units order;
   for (int i = 0; i < 10; ++i) order.insert(order.end(), {0, 1, 2});
-  run(schedule, Phase::kForward, order);
+  run(schedule, Pass::kForward, order);
   EXPECT_EQ(schedule.next(9), (Units{0, 1}));
 }
 
 TEST(Schedule, ASkippedUnitCostsItsSurroundingsOnly) {
   Schedule schedule;
   const Units all = {0, 1, 2, 3, 4, 5, 6, 7};
-  run(schedule, Phase::kForward, all);
-  ASSERT_EQ(predicted(schedule, Phase::kForward, all), 8);
+  run(schedule, Pass::kForward, all);
+  ASSERT_EQ(predicted(schedule, Pass::kForward, all), 8);
   // 4 after 2 is new, and so is what comes after the pair (2, 4).
-  EXPECT_EQ(predicted(schedule, Phase::kForward, {0, 1, 2, 4, 5, 6, 7}), 5);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, {0, 1, 2, 4, 5, 6, 7}), 5);
   // Back again: what follows (1, 2) has to be learned once more, nothing else was forgotten.
-  EXPECT_EQ(predicted(schedule, Phase::kForward, all), 7);
-  EXPECT_EQ(predicted(schedule, Phase::kForward, all), 8);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, all), 7);
+  EXPECT_EQ(predicted(schedule, Pass::kForward, all), 8);
 }
 
 TEST(Schedule, PassesWithoutBackwardHeal) {
   Schedule schedule;
   const Units order = {0, 1, 2, 3};
   const auto train = [&] {
-    const int hits = predicted(schedule, Phase::kForward, order);
-    return hits + predicted(schedule, Phase::kBackward, {3, 2, 1, 0});
+    const int hits = predicted(schedule, Pass::kForward, order);
+    return hits + predicted(schedule, Pass::kBackward, {3, 2, 1, 0});
   };
   train();
   ASSERT_EQ(train(), 8);
   // Validation passes follow each other without a begin.
-  schedule.begin(Phase::kForward);
+  schedule.begin(Pass::kForward);
   for (int pass = 0; pass < 3; ++pass) {
     for (const auto unit : order) schedule.move_to(unit);
   }
@@ -126,16 +126,16 @@ TEST(Schedule, PassesWithoutBackwardHeal) {
 
 TEST(Schedule, AChangedOrderIsLearnedInOnePass) {
   Schedule schedule;
-  run(schedule, Phase::kForward, {0, 1, 2, 3, 4});
-  run(schedule, Phase::kForward, {4, 2, 0, 3, 1});
-  EXPECT_EQ(predicted(schedule, Phase::kForward, {4, 2, 0, 3, 1}), 5);
+  run(schedule, Pass::kForward, {0, 1, 2, 3, 4});
+  run(schedule, Pass::kForward, {4, 2, 0, 3, 1});
+  EXPECT_EQ(predicted(schedule, Pass::kForward, {4, 2, 0, 3, 1}), 5);
 }
 
 TEST(Schedule, AShorterPassEndsWhereItEnds) {
   Schedule schedule;
-  run(schedule, Phase::kForward, {0, 1, 2, 3});
-  run(schedule, Phase::kForward, {0, 1});
-  schedule.begin(Phase::kForward);
+  run(schedule, Pass::kForward, {0, 1, 2, 3});
+  run(schedule, Pass::kForward, {0, 1});
+  schedule.begin(Pass::kForward);
   schedule.move_to(0);
   EXPECT_EQ(schedule.next(9), Units{1});  // nothing is read ahead for units that the last pass did not use
 }

@@ -140,14 +140,14 @@ double common_multiple_ratio(const std::vector<ParameterTraits>& parameters, std
 void check_parts(const UnitLayout& layout) {
   for (std::size_t p = 0; p < layout.parameters().size(); ++p) {
     SCOPED_TRACE(layout.parameters()[p].name);
-    const auto& placement = layout.placements()[p];
-    const auto& buffer = layout.sub_buffers()[placement.sub_buffer];
+    const auto& position = layout.positions()[p];
+    const auto& buffer = layout.sub_buffers()[position.sub_buffer];
     std::int64_t owned = 0;
     for (std::int64_t rank = 0; rank < layout.world_size(); ++rank) {
       const auto slice = layout.local_slice(p, rank);
       if (slice.numel == 0) continue;
       ASSERT_EQ(slice.parameter_offset, owned) << "rank " << rank;
-      ASSERT_EQ(rank * buffer.shard_numel + slice.shard_offset, placement.offset + owned) << "rank " << rank;
+      ASSERT_EQ(rank * buffer.shard_numel + slice.shard_offset, position.offset + owned) << "rank " << rank;
       ASSERT_LE(slice.shard_offset + slice.numel, buffer.shard_numel) << "rank " << rank;
       owned += slice.numel;
     }
@@ -213,7 +213,7 @@ TEST(UnitLayout, AlignsWholeAndUncutParametersAsToldTo) {
         ASSERT_EQ(layout.sub_buffers().size(), 1U);
         EXPECT_EQ(layout.sub_buffers()[0].quantum, alignment);
         EXPECT_EQ(layout.sub_buffers()[0].shard_numel % alignment, 0);
-        for (const auto& placement : layout.placements()) EXPECT_EQ(placement.offset % alignment, 0);
+        for (const auto& position : layout.positions()) EXPECT_EQ(position.offset % alignment, 0);
         check_parts(layout);
         // No more than that: of cut ones, each parameter's and each shard's end is rounded up once.
         if (granularity.kind == Granularity::Kind::kElement) {
@@ -232,7 +232,7 @@ TEST(UnitLayout, AlignsWholeAndUncutParametersAsToldTo) {
   parameters[1].alignment = 48;
   const UnitLayout layout(parameters, 4);
   ASSERT_EQ(layout.sub_buffers().size(), 2U);
-  EXPECT_EQ(layout.placements()[0].sub_buffer, layout.placements()[2].sub_buffer);
+  EXPECT_EQ(layout.positions()[0].sub_buffer, layout.positions()[2].sub_buffer);
 }
 
 TEST(UnitLayout, TakesOddShapes) {
@@ -252,7 +252,7 @@ TEST(UnitLayout, PutsRowsOfNothingWithRowsOfOne) {
   const UnitLayout layout({spec("empty", {5, 0}, Granularity::rows()), spec("bias", {3}, Granularity::rows())}, 2);
   ASSERT_EQ(layout.sub_buffers().size(), 1U);
   EXPECT_EQ(layout.sub_buffers()[0].quantum, 1);
-  EXPECT_EQ(layout.placements()[0].numel, 0);
+  EXPECT_EQ(layout.positions()[0].numel, 0);
 }
 
 TEST(UnitLayout, TakesNoParameters) {
@@ -284,7 +284,7 @@ TEST(UnitLayout, CutsOneParameterIntoShardsOfManyRanks) {
 
 TEST(UnitLayout, StartsEveryParameterAtABlock) {
   const UnitLayout layout({spec("a", {5}, Granularity::blocks(4)), spec("b", {9}, Granularity::blocks(4))}, 2);
-  EXPECT_EQ(layout.placements()[1].offset, 8);
+  EXPECT_EQ(layout.positions()[1].offset, 8);
   EXPECT_EQ(layout.sub_buffers()[0].shard_numel, 12);  // 17 elements in two halves of 8.5, rounded up to a block
   EXPECT_EQ(layout.local_slice(1, 0), (LocalSlice{.parameter_offset = 0, .shard_offset = 8, .numel = 4}));
   EXPECT_EQ(layout.local_slice(1, 1), (LocalSlice{.parameter_offset = 4, .shard_offset = 0, .numel = 5}));
@@ -324,8 +324,8 @@ TEST(UnitLayout, LaysGradientsOutAsTheTrainablePrefix) {
   EXPECT_EQ(all.trainable_bytes(), gradients.full_bytes());
   EXPECT_EQ(all.trainable_shard_bytes(), gradients.shard_bytes());
   for (std::size_t i = 0; i < trainable.size(); ++i) {
-    const auto& a = all.placements()[2 * i + 1];
-    const auto& b = gradients.placements()[i];
+    const auto& a = all.positions()[2 * i + 1];
+    const auto& b = gradients.positions()[i];
     EXPECT_EQ(a.sub_buffer, b.sub_buffer);
     EXPECT_EQ(a.offset, b.offset);
     EXPECT_EQ(all.sub_buffers()[a.sub_buffer].byte_offset, gradients.sub_buffers()[b.sub_buffer].byte_offset);

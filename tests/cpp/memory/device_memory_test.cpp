@@ -10,8 +10,8 @@ namespace device_memory_test {
 
 TEST(DeviceMemory, HostsNeedNotPinIt) {
   const testing::LoggingDevice device;
-  EXPECT_TRUE(host_zeros(testing::LoggingDevice::device(), 64, HostMemory::kPageable).device().is_cpu());
-  EXPECT_TRUE(allocate_host(testing::LoggingDevice::device(), 64, HostMemory::kPageable).device().is_cpu());
+  EXPECT_TRUE(host_zeros(testing::LoggingDevice::device(), 64, HostMemoryKind::kPageable).device().is_cpu());
+  EXPECT_TRUE(allocate_host(testing::LoggingDevice::device(), 64, HostMemoryKind::kPageable).device().is_cpu());
   EXPECT_ANY_THROW(host_zeros(testing::LoggingDevice::device(), 64)) << "this build has no device that memory could be pinned for";
 }
 

@@ -319,7 +319,7 @@ TEST(Muon, StateBytesAreAsPredicted) {
         for (const auto& unit : sharded.engine()->units()) {
           for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
             if (unit->parameters[i].shape.size() < 2) {
-              expected += 2 * static_cast<std::int64_t>(unit->main.parts[unit->layout.placements()[i].sub_buffer].nbytes());
+              expected += 2 * static_cast<std::int64_t>(unit->main.parts[unit->layout.positions()[i].sub_buffer].nbytes());
               continue;
             }
             expected += 4 * unit->main_slice(i).numel;

@@ -95,9 +95,9 @@ TEST_F(Strict, AMissingCountOrMomentIsAnError) {
           const auto loaded = fsdp::load(from, *run.model, *run.optimizer, {.strict = false});
           // A moment is missed by the rank that would have read it.
           EXPECT_TRUE(loaded.missing.empty() ? kind != "step" : loaded.missing == std::vector<std::string>{key});
-          const auto& part = *run.optimizer->state().parts.front();
+          const auto& algorithm = *run.optimizer->state().algorithms.front();
           for (const auto& unit : run.handle->engine()->units()) {
-            for (std::size_t i = 0; i < unit->parameters.size(); ++i) EXPECT_GT(part.steps(*unit, i), 0) << unit->parameters[i].name;
+            for (std::size_t i = 0; i < unit->parameters.size(); ++i) EXPECT_GT(algorithm.steps(*unit, i), 0) << unit->parameters[i].name;
           }
         }
       }
@@ -149,10 +149,10 @@ TEST_F(Strict, WhatWasNeverUpdatedHasNoState) {
       Training other({}, adamw(), 12);
       other.train(0, 2);
       fsdp::load(from, *other.model, *other.optimizer);
-      const auto& part = *other.optimizer->state().parts.front();
+      const auto& algorithm = *other.optimizer->state().algorithms.front();
       for (const auto& unit : other.handle->engine()->units()) {
         for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
-          EXPECT_EQ(part.steps(*unit, i), unit->parameters[i].name.starts_with("entry.") ? 1 : 0) << unit->parameters[i].name;
+          EXPECT_EQ(algorithm.steps(*unit, i), unit->parameters[i].name.starts_with("entry.") ? 1 : 0) << unit->parameters[i].name;
         }
       }
     }

@@ -184,7 +184,7 @@ struct Cell {
 };
 
 // Marks every element of one sub-buffer's parameters at the place that local_slice gives, and checks that each is owned once, at the
-// place that placements() gives, with cuts where the granularity allows them. `padding` becomes the number of cells that nobody owns.
+// place that positions() gives, with cuts where the granularity allows them. `padding` becomes the number of cells that nobody owns.
 inline void check_ownership(const UnitLayout& layout, std::size_t sub_buffer, std::int64_t& padding) {
   const auto& buffer = layout.sub_buffers()[sub_buffer];
   const auto world_size = layout.world_size();
@@ -192,10 +192,10 @@ inline void check_ownership(const UnitLayout& layout, std::size_t sub_buffer, st
                                         std::vector<Cell>(static_cast<std::size_t>(buffer.shard_numel)));
   padding = world_size * buffer.shard_numel;
   for (std::size_t p = 0; p < layout.parameters().size(); ++p) {
-    const auto& placement = layout.placements()[p];
-    if (placement.sub_buffer != sub_buffer) continue;
+    const auto& position = layout.positions()[p];
+    if (position.sub_buffer != sub_buffer) continue;
     const auto& parameter = layout.parameters()[p];
-    std::vector<std::int64_t> owner(static_cast<std::size_t>(placement.numel), -1);
+    std::vector<std::int64_t> owner(static_cast<std::size_t>(position.numel), -1);
     for (std::int64_t rank = 0; rank < world_size; ++rank) {
       const auto slice = layout.local_slice(p, rank);
       if (slice.numel == 0) {
@@ -205,9 +205,9 @@ inline void check_ownership(const UnitLayout& layout, std::size_t sub_buffer, st
       ASSERT_GT(slice.numel, 0);
       ASSERT_GE(slice.parameter_offset, 0);
       ASSERT_GE(slice.shard_offset, 0);
-      ASSERT_LE(slice.parameter_offset + slice.numel, placement.numel) << parameter.name << " on rank " << rank;
+      ASSERT_LE(slice.parameter_offset + slice.numel, position.numel) << parameter.name << " on rank " << rank;
       ASSERT_LE(slice.shard_offset + slice.numel, buffer.shard_numel) << parameter.name << " on rank " << rank;
-      ASSERT_EQ(placement.offset + slice.parameter_offset, rank * buffer.shard_numel + slice.shard_offset) << parameter.name;
+      ASSERT_EQ(position.offset + slice.parameter_offset, rank * buffer.shard_numel + slice.shard_offset) << parameter.name;
       for (std::int64_t i = 0; i < slice.numel; ++i) {
         const std::int64_t element = slice.parameter_offset + i;
         Cell& cell = shards[static_cast<std::size_t>(rank)][static_cast<std::size_t>(slice.shard_offset + i)];
@@ -221,7 +221,7 @@ inline void check_ownership(const UnitLayout& layout, std::size_t sub_buffer, st
         --padding;
       }
     }
-    for (std::int64_t element = 0; element < placement.numel; ++element) {
+    for (std::int64_t element = 0; element < position.numel; ++element) {
       if (owner[static_cast<std::size_t>(element)] == -1) FAIL() << parameter.name << "[" << element << "] is owned by no rank";
       if (element == 0 || owner[static_cast<std::size_t>(element)] == owner[static_cast<std::size_t>(element - 1)]) continue;
       if (buffer.kind == Kind::kRows && element % reference::quantum(parameter) != 0) FAIL() << "a row of " << parameter.name << " is cut";
@@ -237,7 +237,7 @@ inline void check(const std::vector<ParameterTraits>& parameters, std::int64_t w
   const auto expected = reference::layout(parameters, world_size);
   ASSERT_EQ(layout.world_size(), world_size);
   ASSERT_EQ(layout.parameters().size(), parameters.size());
-  ASSERT_EQ(layout.placements().size(), parameters.size());
+  ASSERT_EQ(layout.positions().size(), parameters.size());
   ASSERT_EQ(layout.sub_buffers().size(), expected.size());
 
   std::int64_t full_bytes = 0, shard_bytes = 0, trainable_bytes = 0, trainable_shard_bytes = 0, padding_bytes = 0;
@@ -257,14 +257,14 @@ inline void check(const std::vector<ParameterTraits>& parameters, std::int64_t w
     std::vector<std::int64_t> numels;
     for (std::size_t m = 0; m < expected[k].members.size(); ++m) {
       const auto p = expected[k].members[m];
-      const auto& placement = layout.placements()[p];
+      const auto& position = layout.positions()[p];
       numels.push_back(product(parameters[p].shape));
-      ASSERT_EQ(placement.sub_buffer, k) << parameters[p].name;
-      ASSERT_EQ(placement.offset, expected[k].offsets[m]) << parameters[p].name;
-      ASSERT_EQ(placement.numel, numels.back()) << parameters[p].name;
-      ASSERT_LE(placement.offset + placement.numel, world_size * buffer.shard_numel) << parameters[p].name;
+      ASSERT_EQ(position.sub_buffer, k) << parameters[p].name;
+      ASSERT_EQ(position.offset, expected[k].offsets[m]) << parameters[p].name;
+      ASSERT_EQ(position.numel, numels.back()) << parameters[p].name;
+      ASSERT_LE(position.offset + position.numel, world_size * buffer.shard_numel) << parameters[p].name;
       if (buffer.kind == Kind::kElement || buffer.kind == Kind::kWhole) {
-        ASSERT_EQ(placement.offset * buffer.itemsize % kAlignment, 0) << parameters[p].name;
+        ASSERT_EQ(position.offset * buffer.itemsize % kAlignment, 0) << parameters[p].name;
       }
     }
     EXPECT_EQ(buffer.payload_numel, std::accumulate(numels.begin(), numels.end(), std::int64_t{0}));

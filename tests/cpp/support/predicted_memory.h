@@ -107,10 +107,10 @@ class ScheduleModel {
     const bool within = has_current_ && encloses(unit, current_);
     if (unit == current_ && has_current_) return;
     if (within && gathered_.contains(unit)) return;
-    if (phase_ == 1 && !backward_begun_) begin_backward();
+    if (pass_ == 1 && !backward_begun_) begin_backward();
     moves_now_.push_back(unit);
     if (!within) {
-      if (phase_ == 1 && sync) {
+      if (pass_ == 1 && sync) {
         for (const auto& collecting : std::vector<std::string>(collecting_)) {
           if (collected_now_.contains(collecting) && !related(collecting, unit)) reduce(collecting);
         }
@@ -118,7 +118,7 @@ class ScheduleModel {
       for (auto it = gathered_.begin(); it != gathered_.end();) {
         const bool departs = used_.contains(it->first) && !related(it->first, unit);
         if (departs) used_.erase(it->first);
-        it = departs && (phase_ == 1 || reshard_after_forward_) ? gathered_.erase(it) : std::next(it);
+        it = departs && (pass_ == 1 || reshard_after_forward_) ? gathered_.erase(it) : std::next(it);
       }
       current_ = unit;
       has_current_ = true;
@@ -183,9 +183,9 @@ class ScheduleModel {
   }
   static bool related(const std::string& a, const std::string& b) { return encloses(a, b) || encloses(b, a); }
 
-  void begin_pass(std::size_t phase) {
-    if (!moves_now_.empty()) moves_before_[phase_] = std::exchange(moves_now_, {});
-    phase_ = phase;
+  void begin_pass(std::size_t pass) {
+    if (!moves_now_.empty()) moves_before_[pass_] = std::exchange(moves_now_, {});
+    pass_ = pass;
   }
 
   void begin_backward() {
@@ -194,7 +194,7 @@ class ScheduleModel {
   }
 
   void read_ahead() {
-    const auto& moves = moves_before_[phase_];
+    const auto& moves = moves_before_[pass_];
     std::vector<std::string> next;
     for (std::size_t i = moves_now_.size(); i < moves.size() && next.size() < static_cast<std::size_t>(prefetch_depth_); ++i) {
       if (std::find(next.begin(), next.end(), moves[i]) == next.end()) next.push_back(moves[i]);
@@ -269,7 +269,7 @@ class ScheduleModel {
   int prefetch_depth_;
 
   PredictedStep step_;
-  std::size_t phase_ = 0;  // 0 forward, 1 backward
+  std::size_t pass_ = 0;  // 0 forward, 1 backward
   bool backward_begun_ = false;
   std::array<std::vector<std::string>, 2> moves_before_;
   std::vector<std::string> moves_now_;

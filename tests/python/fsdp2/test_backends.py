@@ -268,7 +268,7 @@ def see_what_the_engine_is_given() -> None:
             assert keywords_to("make_mesh", model)["timeout"] == seconds
     for pinned in (True, False):
         policy = libfsdp.CPUOffloadPolicy(pin_memory=pinned)
-        given = keywords_to("Unit", lambda policy=policy: step(model(offload_policy=policy)))
+        given = keywords_to("ShownUnit", lambda policy=policy: step(model(offload_policy=policy)))
         assert given["pin_memory"] == pinned
 
 
@@ -283,7 +283,7 @@ def use_symmetric_memory() -> None:
     expected = gradients_of(model())
     told: list[Any] = []
     symmetric = libfsdp._C.BufferMemory.SYMMETRIC
-    set_buffer_memory = libfsdp._C.Model.set_buffer_memory
+    set_buffer_memory = libfsdp._C.HookedModel.set_buffer_memory
 
     def tell(engine: Any, memory: Any) -> None:
         told.append(memory)
@@ -292,7 +292,7 @@ def use_symmetric_memory() -> None:
     with meshes_made_by(_mesh._over_backends), pytest.MonkeyPatch.context() as patch:
         sharded, early = model(), model()
         step(sharded)
-        patch.setattr(libfsdp._C.Model, "set_buffer_memory", tell)
+        patch.setattr(libfsdp._C.HookedModel, "set_buffer_memory", tell)
         patch.setattr(symmetric_memory, "set_backend", told.append)
         with pytest.MonkeyPatch.context() as as_nccl:
             as_nccl.setattr(_mesh, "is_of", lambda group, backend, mesh: backend == "ProcessGroupNCCL")

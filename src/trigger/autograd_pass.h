@@ -5,9 +5,9 @@
 // Questions that triggers have about what autograd is doing on this thread.
 namespace fsdp::trigger {
 
-/// Returns the phase to which the operators of this thread belong. Those of a backward run without grad mode; with it, a forward is
+/// Returns the pass to which the operators of this thread belong. Those of a backward run without grad mode; with it, a forward is
 /// repeated within the backward (activation checkpointing), or the backward is being recorded to be differentiated itself.
-engine::Phase current_phase();
+engine::Pass current_pass();
 
 /// True inside of a backward.
 bool inside_backward();

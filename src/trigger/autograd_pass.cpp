@@ -1,4 +1,4 @@
-#include "trigger/autograd_phase.h"
+#include "trigger/autograd_pass.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -7,9 +7,7 @@ namespace fsdp::trigger {
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-engine::Phase current_phase() {
-  return inside_backward() && !at::GradMode::is_enabled() ? engine::Phase::kBackward : engine::Phase::kForward;
-}
+engine::Pass current_pass() { return inside_backward() && !at::GradMode::is_enabled() ? engine::Pass::kBackward : engine::Pass::kForward; }
 
 bool is_for_all_leaves() {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
