@@ -103,7 +103,7 @@ def make_unit(
             param_dtype=p.compute_dtype(options.mp_policy),
             # It is set if it was asked for, even if it is the dtype of the shards, because gradients are then sent in
             # it.
-            grad_dtype=p.grad_dtype or (p.dtype if p.trainable and options.main_grads_dtype is not None else None),
+            grad_dtype=p.grad_dtype or (p.dtype if p.trainable and options.sends_gradients_in_own_dtype else None),
             float8_block=p.float8_block,
             extended=p.extended,
         )

@@ -25,7 +25,8 @@ class MixedPrecisionPolicy(_TorchPolicy):
 
     Attributes:
         param_dtype: the dtype in which parameters are gathered and computed with; None: their own.
-        reduce_dtype: the dtype in which gradients are sent; None: that of the computation.
+        reduce_dtype: the dtype in which gradients are sent; None: that of the computation, and from torch 2.15 on, as in its FSDP2,
+            their parameter's ``grad_dtype``, which is the parameter's own dtype unless it was set.
         output_dtype: the dtype to which a module's floating-point outputs are cast.
         cast_forward_inputs: whether its floating-point inputs are cast to ``param_dtype``.
         param_dtype_override_fn: called once for each parameter, in fully_shard. It returns the parameter's own dtype to compute in that
@@ -58,6 +59,11 @@ def keeps_dtype(policy: _TorchPolicy, parameter: nn.Parameter) -> bool:
     return given != policy.param_dtype
 
 
+def follows(follow: bool | None) -> bool:
+    """True if gradients are sent in the ``grad_dtype`` of their parameter; None does the same as FSDP2 of the installed torch."""
+    return torch_has_override if follow is None else follow
+
+
 def followed_grad_dtype(parameter: nn.Parameter, follow: bool | None) -> torch.dtype | None:
     """Returns the dtype that the user has set for the parameter's gradient; None if none is set, or if it is not to be followed.
 
@@ -65,7 +71,7 @@ def followed_grad_dtype(parameter: nn.Parameter, follow: bool | None) -> torch.d
         parameter: the parameter before it is sharded.
         follow: whether to follow the dtype; None does the same as FSDP2 of the installed torch, which follows it from 2.15 on.
     """
-    if not (torch_has_override if follow is None else follow):
+    if not follows(follow):
         return None
     dtype = getattr(parameter, "grad_dtype", parameter.dtype)
     return None if dtype == parameter.dtype else dtype

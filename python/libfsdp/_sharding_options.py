@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from libfsdp._precision import followed_grad_dtype
+from libfsdp._precision import followed_grad_dtype, follows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +88,14 @@ class ShardingOptions:
     def data_parallel(self) -> frozenset[int]:
         """The data-parallel dimensions of tensor-parallel gradients' mesh, over which the engine reduces."""
         return frozenset() if self.spmd is None else self.spmd.data_parallel
+
+    @property
+    def sends_gradients_in_own_dtype(self) -> bool:
+        """True if gradients are sent in the dtype of their parameter, if no ``reduce_dtype`` says otherwise, and not in the computation's.
+
+        FSDP2 does so from torch 2.15 on.
+        """
+        return self.main_grads_dtype is not None or follows(self.follow_grad_dtype)
 
     def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the dtype of the parameter's shards. Frozen parameters keep their own, because no optimizer updates them."""

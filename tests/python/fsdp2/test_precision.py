@@ -105,6 +105,25 @@ def follow() -> None:
     assert by_default.dtype == (fp32 if follows_anyway else bf16)
 
 
+def reduce_in_own_dtype() -> None:
+    def gradient_of(**options: Any) -> torch.Tensor:
+        made = nn.Linear(2, 4, bias=False)
+        fully_shard(made, mp_policy=MixedPrecisionPolicy(param_dtype=bf16), **options)
+        value = 256.0 if torch.distributed.get_rank() == 0 else 1.0
+        made(torch.full((1, 2), value)).sum().backward()
+        return full(made.weight.grad)
+
+    # 257 is 256 in bfloat16, which has eight digits.
+    exact, rounded = torch.full((4, 2), 128.5), torch.full((4, 2), 128.0)
+    assert torch.equal(gradient_of(follow_grad_dtype=True), exact)
+    assert torch.equal(gradient_of(follow_grad_dtype=False), rounded)
+    assert torch.equal(gradient_of(), exact if libfsdp._precision.torch_has_override else rounded)
+
+
+def test_gradients_are_reduced_in_the_dtype_of_their_parameter(ranks: StartRanks) -> None:
+    ranks(2).run(reduce_in_own_dtype)
+
+
 def test_gradients_follow_grad_dtype(ranks: StartRanks) -> None:
     ranks(2).run(follow)
 
