@@ -53,6 +53,7 @@ def run(program: str, folder: Path) -> list[str]:
     return sorted(result.stdout.splitlines())
 
 
+@pytest.mark.nightly
 def test_the_program_before_migrating_prints_the_same(tmp_path: Path) -> None:
     (diff,) = DIFF.findall((ROOT / "docs/migrate/from-fsdp2.md").read_text(encoding="utf-8"))
     lines = diff.splitlines()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -44,6 +46,7 @@ def test_the_picture_of_the_python_package_is_its_imports() -> None:
     assert not any(upper in ("_state", "_making", "_extensions") and lower == "_model" for upper, lower in drawn)
 
 
+@pytest.mark.nightly
 def test_the_picture_of_a_step_can_be_drawn_again(tmp_path: Path) -> None:
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     said = run(*launch, PICTURES / "step.py", tmp_path / "step.svg")
