@@ -93,9 +93,11 @@ class ShardingOptions:
     def sends_gradients_in_own_dtype(self) -> bool:
         """True if gradients are sent in the dtype of their parameter, if no ``reduce_dtype`` says otherwise, and not in the computation's.
 
-        FSDP2 does so from torch 2.15 on.
+        FSDP2 does so from torch 2.15 on. It has no dtype for main parameters, which may be wider than is worth sending.
         """
-        return self.main_grads_dtype is not None or follows(self.follow_grad_dtype)
+        if self.main_grads_dtype is not None:
+            return True
+        return self.main_params_dtype is None and follows(self.follow_grad_dtype)
 
     def main_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the dtype of the parameter's shards. Frozen parameters keep their own, because no optimizer updates them."""

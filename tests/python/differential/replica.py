@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.training import REDUCES_IN_OWN_DTYPE
 from torch import Tensor, nn
 
 from differential import optimizers
@@ -76,7 +77,8 @@ class Replica:
         wire = getattr(torch, options.reduce_dtype or "", None)
         grads = getattr(torch, options.main_grads_dtype or "", None)
         self.gradient = {name: grads or self.main[name] for name in whole}
-        self.wire = {name: wire or grads or self.compute[name] for name in whole}
+        computed = self.own if REDUCES_IN_OWN_DTYPE and main is None else self.compute
+        self.wire = {name: wire or grads or computed[name] for name in whole}
         self.rounds = grads is None  # Sums to the dtype that has travelled.
         self.values = [
             {

@@ -14,7 +14,7 @@ from support.comparison import assert_follows_replica, assert_same_runs, one_ord
 from support.marks import needs_transformers
 from support.models import CASES as OWN_MODELS
 from support.ranks import PRELOADED, ComparedRanks
-from support.training import CASES, Options, Run, api, mesh_of, train
+from support.training import CASES, REDUCES_IN_OWN_DTYPE, Options, Run, api, mesh_of, train
 
 # What is common to its models takes most of their imports.
 PRELOADED.append("transformers.models.llama.modeling_llama")
@@ -61,6 +61,11 @@ def trains(case: str, options: Options) -> bool:
     return case != "batch_norm" and (case, options.sync) != ("unused", "last")
 
 
+def fsdp2_has_other_sums(case: str, options: Options) -> bool:
+    """FSDP2 of torch 2.15 adds up the gradients of a unit's two calls in another dtype than before, which rounds differently."""
+    return REDUCES_IN_OWN_DTYPE and CASES[case].called_twice and (options.compute or options.reduce) is not None
+
+
 def every(options: dict[str, Options], chosen: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Each model with each of the options, but for those that are chosen already."""
     return [
@@ -70,7 +75,7 @@ def every(options: dict[str, Options], chosen: list[tuple[str, str]]) -> list[tu
 
 def one_order_on_two(case: str, options: Options) -> bool:
     """Whether both must add up the same numbers in the same order."""
-    return one_order(case, options, 2)
+    return one_order(case, options, 2) and not fsdp2_has_other_sums(case, options)
 
 
 def pairs(wanted: Callable[[str, Options], bool] = lambda case, options: True) -> list[object]:
@@ -130,7 +135,7 @@ def test_two_ranks_follow_the_replica(runs: Runs, case: str, options: str) -> No
 
 def not_compared(case: str, options: Options) -> bool:
     """Where FSDP2 has the same bits as libfsdp, which follows the replica, it follows, too."""
-    return NIGHTLY or not one_order_on_two(case, options)
+    return (NIGHTLY or not one_order_on_two(case, options)) and not fsdp2_has_other_sums(case, options)
 
 
 @pytest.mark.parametrize(("case", "options"), pairs(not_compared))

@@ -79,7 +79,7 @@ def assert_follows_replica(case: str, options: Options, runs: list[Run]) -> None
     """
     world = len(runs)
     replica = Replica(case, options, world)
-    eps = torch.finfo(options.reduce or options.compute or torch.float32).eps
+    eps = torch.finfo(options.wire).eps
     run = runs[0]
     for number, step in enumerate(run.steps):
         where = f"step {number}: "

@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from support.models import Batch, Case
 
 Gradients = dict[str, Tensor | None]
 CASES = {**models.CASES, **{f"hf_{name}": case for name, case in hugging_face.CASES.items()}}
+
+# Without a reduce_dtype, FSDP2 reduces gradients in the dtype of their parameter from torch 2.15 on, which has also added this field.
+REDUCES_IN_OWN_DTYPE = any(f.name == "param_dtype_override_fn" for f in fields(torch_fsdp.MixedPrecisionPolicy))
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Options:
     offload: bool = False
     clip: float | None = None  # clip_grad_norm_'s bound.
     optimizer: str = "adamw"
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return self.reduce or (None if REDUCES_IN_OWN_DTYPE else self.compute) or torch.float32
 
 
 @dataclass
@@ -199,7 +207,7 @@ class Replica:
 
         loss = self.case.loss(call, cast)
         loss.backward()
-        dtype = self.options.reduce or compute
+        dtype = self.options.wire
         return loss.item(), {name: None if leaf.grad is None else leaf.grad.to(dtype) for name, leaf in leaves.items()}
 
     def update(self, gradients: Gradients) -> None:
