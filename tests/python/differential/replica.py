@@ -74,11 +74,9 @@ class Replica:
         self.main = {name: main if main and self.trained[name] else p.dtype for name, p in whole.items()}
         compute = getattr(torch, options.param_dtype or "", None)
         self.compute = {name: compute or p.dtype for name, p in whole.items()}
-        wire = getattr(torch, options.reduce_dtype or "", None)
-        grads = getattr(torch, options.main_grads_dtype or "", None)
+        wire, grads = (getattr(torch, name or "", None) for name in (options.reduce_dtype, options.main_grads_dtype))
         self.gradient = {name: grads or self.main[name] for name in whole}
-        computed = self.own if REDUCES_IN_OWN_DTYPE and main is None else self.compute
-        self.wire = {name: wire or grads or computed[name] for name in whole}
+        self.wire = {n: wire or grads or (self.own if REDUCES_IN_OWN_DTYPE and not main else self.compute)[n] for n in whole}
         self.rounds = grads is None  # Sums to the dtype that has travelled.
         self.values = [
             {
