@@ -65,7 +65,7 @@ struct FullWeightsOptions {
 
 /// New values for some elements of a tensor.
 struct WeightChange {
-  std::string name;
+  std::string name;                 ///< The tensor's, as in WeightBucket::weights.
   std::vector<std::int64_t> shape;  ///< Of the whole tensor.
   /// The elements' places in the flattened tensor, each once: 1-D, int32, or int64 for tensors of 2^31 elements and more.
   at::Tensor positions;
