@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <iterator>
+#include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 #include <utility>
 
@@ -23,17 +23,21 @@ template <typename Together, typename Each>
 Works by_dtype(const c10d::Backend& backend, Tensors outs, Tensors ins, const Together& together, const Each& each) {
   Works works;
   while (!ins.empty()) {
-    const auto dtype = ins.front().scalar_type();
-    Tensors these_outs, these_ins, other_outs, other_ins;
-    for (std::size_t k = 0; k < ins.size(); ++k) {
-      const bool is_of_these = ins[k].scalar_type() == dtype;
-      (is_of_these ? these_outs : other_outs).push_back(std::move(outs[k]));
-      (is_of_these ? these_ins : other_ins).push_back(std::move(ins[k]));
+    const auto is_of_first = [dtype = ins.front().scalar_type()](const at::Tensor& tensor) { return tensor.scalar_type() == dtype; };
+    Tensors other_outs, other_ins;  // Of other dtypes, which few units have.
+    if (!std::ranges::all_of(ins, is_of_first)) {
+      for (std::size_t k = 0; k < ins.size(); ++k) {
+        if (is_of_first(ins[k])) continue;
+        other_outs.push_back(outs[k]);
+        other_ins.push_back(ins[k]);
+      }
+      std::erase_if(outs, std::not_fn(is_of_first));
+      std::erase_if(ins, std::not_fn(is_of_first));
     }
-    if (these_ins.size() > 1 && takes_several(backend)) {
-      works.push_back(together(these_outs, these_ins));
+    if (ins.size() > 1 && takes_several(backend)) {
+      works.push_back(together(outs, ins));
     } else {
-      for (std::size_t k = 0; k < these_ins.size(); ++k) works.push_back(each(these_outs[k], these_ins[k]));
+      for (std::size_t k = 0; k < ins.size(); ++k) works.push_back(each(outs[k], ins[k]));
     }
     outs = std::move(other_outs);
     ins = std::move(other_ins);

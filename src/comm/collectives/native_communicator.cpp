@@ -110,28 +110,38 @@ class NativeReduce final : public GroupPending {
 
   /// Sends the gradients to where they are summed next: by the backend, by all ranks, or by the neighbours.
   std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced(bool several) {
-    c10d::Backend& backend = *group_->data;
     std::vector<at::Tensor> outs, inputs;
     c10d::ReduceOp op = c10d::ReduceOp::SUM;
-    std::vector<std::int64_t> equal_parts;
-    CoalescedWorks messages(backend, several);
+    bool others = false;
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;
-      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
-      if (in_two_levels(part)) {
-        levels_->send_unreduced(part, messages);
-      } else if (needs_sum_here(part)) {
-        at::Tensor output = flat_view(part.staging, 0, input.numel());
-        messages.add(backend.alltoall_base(output, input, equal_parts, equal_parts));
-      } else {
-        if (is_averaged(part)) op = c10d::ReduceOp::AVG;  // As all parts that the backend sums: they have the same ranks and scale.
-        outs.push_back(received_by_backend(part));
-        inputs.push_back(std::move(input));
+      if (needs_sum_here(part)) {
+        others = true;
+        continue;
       }
+      if (is_averaged(part)) op = c10d::ReduceOp::AVG;  // As all parts that the backend sums: they have the same ranks and scale.
+      outs.push_back(received_by_backend(part));
+      inputs.push_back(flat_view(part.unreduced, 0, part.unreduced.numel()));
     }
-    auto works = messages.end();
-    std::ranges::move(reduce_scatter_together(backend, std::move(outs), std::move(inputs), op), std::back_inserter(works));
+    auto works = reduce_scatter_together(*group_->data, std::move(outs), std::move(inputs), op);
+    if (others) std::ranges::move(send_to_sum_here(several), std::back_inserter(works));
     return works;
+  }
+
+  std::vector<c10::intrusive_ptr<c10d::Work>> send_to_sum_here(bool several) {
+    CoalescedWorks works(*group_->data, several);
+    std::vector<std::int64_t> equal_parts;
+    for (const ReducePart& part : parts_) {
+      if (part.out.numel() == 0 || !needs_sum_here(part)) continue;
+      if (in_two_levels(part)) {
+        levels_->send_unreduced(part, works);
+        continue;
+      }
+      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
+      at::Tensor output = flat_view(part.staging, 0, input.numel());
+      works.add(group_->data->alltoall_base(output, input, equal_parts, equal_parts));
+    }
+    return works.end();
   }
 
   /// The tensors that were received from each rank, or from each host, in their order; a single tensor if the backend has summed.

@@ -89,6 +89,18 @@ def test_a_model_that_goes_takes_all_along() -> None:
     assert [reference() for reference in left] == [None] * len(left)
 
 
+@pytest.mark.parametrize("weak", [True, False])
+def test_a_parameter_that_refers_to_its_model(weak: bool) -> None:
+    sharded = model()
+    for p in sharded.parameters():
+        p.owner = weakref.ref(sharded) if weak else sharded
+    gradients(sharded)
+    left = weakref.ref(sharded)
+    del sharded, p
+    gc.collect()
+    assert (left() is None) == weak  # docs/migrate/from-fsdp2.md
+
+
 def test_a_forward_that_raised_leaves_nothing() -> None:
     sharded = model()
     expected = gradients(sharded)

@@ -111,12 +111,14 @@ def reduce_in_own_dtype() -> None:
         fully_shard(made, mp_policy=MixedPrecisionPolicy(param_dtype=bf16), **options)
         value = 256.0 if torch.distributed.get_rank() == 0 else 1.0
         made(torch.full((1, 2), value)).sum().backward()
-        return full(made.weight.grad)
+        return full(made.weight.grad).float()
 
     # 257 is 256 in bfloat16, which has eight digits.
     exact, rounded = torch.full((4, 2), 128.5), torch.full((4, 2), 128.0)
     assert torch.equal(gradient_of(follow_grad_dtype=True), exact)
     assert torch.equal(gradient_of(follow_grad_dtype=False), rounded)
+    # Main parameters may be wider than is worth sending.
+    assert torch.equal(gradient_of(follow_grad_dtype=True, main_params_dtype=torch.float64), rounded)
     assert torch.equal(gradient_of(), exact if libfsdp._precision.torch_has_override else rounded)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,13 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def all_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[weakref.ref[Any]]:
-    return [weakref.ref(thing) for thing in (model, *model.modules(), *model.parameters(), optimizer)]
+def assert_goes(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    """What `make` returns takes all along when it goes."""
+    model, optimizer = make()
+    left = [weakref.ref(thing) for thing in (model, *model.modules(), *model.parameters(), optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -44,46 +49,47 @@ def all_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[weakref
 def test_a_model_that_goes_takes_all_along(strategy: str, options: dict[str, Any]) -> None:
     if options.get("nccl_ub") and device.TYPE == "cpu":
         pytest.skip("it is for a GPU")
-    model: Any = fully_shard_model(
-        plain_model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, device=device.of_rank(0), **options
-    )
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
-    if not options.get("use_decoupled_grad"):  # Which torch's optimizers do not know.
-        trained(model, optimizer)
-    else:
-        model(batch(0, 0)).square().mean().backward()
-    left = all_gone(model, optimizer)
-    del model, optimizer
-    gc.collect()
-    assert [reference() for reference in left] == [None] * len(left)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = fully_shard_model(
+            plain_model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, device=device.of_rank(0), **options
+        )
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        if not options.get("use_decoupled_grad"):  # Which torch's optimizers do not know.
+            trained(model, optimizer)
+        else:
+            model(batch(0, 0)).square().mean().backward()
+        return model, optimizer
+
+    assert_goes(make)
 
 
 def test_the_second_interface() -> None:
-    mesh = init_device_mesh(device.TYPE, (1,))
-    model: Any = plain_model()
-    for layer in (*model, model):
-        v2.fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trained(model, optimizer)
-    left = all_gone(model, optimizer)
-    del model, layer, optimizer
-    gc.collect()
-    assert [reference() for reference in left] == [None] * len(left)
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = plain_model()
+        for layer in (*model, model):
+            v2.fully_shard(layer, mesh=init_device_mesh(device.TYPE, (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained(model, optimizer)
+        return model, optimizer
+
+    assert_goes(make)
 
 
 def test_models_of_a_context() -> None:
-    mesh = init_device_mesh(device.TYPE, (1,), mesh_dim_names=("dp",))
-    placements = experimental.Placements(dp_axes=("dp",), parameter=[Shard(0)], gradient=[Shard(0)], optimizer=[Shard(0)])
-    model: Any = plain_model()
-    with experimental.fully_shard_context():
-        for layer in (*model, model):
-            experimental.fully_shard(layer, mesh, placements)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trained(model, optimizer)
-    left = all_gone(model, optimizer)
-    del model, layer, optimizer
-    gc.collect()
-    assert [reference() for reference in left] == [None] * len(left)
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = init_device_mesh(device.TYPE, (1,), mesh_dim_names=("dp",))
+        rows = [Shard(0)]
+        placements = experimental.Placements(dp_axes=("dp",), parameter=rows, gradient=rows, optimizer=rows)
+        model: Any = plain_model()
+        with experimental.fully_shard_context():
+            for layer in (*model, model):
+                experimental.fully_shard(layer, mesh, placements)
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained(model, optimizer)
+        return model, optimizer
+
+    assert_goes(make)
 
 
 def test_an_optimizer_keeps_its_model() -> None:
