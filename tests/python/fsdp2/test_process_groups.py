@@ -48,8 +48,8 @@ def train_as_threads(implementation: str, world: int, replicas: int, reshard: bo
         torch.set_num_threads(1)
         dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
         try:
-            with torch.random.fork_rng(), together:
-                model: Any = seeded(CASE)  # One generator for all threads: one at a time.
+            with together, torch.random.fork_rng():  # One generator for all threads: one at a time.
+                model: Any = seeded(CASE)
             sizes, names = (
                 ((world,), ("shard",)) if replicas == 1 else ((replicas, world // replicas), ("outer", "shard"))
             )
