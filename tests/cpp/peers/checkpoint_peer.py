@@ -156,7 +156,13 @@ def check_rewritten(folder: Path) -> None:
     """C++ has read `.metadata` of one_rank and two_ranks, and written it into one_rank.again and two_ranks.again."""
     for name in ("one_rank", "two_ranks"):
         again = read_metadata(folder / f"{name}.again")
-        assert again == read_metadata(folder / name), again
+        first = read_metadata(folder / name)
+        for entry in first.state_dict_metadata.values():
+            # torch 2.15 keeps them beside the tensor, which has its own. What C++ writes is for any torch, and has none.
+            properties: Any = getattr(entry, "properties", None)
+            if hasattr(properties, "strides"):
+                properties.strides = None
+        assert again == first, again
         assert list(again.state_dict_metadata) == list(read_metadata(folder / name).state_dict_metadata)
         for file in (folder / name).glob("*.distcp"):
             shutil.copy(file, folder / f"{name}.again")
