@@ -70,7 +70,7 @@ def adamw(parameters: Any) -> Any:
 
 
 def fused(parameters: Any) -> Any:
-    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True, capturable=True)
 
 
 def in_cpp(parameters: Any) -> Any:

@@ -77,7 +77,11 @@ def reports_without_waits(case: str, options: Options) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "foreach_all_gather_copy_out", copy_out_at_once)
-        patch.setattr(group.FSDPParamGroup, "_wait_all_gather_streams_on_event", lambda self, event: None)
+        # Where torch 2.15 has it, and torch 2.14 and before.
+        context_waits = hasattr(group.FSDPCommContext, "wait_all_gather_streams_on_event")
+        owner: Any = group.FSDPCommContext if context_waits else group.FSDPParamGroup
+        name = f"{'' if context_waits else '_'}wait_all_gather_streams_on_event"
+        patch.setattr(owner, name, lambda self, event: None)
         train(case, "fsdp2", options)
     return take_reports()
 
