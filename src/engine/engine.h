@@ -20,7 +20,9 @@
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
+#include "engine/step_events.h"
 #include "engine/unit.h"
+#include "events/event_ring.h"
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
 #include "memory/accounting.h"
@@ -45,6 +47,7 @@ struct EngineOptions {
   int prefetch_depth = 1;      ///< In the beginning.
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
+  std::uint32_t events_source = events::new_source();  ///< The source of the engine's events (events/event.h).
 
   c10::Device device() const { return mesh.device(); }
   /// Ranks outside of the mesh (tensor-parallel ones) may hold the same values of a parameter as this rank. True on exactly one of all
@@ -182,6 +185,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OneStream stream_;
   ModelFacts facts_;
   memory::Accounting accounting_;
+  StepEvents events_;
   BufferPools pools_;
   std::vector<std::unique_ptr<Unit>> units_;  // after the pools: slots must not outlive them
   Gatherer gatherer_;
@@ -197,9 +201,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
   std::function<std::string()> end_export_;
-  bool adds_to_gradients_ = false;        // the running backward adds to gradients of earlier backwards
-  std::array<const Unit*, 8> history_{};  // a ring buffer of the last moves, for error messages
-  std::size_t moves_ = 0;
+  bool adds_to_gradients_ = false;  // the running backward adds to gradients of earlier backwards
 };
 
 template <typename Body>
