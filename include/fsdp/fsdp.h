@@ -25,6 +25,7 @@
 #include "fsdp/placements.h"             // what is sharded
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/stats.h"                  // memory and wire accounting
+#include "fsdp/step_report.h"            // where the time of steps went
 #include "fsdp/stop_requested.h"         // ending well by Ctrl-C and SIGTERM
 #include "fsdp/summon_full_params.h"     // temporary access to the full parameters
 #include "fsdp/tie_parameters.h"         // one parameter under two names

@@ -34,20 +34,6 @@ class Ordered {
   std::vector<std::pair<std::size_t, Value>> entries_;
 };
 
-/// Every communicator of the units, once.
-std::vector<comm::Communicator*> communicators_of(const engine::Engine& engine) {
-  std::vector<comm::Communicator*> once;
-  for (const auto& unit : engine.units()) {
-    const auto& [gather, reduce, outer, post_forward] = unit->communicators;
-    for (auto* communicator : {gather.get(), reduce.get(), outer.get(), post_forward.get()}) {
-      if (communicator != nullptr && std::find(once.begin(), once.end(), communicator) == once.end()) {
-        once.push_back(communicator);
-      }
-    }
-  }
-  return once;
-}
-
 /// Calls `change` with the options of the handle's unit, and with those of the units within it.
 template <typename Change>
 void set_options(const engine::Engine& engine, std::size_t unit, bool recurse, const Change& change) {
@@ -212,7 +198,7 @@ void FSDPModule::reset_peak_memory_stats() { engine_->accounting().reset_peaks()
 
 WireStats FSDPModule::wire_stats() const {
   WireStats sum;
-  for (const auto* communicator : communicators_of(*engine_)) {
+  for (const auto* communicator : engine::communicators_of(engine_->units())) {
     const auto& stats = communicator->stats();
     sum.all_gather_bytes += stats.all_gather_bytes;
     sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
@@ -227,7 +213,7 @@ WireStats FSDPModule::wire_stats() const {
 }
 
 void FSDPModule::reset_wire_stats() {
-  for (auto* communicator : communicators_of(*engine_)) communicator->reset_stats();
+  for (auto* communicator : engine::communicators_of(engine_->units())) communicator->reset_stats();
 }
 
 FSDPModule handle(const torch::nn::Module& module) {

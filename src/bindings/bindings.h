@@ -13,5 +13,6 @@ void bind_optim(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
 void bind_export(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
+void bind_report(pybind11::module_& module);
 
 }  // namespace fsdp::bindings

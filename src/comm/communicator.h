@@ -145,6 +145,9 @@ class Communicator {
 
   virtual void barrier() = 0;
 
+  /// The source of the events of this row's collectives (events/event.h); 0 if they have none.
+  virtual std::uint32_t events_source() const { return 0; }
+
   /// Throws CommError if this rank and the one before it in the row have not made the same calls, or if a failure of another rank is known.
   /// Blocks where wait_unconfirmed() has not.
   virtual void confirm() {}

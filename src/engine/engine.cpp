@@ -75,11 +75,7 @@ std::unique_lock<std::mutex> Engine::after_reader(std::unique_lock<std::mutex> h
 void Engine::rethrow_with_history(const std::exception& error) const {
   std::string text = error.what();
   if (text.ends_with('.')) text.pop_back();
-  text += "; last units that this rank touched, newest first:";
-  for (std::size_t i = 0; i < std::min(moves_, history_.size()); ++i) {
-    text += (i == 0 ? " '" : ", '") + history_[(moves_ - 1 - i) % history_.size()]->name + "'";
-  }
-  throw CommError(text);
+  throw CommError(text + "; last units that this rank touched, newest first: " + events_.last_units());
 }
 
 // One training step: begin_forward, enter, move_to, depart_to, Gatherer::start, read_ahead, Gatherer::finish in forward; begin_backward,
@@ -89,6 +85,7 @@ void Engine::rethrow_with_history(const std::exception& error) const {
 void Engine::begin_forward(bool kept_is_outdated) {
   const auto lock = this->lock_for_use();
   running_.clear();
+  events_.forward_begins(units_);
   guarded([&] {
     for (const auto& unit : units_) refresh_locked(*unit, kept_is_outdated);
     forget_moves();
@@ -173,10 +170,11 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Pass pass) {
     return;
   }
   if (current_ == nullptr && backward_ == BackwardState::kNone) {
+    events_.forward_begins(units_);
     main_parameters_.refuse_torn();
     main_parameters_.validate();
   }
-  history_[moves_++ % history_.size()] = &unit;
+  events_.entered(unit, schedule_.pass());
   schedule_.move_to(unit.place.index);
   if (!within) depart_to(unit, together);
   gatherer_.start(unit);
@@ -267,24 +265,7 @@ void Engine::prefetch_listed(Unit& unit) {
 
 void Engine::set_use(Unit& unit, UseState state) {
   const auto now = unit.whole.use.load();
-  bool legal = true;
-  switch (state) {
-    case UseState::kUnused:
-    case UseState::kPinned:
-    case UseState::kInUse:
-      break;
-    case UseState::kRepeated:
-      legal = now != UseState::kInUse;
-      break;
-    case UseState::kListed:
-      legal = now != UseState::kInUse && now != UseState::kRepeated && now != UseState::kPinned;
-      break;
-    case UseState::kLeft:
-    case UseState::kKept:
-      legal = now == UseState::kInUse || now == UseState::kRepeated || now == UseState::kUnused;
-      break;
-  }
-  if (!legal) {
+  if (!may_follow(now, state)) {
     throw Error("internal: unit '" + unit.name + "' can't go from use state " + std::to_string(static_cast<int>(now)) + " to " +
                 std::to_string(static_cast<int>(state)));
   }
@@ -336,6 +317,7 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   adds_to_gradients_ = reducer_.has_gradients();
   backward_ = BackwardState::kRunning;
   backward_alive_ = std::move(alive);
+  events_.backward_began();
   // Units that forward was still in stay gathered, but backward has to enter them.
   bool has_lists = false;
   for (const auto& unit : units_) {
@@ -396,11 +378,14 @@ void Engine::reshard_after_backward() {
 
 /// [Current when forward begins] `last` says whether this is the last backward before an update.
 void Engine::note_backward(bool last) {
+  bool synchronizes = false;
   for (const auto& unit : units_) {
     const auto& options = unit->options;
     const bool gave = last && options.requires_gradient_sync && options.updated_after_backward;
     unit->whole.last_backward = gave ? LastBackward::kGaveGradients : LastBackward::kAccumulated;
+    synchronizes = synchronizes || options.requires_gradient_sync;
   }
+  events_.backward_ended(last && synchronizes);
 }
 
 void Engine::finalize_backward(bool wait) {

@@ -20,6 +20,7 @@
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
+#include "engine/step_events.h"
 #include "engine/unit.h"
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
@@ -139,6 +140,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   MainAccess main() { return MainAccess(*this); }
 
   memory::Accounting& accounting() { return accounting_; }
+  /// The source of the engine's events (events/event.h).
+  std::uint32_t events_source() const { return events_.source(); }
   const EngineOptions& options() const { return options_; }
 
  private:
@@ -182,6 +185,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OneStream stream_;
   ModelFacts facts_;
   memory::Accounting accounting_;
+  StepEvents events_{accounting_};
   BufferPools pools_;
   std::vector<std::unique_ptr<Unit>> units_;  // after the pools: slots must not outlive them
   Gatherer gatherer_;
@@ -197,9 +201,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
   std::function<std::string()> end_export_;
-  bool adds_to_gradients_ = false;        // the running backward adds to gradients of earlier backwards
-  std::array<const Unit*, 8> history_{};  // a ring buffer of the last moves, for error messages
-  std::size_t moves_ = 0;
+  bool adds_to_gradients_ = false;  // the running backward adds to gradients of earlier backwards
 };
 
 template <typename Body>

@@ -32,6 +32,17 @@ bool is_alone(const UnitOptions& options, const std::vector<SubBufferFormat>& fo
 
 }  // namespace
 
+std::vector<comm::Communicator*> communicators_of(std::span<const std::unique_ptr<Unit>> units) {
+  std::vector<comm::Communicator*> once;
+  for (const auto& unit : units) {
+    const auto& [gather, reduce, outer, post_forward] = unit->communicators;
+    for (auto* communicator : {gather.get(), reduce.get(), outer.get(), post_forward.get()}) {
+      if (communicator != nullptr && std::find(once.begin(), once.end(), communicator) == once.end()) once.push_back(communicator);
+    }
+  }
+  return once;
+}
+
 UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours) {
   const auto& inner = mesh.dims().back().name;
   UnitCommunicators communicators;
@@ -230,6 +241,23 @@ void Unit::set_state(ParameterState state) {
                 std::to_string(static_cast<int>(state)));
   }
   state_ = state;
+}
+
+bool may_follow(UseState now, UseState next) {
+  switch (next) {
+    case UseState::kUnused:
+    case UseState::kPinned:
+    case UseState::kInUse:
+      return true;
+    case UseState::kRepeated:
+      return now != UseState::kInUse;
+    case UseState::kListed:
+      return now != UseState::kInUse && now != UseState::kRepeated && now != UseState::kPinned;
+    case UseState::kLeft:
+    case UseState::kKept:
+      return now == UseState::kInUse || now == UseState::kRepeated || now == UseState::kUnused;
+  }
+  return false;
 }
 
 bool encloses(const Unit& outer, const Unit& inner) {

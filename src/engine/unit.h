@@ -55,6 +55,9 @@ enum class UseState : std::uint8_t {
   kKept,      ///< As kLeft, and present within keep_gathered_bytes.
 };
 
+/// True if `next` may follow `now`.
+bool may_follow(UseState now, UseState next);
+
 /// What the last backward means for gathered copies of the unit's main parameters [Current when forward begins]. Transitions:
 ///   any -> kAccumulated      a backward ended, and gradients go on adding up
 ///   any -> kGaveGradients    a backward ended, and the optimizer has gradients: main parameters may be written unnoticed
@@ -142,6 +145,11 @@ struct UnitCommunicators {
 /// number of ranks that keep a copy between them after forward; 0 if none is kept. Collective over the mesh if a communicator has to be
 /// made.
 UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours);
+
+struct Unit;
+
+/// Every communicator of these units once, in the order of the units.
+std::vector<comm::Communicator*> communicators_of(std::span<const std::unique_ptr<Unit>> units);
 
 /// Where a unit lies in its model. Whoever divides the model says it, and the engine that takes the unit in.
 struct UnitPlace {

@@ -34,7 +34,9 @@ const char* allocation_range(Kind kind) {
 
 void Accounting::add(Kind kind, std::int64_t bytes) {
   grow(by_kind_[static_cast<std::size_t>(kind)], bytes);
-  if (kind != Kind::kHost) grow(total_, bytes);
+  if (kind == Kind::kHost) return;
+  grow(total_, bytes);
+  peak_of_step_ = std::max(peak_of_step_, total_.live);
 }
 
 void Accounting::remove(Kind kind, std::int64_t bytes) {

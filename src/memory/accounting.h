@@ -36,12 +36,17 @@ class Accounting {
   /// Peaks start again from what is live now.
   void reset_peaks();
 
+  /// The peak of the total since the last begin_step(), whatever reset_peaks() does.
+  std::int64_t peak_of_step() const { return peak_of_step_; }
+  void begin_step() { peak_of_step_ = total_.live; }
+
  private:
   std::array<MemoryUse, 7> by_kind_{};
   MemoryUse total_;
   MemoryUse pool_;
   MemoryUse shared_;
   std::int64_t pool_allocations_ = 0;
+  std::int64_t peak_of_step_ = 0;
 };
 
 }  // namespace fsdp::memory

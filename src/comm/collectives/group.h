@@ -18,6 +18,7 @@
 #include "comm/collectives/message_thread.h"
 #include "comm/communicator.h"
 #include "comm/host_memory/shared_row.h"
+#include "events/event_ring.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
@@ -115,6 +116,7 @@ class Group {
   bool is_one_host() const { return shared != nullptr && shared->size() == row.size(); }
 
   const Row row;
+  const std::uint32_t events_source = events::new_source();
   const c10::intrusive_ptr<c10d::Backend> control;
   const c10::intrusive_ptr<c10d::Backend> data;
   const std::shared_ptr<SharedRow> shared;

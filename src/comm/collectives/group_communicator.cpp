@@ -56,6 +56,7 @@ bool debug_requested() {
 }  // namespace
 
 void GroupPending::start() {
+  events_.record(events::EventKind::kPosted);
   try {
     post();
   } catch (...) {
@@ -77,6 +78,7 @@ void GroupPending::wait_after(const Compare& compare) {
   if (state_ == State::kFailed) throw CommError(error_);
   group_->check_process(label_);
   if (group_->failed()) fail();  // Fails even if all data have arrived, so that all ranks see the same result.
+  events_.record(events::EventKind::kWaitBegan);
   try {
     compare();
     finish();
@@ -85,10 +87,12 @@ void GroupPending::wait_after(const Compare& compare) {
   }
   if (group_->failed()) fail();  // Found meanwhile by the thread that compares.
   state_ = State::kDone;
+  events_.record(events::EventKind::kWaitEnded);
 }
 
 void GroupPending::fail() {
   state_ = State::kFailed;
+  events_.record(events::EventKind::kFailed);
   const CommError error = group_->failure(label_);
   error_ = error.what();
   forget();
@@ -99,6 +103,7 @@ void GroupPending::fail_by_exception() {
   if (group_->row.size() > 1) fail();
   // No peer waits for this collective, and later ones do not depend on it.
   state_ = State::kFailed;
+  events_.record(events::EventKind::kFailed);
   error_ = describe(label_) + " failed: " + current_exception_text();
   forget();
   throw;
@@ -137,6 +142,7 @@ Call GroupCommunicator::begin(const Label& label, std::int64_t bytes, std::uint6
 
 at::Tensor GroupCommunicator::exchange(const at::Tensor& value, const Label& label) {
   const Call call = begin(label, static_cast<std::int64_t>(value.nbytes()), static_cast<std::uint64_t>(value.scalar_type()));
+  const BlockingCallEvents events(group_->events_source, call, label);
   return exchange_now(value, tags::data(call, 0), call, label);
 }
 
@@ -185,6 +191,7 @@ void GroupCommunicator::send(Transfers& transfers, const at::Tensor& bytes, int 
 // There are as many messages as if the root sent all of them, but no rank sends more than log2(size).
 std::string GroupCommunicator::broadcast(const std::string& text, int root, const Label& label) {
   const Call call = begin(label, 0, static_cast<std::uint64_t>(root));
+  const BlockingCallEvents events(group_->events_source, call, label);
   if (size() == 1) return text;
   const int own = (rank() - root + size()) % size();
   // Ranks [own, own + below), as far as they exist, receive it from this rank, directly or through others.
@@ -219,6 +226,7 @@ std::string GroupCommunicator::broadcast(const std::string& text, int root, cons
 std::string GroupCommunicator::gather(const std::string& text, const Label& label) {
   const auto lengths = exchange(at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong), label);
   const Call call = begin(label, 0, 0);
+  const BlockingCallEvents events(group_->events_source, call, label);
   if (size() == 1) return text;
   const int tag = tags::data(call, 0);
   const std::span of_ranks(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(size()));
@@ -245,6 +253,7 @@ std::string GroupCommunicator::gather(const std::string& text, const Label& labe
 
 void GroupCommunicator::expect_equal(const std::string& text, const Label& label) {
   const Call call = begin(label, 0, 0);
+  const BlockingCallEvents events(group_->events_source, call, label);
   if (size() == 1) return;
   at::Tensor mine = at::empty({2}, at::kLong);
   mine.mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(stable_hash(text));
@@ -265,6 +274,7 @@ void GroupCommunicator::expect_equal(const std::string& text, const Label& label
 void GroupCommunicator::barrier() {
   constexpr Label kBarrier = {.operation = "barrier", .unit = {}};
   const Call call = begin(kBarrier, 0, 0);
+  const BlockingCallEvents events(group_->events_source, call, kBarrier);
   exchange_now(at::zeros({1}, at::kByte), tags::data(call, 0), call, kBarrier);
 }
 

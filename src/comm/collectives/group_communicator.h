@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/collectives/call_events.h"
 #include "comm/collectives/group.h"
 #include "comm/collectives/transfers.h"
 #include "comm/communicator.h"
@@ -21,7 +22,8 @@ namespace fsdp::comm {
 /// alone, and start() or wait() passes it on as it is.
 class GroupPending : public Pending {
  public:
-  GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label) : group_(std::move(group)), call_(call), label_(label) {}
+  GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label)
+      : group_(std::move(group)), call_(call), label_(label), events_(group_->events_source, call, label) {}
   void start();  ///< Call once, first.
   void wait() final;
   void wait_unconfirmed() final;
@@ -31,6 +33,8 @@ class GroupPending : public Pending {
   virtual void finish() = 0;         ///< Waits for it and does the local rest. Called once.
   virtual void forget() noexcept {}  ///< After a failure: let go of messages in flight, so that the buffers are free.
   void settle() noexcept;
+  /// Tells that what the others send is there. finish() calls it, if it knows the moment.
+  void arrived() const noexcept { events_.record(events::EventKind::kArrived); }
   const std::shared_ptr<Group> group_;
   const Call call_;
 
@@ -43,6 +47,7 @@ class GroupPending : public Pending {
   [[noreturn]] void fail_by_exception();  ///< Call it inside a catch block.
 
   const Label label_;
+  const CallEvents events_;
   State state_ = State::kStarted;
   std::string error_;
 };
@@ -65,6 +70,7 @@ class GroupCommunicator : public Communicator {
   void expect_equal(const std::string& text, const Label& label) final;
   void barrier() final;
   void confirm() final;
+  std::uint32_t events_source() const final { return group_->events_source; }
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) final;
   std::unique_ptr<Pending> gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives, const Label& label) final;

@@ -92,6 +92,7 @@ class PairwiseGather final : public PairwisePending {
   void finish() override {
     const Row& row = group_->row;
     transfers_.wait_receives();
+    arrived();
     for (const auto& [i, offset, bytes] : packed_.together()) {
       for (int peer = 0; peer < row.size(); ++peer) {
         if (peer == row.rank) continue;
@@ -155,12 +156,14 @@ class PairwiseReduce final : public PairwisePending {
     std::size_t receives = 0;
     if (packed_.bytes() > 0) {
       transfers_.wait_receives(receives += peers);
+      if (packed_.alone().empty()) arrived();
       for (const auto& [i, offset, bytes] : packed_.together()) {
         sum(parts_[i], [&, offset = offset](int peer) { return region_of(received_, peer, packed_.bytes()) + offset; });
       }
     }
     for (const auto i : packed_.alone()) {
       transfers_.wait_receives(receives += peers);
+      if (i == packed_.alone().back()) arrived();
       const auto bytes = shard_bytes(parts_[i]);
       sum(parts_[i], [&](int peer) { return region_of(parts_[i].staging, staging_slot(peer), bytes); });
     }
@@ -244,6 +247,7 @@ class PairwiseUneven final : public GroupPending {
   void finish() override {
     const Row& row = group_->row;
     transfers_.wait_receives();
+    arrived();
     for (std::size_t k = 0; k < received_.size(); ++k) {
       const int peer = nth_source(row, static_cast<int>(k) + 1);
       const auto* from = static_cast<const char*>(received_[k].const_data_ptr());

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "fsdp/fsdp_module.h"
+
+namespace fsdp {
+
+/// Why a rank waited for a collective. A wait is divided among these.
+enum class WaitReason : std::uint8_t {
+  kLateRank,  ///< Another rank had not made the call yet. The rest of the wait comes after all ranks had.
+  kPrefetch,  ///< The gather began only when its unit was needed, although a unit was computed before it: prefetch is too shallow.
+  kQueue,     ///< Earlier collectives were under way; the share of their bytes in what had to be moved.
+  kLink,      ///< The data were on their way.
+  kHost,      ///< The data had arrived, and this rank was copying or adding them up.
+};
+inline constexpr std::size_t kWaitReasons = 5;
+/// "late rank", "prefetch", "queue", "link", "host".
+const char* to_string(WaitReason reason);
+
+/// The waits of this rank for one kind of collective of one unit, over the steps of a report. Times are in ms per step.
+struct ExposedWaits {
+  std::string unit;       ///< "(...)" if it is no unit's.
+  std::string operation;  ///< "all-gather", "reduce-scatter", ...
+  bool in_backward = false;
+  double ms = 0;                                  ///< The sum of `reasons`.
+  std::array<double, kWaitReasons> reasons = {};  ///< By WaitReason.
+  std::int64_t late_rank = -1;                    ///< The global rank that was waited for the longest; -1 if none was late.
+  std::string late_rank_was;                      ///< What it was doing, such as "in forward of 'blocks.3'". Empty if none was late.
+};
+
+/// The time that one rank computes, as opposed to waiting, in ms per step.
+struct RankTime {
+  std::int64_t rank = 0;  ///< Its position among the ranks of the model.
+  double compute_ms = 0;
+};
+
+/// Where the time of training steps went on this rank. Times are in ms, as the host sees them, means over the steps.
+struct StepReport {
+  std::int64_t steps = 0;  ///< How many steps the report covers; 0 if none has ended, and then all else is 0.
+  double step_ms = 0;      ///< From the beginning of a step to that of the next one, or to the report.
+  double slowest_step_ms = 0;
+  double forward_ms = 0;   ///< Until backward begins. Forwards without a backward, such as an evaluation, are a part of it.
+  double backward_ms = 0;  ///< Until the last reduction has ended.
+  double between_ms = 0;   ///< The rest: the optimizer, loading data, saving.
+  double compute_ms = 0;   ///< step_ms without the waits.
+  double exposed_ms = 0;   ///< The waits for collectives: the sum of `reasons`.
+  std::array<double, kWaitReasons> reasons = {};  ///< By WaitReason.
+  double overlap = 0;  ///< The share of the time between the call of collectives and their end in which this rank did not wait.
+  std::vector<ExposedWaits> waits;       ///< The longest first.
+  std::vector<RankTime> slowest_ranks;   ///< The ranks that compute the longest, at most three, the slowest first. The same on all ranks.
+  double median_compute_ms = 0;          ///< compute_ms of the rank in the middle.
+  std::int64_t sent_bytes = 0;           ///< What this rank sent per step over the wire.
+  std::int64_t shared_memory_bytes = 0;  ///< What peers on this host read from its memory, per step.
+  std::int64_t peak_bytes = 0;           ///< The most bytes that the engine held (MemoryStats::total) in these steps.
+  std::string peak_unit;                 ///< The unit in which the computation was then; empty if it was in none.
+};
+
+/// One line for a log.
+std::string to_line(const StepReport& report);
+/// A table: the line, and the longest waits.
+std::ostream& operator<<(std::ostream& stream, const StepReport& report);
+
+/// Reports where the time of the last `steps` steps of a model went. A step begins with the first forward after a backward that gives
+/// gradients to the optimizer (under gradient accumulation, the last one). Fewer steps are reported if fewer have ended, or if their events
+/// are no longer kept (some 16,000 are).
+///
+/// Always on: the events cost well under a microsecond each. On a device, the times are those of the host, which does not wait for data.
+///
+/// Collective over the ranks of the model; call it between steps. Ranks of one host compare their clocks directly, others by the times at
+/// which they exchange messages. Throws Error if the module is not sharded or `steps` is not positive; CommError.
+StepReport step_report(const FSDPModule& sharded, std::int64_t steps = 1);
+/// The same for the root, or another unit, of a sharded model.
+StepReport step_report(const torch::nn::Module& module, std::int64_t steps = 1);
+
+}  // namespace fsdp

@@ -1,0 +1,71 @@
+#include "engine/step_events.h"
+
+#include "events/event_ring.h"
+
+namespace fsdp::engine {
+
+using events::EventKind;
+
+StepEvents::StepEvents(memory::Accounting& accounting) : accounting_(accounting), source_(events::new_source()) {}
+
+void StepEvents::record(events::Event event) const noexcept {
+  event.source = source_;
+  events::record(event);
+}
+
+void StepEvents::forward_begins(std::span<const std::unique_ptr<Unit>> units) {
+  if (!step_ended_) return;
+  step_ended_ = false;
+  std::int64_t sent = 0;
+  std::int64_t read_by_peers = 0;
+  for (const auto* communicator : communicators_of(units)) {
+    const auto& stats = communicator->stats();
+    sent += stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
+    read_by_peers += stats.shared_memory_bytes;
+  }
+  record({.bytes = sent, .number = static_cast<std::uint64_t>(read_by_peers), .kind = EventKind::kStepBegan});
+  accounting_.begin_step();
+  unit_ = 0;
+  peak_ = 0;
+  note_peak();
+}
+
+void StepEvents::entered(const Unit& unit, Pass pass) {
+  note_peak();
+  unit_ = events::name_of(unit.name);
+  record({.unit = unit_, .kind = EventKind::kEntered, .in_backward = pass == Pass::kBackward});
+}
+
+void StepEvents::backward_began() {
+  note_peak();
+  record({.kind = EventKind::kBackwardBegan, .in_backward = true});
+}
+
+void StepEvents::backward_ended(bool last) {
+  note_peak();
+  record({.number = last ? 1U : 0U, .kind = EventKind::kBackwardEnded});
+  step_ended_ = last;
+  unit_ = 0;
+}
+
+void StepEvents::note_peak() {
+  const auto peak = accounting_.peak_of_step();
+  if (peak <= peak_) return;
+  peak_ = peak;
+  record({.bytes = peak, .unit = unit_, .kind = EventKind::kMemoryPeaked});
+}
+
+std::string StepEvents::last_units() const {
+  constexpr int kShown = 8;
+  const auto all = events::recorded();
+  std::string text;
+  int shown = 0;
+  for (auto event = all.rbegin(); event != all.rend() && shown < kShown; ++event) {
+    if (event->source != source_ || event->kind != EventKind::kEntered) continue;
+    text += std::string(shown == 0 ? "'" : ", '") + std::string(events::text_of(event->unit)) + "'";
+    ++shown;
+  }
+  return text;
+}
+
+}  // namespace fsdp::engine

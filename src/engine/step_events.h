@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "engine/schedule.h"
+#include "engine/unit.h"
+#include "events/event.h"
+#include "memory/accounting.h"
+
+namespace fsdp::engine {
+
+/// Writes an engine's events: where steps and backwards begin and end, and in which unit the computation is. Called under the engine's
+/// lock.
+class StepEvents {
+ public:
+  explicit StepEvents(memory::Accounting& accounting);
+
+  /// The source of these events.
+  std::uint32_t source() const { return source_; }
+  /// A forward begins. It begins a step if the backward before it was the last of one. `units` have the communicators whose bytes count.
+  void forward_begins(std::span<const std::unique_ptr<Unit>> units);
+  /// The computation moved to the unit.
+  void entered(const Unit& unit, Pass pass);
+  void backward_began();
+  /// `last` says whether it was the last backward before an update.
+  void backward_ended(bool last);
+
+  /// The last units that were entered, newest first, in quotes, for error messages. Empty if there are none.
+  std::string last_units() const;
+
+ private:
+  void note_peak();
+  void record(events::Event event) const noexcept;
+
+  memory::Accounting& accounting_;
+  const std::uint32_t source_;
+  bool step_ended_ = true;
+  std::uint32_t unit_ = 0;  ///< Where the computation is, by name.
+  std::int64_t peak_ = 0;   ///< Bytes, of this step.
+};
+
+}  // namespace fsdp::engine

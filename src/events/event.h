@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+
+namespace fsdp::events {
+
+/// What happened. The comments say which of Event's fields have a meaning, beside `time`, `source` and `kind`.
+enum class EventKind : std::uint8_t {
+  // Of an engine, which is the source.
+  kStepBegan,      ///< The first forward after the last backward of a step, or the first of all. `bytes`: what this rank has sent so far;
+                   ///< `number`: the part of it that peers have read from its memory.
+  kEntered,        ///< The computation is in `unit` from now on; `in_backward`.
+  kBackwardBegan,  ///< The first entry or gradient of a backward.
+  kBackwardEnded,  ///< A backward has ended. `number` is 1 for the last one of a step.
+  kMemoryPeaked,   ///< While the computation was in `unit`, the engine held `bytes`, more than before in this step.
+  // Of one collective in a row, which is the source: `number`, `operation`, `unit`, `bytes` (of a shard; 0 if shards differ in size).
+  kPosted,     ///< It is on its way: this rank has made the call.
+  kWaitBegan,  ///< This rank needs the result.
+  kArrived,    ///< What the others have sent is there; what is missing is this rank's own arithmetic. Not all transports tell.
+  kWaitEnded,  ///< The result may be used. If the data move on a device, its stream waits, and the host went on.
+  kFailed,     ///< Posting it, or waiting for it, has thrown.
+};
+
+/// A moment of a training run. The text of a name is text_of().
+struct Event {
+  std::int64_t time = 0;        ///< In nanoseconds, of std::chrono::steady_clock; record() sets it.
+  std::int64_t bytes = 0;       ///< See EventKind.
+  std::uint64_t number = 0;     ///< Of a collective in its row, from 1, the same on all its ranks; otherwise see EventKind.
+  std::uint32_t source = 0;     ///< Who tells it: an engine or a row, by the number that new_source() has given.
+  std::uint32_t unit = 0;       ///< The name of a unit; of none: 0.
+  std::uint32_t operation = 0;  ///< The name of a collective's operation, such as "all-gather".
+  EventKind kind = EventKind::kStepBegan;
+  bool in_backward = false;
+  std::uint16_t unused = 0;
+};
+
+}  // namespace fsdp::events

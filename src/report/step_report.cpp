@@ -1,0 +1,354 @@
+#include "fsdp/step_report.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "comm/mesh/ranks.h"
+#include "engine/engine.h"
+#include "events/event_ring.h"
+#include "fsdp/error.h"
+#include "fsdp/fsdp_module.h"
+#include "report/clock_offset.h"
+#include "report/waits.h"
+
+namespace fsdp {
+namespace report {
+namespace {
+
+constexpr comm::Label kReport = {.operation = "step report", .unit = {}};
+constexpr std::size_t kSlowestRanks = 3;
+constexpr double kNsPerMs = 1e6;
+
+/// An activity as a number that means the same on all ranks of the model: its kind, and the positions of its units in the engine, from 1.
+class ActivityCode {
+ public:
+  explicit ActivityCode(const engine::Engine& engine) {
+    for (const auto& unit : engine.units()) names_.push_back(events::name_of(unit->name));
+  }
+
+  std::int64_t encode(const Activity& activity) const {
+    return static_cast<std::int64_t>(activity.kind) << 48 | place_of(activity.unit) << 24 | place_of(activity.next);
+  }
+
+  std::string describe(std::int64_t code) const {
+    const auto unit = name_at(code >> 24 & 0xffffff);
+    const auto next = name_at(code & 0xffffff);
+    const auto moves = next.empty() || next == unit ? std::string() : ", before '" + next + "'";
+    switch (static_cast<Activity::Kind>(code >> 48)) {
+      case Activity::Kind::kForward:
+        return "in forward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
+      case Activity::Kind::kBackward:
+        return "in backward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
+      case Activity::Kind::kBetweenSteps:
+        return "between steps";
+      case Activity::Kind::kWaiting:
+        return "waiting for " + (unit.empty() ? std::string("other ranks") : "a collective of '" + unit + "'");
+      case Activity::Kind::kUnknown:
+        break;
+    }
+    return "busy with something that its events don't tell";
+  }
+
+ private:
+  std::int64_t place_of(std::uint32_t name) const {
+    const auto found = std::find(names_.begin(), names_.end(), name);
+    return name == 0 || found == names_.end() ? 0 : found - names_.begin() + 1;
+  }
+  std::string name_at(std::int64_t place) const {
+    return place == 0 ? std::string() : std::string(events::text_of(names_[static_cast<std::size_t>(place - 1)]));
+  }
+
+  std::vector<std::uint32_t> names_;
+};
+
+/// The last call of another rank, with what that rank had done before.
+struct LateCall {
+  LastPeer last;
+  std::int64_t activity = 0;
+};
+
+/// Asks the other ranks of a row when they have made the calls that this rank has waited for, and what they had done before. `numbers` are
+/// those calls. Collective over the row.
+std::map<std::uint64_t, LateCall> late_calls(comm::Communicator& row, const std::map<CallKey, Collective>& all,
+                                             const std::vector<std::uint64_t>& numbers, std::int64_t global_rank, std::int64_t offset,
+                                             const ActivityCode& code) {
+  // Ranks may have waited for different ones at the ends of the steps.
+  const auto first = numbers.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(numbers.front());
+  const auto last = numbers.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(numbers.back());
+  const auto ranges = row.exchange(at::tensor({first, last, global_rank}, at::kLong), kReport);
+  std::int64_t begin = -1;
+  std::int64_t end = -1;
+  for (std::int64_t rank = 0; rank < ranges.size(0); ++rank) {
+    const auto of_rank = ranges[rank];
+    const auto from = of_rank[0].item<std::int64_t>();
+    if (from < 0) continue;
+    begin = begin < 0 ? from : std::min(begin, from);
+    end = std::max(end, of_rank[1].item<std::int64_t>() + 1);
+  }
+  if (begin < 0) return {};
+  const auto mine = at::zeros({end - begin, 2}, at::kLong);
+  auto* const values = mine.mutable_data_ptr<std::int64_t>();
+  for (auto number = begin; number < end; ++number) {
+    const auto found = all.find({row.events_source(), static_cast<std::uint64_t>(number)});
+    if (found == all.end() || found->second.posted == 0) continue;
+    values[2 * (number - begin)] = found->second.posted - offset;
+    values[2 * (number - begin) + 1] = code.encode(found->second.before);
+  }
+  const auto theirs = row.exchange(mine, kReport).contiguous();
+  std::map<std::uint64_t, LateCall> late;
+  for (const auto number : numbers) {
+    LateCall call;
+    for (std::int64_t rank = 0; rank < row.size(); ++rank) {
+      if (rank == row.rank()) continue;
+      const auto* of_call = theirs.const_data_ptr<std::int64_t>() + 2 * (rank * (end - begin) + static_cast<std::int64_t>(number) - begin);
+      if (of_call[0] == 0 || of_call[0] + offset <= call.last.posted) continue;
+      call = {.last = {.posted = of_call[0] + offset, .rank = ranges[rank][2].item<std::int64_t>()}, .activity = of_call[1]};
+    }
+    late.emplace(number, call);
+  }
+  return late;
+}
+
+/// Waits of one kind, added up.
+struct Sum {
+  std::array<std::int64_t, kWaitReasons> reasons{};
+  std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> late;  // by rank and activity
+};
+using Kind = std::tuple<std::string, std::string, bool>;  // unit, operation, in backward
+
+std::int64_t total(const std::array<std::int64_t, kWaitReasons>& reasons) {
+  std::int64_t sum = 0;
+  for (const auto ns : reasons) sum += ns;
+  return sum;
+}
+
+/// The report of one rank, apart from what it needs of all of them.
+class Reporter {
+ public:
+  Reporter(engine::Engine& engine, std::vector<events::Event> events, std::int64_t now)
+      : engine_(engine),
+        code_(engine),
+        all_(collectives_of(events, engine.events_source())),
+        steps_(steps_of(events, engine.events_source(), now)) {}
+
+  StepReport make(std::int64_t count) {
+    const comm::Ranks ranks(engine_.options().mesh);
+    const auto have = ranks.exchange(at::full({1}, std::min(count, static_cast<std::int64_t>(steps_.size())), at::kLong), kReport);
+    count = have.min().item<std::int64_t>();
+    if (count == 0) return {};
+    steps_.erase(steps_.begin(), steps_.end() - count);
+    add_waits(clock_offset(ranks));
+    describe_steps();
+    describe_waits();
+    compare_ranks(ranks);
+    return std::move(report_);
+  }
+
+ private:
+  bool within_steps(const Collective& collective) const {
+    return collective.wait_began != 0 && collective.wait_ended != 0 && collective.wait_began >= steps_.front().began &&
+           collective.wait_ended <= steps_.back().ended;
+  }
+
+  void add_waits(std::int64_t offset) {
+    std::set<std::uint32_t> rows;
+    for (auto* row : engine::communicators_of(engine_.units())) {
+      if (row->events_source() == 0 || !rows.insert(row->events_source()).second) continue;
+      std::vector<std::uint64_t> numbers;
+      for (const auto& [key, collective] : all_) {
+        if (key.first == row->events_source() && within_steps(collective)) numbers.push_back(key.second);
+      }
+      const auto late = late_calls(*row, all_, numbers, engine_.options().mesh.rank(), offset, code_);
+      for (const auto& [number, call] : late) add_wait(all_.at({row->events_source(), number}), call);
+    }
+  }
+
+  void add_wait(const Collective& collective, const LateCall& call) {
+    const auto reasons = reasons_of(collective, call.last, queued_bytes(collective, call.last, all_));
+    auto& sum = sums_[{std::string(events::text_of(collective.call.unit)), std::string(events::text_of(collective.call.operation)),
+                       collective.in_backward}];
+    for (std::size_t i = 0; i < kWaitReasons; ++i) sum.reasons[i] += reasons[i];
+    const auto late = reasons[static_cast<std::size_t>(WaitReason::kLateRank)];
+    if (late > 0) sum.late[{call.last.rank, call.activity}] += late;
+    if (collective.posted != 0) under_way_ += collective.wait_ended - collective.posted;
+  }
+
+  double per_step(std::int64_t ns) const { return static_cast<double>(ns) / kNsPerMs / static_cast<double>(steps_.size()); }
+
+  void describe_steps() {
+    report_.steps = static_cast<std::int64_t>(steps_.size());
+    std::int64_t forward = 0;
+    std::int64_t backward = 0;
+    std::int64_t between = 0;
+    for (const auto& step : steps_) {
+      forward += step.forward;
+      backward += step.backward;
+      between += step.between;
+      report_.slowest_step_ms = std::max(report_.slowest_step_ms, static_cast<double>(step.ended - step.began) / kNsPerMs);
+      if (step.peak > report_.peak_bytes) {
+        report_.peak_bytes = step.peak;
+        report_.peak_unit = events::text_of(step.peak_unit);
+      }
+    }
+    report_.step_ms = per_step(steps_.back().ended - steps_.front().began);
+    report_.forward_ms = per_step(forward);
+    report_.backward_ms = per_step(backward);
+    report_.between_ms = per_step(between);
+    const auto sent = sent_until_now() - steps_.front().sent;
+    const auto read = read_until_now() - steps_.front().read_by_peers;
+    report_.shared_memory_bytes = std::max<std::int64_t>(read, 0) / report_.steps;
+    report_.sent_bytes = std::max<std::int64_t>(sent - read, 0) / report_.steps;
+  }
+
+  std::int64_t sent_until_now() const {
+    std::int64_t bytes = 0;
+    for (const auto* row : engine::communicators_of(engine_.units())) {
+      const auto& stats = row->stats();
+      bytes += stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
+    }
+    return bytes;
+  }
+  std::int64_t read_until_now() const {
+    std::int64_t bytes = 0;
+    for (const auto* row : engine::communicators_of(engine_.units())) bytes += row->stats().shared_memory_bytes;
+    return bytes;
+  }
+
+  void describe_waits() {
+    std::array<std::int64_t, kWaitReasons> reasons{};
+    for (const auto& [kind, sum] : sums_) {
+      ExposedWaits waits;
+      std::tie(waits.unit, waits.operation, waits.in_backward) = kind;
+      waits.ms = per_step(total(sum.reasons));
+      for (std::size_t i = 0; i < kWaitReasons; ++i) {
+        reasons[i] += sum.reasons[i];
+        waits.reasons[i] = per_step(sum.reasons[i]);
+      }
+      const auto longest =
+          std::max_element(sum.late.begin(), sum.late.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+      if (longest != sum.late.end()) {
+        waits.late_rank = longest->first.first;
+        waits.late_rank_was = code_.describe(longest->first.second);
+      }
+      report_.waits.push_back(std::move(waits));
+    }
+    std::stable_sort(report_.waits.begin(), report_.waits.end(), [](const auto& a, const auto& b) { return a.ms > b.ms; });
+    for (std::size_t i = 0; i < kWaitReasons; ++i) report_.reasons[i] = per_step(reasons[i]);
+    report_.exposed_ms = per_step(total(reasons));
+    report_.compute_ms = report_.step_ms - report_.exposed_ms;
+    if (under_way_ > 0) report_.overlap = 1 - static_cast<double>(total(reasons)) / static_cast<double>(under_way_);
+  }
+
+  void compare_ranks(const comm::Ranks& ranks) {
+    const auto all = ranks.exchange(at::full({1}, report_.compute_ms, at::kDouble), kReport).reshape({-1}).contiguous();
+    for (std::int64_t rank = 0; rank < all.numel(); ++rank) {
+      report_.slowest_ranks.push_back({.rank = rank, .compute_ms = all.const_data_ptr<double>()[rank]});
+    }
+    std::stable_sort(report_.slowest_ranks.begin(), report_.slowest_ranks.end(),
+                     [](const RankTime& a, const RankTime& b) { return a.compute_ms > b.compute_ms; });
+    report_.median_compute_ms = report_.slowest_ranks[report_.slowest_ranks.size() / 2].compute_ms;
+    if (report_.slowest_ranks.size() > kSlowestRanks) report_.slowest_ranks.resize(kSlowestRanks);
+  }
+
+  engine::Engine& engine_;
+  const ActivityCode code_;
+  const std::map<CallKey, Collective> all_;
+  std::vector<Step> steps_;
+  std::map<Kind, Sum> sums_;
+  std::int64_t under_way_ = 0;
+  StepReport report_;
+};
+
+std::string ms(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), value < 10 ? "%.2f" : "%.1f", value);
+  return text.data();
+}
+
+std::string named(const std::string& unit, const std::string& operation, bool in_backward) {
+  return operation + (unit.empty() ? std::string() : " of '" + unit + "'") + (in_backward ? " in backward" : "");
+}
+
+/// "late rank 20.1 (rank 3, in forward of 'blocks.2'), link 1.2"
+std::string reasons_text(const std::array<double, kWaitReasons>& reasons, std::int64_t late_rank, const std::string& late_rank_was) {
+  std::string text;
+  for (std::size_t i = 0; i < kWaitReasons; ++i) {
+    if (reasons[i] < 0.005) continue;
+    text += (text.empty() ? "" : ", ") + std::string(to_string(static_cast<WaitReason>(i))) + " " + ms(reasons[i]);
+    if (static_cast<WaitReason>(i) == WaitReason::kLateRank && late_rank >= 0)
+      text += " (rank " + std::to_string(late_rank) + ", " + late_rank_was + ")";
+  }
+  return text;
+}
+
+}  // namespace
+}  // namespace report
+
+const char* to_string(WaitReason reason) {
+  switch (reason) {
+    case WaitReason::kLateRank:
+      return "late rank";
+    case WaitReason::kPrefetch:
+      return "prefetch";
+    case WaitReason::kQueue:
+      return "queue";
+    case WaitReason::kLink:
+      return "link";
+    case WaitReason::kHost:
+      return "host";
+  }
+  return "";
+}
+
+StepReport step_report(const FSDPModule& sharded, std::int64_t steps) {
+  if (steps < 1) throw Error("step_report: steps must be positive, got " + std::to_string(steps));
+  auto& engine = *sharded.engine();
+  engine.main().refuse_export();
+  const auto asked = report::now();
+  report::Reporter reporter(engine, events::recorded(), asked);
+  StepReport report;
+  engine.main().exclusively([&] { report = reporter.make(steps); });
+  return report;
+}
+
+StepReport step_report(const torch::nn::Module& module, std::int64_t steps) { return step_report(handle(module), steps); }
+
+std::string to_line(const StepReport& report) {
+  using report::ms;
+  if (report.steps == 0) return "no step has ended";
+  std::string text = "step " + ms(report.step_ms) + " ms: forward " + ms(report.forward_ms) + ", backward " + ms(report.backward_ms) +
+                     ", between " + ms(report.between_ms) + "; waits " + ms(report.exposed_ms);
+  const auto reasons = report::reasons_text(report.reasons, -1, {});
+  if (!reasons.empty()) text += " (" + reasons + ")";
+  if (!report.waits.empty() && report.waits.front().ms >= 0.005) {
+    const auto& longest = report.waits.front();
+    text += "; longest: " + report::named(longest.unit, longest.operation, longest.in_backward) + " " + ms(longest.ms);
+    if (longest.late_rank >= 0) text += " (rank " + std::to_string(longest.late_rank) + " was " + longest.late_rank_was + ")";
+  }
+  if (report.slowest_ranks.size() > 1) {
+    const auto& slowest = report.slowest_ranks.front();
+    text += "; slowest: rank " + std::to_string(slowest.rank) + ", " + ms(slowest.compute_ms) + " ms of computing (median " +
+            ms(report.median_compute_ms) + ")";
+  }
+  return text;
+}
+
+std::ostream& operator<<(std::ostream& stream, const StepReport& report) {
+  constexpr std::size_t kShown = 10;
+  stream << to_line(report) << "\n";
+  for (std::size_t i = 0; i < std::min(report.waits.size(), kShown); ++i) {
+    const auto& waits = report.waits[i];
+    if (waits.ms < 0.005) break;
+    stream << "  " << report::ms(waits.ms) << " ms  " << report::named(waits.unit, waits.operation, waits.in_backward) << ": "
+           << report::reasons_text(waits.reasons, waits.late_rank, waits.late_rank_was) << "\n";
+  }
+  return stream;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,213 @@
+#include "report/waits.h"
+
+#include <algorithm>
+
+#include "events/event_ring.h"
+
+namespace fsdp::report {
+
+using events::Event;
+using events::EventKind;
+
+namespace {
+
+/// Where the computation is, event by event.
+class Position {
+ public:
+  explicit Position(std::uint32_t engine) : engine_(engine) {}
+
+  void take(const Event& event) {
+    switch (event.kind) {
+      case EventKind::kStepBegan:
+        if (event.source == engine_) enter_pass(Activity::Kind::kForward);
+        break;
+      case EventKind::kEntered:
+        if (event.source != engine_) break;
+        if (now_.kind == Activity::Kind::kBetweenSteps) enter_pass(Activity::Kind::kForward);
+        now_ = {.kind = event.in_backward ? Activity::Kind::kBackward : Activity::Kind::kForward, .unit = event.unit};
+        ++entered_;
+        ++entered_in_pass_;
+        break;
+      case EventKind::kBackwardBegan:
+        if (event.source == engine_) enter_pass(Activity::Kind::kBackward);
+        break;
+      case EventKind::kBackwardEnded:
+        if (event.source == engine_) enter_pass(event.number == 1 ? Activity::Kind::kBetweenSteps : Activity::Kind::kForward);
+        break;
+      case EventKind::kWaitBegan:
+        awaited_ = event.unit;
+        waits_ = true;
+        break;
+      case EventKind::kWaitEnded:
+      case EventKind::kFailed:
+        waits_ = false;
+        break;
+      case EventKind::kMemoryPeaked:
+      case EventKind::kPosted:
+      case EventKind::kArrived:
+        break;
+    }
+  }
+
+  Activity activity() const { return waits_ ? Activity{.kind = Activity::Kind::kWaiting, .unit = awaited_} : now_; }
+  bool in_backward() const { return now_.kind == Activity::Kind::kBackward; }
+  /// How many units have been entered, and how many of them in this pass.
+  std::int64_t entered() const { return entered_; }
+  std::int64_t entered_in_pass() const { return entered_in_pass_; }
+
+ private:
+  void enter_pass(Activity::Kind kind) {
+    now_ = {.kind = kind};
+    entered_in_pass_ = 0;
+  }
+
+  const std::uint32_t engine_;
+  Activity now_;
+  std::uint32_t awaited_ = 0;
+  bool waits_ = false;
+  std::int64_t entered_ = 0;
+  std::int64_t entered_in_pass_ = 0;
+};
+
+/// What a rank has done since its last call in a row.
+struct SinceLastCall {
+  std::int64_t longest = 0;
+  Activity activity;
+};
+
+std::vector<Event> in_time(std::span<const Event> events) {
+  // Threads take a slot of the ring one after the other, but the time before that.
+  std::vector<Event> sorted(events.begin(), events.end());
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
+  return sorted;
+}
+
+constexpr std::string_view kGather = "all-gather";
+
+}  // namespace
+
+std::map<CallKey, Collective> collectives_of(std::span<const Event> events, std::uint32_t engine) {
+  std::map<CallKey, Collective> all;
+  std::map<std::uint32_t, SinceLastCall> rows;
+  std::map<CallKey, std::int64_t> entered_at_post;
+  Position position(engine);
+  const Event* previous = nullptr;
+  for (const Event& event : in_time(events)) {
+    if (previous != nullptr) {
+      auto activity = position.activity();
+      if (event.kind == EventKind::kEntered && event.source == engine && activity.kind != Activity::Kind::kWaiting)
+        activity.next = event.unit;
+      for (auto& [row, since] : rows) {
+        if (event.time - previous->time > since.longest) since = {.longest = event.time - previous->time, .activity = activity};
+      }
+    }
+    position.take(event);
+    const CallKey key{event.source, event.number};
+    switch (event.kind) {
+      case EventKind::kPosted: {
+        auto& collective = all[key];
+        collective.call = event;
+        collective.posted = event.time;
+        collective.before = std::exchange(rows[event.source], {}).activity;
+        entered_at_post[key] = position.entered();
+        break;
+      }
+      case EventKind::kWaitBegan: {
+        auto& collective = all[key];
+        collective.call = event;
+        collective.wait_began = event.time;
+        collective.in_backward = position.in_backward();
+        const auto at_post = entered_at_post.find(key);
+        collective.posted_on_demand = events::text_of(event.operation).find(kGather) != std::string_view::npos &&
+                                      at_post != entered_at_post.end() && at_post->second == position.entered() &&
+                                      position.entered_in_pass() > 1;
+        break;
+      }
+      case EventKind::kArrived:
+        all[key].arrived = event.time;
+        break;
+      case EventKind::kWaitEnded:
+        all[key].wait_ended = event.time;
+        break;
+      default:
+        break;
+    }
+    previous = &event;
+  }
+  return all;
+}
+
+std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, const LastPeer& last, std::int64_t queued_bytes) {
+  std::array<std::int64_t, kWaitReasons> reasons{};
+  const auto of = [&](WaitReason reason) -> std::int64_t& { return reasons[static_cast<std::size_t>(reason)]; };
+  const auto begin = collective.wait_began;
+  const auto end = collective.wait_ended;
+  const auto all_called = std::clamp(last.posted, begin, end);
+  of(WaitReason::kLateRank) = all_called - begin;
+  auto rest = end - all_called;
+  if (collective.arrived != 0) of(WaitReason::kHost) = end - std::clamp(collective.arrived, all_called, end);
+  rest -= of(WaitReason::kHost);
+  const auto bytes = queued_bytes + collective.call.bytes;
+  if (bytes > 0) {
+    of(WaitReason::kQueue) =
+        static_cast<std::int64_t>(static_cast<double>(rest) * static_cast<double>(queued_bytes) / static_cast<double>(bytes));
+  }
+  rest -= of(WaitReason::kQueue);
+  of(collective.posted_on_demand ? WaitReason::kPrefetch : WaitReason::kLink) = rest;
+  return reasons;
+}
+
+std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CallKey, Collective>& all) {
+  const auto all_called = std::max(collective.posted, last.posted);
+  std::int64_t bytes = 0;
+  for (const auto& [key, other] : all) {
+    if (other.posted == 0 || other.posted >= collective.posted) continue;
+    const auto done = other.arrived != 0 ? other.arrived : other.wait_ended;
+    if (done == 0 || done > all_called) bytes += other.call.bytes;
+  }
+  return bytes;
+}
+
+std::vector<Step> steps_of(std::span<const Event> events, std::uint32_t engine, std::int64_t now) {
+  std::vector<Step> steps;
+  bool ended = false;
+  std::int64_t* section = nullptr;  // of the step, to which the time since `since` belongs
+  std::int64_t since = 0;
+  const auto go_to = [&](std::int64_t time, std::int64_t* next) {
+    if (section != nullptr) *section += time - since;
+    section = next;
+    since = time;
+  };
+  for (const Event& event : in_time(events)) {
+    if (event.source != engine) continue;
+    if (event.kind == EventKind::kStepBegan) {
+      go_to(event.time, nullptr);
+      if (!steps.empty()) steps.back().ended = event.time;
+      if (!steps.empty() && !ended) steps.pop_back();
+      auto& step = steps.emplace_back();
+      step.began = event.time;
+      step.sent = event.bytes;
+      step.read_by_peers = static_cast<std::int64_t>(event.number);
+      ended = false;
+    }
+    if (steps.empty()) continue;
+    auto& step = steps.back();
+    if (event.kind == EventKind::kStepBegan) {
+      go_to(event.time, &step.forward);
+    } else if (event.kind == EventKind::kBackwardBegan) {
+      go_to(event.time, &step.backward);
+    } else if (event.kind == EventKind::kBackwardEnded) {
+      ended = ended || event.number == 1;
+      go_to(event.time, ended ? &step.between : &step.forward);
+    } else if (event.kind == EventKind::kMemoryPeaked && event.bytes > step.peak) {
+      step.peak = event.bytes;
+      step.peak_unit = event.unit;
+    }
+  }
+  go_to(now, nullptr);
+  if (!steps.empty()) steps.back().ended = now;
+  if (!steps.empty() && !ended) steps.pop_back();
+  return steps;
+}
+
+}  // namespace fsdp::report

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "events/event.h"
+#include "fsdp/step_report.h"
+
+// What the events of one process say about its collectives. No communication, no engine.
+namespace fsdp::report {
+
+/// What a rank did in some time: the computation was in `unit`, and went to `next` at its end, if that is not 0.
+struct Activity {
+  enum class Kind : std::uint8_t { kUnknown, kForward, kBackward, kBetweenSteps, kWaiting };
+  Kind kind = Kind::kUnknown;
+  std::uint32_t unit = 0;  ///< A name (events::text_of); of kWaiting: that of the collective.
+  std::uint32_t next = 0;
+};
+
+/// One collective as this rank took part in it. Times are in ns; 0: there is no such event.
+struct Collective {
+  events::Event call;  ///< Names, row (`source`), number and bytes.
+  std::int64_t posted = 0;
+  std::int64_t wait_began = 0;
+  std::int64_t arrived = 0;
+  std::int64_t wait_ended = 0;
+  bool in_backward = false;       ///< Where the computation was when the wait began.
+  bool posted_on_demand = false;  ///< No unit was entered between its post and its wait, and one was entered before, in this pass.
+  Activity before;                ///< What this rank did for the longest time since its last call in the row.
+};
+
+/// A row and a number in it.
+using CallKey = std::pair<std::uint32_t, std::uint64_t>;
+
+/// All collectives of which there are events. `engine` is the source of the events that say where the computation is.
+std::map<CallKey, Collective> collectives_of(std::span<const events::Event> events, std::uint32_t engine);
+
+/// The last of the other ranks of a row that made a call.
+struct LastPeer {
+  std::int64_t posted = 0;  ///< In this rank's clock; 0 if it is not known.
+  std::int64_t rank = -1;
+};
+
+/// Divides the wait for a collective among the reasons, in ns. `queued_bytes`: see queued_bytes().
+std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, const LastPeer& last, std::int64_t queued_bytes);
+
+/// The bytes of the collectives that this rank had called before, and that were under way when all ranks had made this call.
+std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CallKey, Collective>& all);
+
+/// The last steps of an engine.
+struct Step {
+  std::int64_t began = 0;
+  std::int64_t ended = 0;    ///< When the next one began; of the last one: `now`.
+  std::int64_t forward = 0;  ///< How long, in ns. Here and below.
+  std::int64_t backward = 0;
+  std::int64_t between = 0;
+  std::int64_t sent = -1;  ///< Bytes until the step began; -1: of the end, which nobody counted.
+  std::int64_t read_by_peers = -1;
+  std::int64_t peak = 0;        ///< Bytes.
+  std::uint32_t peak_unit = 0;  ///< A name.
+};
+/// The steps whose last backward has ended, the oldest first.
+std::vector<Step> steps_of(std::span<const events::Event> events, std::uint32_t engine, std::int64_t now);
+
+}  // namespace fsdp::report

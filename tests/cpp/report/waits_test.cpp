@@ -1,0 +1,185 @@
+#include "report/waits.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "events/event_ring.h"
+
+namespace waits_test {
+
+using fsdp::WaitReason;
+using fsdp::events::Event;
+using fsdp::events::EventKind;
+using fsdp::report::Activity;
+using fsdp::report::collectives_of;
+using fsdp::report::queued_bytes;
+using fsdp::report::reasons_of;
+using fsdp::report::steps_of;
+
+constexpr std::uint32_t kEngine = 1001;
+constexpr std::uint32_t kRow = 1002;
+
+/// Events as an engine and a row would write them, at times that a test says.
+class Script {
+ public:
+  Script& step(std::int64_t time, std::int64_t sent = 0, std::uint64_t read = 0) {
+    return add({.time = time, .bytes = sent, .number = read, .source = kEngine, .kind = EventKind::kStepBegan});
+  }
+  Script& enter(std::int64_t time, const std::string& unit, bool in_backward = false) {
+    return add(
+        {.time = time, .source = kEngine, .unit = fsdp::events::name_of(unit), .kind = EventKind::kEntered, .in_backward = in_backward});
+  }
+  Script& backward_began(std::int64_t time) { return add({.time = time, .source = kEngine, .kind = EventKind::kBackwardBegan}); }
+  Script& backward_ended(std::int64_t time, bool last = true) {
+    return add({.time = time, .number = last ? 1U : 0U, .source = kEngine, .kind = EventKind::kBackwardEnded});
+  }
+  Script& peak(std::int64_t time, std::int64_t bytes, const std::string& unit) {
+    return add({.time = time, .bytes = bytes, .source = kEngine, .unit = fsdp::events::name_of(unit), .kind = EventKind::kMemoryPeaked});
+  }
+  Script& call(EventKind kind, std::int64_t time, std::uint64_t number, const std::string& unit, std::int64_t bytes = 100,
+               const std::string& operation = "all-gather") {
+    return add({.time = time,
+                .bytes = bytes,
+                .number = number,
+                .source = kRow,
+                .unit = fsdp::events::name_of(unit),
+                .operation = fsdp::events::name_of(operation),
+                .kind = kind});
+  }
+  const std::vector<Event>& events() const { return events_; }
+
+ private:
+  Script& add(const Event& event) {
+    events_.push_back(event);
+    return *this;
+  }
+  std::vector<Event> events_;
+};
+
+std::int64_t of(const std::array<std::int64_t, fsdp::kWaitReasons>& reasons, WaitReason reason) {
+  return reasons[static_cast<std::size_t>(reason)];
+}
+
+void expect_sum(const std::array<std::int64_t, fsdp::kWaitReasons>& reasons, std::int64_t wait) {
+  EXPECT_EQ(std::accumulate(reasons.begin(), reasons.end(), std::int64_t{0}), wait);
+}
+
+TEST(Waits, AreDividedAtTheLastCallAndAtTheArrival) {
+  Script script;
+  script.step(0).call(EventKind::kPosted, 10, 1, "a").enter(20, "x").call(EventKind::kWaitBegan, 100, 1, "a");
+  script.call(EventKind::kArrived, 180, 1, "a").call(EventKind::kWaitEnded, 200, 1, "a");
+  const auto all = collectives_of(script.events(), kEngine);
+  const auto& collective = all.at({kRow, 1});
+  const auto late = reasons_of(collective, {.posted = 150, .rank = 2}, 0);
+  EXPECT_EQ(of(late, WaitReason::kLateRank), 50);
+  EXPECT_EQ(of(late, WaitReason::kLink), 30);
+  EXPECT_EQ(of(late, WaitReason::kHost), 20);
+  expect_sum(late, 100);
+  // Nobody was late.
+  const auto in_time = reasons_of(collective, {.posted = 90, .rank = 2}, 0);
+  EXPECT_EQ(of(in_time, WaitReason::kLateRank), 0);
+  EXPECT_EQ(of(in_time, WaitReason::kLink), 80);
+  // What is known of the peer says that it came after the end: clocks are not exact.
+  const auto after = reasons_of(collective, {.posted = 300, .rank = 2}, 0);
+  EXPECT_EQ(of(after, WaitReason::kLateRank), 100);
+  expect_sum(after, 100);
+}
+
+TEST(Waits, AQueueTakesTheShareOfItsBytes) {
+  Script script;
+  script.step(0).call(EventKind::kPosted, 10, 1, "a", 300).call(EventKind::kPosted, 20, 2, "b", 100);
+  script.call(EventKind::kWaitBegan, 100, 2, "b", 100).call(EventKind::kWaitEnded, 180, 2, "b", 100);
+  const auto all = collectives_of(script.events(), kEngine);
+  const auto& second = all.at({kRow, 2});
+  EXPECT_EQ(queued_bytes(second, {}, all), 300);
+  const auto reasons = reasons_of(second, {}, 300);
+  EXPECT_EQ(of(reasons, WaitReason::kQueue), 60);
+  EXPECT_EQ(of(reasons, WaitReason::kLink), 20);
+  EXPECT_EQ(queued_bytes(all.at({kRow, 1}), {}, all), 0);  // What came later is not before it.
+  // Done when all ranks had called.
+  Script done;
+  done.step(0).call(EventKind::kPosted, 10, 1, "a", 300).call(EventKind::kPosted, 20, 2, "b", 100);
+  done.call(EventKind::kWaitBegan, 30, 1, "a", 300).call(EventKind::kWaitEnded, 50, 1, "a", 300);
+  done.call(EventKind::kWaitBegan, 100, 2, "b", 100).call(EventKind::kWaitEnded, 180, 2, "b", 100);
+  const auto after = collectives_of(done.events(), kEngine);
+  EXPECT_EQ(queued_bytes(after.at({kRow, 2}), {.posted = 60, .rank = 1}, after), 0);
+  EXPECT_EQ(queued_bytes(after.at({kRow, 2}), {.posted = 40, .rank = 1}, after), 300);
+}
+
+TEST(Waits, AGatherThatBeganWhenItWasNeededIsForPrefetch) {
+  Script script;
+  script.step(0).enter(10, "a").call(EventKind::kPosted, 11, 1, "a").call(EventKind::kWaitBegan, 12, 1, "a");
+  script.call(EventKind::kWaitEnded, 20, 1, "a");
+  script.enter(30, "b").call(EventKind::kPosted, 31, 2, "b").call(EventKind::kPosted, 32, 3, "c");
+  script.call(EventKind::kWaitBegan, 33, 2, "b").call(EventKind::kWaitEnded, 40, 2, "b");
+  script.enter(50, "c").call(EventKind::kWaitBegan, 51, 3, "c").call(EventKind::kWaitEnded, 60, 3, "c");
+  script.backward_began(70).enter(71, "c", true).call(EventKind::kPosted, 72, 4, "c").call(EventKind::kWaitBegan, 73, 4, "c");
+  script.call(EventKind::kWaitEnded, 80, 4, "c");
+  script.enter(90, "b", true).call(EventKind::kPosted, 91, 5, "c", 100, "reduce-scatter");
+  script.call(EventKind::kWaitBegan, 92, 5, "c", 100, "reduce-scatter").call(EventKind::kWaitEnded, 99, 5, "c", 100, "reduce-scatter");
+  const auto all = collectives_of(script.events(), kEngine);
+  EXPECT_FALSE(all.at({kRow, 1}).posted_on_demand) << "nothing was computed before the first unit";
+  EXPECT_TRUE(all.at({kRow, 2}).posted_on_demand);
+  EXPECT_FALSE(all.at({kRow, 3}).posted_on_demand);
+  EXPECT_FALSE(all.at({kRow, 4}).posted_on_demand) << "nothing was computed before the first unit of backward";
+  EXPECT_FALSE(all.at({kRow, 5}).posted_on_demand) << "a reduction can't begin before its gradients are there";
+  EXPECT_EQ(of(reasons_of(all.at({kRow, 2}), {}, 0), WaitReason::kPrefetch), 7);
+  EXPECT_FALSE(all.at({kRow, 3}).in_backward);
+  EXPECT_TRUE(all.at({kRow, 4}).in_backward);
+}
+
+TEST(Waits, TellWhatTookTheTimeBeforeACall) {
+  Script script;
+  const auto a = fsdp::events::name_of("a");
+  const auto b = fsdp::events::name_of("b");
+  script.step(0).enter(10, "a").call(EventKind::kPosted, 12, 1, "a").enter(100, "b").call(EventKind::kPosted, 103, 2, "b");
+  script.call(EventKind::kWaitBegan, 104, 2, "b").call(EventKind::kWaitEnded, 300, 2, "b").call(EventKind::kPosted, 320, 3, "c");
+  script.backward_began(330).enter(331, "b", true).call(EventKind::kPosted, 332, 4, "b").backward_ended(340);
+  script.step(1000).enter(1001, "a").call(EventKind::kPosted, 1002, 5, "a");
+  const auto all = collectives_of(script.events(), kEngine);
+  const auto before = [&](std::uint64_t number) { return all.at({kRow, number}).before; };
+  EXPECT_EQ(before(2).kind, Activity::Kind::kForward);
+  EXPECT_EQ(before(2).unit, a);
+  EXPECT_EQ(before(2).next, b);
+  EXPECT_EQ(before(3).kind, Activity::Kind::kWaiting);
+  EXPECT_EQ(before(3).unit, b);
+  EXPECT_EQ(before(4).kind, Activity::Kind::kForward);
+  EXPECT_EQ(before(5).kind, Activity::Kind::kBetweenSteps);
+}
+
+TEST(Steps, EndWithTheLastBackward) {
+  Script script;
+  script.backward_ended(5);  // of a step whose beginning is not kept any more
+  script.step(10, 100, 40).enter(11, "a").backward_began(20).backward_ended(40, false);
+  script.enter(41, "a").backward_began(50).peak(55, 7000, "a").backward_ended(70);
+  script.step(100, 300, 60).backward_began(110).peak(112, 5000, "b").peak(113, 6000, "c").backward_ended(150);
+  const auto steps = steps_of(script.events(), kEngine, 170);
+  ASSERT_EQ(steps.size(), 2U);
+  EXPECT_EQ(steps[0].began, 10);
+  EXPECT_EQ(steps[0].ended, 100);
+  EXPECT_EQ(steps[0].forward, 10 + 10);
+  EXPECT_EQ(steps[0].backward, 20 + 20);
+  EXPECT_EQ(steps[0].between, 30);
+  EXPECT_EQ(steps[0].sent, 100);
+  EXPECT_EQ(steps[0].read_by_peers, 40);
+  EXPECT_EQ(steps[0].peak, 7000);
+  EXPECT_EQ(steps[1].ended, 170);
+  EXPECT_EQ(steps[1].between, 20);
+  EXPECT_EQ(steps[1].peak, 6000);
+  EXPECT_EQ(steps[1].peak_unit, fsdp::events::name_of("c"));
+  // One that has not ended does not count.
+  script.step(200);
+  const auto same = steps_of(script.events(), kEngine, 210);
+  ASSERT_EQ(same.size(), 2U);
+  EXPECT_EQ(same[1].ended, 200);
+  // A backward that failed: the next forward begins the step again.
+  script.backward_began(220).step(230).backward_began(240).backward_ended(250);
+  const auto again = steps_of(script.events(), kEngine, 260);
+  ASSERT_EQ(again.size(), 3U);
+  EXPECT_EQ(again[2].began, 230);
+}
+
+}  // namespace waits_test
