@@ -42,21 +42,26 @@ struct RankTime {
   double compute_ms = 0;
 };
 
-/// Where the time of training steps went on this rank. Times are in ms, as the host sees them, means over the steps.
+/// The times of training steps on one rank, in ms, as the host sees them: means over the steps.
+struct StepTimes {
+  double step_ms = 0;          ///< From the beginning of a step to that of the next one, or to the report.
+  double slowest_step_ms = 0;  ///< The longest of them.
+  double forward_ms = 0;       ///< Until backward begins. Forwards without a backward, such as an evaluation, are a part of it.
+  double backward_ms = 0;      ///< Until the last reduction has ended.
+  double between_ms = 0;       ///< The rest: the optimizer, loading data, saving.
+  double compute_ms = 0;       ///< step_ms without the waits.
+  double exposed_ms = 0;       ///< The waits for collectives.
+};
+
+/// Where the time of training steps went on this rank, and what moved.
 struct StepReport {
   std::int64_t steps = 0;  ///< How many steps the report covers; 0 if none has ended, and then all else is 0.
-  double step_ms = 0;      ///< From the beginning of a step to that of the next one, or to the report.
-  double slowest_step_ms = 0;
-  double forward_ms = 0;   ///< Until backward begins. Forwards without a backward, such as an evaluation, are a part of it.
-  double backward_ms = 0;  ///< Until the last reduction has ended.
-  double between_ms = 0;   ///< The rest: the optimizer, loading data, saving.
-  double compute_ms = 0;   ///< step_ms without the waits.
-  double exposed_ms = 0;   ///< The waits for collectives: the sum of `reasons`.
-  std::array<double, kWaitReasons> reasons = {};  ///< By WaitReason.
-  double overlap = 0;  ///< The share of the time between the call of collectives and their end in which this rank did not wait.
-  std::vector<ExposedWaits> waits;       ///< The longest first.
+  StepTimes times;
+  std::array<double, kWaitReasons> reasons = {};  ///< StepTimes::exposed_ms by WaitReason.
+  double overlap = 0;               ///< The share of the time from the call of collectives to their end in which this rank did not wait.
+  std::vector<ExposedWaits> waits;  ///< The longest first.
   std::vector<RankTime> slowest_ranks;   ///< The ranks that compute the longest, at most three, the slowest first. The same on all ranks.
-  double median_compute_ms = 0;          ///< compute_ms of the rank in the middle.
+  double median_compute_ms = 0;          ///< StepTimes::compute_ms of the rank in the middle.
   std::int64_t sent_bytes = 0;           ///< What this rank sent per step over the wire.
   std::int64_t shared_memory_bytes = 0;  ///< What peers on this host read from its memory, per step.
   std::int64_t peak_bytes = 0;           ///< The most bytes that the engine held (MemoryStats::total) in these steps.

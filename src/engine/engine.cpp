@@ -20,6 +20,7 @@ Engine::Engine(const EngineOptions& options)
     : options_(options),
       prefetch_depth_(options.prefetch_depth),
       stream_(options.mesh.device()),
+      events_(options.events_source, accounting_),
       pools_(options.mesh.device(), accounting_),
       gatherer_(options.mesh.device(), pools_, options.keep_gathered_bytes),
       reducer_(options.mesh.device(), pools_.of_the_rest(), accounting_,

@@ -22,6 +22,7 @@
 #include "engine/schedule.h"
 #include "engine/step_events.h"
 #include "engine/unit.h"
+#include "events/event_ring.h"
 #include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
 #include "memory/accounting.h"
@@ -46,6 +47,7 @@ struct EngineOptions {
   int prefetch_depth = 1;      ///< In the beginning.
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
+  std::uint32_t events_source = events::new_source();  ///< The source of the engine's events (events/event.h).
 
   c10::Device device() const { return mesh.device(); }
   /// Ranks outside of the mesh (tensor-parallel ones) may hold the same values of a parameter as this rank. True on exactly one of all
@@ -140,8 +142,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   MainAccess main() { return MainAccess(*this); }
 
   memory::Accounting& accounting() { return accounting_; }
-  /// The source of the engine's events (events/event.h).
-  std::uint32_t events_source() const { return events_.source(); }
   const EngineOptions& options() const { return options_; }
 
  private:
@@ -185,7 +185,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OneStream stream_;
   ModelFacts facts_;
   memory::Accounting accounting_;
-  StepEvents events_{accounting_};
+  StepEvents events_;
   BufferPools pools_;
   std::vector<std::unique_ptr<Unit>> units_;  // after the pools: slots must not outlive them
   Gatherer gatherer_;

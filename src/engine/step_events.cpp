@@ -6,8 +6,6 @@ namespace fsdp::engine {
 
 using events::EventKind;
 
-StepEvents::StepEvents(memory::Accounting& accounting) : accounting_(accounting), source_(events::new_source()) {}
-
 void StepEvents::record(events::Event event) const noexcept {
   event.source = source_;
   events::record(event);

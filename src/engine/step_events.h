@@ -16,10 +16,8 @@ namespace fsdp::engine {
 /// lock.
 class StepEvents {
  public:
-  explicit StepEvents(memory::Accounting& accounting);
+  StepEvents(std::uint32_t source, memory::Accounting& accounting) : source_(source), accounting_(accounting) {}
 
-  /// The source of these events.
-  std::uint32_t source() const { return source_; }
   /// A forward begins. It begins a step if the backward before it was the last of one. `units` have the communicators whose bytes count.
   void forward_begins(std::span<const std::unique_ptr<Unit>> units);
   /// The computation moved to the unit.
@@ -35,8 +33,8 @@ class StepEvents {
   void note_peak();
   void record(events::Event event) const noexcept;
 
-  memory::Accounting& accounting_;
   const std::uint32_t source_;
+  memory::Accounting& accounting_;
   bool step_ended_ = true;
   std::uint32_t unit_ = 0;  ///< Where the computation is, by name.
   std::int64_t peak_ = 0;   ///< Bytes, of this step.

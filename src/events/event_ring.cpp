@@ -14,23 +14,23 @@ void EventRing::write(Event event) noexcept {
   event.time = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
   const auto words = std::bit_cast<std::array<std::uint64_t, kWords>>(event);
   const std::uint64_t turn = written_.fetch_add(1, std::memory_order_relaxed) + 1;
-  Slot& slot = slots_[(turn - 1) % kEvents];
-  slot.turn.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);  // Who sees one of the words sees that the slot is being written.
-  for (std::size_t i = 0; i < kWords; ++i) slot.words[i].store(words[i], std::memory_order_relaxed);
-  slot.turn.store(turn, std::memory_order_release);
+  Entry& entry = entries_[(turn - 1) % kEvents];
+  entry.turn.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // Who sees one of the words sees that the entry is being written.
+  for (std::size_t i = 0; i < kWords; ++i) entry.words[i].store(words[i], std::memory_order_relaxed);
+  entry.turn.store(turn, std::memory_order_release);
 }
 
 std::vector<Event> EventRing::read() const {
   const std::uint64_t end = written_.load(std::memory_order_acquire);
   std::vector<Event> events;
   for (std::uint64_t turn = end > kEvents ? end - kEvents + 1 : 1; turn <= end; ++turn) {
-    const Slot& slot = slots_[(turn - 1) % kEvents];
-    if (slot.turn.load(std::memory_order_acquire) != turn) continue;
+    const Entry& entry = entries_[(turn - 1) % kEvents];
+    if (entry.turn.load(std::memory_order_acquire) != turn) continue;
     std::array<std::uint64_t, kWords> words{};
-    for (std::size_t i = 0; i < kWords; ++i) words[i] = slot.words[i].load(std::memory_order_relaxed);
+    for (std::size_t i = 0; i < kWords; ++i) words[i] = entry.words[i].load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
-    if (slot.turn.load(std::memory_order_relaxed) == turn) events.push_back(std::bit_cast<Event>(words));
+    if (entry.turn.load(std::memory_order_relaxed) == turn) events.push_back(std::bit_cast<Event>(words));
   }
   return events;
 }

@@ -15,7 +15,7 @@ namespace fsdp::events {
 
 /// The last events of a process, whichever thread they are of. Writing takes no lock and no memory.
 ///
-/// A slot is written between two changes of its turn, so that a reader sees whole events only. A writer that is held up while all others
+/// An entry is written between two changes of its turn, so that a reader sees whole events only. A writer that is held up while all others
 /// write a whole ring may leave a mixed event behind.
 class EventRing {
  public:
@@ -28,13 +28,13 @@ class EventRing {
 
  private:
   static constexpr std::size_t kWords = sizeof(Event) / sizeof(std::uint64_t);
-  struct Slot {
+  struct Entry {
     std::atomic<std::uint64_t> turn{0};  ///< The number of the event that it holds, from 1; 0: none, or one that is being written.
     std::array<std::atomic<std::uint64_t>, kWords> words{};
   };
 
   std::atomic<std::uint64_t> written_{0};
-  std::array<Slot, kEvents> slots_{};
+  std::array<Entry, kEvents> entries_{};
 };
 static_assert(sizeof(Event) % sizeof(std::uint64_t) == 0);
 

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
 #include "events/event_ring.h"
@@ -68,14 +69,14 @@ class ActivityCode {
 };
 
 /// The last call of another rank, with what that rank had done before.
-struct LateCall {
+struct LatePost {
   LastPeer last;
   std::int64_t activity = 0;
 };
 
 /// Asks the other ranks of a row when they have made the calls that this rank has waited for, and what they had done before. `numbers` are
 /// those calls. Collective over the row.
-std::map<std::uint64_t, LateCall> late_calls(comm::Communicator& row, const std::map<CallKey, Collective>& all,
+std::map<std::uint64_t, LatePost> late_posts(comm::Communicator& row, const std::map<CollectiveKey, Collective>& all,
                                              const std::vector<std::uint64_t>& numbers, std::int64_t global_rank, std::int64_t offset,
                                              const ActivityCode& code) {
   // Ranks may have waited for different ones at the ends of the steps.
@@ -101,9 +102,9 @@ std::map<std::uint64_t, LateCall> late_calls(comm::Communicator& row, const std:
     values[2 * (number - begin) + 1] = code.encode(found->second.before);
   }
   const auto theirs = row.exchange(mine, kReport).contiguous();
-  std::map<std::uint64_t, LateCall> late;
+  std::map<std::uint64_t, LatePost> late;
   for (const auto number : numbers) {
-    LateCall call;
+    LatePost call;
     for (std::int64_t rank = 0; rank < row.size(); ++rank) {
       if (rank == row.rank()) continue;
       const auto* of_call = theirs.const_data_ptr<std::int64_t>() + 2 * (rank * (end - begin) + static_cast<std::int64_t>(number) - begin);
@@ -120,7 +121,7 @@ struct Sum {
   std::array<std::int64_t, kWaitReasons> reasons{};
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> late;  // by rank and activity
 };
-using Kind = std::tuple<std::string, std::string, bool>;  // unit, operation, in backward
+using WaitKind = std::tuple<std::string, std::string, bool>;  // unit, operation, in backward
 
 std::int64_t total(const std::array<std::int64_t, kWaitReasons>& reasons) {
   std::int64_t sum = 0;
@@ -134,8 +135,8 @@ class Reporter {
   Reporter(engine::Engine& engine, std::vector<events::Event> events, std::int64_t now)
       : engine_(engine),
         code_(engine),
-        all_(collectives_of(events, engine.events_source())),
-        steps_(steps_of(events, engine.events_source(), now)) {}
+        all_(collectives_of(events, engine.options().events_source)),
+        steps_(steps_of(events, engine.options().events_source, now)) {}
 
   StepReport make(std::int64_t count) {
     const comm::Ranks ranks(engine_.options().mesh);
@@ -164,12 +165,12 @@ class Reporter {
       for (const auto& [key, collective] : all_) {
         if (key.first == row->events_source() && within_steps(collective)) numbers.push_back(key.second);
       }
-      const auto late = late_calls(*row, all_, numbers, engine_.options().mesh.rank(), offset, code_);
+      const auto late = late_posts(*row, all_, numbers, engine_.options().mesh.rank(), offset, code_);
       for (const auto& [number, call] : late) add_wait(all_.at({row->events_source(), number}), call);
     }
   }
 
-  void add_wait(const Collective& collective, const LateCall& call) {
+  void add_wait(const Collective& collective, const LatePost& call) {
     const auto reasons = reasons_of(collective, call.last, queued_bytes(collective, call.last, all_));
     auto& sum = sums_[{std::string(events::text_of(collective.call.unit)), std::string(events::text_of(collective.call.operation)),
                        collective.in_backward}];
@@ -190,16 +191,16 @@ class Reporter {
       forward += step.forward;
       backward += step.backward;
       between += step.between;
-      report_.slowest_step_ms = std::max(report_.slowest_step_ms, static_cast<double>(step.ended - step.began) / kNsPerMs);
+      report_.times.slowest_step_ms = std::max(report_.times.slowest_step_ms, static_cast<double>(step.ended - step.began) / kNsPerMs);
       if (step.peak > report_.peak_bytes) {
         report_.peak_bytes = step.peak;
         report_.peak_unit = events::text_of(step.peak_unit);
       }
     }
-    report_.step_ms = per_step(steps_.back().ended - steps_.front().began);
-    report_.forward_ms = per_step(forward);
-    report_.backward_ms = per_step(backward);
-    report_.between_ms = per_step(between);
+    report_.times.step_ms = per_step(steps_.back().ended - steps_.front().began);
+    report_.times.forward_ms = per_step(forward);
+    report_.times.backward_ms = per_step(backward);
+    report_.times.between_ms = per_step(between);
     const auto sent = sent_until_now() - steps_.front().sent;
     const auto read = read_until_now() - steps_.front().read_by_peers;
     report_.shared_memory_bytes = std::max<std::int64_t>(read, 0) / report_.steps;
@@ -240,13 +241,13 @@ class Reporter {
     }
     std::stable_sort(report_.waits.begin(), report_.waits.end(), [](const auto& a, const auto& b) { return a.ms > b.ms; });
     for (std::size_t i = 0; i < kWaitReasons; ++i) report_.reasons[i] = per_step(reasons[i]);
-    report_.exposed_ms = per_step(total(reasons));
-    report_.compute_ms = report_.step_ms - report_.exposed_ms;
+    report_.times.exposed_ms = per_step(total(reasons));
+    report_.times.compute_ms = report_.times.step_ms - report_.times.exposed_ms;
     if (under_way_ > 0) report_.overlap = 1 - static_cast<double>(total(reasons)) / static_cast<double>(under_way_);
   }
 
   void compare_ranks(const comm::Ranks& ranks) {
-    const auto all = ranks.exchange(at::full({1}, report_.compute_ms, at::kDouble), kReport).reshape({-1}).contiguous();
+    const auto all = ranks.exchange(at::full({1}, report_.times.compute_ms, at::kDouble), kReport).reshape({-1}).contiguous();
     for (std::int64_t rank = 0; rank < all.numel(); ++rank) {
       report_.slowest_ranks.push_back({.rank = rank, .compute_ms = all.const_data_ptr<double>()[rank]});
     }
@@ -258,9 +259,9 @@ class Reporter {
 
   engine::Engine& engine_;
   const ActivityCode code_;
-  const std::map<CallKey, Collective> all_;
-  std::vector<Step> steps_;
-  std::map<Kind, Sum> sums_;
+  const std::map<CollectiveKey, Collective> all_;
+  std::vector<StepRecord> steps_;
+  std::map<WaitKind, Sum> sums_;
   std::int64_t under_way_ = 0;
   StepReport report_;
 };
@@ -322,8 +323,8 @@ StepReport step_report(const torch::nn::Module& module, std::int64_t steps) { re
 std::string to_line(const StepReport& report) {
   using report::ms;
   if (report.steps == 0) return "no step has ended";
-  std::string text = "step " + ms(report.step_ms) + " ms: forward " + ms(report.forward_ms) + ", backward " + ms(report.backward_ms) +
-                     ", between " + ms(report.between_ms) + "; waits " + ms(report.exposed_ms);
+  std::string text = "step " + ms(report.times.step_ms) + " ms: forward " + ms(report.times.forward_ms) + ", backward " +
+                     ms(report.times.backward_ms) + ", between " + ms(report.times.between_ms) + "; waits " + ms(report.times.exposed_ms);
   const auto reasons = report::reasons_text(report.reasons, -1, {});
   if (!reasons.empty()) text += " (" + reasons + ")";
   if (!report.waits.empty() && report.waits.front().ms >= 0.005) {

@@ -70,13 +70,13 @@ class Position {
 };
 
 /// What a rank has done since its last call in a row.
-struct SinceLastCall {
+struct SinceLastPost {
   std::int64_t longest = 0;
   Activity activity;
 };
 
 std::vector<Event> in_time(std::span<const Event> events) {
-  // Threads take a slot of the ring one after the other, but the time before that.
+  // Threads take their places in the ring one after the other, but the time before that.
   std::vector<Event> sorted(events.begin(), events.end());
   std::stable_sort(sorted.begin(), sorted.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
   return sorted;
@@ -86,10 +86,10 @@ constexpr std::string_view kGather = "all-gather";
 
 }  // namespace
 
-std::map<CallKey, Collective> collectives_of(std::span<const Event> events, std::uint32_t engine) {
-  std::map<CallKey, Collective> all;
-  std::map<std::uint32_t, SinceLastCall> rows;
-  std::map<CallKey, std::int64_t> entered_at_post;
+std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events, std::uint32_t engine) {
+  std::map<CollectiveKey, Collective> all;
+  std::map<std::uint32_t, SinceLastPost> rows;
+  std::map<CollectiveKey, std::int64_t> entered_at_post;
   Position position(engine);
   const Event* previous = nullptr;
   for (const Event& event : in_time(events)) {
@@ -102,7 +102,7 @@ std::map<CallKey, Collective> collectives_of(std::span<const Event> events, std:
       }
     }
     position.take(event);
-    const CallKey key{event.source, event.number};
+    const CollectiveKey key{event.source, event.number};
     switch (event.kind) {
       case EventKind::kPosted: {
         auto& collective = all[key];
@@ -157,7 +157,7 @@ std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, 
   return reasons;
 }
 
-std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CallKey, Collective>& all) {
+std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CollectiveKey, Collective>& all) {
   const auto all_called = std::max(collective.posted, last.posted);
   std::int64_t bytes = 0;
   for (const auto& [key, other] : all) {
@@ -168,8 +168,8 @@ std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, co
   return bytes;
 }
 
-std::vector<Step> steps_of(std::span<const Event> events, std::uint32_t engine, std::int64_t now) {
-  std::vector<Step> steps;
+std::vector<StepRecord> steps_of(std::span<const Event> events, std::uint32_t engine, std::int64_t now) {
+  std::vector<StepRecord> steps;
   bool ended = false;
   std::int64_t* section = nullptr;  // of the step, to which the time since `since` belongs
   std::int64_t since = 0;

@@ -36,10 +36,10 @@ struct Collective {
 };
 
 /// A row and a number in it.
-using CallKey = std::pair<std::uint32_t, std::uint64_t>;
+using CollectiveKey = std::pair<std::uint32_t, std::uint64_t>;
 
 /// All collectives of which there are events. `engine` is the source of the events that say where the computation is.
-std::map<CallKey, Collective> collectives_of(std::span<const events::Event> events, std::uint32_t engine);
+std::map<CollectiveKey, Collective> collectives_of(std::span<const events::Event> events, std::uint32_t engine);
 
 /// The last of the other ranks of a row that made a call.
 struct LastPeer {
@@ -51,10 +51,10 @@ struct LastPeer {
 std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, const LastPeer& last, std::int64_t queued_bytes);
 
 /// The bytes of the collectives that this rank had called before, and that were under way when all ranks had made this call.
-std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CallKey, Collective>& all);
+std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CollectiveKey, Collective>& all);
 
 /// The last steps of an engine.
-struct Step {
+struct StepRecord {
   std::int64_t began = 0;
   std::int64_t ended = 0;    ///< When the next one began; of the last one: `now`.
   std::int64_t forward = 0;  ///< How long, in ns. Here and below.
@@ -66,6 +66,6 @@ struct Step {
   std::uint32_t peak_unit = 0;  ///< A name.
 };
 /// The steps whose last backward has ended, the oldest first.
-std::vector<Step> steps_of(std::span<const events::Event> events, std::uint32_t engine, std::int64_t now);
+std::vector<StepRecord> steps_of(std::span<const events::Event> events, std::uint32_t engine, std::int64_t now);
 
 }  // namespace fsdp::report

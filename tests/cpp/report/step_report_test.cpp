@@ -128,16 +128,16 @@ TEST(StepReport, TimesAndReasonsAddUp) {
     for (int i = 0; i < 4; ++i) training.step();
     const auto report = fsdp::step_report(*training.model(), 4);
     EXPECT_EQ(report.steps, 4);
-    EXPECT_NEAR(report.forward_ms + report.backward_ms + report.between_ms, report.step_ms, 1e-6);
-    EXPECT_NEAR(report.compute_ms + report.exposed_ms, report.step_ms, 1e-6);
-    EXPECT_GE(report.slowest_step_ms, report.step_ms);
-    EXPECT_NEAR(std::accumulate(report.reasons.begin(), report.reasons.end(), 0.0), report.exposed_ms, 1e-6);
+    EXPECT_NEAR(report.times.forward_ms + report.times.backward_ms + report.times.between_ms, report.times.step_ms, 1e-6);
+    EXPECT_NEAR(report.times.compute_ms + report.times.exposed_ms, report.times.step_ms, 1e-6);
+    EXPECT_GE(report.times.slowest_step_ms, report.times.step_ms);
+    EXPECT_NEAR(std::accumulate(report.reasons.begin(), report.reasons.end(), 0.0), report.times.exposed_ms, 1e-6);
     double waits = 0;
     for (const auto& exposed : report.waits) {
       waits += exposed.ms;
       EXPECT_NEAR(std::accumulate(exposed.reasons.begin(), exposed.reasons.end(), 0.0), exposed.ms, 1e-6) << exposed.unit;
     }
-    EXPECT_NEAR(waits, report.exposed_ms, 1e-6);
+    EXPECT_NEAR(waits, report.times.exposed_ms, 1e-6);
     EXPECT_GE(report.overlap, 0);
     EXPECT_LE(report.overlap, 1);
     // The same, from the events alone: every wait between the beginning of the fourth-last step and the report.
@@ -156,7 +156,7 @@ TEST(StepReport, TimesAndReasonsAddUp) {
       if (event->kind == fsdp::events::EventKind::kWaitBegan) began = event->time;
       if (event->kind == fsdp::events::EventKind::kWaitEnded) sum += event->time - began;
     }
-    EXPECT_NEAR(static_cast<double>(sum) / 1e6 / 4, report.exposed_ms, 1e-6);
+    EXPECT_NEAR(static_cast<double>(sum) / 1e6 / 4, report.times.exposed_ms, 1e-6);
   });
 }
 
