@@ -62,7 +62,7 @@ def a_late_rank_is_named() -> None:
         (2, "forward", "in forward of '2'"),
         (2, "backward", "in backward of '2'"),
     ):
-        for chance in range(3):  # A busy machine may make another rank late, too.
+        for _chance in range(3):  # A busy machine may make another rank late, too.
             model[number].sleeps = place if dist.get_rank() == SLEEPY else ""
             steps(model, optimizer, 1)
             model[number].sleeps = ""
