@@ -35,20 +35,21 @@ std::int64_t now() {
 
 std::int64_t clock_offset(const comm::Ranks& ranks) {
   const auto ids = ranks.exchange(at::full({1}, clock_id(), at::kLong), kClocks);
-  if (ids.eq(ids[0]).all().item<bool>()) return 0;
-  const auto size = ranks.size();
-  const auto own = static_cast<std::size_t>(ranks.index());
-  // By rank: this rank's time when that rank's message is there, less that rank's time when it sent it.
-  std::vector<std::int64_t> shortest(static_cast<std::size_t>(size), std::numeric_limits<std::int64_t>::max());
+  return ids.eq(ids[0]).all().item<bool>() ? 0 : measured_offset(ranks, &now);
+}
+
+std::int64_t measured_offset(const comm::Ranks& ranks, const std::function<std::int64_t()>& clock) {
+  // By rank: the shortest time from its sending a message to this rank's having it, each by its own clock.
+  std::vector<std::int64_t> shortest(static_cast<std::size_t>(ranks.size()), std::numeric_limits<std::int64_t>::max());
   for (int i = 0; i < kExchanges; ++i) {
-    const auto sent = ranks.exchange(at::full({1}, now(), at::kLong), kClocks).contiguous();
-    const auto received = now();
+    const auto sent = ranks.exchange(at::full({1}, clock(), at::kLong), kClocks).contiguous();
+    const auto received = clock();
     for (std::size_t rank = 0; rank < shortest.size(); ++rank) {
       shortest[rank] = std::min(shortest[rank], received - sent.const_data_ptr<std::int64_t>()[rank]);
     }
   }
   const auto all = ranks.exchange(at::tensor(shortest, at::kLong), kClocks);
-  return (shortest[0] - all[0][static_cast<std::int64_t>(own)].item<std::int64_t>()) / 2;
+  return (shortest[0] - all[0][ranks.index()].item<std::int64_t>()) / 2;
 }
 
 }  // namespace fsdp::report
