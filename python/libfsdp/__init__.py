@@ -36,6 +36,7 @@ from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
+from libfsdp._step_report import ExposedWaits, StepReport, step_report  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
 from libfsdp._transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
 from libfsdp._weight_source import WeightMetadata, WeightSource  # noqa: E402
@@ -51,6 +52,7 @@ __all__ = [
     "ChangedWeights",
     "CommError",
     "Error",
+    "ExposedWaits",
     "FSDPModule",
     "Float8Blocks",
     "FullWeights",
@@ -62,6 +64,7 @@ __all__ = [
     "OffloadPolicy",
     "PhaseReport",
     "ShardPlacementResult",
+    "StepReport",
     "TransferPlan",
     "UnitInfo",
     "UnshardHandle",
@@ -93,6 +96,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "share_comm_ctx",
+    "step_report",
     "stop_requested",
     "transfer_plan",
     "uninstall",

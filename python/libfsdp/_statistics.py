@@ -26,7 +26,7 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
-    return _engine_of(module).memory_stats()
+    return engine_of(module).memory_stats()
 
 
 def wire_stats(module: nn.Module) -> dict[str, int]:
@@ -40,7 +40,7 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
-    return _engine_of(module).wire_stats()
+    return engine_of(module).wire_stats()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def unit_info(module: nn.Module) -> Units:
     return units
 
 
-def _engine_of(module: nn.Module) -> _C.HookedModel:
+def engine_of(module: nn.Module) -> _C.HookedModel:
     if not isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     model = module._get_fsdp_state().model
