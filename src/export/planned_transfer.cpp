@@ -182,11 +182,11 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   try {
     since_ = since;
     held_.resize(plan_.names.size());
-    std::size_t tensor = 0;  // Ranks have their tensors in the order of the plan, or nearly.
+    std::size_t tensor = 0;
     for (auto& values : held) {
-      if (tensor >= plan_.names.size() || plan_.names[tensor] != values.held.name) {
-        tensor = static_cast<std::size_t>(std::ranges::find(plan_.names, values.held.name) - plan_.names.begin());
-      }
+      const auto is_it = [&](std::size_t i) { return i < plan_.names.size() && plan_.names[i] == values.held.name; };
+      if (!is_it(tensor)) ++tensor;  // Most ranks have their tensors in the order of the plan.
+      if (!is_it(tensor)) tensor = static_cast<std::size_t>(std::ranges::find(plan_.names, values.held.name) - plan_.names.begin());
       held_[tensor].push_back(std::move(values));
     }
     sent_bytes_ = 0;

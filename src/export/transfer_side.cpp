@@ -8,7 +8,7 @@
 namespace fsdp::weights {
 namespace {
 
-std::string name_of(at::ScalarType dtype) { return "torch." + std::string(c10::getDtypeNames(dtype).first); }
+std::string dtype_name(at::ScalarType dtype) { return "torch." + std::string(c10::getDtypeNames(dtype).first); }
 
 }  // namespace
 
@@ -43,7 +43,7 @@ Target target_of(const std::string& name, const at::Tensor& into, std::optional<
   }
   const auto travels = dtype.value_or(into.scalar_type());
   if (travels != into.scalar_type() && !(c10::isFloatingType(travels) && c10::isFloatingType(into.scalar_type()))) {
-    throw Error("'" + name + "' is to travel as " + name_of(travels) + " into a tensor of " + name_of(into.scalar_type()) +
+    throw Error("'" + name + "' is to travel as " + dtype_name(travels) + " into a tensor of " + dtype_name(into.scalar_type()) +
                 "; only floating-point tensors are converted");
   }
   return {.wanted = {.name = name, .box = {.offsets = begin, .sizes = into.sizes().vec()}, .dtype = travels}, .into = into.detach()};

@@ -24,7 +24,7 @@ ALL = [0, 1, 2, 3]
 
 def make(hidden: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, hidden), nn.Linear(hidden, 5), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(6, hidden), nn.Linear(hidden, 4), nn.Linear(4, 3))
 
 
 def pieces_of(hidden: int, mesh: DeviceMesh) -> nn.Sequential:
@@ -45,7 +45,7 @@ def wholes(model: nn.Module) -> dict[str, Tensor]:
 def check_plan(model: nn.Module, expected: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Every rank gets all, and columns of some."""
     into = {name: torch.full(value.shape, -1.0, dtype=dtype) for name, value in expected.items()}
-    columns = torch.full((6, 5), -1.0, dtype=dtype).t()
+    columns = torch.full((6, 4), -1.0, dtype=dtype).t()
     wanted = [WantedBox(name, tensor) for name, tensor in into.items()]
     wanted.append(WantedBox("1.weight", columns, offsets=(0, 1)))
     plan = transfer_plan(model, ALL, wanted=wanted, message_bytes=64)
