@@ -336,13 +336,13 @@ std::pair<Events, std::size_t> events_of(int rank, const Pair& pair) {
         {.held = {.name = name, .shape = {4, 12}, .dtype = at::kFloat, .box = fsdp::ckpt::whole({4, 12})}, .values = values + rank});
   }
   if (receives) {
-    into = pair.by_rows ? at::zeros({4, 12}, pair.dtype) : at::zeros({6, 4}, pair.dtype).t();
+    into = pair.by_rows ? at::zeros({4, 12}, pair.dtype) : at::zeros({8, 4}, pair.dtype).t();
     const auto name = "matrix of " + std::to_string(1 - rank);
     side.targets.push_back(fsdp::weights::target_of(name, into, {{0, pair.by_rows ? 0 : 3}}, std::nullopt));
   }
   const auto held = side.held;
   // A message for each row.
-  const std::int64_t row_bytes = (pair.by_rows ? 12 : 6) * static_cast<std::int64_t>(c10::elementSize(pair.dtype));
+  const std::int64_t row_bytes = (pair.by_rows ? 12 : 8) * static_cast<std::int64_t>(c10::elementSize(pair.dtype));
   std::vector<int> receivers;
   for (const auto sender : pair.senders) receivers.push_back(1 - sender);
   PlannedTransfer transfer(peers, std::move(side),
@@ -352,7 +352,7 @@ std::pair<Events, std::size_t> events_of(int rank, const Pair& pair) {
   EXPECT_EQ(peers->largest, row_bytes);
   EXPECT_EQ(peers->sent_bytes, sends ? 4 * row_bytes : 0);
   if (receives) {
-    const auto expected = (pair.by_rows ? values : values.narrow(1, 3, 6)) + (1 - rank);
+    const auto expected = (pair.by_rows ? values : values.narrow(1, 3, 8)) + (1 - rank);
     EXPECT_TRUE(same_bits(into.contiguous(), expected.to(pair.dtype).contiguous()));
   }
   return {events, peers->memory.size()};
@@ -371,7 +371,7 @@ TEST(TransferPlan, CopiesAreMadeWhileMessagesTravelInTwoBuffers) {
 
 TEST(TransferPlan, ARankThatSendsAndReceivesHasTwoBuffers) {
   run_ranks(2, [](int rank) {
-    const auto [events, places] = events_of(rank, {.senders = {0, 1}});
+    const auto [events, places] = events_of(rank, {.senders = {0, 1}, .dtype = at::kBFloat16});
     EXPECT_EQ(places, 2);
   });
 }
