@@ -29,5 +29,6 @@
 #include "fsdp/stop_requested.h"         // ending well by Ctrl-C and SIGTERM
 #include "fsdp/summon_full_params.h"     // temporary access to the full parameters
 #include "fsdp/tie_parameters.h"         // one parameter under two names
+#include "fsdp/transfer_plan.h"          // weights to ranks with another division
 #include "fsdp/unit_info.h"              // the units of a model, as a table
 #include "fsdp/version.h"                // the library's version

@@ -30,7 +30,8 @@ enum class WeightReceivers : std::uint8_t {
 /// given it (FullWeightsOptions::since) sends what is not the same, and makes it the same. At first it has nothing, so all is sent. All is
 /// sent, too, after a stream that did not come to its end on all ranks: some receivers may then have a part of it.
 ///
-/// It belongs to one kind of stream: tensors of the same names, shapes, dtypes and division, and the same receivers. It does not keep the
+/// It belongs to one plan (TransferPlan::run), or to one kind of stream: tensors of the same names, shapes, dtypes and division, and the
+/// same receivers. It does not keep the
 /// model alive, and may be used for another one of the same kind. Each rank has its own, and all ranks use theirs together. Not
 /// thread-safe.
 class WeightSnapshot {
@@ -43,6 +44,9 @@ class WeightSnapshot {
 
   /// The bytes that it holds on this rank: as many as its shards have in the dtype that travels.
   std::int64_t nbytes() const;
+
+  /// For the library's own use.
+  weights::SavedWeights& saved() { return *saved_; }
 
  private:
   friend class weights::WeightStream;

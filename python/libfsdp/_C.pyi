@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -291,16 +292,39 @@ class WeightSnapshot:
 
 _Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
 
-class TransferPlan:
+class Meetings:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None: ...
+
+class TransferTarget:
+    def __init__(
+        self, name: str, into: torch.Tensor, offsets: Sequence[int] | None, dtype: torch.dtype | None
+    ) -> None: ...
+
+class PlannedTransfer:
     def __init__(
         self,
-        ranks: Sequence[tuple[Sequence[tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]], Sequence[_Box]]],
+        meetings: Meetings,
+        device: torch.device,
+        group: object,
         *,
-        message_bytes: int,
+        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor]],
+        targets: Sequence[TransferTarget],
+        aliases: Sequence[tuple[str, str]],
+        settings: tuple[Sequence[int], int, timedelta],
+        problem: str,
     ) -> None: ...
-    def messages_of(self, rank: int) -> list[tuple[int, int, bool, int, list[_Box]]]: ...
-    def own_of(self, rank: int) -> list[_Box]: ...
+    def run(
+        self,
+        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor]],
+        *,
+        problem: str,
+        timeout: timedelta,
+        since: WeightSnapshot | None,
+    ) -> None: ...
+    @property
+    def travelled_bytes(self) -> int: ...
     def bytes_of_pairs(self) -> dict[tuple[int, int], int]: ...
+    def messages(self) -> list[tuple[int, int, list[_Box]]]: ...
     @property
     def rounds(self) -> int: ...
     @property

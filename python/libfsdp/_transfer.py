@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
-from libfsdp._checkpoint._items import MODEL, model_state
-from libfsdp._meetings import meetings_of
+from libfsdp._boxes import LocalBox, local_boxes
+from libfsdp._changed_weights import WeightSnapshot
+from libfsdp._checkpoint._items import MODEL, Item, model_state, values_of
 from libfsdp._model import states_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
     Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
-    _Range = tuple[Sequence[int], Sequence[int]]  # offsets and sizes
+    _Held = tuple[str, Sequence[int], Sequence[int], torch.Tensor]  # name, shape of the whole, offsets and values
 
 
 _TIMEOUT = timedelta(minutes=5)
@@ -49,88 +48,69 @@ class WantedBox:
     dtype: torch.dtype | None = None
 
 
-class _Held(NamedTuple):
-    """This rank's box of a tensor."""
+class _Group:
+    """A process group, as C++ calls it."""
 
-    shape: list[int]
-    offsets: list[int]
-    values: torch.Tensor
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
-    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        return _part(self.values, self.offsets, offsets, sizes)
+    def exchange(self, said: bytes) -> list[bytes]:
+        """Returns what each rank says."""
+        every: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(every, said, group=self._group)
+        return every
 
-
-class _Target(NamedTuple):
-    """A box of a rank's wishes."""
-
-    offsets: list[int]
-    sizes: list[int]
-    dtype: torch.dtype
-    into: torch.Tensor
-
-
-class _Side(NamedTuple):
-    """What this rank is in a transfer."""
-
-    model: nn.Module | None
-    held: dict[str, _Held]
-    targets: dict[str, list[_Target]]
-
-
-class _Message(NamedTuple):
-    round: int
-    peer: int
-    sends: bool
-    bytes: int
-    boxes: list[Box]
+    def post(self, messages: list[tuple[bool, int, torch.Tensor]]) -> list[dist.Work]:
+        """Begins to send (True) to ranks of the group, and to receive."""
+        operations = [
+            dist.P2POp(dist.isend if sends else dist.irecv, of_bytes, group=self._group, group_peer=peer)
+            for sends, peer, of_bytes in messages
+        ]
+        return dist.batch_isend_irecv(operations)
 
 
 class TransferPlan:
     """Who sends which parts of the weights to whom: see transfer_plan."""
 
-    def __init__(
-        self,
-        plan: _C.TransferPlan,
-        group: dist.ProcessGroup,
-        side: _Side,
-        timeout: timedelta,
-    ) -> None:
+    def __init__(self, transfer: _C.PlannedTransfer, group: dist.ProcessGroup, model: nn.Module | None, timeout: timedelta) -> None:
         """For the library's own use."""
-        self._plan, self._group, self._timeout = plan, group, timeout
-        self._model, self._targets = side.model, side.targets
-        self._signature = _signature(side.held)
-        self._number = meetings_of(group).count
-        self._messages = [_Message(*message) for message in plan.messages_of(group.rank())]
-        self._own = plan.own_of(group.rank())
-        self._device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
-        self._failure = ""
+        self._transfer, self._group, self._model, self._timeout = transfer, group, model, timeout
 
     @property
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """The bytes that travel in a run, by sender and receiver (ranks of the group)."""
-        return self._plan.bytes_of_pairs()
+        return self._transfer.bytes_of_pairs()
 
     @property
     def boxes(self) -> list[tuple[int, int, list[Box]]]:
         """What this rank sends and receives, in this order: sender, receiver, and the name, offsets, sizes and dtype of each box."""
-        me = self._group.rank()
-        return [(me, m.peer, m.boxes) if m.sends else (m.peer, me, m.boxes) for m in self._messages]
+        return self._transfer.messages()
 
     @property
     def rounds(self) -> int:
         """The number of rounds. In each, a rank sends one message at most, and receives one at most."""
-        return self._plan.rounds
+        return self._transfer.rounds
 
     @property
     def largest_bytes(self) -> int:
         """The size of the largest box that travels. No message is larger; a rank has buffers for two of them at most."""
-        return self._plan.largest_bytes
+        return self._transfer.largest_bytes
 
-    @torch.no_grad()
-    def run(self) -> None:
+    @property
+    def travelled_bytes(self) -> int:
+        """The bytes that this rank has sent in the last run."""
+        return self._transfer.travelled_bytes
+
+    def run(self, *, since: WeightSnapshot | None = None) -> None:
         """Sends the weights of now. Every rank of the group calls it, between steps or between microbatches; nothing of the model changes.
 
         When it returns, all receivers have everything.
+
+        Args:
+            since: what the receivers have, a snapshot of each rank's own, on all ranks. Only what is not the same is sent: of a box
+                positions and values of single elements where that has fewer bytes, nothing where nothing has changed, and the
+                whole box where not. Bits are compared, in the dtype that travels, so receivers have the bits of a whole run. The
+                first run of a snapshot sends everything. A snapshot belongs to one plan.
 
         Raises:
             CommError: on all ranks, if one did not come in time; nothing was sent then, and the plan can run again. Also
@@ -138,112 +118,16 @@ class TransferPlan:
                 group and a new plan.
             Error: on all ranks, if one of them can't take part; nothing was sent.
         """
-        what = f"run of plan {self._number}"
-
-        def prepare() -> dict[str, _Held]:
-            if self._failure:
-                raise _C.Error(f"an earlier run has failed ({self._failure}): make a new group and a new plan")
+        held: list[_Held] = []
+        problem = ""
+        try:
+            if since is not None and not isinstance(since, WeightSnapshot):
+                raise _C.Error(f"since must be a WeightSnapshot or None, got {since!r}")
             held, _ = _held_of(self._model)
-            if _signature(held) != self._signature:
-                raise _C.Error("the model's shards are not those of which the plan was made: make a new plan")
-            return held
-
-        held = _together(self._group, what, self._timeout, prepare)
-        failure = ""
-        try:
-            self._copy_own(held)
-            self._exchange(held)
         except Exception as error:  # Of any kind: the others wait for this rank.
-            failure = str(error)
-        try:
-            failures = meetings_of(self._group).meet(failure, self._timeout)
-        except _C.CommError as error:
-            self._failure = str(error)
-            raise _C.CommError(f"{error}, during the {what}" + (f"; here: {failure}" if failure else "")) from None
-        for rank, text in enumerate(failures):
-            if text:
-                self._failure = f"rank {rank}: {text}"
-                raise _C.CommError(f"transfer_plan: the {what} has failed on rank {rank}: {text}")
-
-    def _copy_own(self, held: dict[str, _Held]) -> None:
-        for name, offsets, sizes, dtype in self._own:
-            values = held[name].part(offsets, sizes)
-            for target, part in self._places(name, offsets, sizes, dtype, values.to(dtype)):
-                target.copy_(part)
-
-    def _places(
-        self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, values: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns where a box goes, with the part of its values that goes there."""
-        places = []
-        for target in self._targets[name]:
-            common = _intersection((offsets, sizes), (target.offsets, target.sizes))
-            if common is not None and target.dtype == dtype:
-                into = _part(target.into, target.offsets, *common)
-                places.append((into, _part(values, offsets, *common)))
-        return places
-
-    def _exchange(self, held: dict[str, _Held]) -> None:
-        buffers: dict[bool, torch.Tensor] = {}
-        for sends in (True, False):
-            size = max(
-                (m.bytes for m in self._messages if m.sends == sends and self._straight(m, held) is None), default=0
-            )
-            buffers[sends] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        for _, messages in itertools.groupby(self._messages, lambda message: message.round):
-            operations, peers, arriving = [], [], []
-            for message in messages:
-                straight = self._straight(message, held)
-                flat = (
-                    buffers[message.sends][: message.bytes]
-                    if straight is None
-                    else straight.reshape(-1).view(torch.uint8)
-                )
-                if message.sends and straight is None:
-                    for (name, offsets, sizes, _), values in _over(flat, message.boxes):
-                        values.copy_(held[name].part(offsets, sizes))
-                elif straight is None:
-                    arriving.append((flat, message.boxes))
-                operation = dist.isend if message.sends else dist.irecv
-                operations.append(dist.P2POp(operation, flat, group=self._group, group_peer=message.peer))
-                peers.append(f"{'to' if message.sends else 'from'} rank {message.peer}")
-            try:
-                works = dist.batch_isend_irecv(operations)
-            except RuntimeError as error:
-                raise RuntimeError(f"the messages {' and '.join(peers)}: {error}") from error
-            for i, work in enumerate(works):  # NCCL has one for all.
-                peer = peers[i] if len(works) == len(peers) else " and ".join(peers)
-                try:
-                    work.wait(self._timeout)
-                except RuntimeError as error:
-                    raise RuntimeError(f"the message {peer}: {error}") from error
-            for flat, boxes in arriving:
-                for (name, offsets, sizes, dtype), values in _over(flat, boxes):
-                    for target, part in self._places(name, offsets, sizes, dtype, values):
-                        target.copy_(part)
-
-    def _straight(self, message: _Message, held: dict[str, _Held]) -> torch.Tensor | None:
-        """Returns the memory that a message can be sent from, or received into, without a buffer; None if there is none."""
-        if len(message.boxes) != 1:
-            return None
-        name, offsets, sizes, dtype = message.boxes[0]
-        if message.sends:
-            found = held[name].part(offsets, sizes)
-        else:
-            targets = [
-                t
-                for t in self._targets[name]
-                if _intersection((offsets, sizes), (t.offsets, t.sizes)) and t.dtype == dtype
-            ]
-            if len(targets) != 1 or _intersection((offsets, sizes), (targets[0].offsets, targets[0].sizes)) != (
-                list(offsets),
-                list(sizes),
-            ):
-                return None
-            found = _part(targets[0].into, targets[0].offsets, offsets, sizes)
-        return (
-            found if found.is_contiguous() and found.dtype == dtype and found.device.type == self._device.type else None
-        )
+            problem = _text_of(error)
+        snapshot = since._snapshot if isinstance(since, WeightSnapshot) else None
+        self._transfer.run(held, problem=problem, timeout=self._timeout, since=snapshot)
 
 
 def transfer_plan(
@@ -278,155 +162,116 @@ def transfer_plan(
         CommError: on all ranks, with the number of a rank that did not come in time.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    receivers = list(receivers) if isinstance(receivers, Iterable) else [receivers]
     if not isinstance(group, dist.ProcessGroup):
         raise _C.Error("transfer_plan: this rank is not in the group")
-    me = group.rank()
-
-    def prepare() -> tuple[dict[str, _Held], dict[str, str], list[tuple[str, _Target]]]:
-        _check(model, message_bytes, timeout)
-        if not all(isinstance(rank, int) and 0 <= rank < group.size() for rank in receivers):
-            raise _C.Error(f"receivers must be ranks of the group, below {group.size()}, got {receivers!r}")
-        targets = [(box.name, _target_of(box)) for box in wanted]
-        if targets and me not in receivers:
-            raise _C.Error(f"it wants {len(targets)} boxes, but is none of the receivers {receivers}")
-        return *_held_of(model), targets
-
-    waits = timeout if isinstance(timeout, timedelta) else _TIMEOUT
-    settings = f"receivers {receivers} and message_bytes {message_bytes}"
-    held, aliases, targets = _together(group, "plan", waits, prepare, settings=settings)
-    mine = (
-        [(name, has.shape, has.values.dtype, has.offsets, list(has.values.shape)) for name, has in held.items()],
-        [(name, target.offsets, target.sizes, target.dtype) for name, target in targets],
-        aliases,
-    )
-    every: list[Any] = [None] * group.size()
+    held: list[_Held] = []
+    targets: list[_C.TransferTarget] = []
+    aliases: dict[str, str] = {}
+    settings: tuple[list[int], int, timedelta] = ([], 0, _TIMEOUT)
+    problem = ""
     try:
-        dist.all_gather_object(every, mine, group=group)
-    except RuntimeError as error:
-        raise _C.CommError(
-            f"transfer_plan: a rank has gone while the ranks told each other what they want: {error}"
-        ) from error
-    # The second name of a tied parameter is the first one's.
-    names = {alias: name for *_, of_rank in every for alias, name in of_rank.items()}
-    plan = _C.TransferPlan(
-        [(has, [(names.get(name, name), *box) for name, *box in wants]) for has, wants, _ in every],
-        message_bytes=message_bytes,
+        settings = _settings(group, receivers, message_bytes, timeout)
+        _check(model)
+        targets = [_target_of(box) for box in wanted]
+        held, aliases = _held_of(model)
+    except Exception as error:  # Of any kind: the others wait for this rank.
+        problem = _text_of(error)
+    transfer = _C.PlannedTransfer(
+        _meetings_of(group),
+        torch.device(dist.distributed_c10d._get_object_coll_device(group)),
+        _Group(group),
+        held=held,
+        targets=targets,
+        aliases=list(aliases.items()),
+        settings=settings,
+        problem=problem,
     )
-    by_name: dict[str, list[_Target]] = {}
-    for name, target in targets:
-        by_name.setdefault(names.get(name, name), []).append(target)
-    return TransferPlan(plan, group, _Side(model, held, by_name), timeout)
+    return TransferPlan(transfer, group, model, timeout)
 
 
-def _together(
-    group: dist.ProcessGroup, what: str, timeout: timedelta, work: Callable[[], Any], *, settings: Any = None
-) -> Any:
-    """Does the work on each rank, and returns its result if all have come for the same and none has failed.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Meetings] = weakref.WeakKeyDictionary()
+
+
+def _meetings_of(group: dist.ProcessGroup) -> _C.Meetings:
+    """Returns the meetings of a group of this process, which all of its plans count together."""
+    if group not in _meetings:
+        store = dist.distributed_c10d._get_process_group_store(group)
+        _meetings[group] = _C.Meetings(store, group.rank(), group.size())
+    return _meetings[group]
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _settings(
+    group: dist.ProcessGroup, receivers: Any, message_bytes: Any, timeout: Any
+) -> tuple[list[int], int, timedelta]:
+    """Checks what all ranks say alike, and each rank's timeout.
 
     Raises:
-        Error: on all ranks otherwise.
+        Error: if it can't be.
     """
-    result, problem = None, ""
-    try:
-        result = work()
-    except Exception as error:  # Of any kind: the others wait for this rank.
-        problem = str(error)
-    said = json.dumps([what, problem, settings])
-    every = [json.loads(text) for text in meetings_of(group).meet(said, timeout)]
-    for rank, (other, text, _) in enumerate(every):
-        if other != every[0][0]:
-            raise _C.Error(
-                f"transfer_plan: rank 0 of the group has come for a {every[0][0]}, and rank {rank} for a {other}"
-            )
-        if text:
-            raise _C.Error(f"transfer_plan: rank {rank} of the group: {text.removeprefix('transfer_plan: ')}")
-    for rank, (*_, of_rank) in enumerate(every):
-        if of_rank != every[0][2]:
-            raise _C.Error(
-                f"transfer_plan: the ranks of the group do not agree: rank 0 has {every[0][2]}, and rank {rank} has {of_rank}"
-            )
-    return result
-
-
-def _check(model: nn.Module | None, message_bytes: Any, timeout: Any) -> None:
-    if not isinstance(message_bytes, int) or isinstance(message_bytes, bool) or message_bytes < 16:
+    receivers = list(receivers) if isinstance(receivers, Iterable) else [receivers]
+    if not isinstance(message_bytes, int) or isinstance(message_bytes, bool) or not 16 <= message_bytes < 1 << 63:
         raise _C.Error(f"message_bytes must be an int of at least 16, got {message_bytes!r}")
     if not isinstance(timeout, timedelta):
         raise _C.Error(f"timeout must be a timedelta, got {timeout!r}")
+    if timeout < timedelta(milliseconds=1):
+        raise _C.Error(f"timeout must be at least a millisecond, got {timeout}")
+    if not all(isinstance(rank, int) and 0 <= rank < group.size() for rank in receivers):
+        raise _C.Error(f"receivers must be ranks of the group, below {group.size()}, got {receivers!r}")
+    return receivers, message_bytes, timeout
+
+
+def _check(model: nn.Module | None) -> None:
     if model is not None and not any(True for _ in states_in(model)):
         raise _C.Error(
             f"{type(model).__name__} is not sharded: call fully_shard on it first, or give None on a rank that only receives"
         )
 
 
-def _target_of(box: WantedBox) -> _Target:
-    """Checks what a rank says of a box that it wants.
+def _target_of(box: WantedBox) -> _C.TransferTarget:
+    if not isinstance(box.into, torch.Tensor) or isinstance(box.into, DTensor):
+        raise _C.Error(
+            f"'{box.name}' is to go into a {type(box.into).__name__}; it takes a tensor with memory of its own, or a view of one"
+        )
+    return _C.TransferTarget(box.name, box.into, None if box.offsets is None else list(box.offsets), box.dtype)
+
+
+def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
+    """Returns this rank's boxes of the tensors of the model, and the other names of tied ones.
 
     Raises:
-        Error: if it can't be.
-    """
-    into = box.into
-    if not isinstance(into, torch.Tensor) or isinstance(into, DTensor) or into.is_meta:
-        raise _C.Error(
-            f"'{box.name}' is to go into a {type(into).__name__}; it takes a tensor with memory of its own, or a view of one"
-        )
-    offsets = [0] * into.ndim if box.offsets is None else list(box.offsets)
-    if len(offsets) != into.ndim:
-        raise _C.Error(f"'{box.name}' is wanted at {offsets}, but goes into a tensor of the shape {list(into.shape)}")
-    dtype = into.dtype if box.dtype is None else box.dtype
-    if dtype != into.dtype and not (dtype.is_floating_point and into.dtype.is_floating_point):
-        raise _C.Error(
-            f"'{box.name}' is to travel as {dtype} into a tensor of {into.dtype}; only floating-point tensors are converted"
-        )
-    return _Target(offsets, list(into.shape), dtype, into.detach())
-
-
-def _held_of(model: nn.Module | None) -> tuple[dict[str, _Held], dict[str, str]]:
-    """Returns this rank's box of each tensor of the model, and the other names of tied ones.
-
-    Raises:
-        Error: for tensors whose values are no plain tensor.
+        Error: for tensors whose values are no plain tensor, or of which it is not known where this rank's part lies.
     """
     if model is None:
-        return {}, {}
+        return [], {}
     for _, state, _ in states_in(model):
         if state.post_optim_event is not None:  # The next forward waits for it, too.
             torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
-    found = model_state(model)
-    held = {
-        item.key.removeprefix(f"{MODEL}."): _Held(item.shape, list(item.offsets), item.values)
-        for item in found.items
-        if item.values.numel() > 0
-    }
+    held: list[_Held] = []
+
+    def add(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
+        name = ".".join(path[1:])
+        shape = list(tensor.shape)
+        local = values_of(name, tensor)
+        if local.numel() > 0:
+            held.extend((name, shape, box.offsets, box.values) for box in _boxes_of(name, tensor, local))
+        return Item(path, shape, [0] * len(shape), local)
+
+    found = model_state(model, add)
     of_prefix = len(MODEL) + 1
     return held, {alias[of_prefix:]: name[of_prefix:] for alias, name in found.aliases.items()}
 
 
-def _signature(held: dict[str, _Held]) -> dict[str, Any]:
-    return {name: (has.shape, has.offsets, has.values.shape, has.values.dtype) for name, has in held.items()}
-
-
-def _intersection(a: _Range, b: _Range) -> _Range | None:
-    begins = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
-    ends = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
-    sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    return (begins, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _part(values: torch.Tensor, begin: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Returns a box out of the values of the box that begins at ``begin``, as a view."""
-    for dimension, (first, offset, size) in enumerate(zip(begin, offsets, sizes, strict=True)):
-        if size != values.size(dimension):
-            values = values.narrow(dimension, offset - first, size)
-    return values
-
-
-def _over(flat: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yields the boxes of a message with their values in its bytes."""
-    begin = 0
-    for box in boxes:
-        *_, sizes, dtype = box
-        end = begin + math.prod(sizes) * dtype.itemsize
-        yield box, flat[begin:end].view(dtype).view(sizes)
-        begin = end
+def _boxes_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[LocalBox]:
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return [LocalBox([0] * tensor.ndim, local)]
+    boxes = local_boxes(tensor, local)
+    if boxes is None:
+        raise _C.Error(
+            f"'{name}': this rank's part, of the shape {list(local.shape)}, is not what its placements {tensor.placements} make of the "
+            f"shape {list(tensor.shape)}"
+        )
+    return boxes

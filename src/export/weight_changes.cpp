@@ -30,22 +30,6 @@ std::string new_id() {
   return id.str();
 }
 
-/// A 1-D tensor's bits as integers, of which a copy and a comparison know no NaN and no sign of zero. Elements of 16 bytes are rows of two.
-at::Tensor bits(const at::Tensor& values) {
-  switch (values.itemsize()) {
-    case 1:
-      return values.view(at::kByte);
-    case 2:
-      return values.view(at::kShort);
-    case 4:
-      return values.view(at::kInt);
-    case 8:
-      return values.view(at::kLong);
-    default:
-      return values.view(at::kLong).view({-1, 2});
-  }
-}
-
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) { return c10::multiply_integers(shape); }
 
 at::ScalarType dtype_of_positions(std::int64_t numel) { return numel <= std::numeric_limits<std::int32_t>::max() ? at::kInt : at::kLong; }
@@ -67,6 +51,21 @@ at::Tensor places_in_whole(const Entry& entry, const at::Tensor& places) {
 }
 
 }  // namespace
+
+at::Tensor bits(const at::Tensor& values) {
+  switch (values.itemsize()) {
+    case 1:
+      return values.view(at::kByte);
+    case 2:
+      return values.view(at::kShort);
+    case 4:
+      return values.view(at::kInt);
+    case 8:
+      return values.view(at::kLong);
+    default:
+      return values.view(at::kLong).view({-1, 2});
+  }
+}
 
 bool is_converted(at::ScalarType dtype) { return at::isFloatingType(dtype) && dtype != at::kFloat4_e2m1fn_x2; }
 

@@ -64,6 +64,8 @@ class Comparison {
   bool everything_;
 };
 
+/// A 1-D tensor's bits as integers, of which a copy and a comparison know no NaN and no sign of zero. Elements of 16 bytes are rows of two.
+at::Tensor bits(const at::Tensor& values);
 /// "all", "the first" or "one per host".
 const char* name_of(WeightReceivers receivers);
 /// What a snapshot's streams must have in common, a line each.

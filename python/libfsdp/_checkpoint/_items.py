@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,13 @@ class ModelState:
     names: dict[int, str]
 
 
-def model_state(model: nn.Module) -> ModelState:
+def model_state(
+    model: nn.Module, make_item: Callable[[tuple[str, ...], torch.Tensor], Item] | None = None
+) -> ModelState:
     """Returns the state of a sharded model, with the names of its state dict.
+
+    Args:
+        make_item: makes the items; None: item_of.
 
     Raises:
         Error: for values that a checkpoint can't hold.
@@ -89,7 +94,7 @@ def model_state(model: nn.Module) -> ModelState:
         if first != key:
             found.aliases[key] = first
             continue
-        found.items.append(item_of((MODEL, name), value))
+        found.items.append((make_item or item_of)((MODEL, name), value))
     return found
 
 
@@ -105,13 +110,12 @@ def clean(name: str) -> str:
     return name
 
 
-def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
-    """Makes the item of a tensor.
+def values_of(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor.
 
     Raises:
-        Error: if it is not a plain tensor, or if it is not known where this rank's part lies.
+        Error: if it is not a plain tensor with memory, or a sum that is pending.
     """
-    key = ".".join(path)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
@@ -122,14 +126,25 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
         )
     if local.is_meta:
         raise _C.Error(f"'{key}' is on the meta device: call model.to_empty(device=...) before")
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise _C.Error(f"'{key}' has the placements {tensor.placements}: a sum that is pending")
+    return local
+
+
+def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
+    """Makes the item of a tensor.
+
+    Raises:
+        Error: if it is not a plain tensor, or if it is not known where this rank's part lies.
+    """
+    key = ".".join(path)
+    local = values_of(key, tensor)
     shape = list(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Item(path, shape, [0] * len(shape), local, everywhere=True)
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return Item(path, shape, [0] * len(shape), local, writes=False)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise _C.Error(f"'{key}' has the placements {tensor.placements}: a sum that is pending")
     # By the protocol of torch.distributed.checkpoint, uneven parts tell where they lie.
     chunks = tensor.__create_chunk_list__()
     if local.numel() == 0:

@@ -147,6 +147,11 @@ c10::intrusive_ptr<c10d::Backend> Rendezvous::group(const Row& row, const std::s
   }
 }
 
+c10::intrusive_ptr<c10d::Store> Rendezvous::store(const std::string& name) const {
+  if (store_ == nullptr) return {};
+  return c10::make_intrusive<c10d::PrefixStore>(name, store_);
+}
+
 c10::intrusive_ptr<c10d::Backend> Rendezvous::gloo_group(const Row& row, const std::string& name) {
   return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
     auto options = c10d::ProcessGroupGloo::Options::create(timeout_);

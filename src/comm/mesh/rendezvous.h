@@ -27,6 +27,8 @@ class Rendezvous {
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::int64_t world_size, std::string prefix,
              std::chrono::milliseconds timeout);
 
+  /// The part of the store under a name; null for a world of one rank.
+  c10::intrusive_ptr<c10d::Store> store(const std::string& name) const;
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
   /// The same with the backend that moves tensors of this device; see register_device_groups().

@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/boxes.h"
@@ -22,7 +24,7 @@ struct HeldBox {
 };
 
 /// What a rank wants of a tensor.
-struct WantedBox {
+struct AskedBox {
   std::string name;
   ckpt::Box box;
   at::ScalarType dtype = at::kFloat;  ///< In which it is sent.
@@ -31,12 +33,12 @@ struct WantedBox {
 /// What a rank has, and what it wants.
 struct RankBoxes {
   std::vector<HeldBox> held;  ///< Boxes without elements count for nothing.
-  std::vector<WantedBox> wanted;
+  std::vector<AskedBox> wanted;
 };
 
 /// A box that gets to a rank, all of it from one rank.
 struct SentBox {
-  std::size_t tensor = 0;  ///< An index into TransferPlan::names.
+  std::size_t tensor = 0;  ///< An index into PlannedMessages::names.
   ckpt::Box box;
   at::ScalarType dtype = at::kFloat;  ///< In which it is sent.
 
@@ -59,7 +61,7 @@ struct OwnBox {
   SentBox box;
 };
 
-struct TransferPlan {
+struct PlannedMessages {
   std::vector<std::string> names;
   std::vector<Message> messages;  ///< By round.
   std::vector<OwnBox> own;        ///< What nobody sends.
@@ -76,6 +78,9 @@ struct TransferPlan {
 ///
 /// Throws Error, which names the rank, for a name that no rank has, a box outside of its tensor, a dtype to which a tensor is not
 /// converted, elements that no rank has, and ranks that do not agree on a tensor's shape or dtype.
-TransferPlan plan_transfer(const std::vector<RankBoxes>& ranks, std::int64_t message_bytes);
+PlannedMessages plan_transfer(const std::vector<RankBoxes>& ranks, std::int64_t message_bytes);
+
+/// The bytes that travel, by sender and receiver.
+std::map<std::pair<int, int>, std::int64_t> bytes_of_pairs(const PlannedMessages& plan);
 
 }  // namespace fsdp::weights
