@@ -78,6 +78,7 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
   fsdp::stop_requested(mesh);  // From here on a signal ends the run after a step, with a checkpoint.
   Report report(options, *run, mesh, loaded);
   report.begin(model, corpus);
+  Writer writer(options, mesh);
 
   const std::int64_t share = options.batch / mesh.size();
   const std::int64_t at_once = share / options.accumulate;
@@ -112,6 +113,7 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
                  .peak_bytes = sharded.memory_stats().total.peak,
                  .done = progress,
                  .seconds_left = seconds_so_far() / progress * (1 - progress)});
+    if (progress < 1) writer.after_step(step, model, report);
     validation.reset();
     if (progress >= 1 || step % options.eval_every == 0) validation = evaluate(model, corpus, options, mesh);
     if (validation && progress < 1) report.validation(step, *validation);
@@ -130,7 +132,7 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
   report.finished({.step = step,
                    .seconds = seconds,
                    .validation = *validation,
-                   .sample = generate(model, options, mesh),
+                   .sample = writer.write(model, &report),
                    .peak_bytes = sharded.memory_stats().total.peak});
   mesh.barrier();
   return 0;

@@ -43,7 +43,8 @@ void validate(const Options& options) {
           "--warmup, --prefetch and --weight-decay must be at least 0");
   require(options.eval_every > 0 && options.eval_sequences > 0 && options.threads > 0,
           "--eval-every, --eval-sequences and --threads must be positive");
-  require(options.sample_tokens >= 0 && options.temperature >= 0, "--sample-tokens and --temperature must be at least 0");
+  require(options.sample_every >= 0 && options.sample_tokens >= 0 && options.temperature >= 0,
+          "--sample-every, --sample-tokens and --temperature must be at least 0");
   require(options.save_every > 0 && options.keep_last >= 0, "--save-every must be positive and --keep-last at least 0");
   require(options.resume != "auto" || !options.save.empty() || !options.run.empty(),
           "--resume auto looks for the newest checkpoint of --run, or in --save: give one of them, too");
@@ -154,7 +155,10 @@ void add_options(CLI::App& app, Options& options) {
           ->excludes("--run")
           ->group("Output");
   app.add_flag("--newest", options.newest, "With --generate: from the newest checkpoint in any case")->needs(generate)->group("Output");
-  option("--sample-tokens", options.sample_tokens, "Bytes to write in the end at most")->group("Output");
+  option("--sample-every", options.sample_every,
+         "Steps between samples, which rank 0 writes beside training by a copy of the model; 0: one in the end")
+      ->group("Output");
+  option("--sample-tokens", options.sample_tokens, "Bytes of a sample at most")->group("Output");
   option("--temperature", options.temperature, "Of the sample: lower is more repetitive, higher is wilder; 0: always the likeliest byte")
       ->group("Output");
 

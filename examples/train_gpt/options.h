@@ -44,6 +44,7 @@ struct Options {
   std::int64_t save_every = 100;
   int keep_last = 2;
   std::string resume = "no";
+  std::int64_t sample_every = 0;  ///< 0: in the end only.
   std::int64_t sample_tokens = 400;
   double temperature = 0.8;
   std::string prompt;         ///< By default one that suits the default data.

@@ -90,6 +90,12 @@ void Report::validation(std::int64_t step, double bits_per_byte) {
   progress_.line(format("step %5d  validation %.3f bits per byte", static_cast<int>(step), bits_per_byte));
 }
 
+void Report::sample(std::int64_t step, const std::string& text) {
+  if (!speaks()) return;
+  log_->write({{"step", step}, {"sample", text}});
+  progress_.line("--- sample of step " + std::to_string(step) + " ---\n" + printable(text) + "\n--------------");
+}
+
 void Report::interrupted(std::int64_t step) {
   if (!speaks()) return;
   log_->write({{"step", step}, {"ended", "by a signal"}});

@@ -34,6 +34,8 @@ class Report {
   void begin(const GPT& model, const Corpus& corpus);
   void step(const StepReport& report);
   void validation(std::int64_t step, double bits_per_byte);
+  /// What the model wrote with the weights of this step.
+  void sample(std::int64_t step, const std::string& text);
   /// Both write the plot, and say what to do next.
   void interrupted(std::int64_t step);
   void finished(const FinalReport& report);

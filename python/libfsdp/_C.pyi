@@ -260,11 +260,14 @@ class WeightStream:
     def __init__(
         self,
         models: Sequence[HookedModel],
-        entries: Sequence[tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int]],
+        state: tuple[
+            Sequence[tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int]],
+            Sequence[tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int]],
+            Sequence[tuple[int, int, int, float, bool]],
+        ],
         *,
         bucket_bytes: int,
         dtype: torch.dtype | None,
-        names: Sequence[str] | None,
         ranks: WeightReceivers,
         since: WeightSnapshot | None,
         problem: str,

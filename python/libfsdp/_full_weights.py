@@ -9,19 +9,23 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from libfsdp import _C
+from libfsdp._adapters import adapters_of
 from libfsdp._changed_weights import ChangedWeights, WeightSnapshot
 from libfsdp._model import form, states_in
+from libfsdp._weight_names import names_that_come
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
+    from libfsdp._adapters import Adapters
     from libfsdp._model import MemberState
 
     Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int]
+    AddedProduct = tuple[int, int, int, float, bool]
 
 Receivers = Literal["all", "first", "one_per_host"]
 _RECEIVERS = {
@@ -94,6 +98,8 @@ def full_weights(
     dtype: torch.dtype | None = None,
     names: Collection[str] | None = None,
     ranks: Receivers = "all",
+    rename: Callable[[str], str] | None = None,
+    merge_adapters: bool = False,
     since: None = None,
 ) -> FullWeights: ...
 
@@ -106,6 +112,8 @@ def full_weights(
     dtype: torch.dtype | None = None,
     names: Collection[str] | None = None,
     ranks: Receivers = "all",
+    rename: Callable[[str], str] | None = None,
+    merge_adapters: bool = False,
     since: WeightSnapshot,
 ) -> ChangedWeights: ...
 
@@ -117,6 +125,8 @@ def full_weights(
     dtype: torch.dtype | None = None,
     names: Collection[str] | None = None,
     ranks: Receivers = "all",
+    rename: Callable[[str], str] | None = None,
+    merge_adapters: bool = False,
     since: WeightSnapshot | None = None,
 ) -> FullWeights | ChangedWeights:
     """Gives the whole parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
@@ -139,13 +149,19 @@ def full_weights(
         names: only these of the names of ``state_dict()``.
         ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
             get buckets without tensors.
+        rename: returns the receiver's name for one of ``state_dict()``; with merge_adapters, for one of the base model.
+        merge_adapters: a weight with LoRA adapters of peft comes as W + scale * B A, of all active adapters, under the name
+            that the base model has for it; adapters do not come. The model stays as it is. The sum is computed in fp32,
+            by each rank for its own part, from whole adapters, and is rounded once.
         since: what the receivers have. Buckets are then lists of WeightChange, of the tensors that do not have the same
             bits: single elements with their positions where these have fewer bytes, and the whole tensor where not. Each
             rank keeps the changes of its shards until the end.
 
     Raises:
         Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; for
-            tensor-parallel parameters; inside of a backward; if the snapshot is of streams of another kind.
+            tensor-parallel parameters; inside of a backward; if the snapshot is of streams of another kind; if ``rename``
+            gives a name twice; for adapters that are no such product (DoRA, those of embeddings and convolutions), or that
+            are merged already.
         ValueError: if the model is not sharded.
     """
     states = [(state, enclosing) for _, state, enclosing in states_in(model)]
@@ -168,12 +184,15 @@ def full_weights(
             form(state, provisional=True)
         if state.model is not None and state.model.engine not in engines:
             engines.append(state.model.engine)
-    entries: list[Entry] = []
+    asked: tuple[list[Entry], list[Entry], list[AddedProduct]] = ([], [], [])
     try:
         if not problem:
-            wanted = None if names is None else set(names)
-            chosen = {name: value for name, value in values.items() if wanted is None or name in wanted}
-            entries = _entries_of(chosen, [state for state, _ in states])
+            members = [state for state, _ in states]
+            adapters = adapters_of(model, values, members) if merge_adapters else None
+            received = names_that_come(values, names, rename, adapters)
+            chosen = {*received, *(adapters.factors(received) if adapters else ())}
+            found = _entries_of({name: value for name, value in values.items() if name in chosen}, members)
+            asked = _asked_for(found, received, adapters)
     except _C.Error as error:
         problem = str(error)
     for state, _ in states:
@@ -181,10 +200,9 @@ def full_weights(
             torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
     stream = _C.WeightStream(
         engines,
-        entries,
+        asked,
         bucket_bytes=1 if problem else bucket_bytes,
         dtype=None if problem else dtype,
-        names=None if problem or names is None else list(names),
         ranks=_RECEIVERS["all" if problem else ranks],
         since=since._snapshot if isinstance(since, WeightSnapshot) else None,
         problem=problem,
@@ -234,6 +252,22 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
         local = _plain(name, parameter.local)
         entries[id(value)] = ([name], list(parameter.shape), local, unit, i, parameter.shard_dim)
     return list(entries.values())
+
+
+def _asked_for(
+    entries: list[Entry], received: dict[str, str], adapters: Adapters | None
+) -> tuple[list[Entry], list[Entry], list[AddedProduct]]:
+    """Returns the entries that come, under the receiver's names, the factors of products, and what they add to which entry."""
+    weights = [entry for entry in entries if entry[0][0] in received]
+    factors = [entry for entry in entries if entry[0][0] not in received]
+    places = {name: i for i, entry in enumerate(factors) for name in entry[0]}
+    added = adapters.products if adapters else {}
+    products = [
+        (i, places[product.up], places[product.down], product.scale, product.transposed)
+        for i, entry in enumerate(weights)
+        for product in added.get(entry[0][0], [])
+    ]
+    return [([received[name] for name in entry[0]], *entry[1:]) for entry in weights], factors, products
 
 
 def _is_replicated(placements: Iterable[Placement]) -> bool:

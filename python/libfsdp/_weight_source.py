@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from libfsdp import _C
+from libfsdp._adapters import adapters_of
 from libfsdp._full_weights import Receivers, full_weights, problem_of
 from libfsdp._model import states_in
+from libfsdp._weight_names import names_that_come
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +50,8 @@ class WeightSource:
         dtype: as in full_weights.
         names: as in full_weights.
         ranks: as in full_weights; on ranks that do not receive, an iteration gives nothing, and has to be run all the same.
-        rename: returns the receiver's name for one of ``state_dict()``.
+        rename: as in full_weights.
+        merge_adapters: as in full_weights.
 
     Raises:
         ValueError: if the model is not sharded.
@@ -63,6 +66,7 @@ class WeightSource:
         names: Collection[str] | None = None,
         ranks: Receivers = "all",
         rename: Callable[[str], str] | None = None,
+        merge_adapters: bool = False,
     ) -> None:
         state = next((state for _, state, _ in states_in(model)), None)
         if state is None:
@@ -73,37 +77,32 @@ class WeightSource:
         self._names = names
         self._ranks = ranks
         self._rename = rename
+        self._merge_adapters = merge_adapters
         self._device = torch.get_device_module(state.mesh.device.type)
 
     def metadata(self) -> list[WeightMetadata]:
         """Returns the name, dtype and shape of each tensor, in the order of iteration. Not collective: nothing is sent.
 
         Raises:
-            Error: if an argument is wrong, a name is unknown, or ``rename`` gives a name twice. An iteration raises it on
-                every rank.
+            Error: if an argument is wrong, a name is unknown, ``rename`` gives a name twice, or adapters can't be merged. An
+                iteration raises it on every rank.
         """
         problem = problem_of(self._bucket_bytes, self._dtype, self._names, self._ranks)
         if problem:
             raise _C.Error(problem)
-        values = {n: v for n, v in self._model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
-        unknown = [name for name in self._names or () if name not in values]
-        if unknown:
-            raise _C.Error(f"full_weights: no parameter or buffer '{unknown[0]}'")
-        wanted = set(values if self._names is None else self._names)
+        values = self._model.state_dict(keep_vars=True)
+        members = [state for _, state, _ in states_in(self._model)]
+        adapters = adapters_of(self._model, values, members) if self._merge_adapters else None
+        received = names_that_come(values, self._names, self._rename, adapters)
         # The names of a tied parameter stand one behind the other.
         tensors: dict[int, list[str]] = {}
-        for name, value in values.items():
-            if name in wanted:
-                tensors.setdefault(id(value), []).append(name)
+        for name in received:
+            tensors.setdefault(id(values[name]), []).append(name)
         found = []
         for name in (name for tied in tensors.values() for name in tied):
             value = values[name]
             dtype = value.dtype if self._dtype is None or not value.is_floating_point() else self._dtype
-            found.append(WeightMetadata(self._renamed(name), dtype, tuple(value.shape)))
-        names = [one.name for one in found]
-        twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
-        if twice:
-            raise _C.Error(f"WeightSource: rename gives '{twice[0]}' for more than one name")
+            found.append(WeightMetadata(received[name], dtype, tuple(value.shape)))
         return found
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,7 +121,13 @@ class WeightSource:
                 two of them, and what a bucket waits for, one stream alone would know.
         """
         with full_weights(
-            self._model, bucket_bytes=self._bucket_bytes, dtype=self._dtype, names=self._names, ranks=self._ranks
+            self._model,
+            bucket_bytes=self._bucket_bytes,
+            dtype=self._dtype,
+            names=self._names,
+            ranks=self._ranks,
+            rename=self._rename,
+            merge_adapters=self._merge_adapters,
         ) as buckets:
             while True:
                 with self._device.stream(stream):
@@ -135,7 +140,4 @@ class WeightSource:
                     if tensor.device.type != "cpu" and (current := self._device.current_stream()) != stream:
                         current.wait_stream(stream)
                         copy.record_stream(current)
-                    yield self._renamed(name), copy
-
-    def _renamed(self, name: str) -> str:
-        return name if self._rename is None else self._rename(name)
+                    yield name, copy

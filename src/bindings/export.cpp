@@ -27,28 +27,40 @@ using weights::WeightStream;
 using GivenEntry =
     std::tuple<std::vector<std::string>, std::vector<std::int64_t>, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t>;
 
+/// What is added to an entry: its index, the indices of two factors, the scale, and whether the entry is the transpose.
+using GivenProduct = std::tuple<std::size_t, std::size_t, std::size_t, double, bool>;
+
 /// The whole tensors, what has changed in others (name, shape, positions, values), and the buffer of all these.
 using GivenBucket =
     std::tuple<std::vector<std::pair<std::string, at::Tensor>>,
                std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::Tensor, at::Tensor>>, std::optional<at::Tensor>>;
 
-std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
-                                          const std::vector<GivenEntry>& entries, std::int64_t bucket_bytes, const py::object& dtype,
-                                          std::optional<std::vector<std::string>> names, WeightReceivers ranks,
-                                          std::shared_ptr<WeightSnapshot> since, std::string problem) {
+std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
+  std::vector<weights::Entry> entries;
+  for (const auto& [names, shape, own, unit, parameter, cut] : given) {
+    entries.push_back({.names = names,
+                       .shape = shape,
+                       .own = own,
+                       .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
+                       .parameter = parameter,
+                       .cut = cut});
+  }
+  return entries;
+}
+
+std::shared_ptr<WeightStream> make_stream(
+    const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
+    const std::tuple<std::vector<GivenEntry>, std::vector<GivenEntry>, std::vector<GivenProduct>>& state, std::int64_t bucket_bytes,
+    const py::object& dtype, WeightReceivers ranks, std::shared_ptr<WeightSnapshot> since, std::string problem) {
   weights::Request request;
   for (const auto& model : models) request.engines.push_back(model->shared_engine());
-  for (const auto& [of_entry, shape, own, unit, parameter, cut] : entries) {
-    request.entries.push_back({.names = of_entry,
-                               .shape = shape,
-                               .own = own,
-                               .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
-                               .parameter = parameter,
-                               .cut = cut});
-  }
+  const auto& [entries, factors, products] = state;
+  request.entries = entries_of(entries);
+  request.factors = entries_of(factors);
+  for (const auto& [entry, up, down, scale, transposed] : products)
+    request.entries.at(entry).added.push_back({up, down, scale, transposed});
   request.options.bucket_bytes = bucket_bytes;
   if (!dtype.is_none()) request.options.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-  request.options.names = std::move(names);
   request.options.ranks = ranks;
   request.options.since = std::move(since);
   request.problem = std::move(problem);
@@ -72,8 +84,8 @@ void bind_export(py::module_& module) {
       .def_property_readonly("nbytes", &WeightSnapshot::nbytes);
   constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
   py::class_<WeightStream, std::shared_ptr<WeightStream>>(module, "WeightStream", "Whole tensors of a model, bucket by bucket.")
-      .def(py::init(&make_stream), py::arg("models"), py::arg("entries"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
-           py::arg("names"), py::arg("ranks"), py::arg("since"), py::arg("problem"))
+      .def(py::init(&make_stream), py::arg("models"), py::arg("state"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
+           py::arg("ranks"), py::arg("since"), py::arg("problem"))
       .def("next",
            [](WeightStream& stream) -> std::optional<GivenBucket> {
              std::optional<WeightBucket> bucket;

@@ -15,7 +15,6 @@
 
 #include "export/weight_stream.h"
 #include "fsdp/error.h"
-#include "memory/accounting.h"
 
 namespace fsdp::weights {
 namespace {
@@ -88,15 +87,30 @@ std::vector<std::int64_t> begins_by_rank(const Entry& entry) {
   return begins;
 }
 
-Comparison::Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything)
-    : entries_(std::move(entries)), saved_(saved), dtype_(dtype), receives_(receives), everything_(everything) {
+at::Tensor put_together(const at::Tensor& values, const Entry& entry, std::int64_t ranks) {
+  if (entry.cut == 0 || ranks < 2 || values.numel() == 0) return values;
+  // From [ranks, ..., slices, ...], as they have arrived, to [..., ranks, slices, ...].
+  auto slices = entry.shape;
+  slices[static_cast<std::size_t>(entry.cut)] /= ranks;
+  slices.insert(slices.begin(), ranks);
+  values.unflatten(entry.cut, {ranks, -1}).copy_(values.clone().view(slices).movedim(0, entry.cut));
+  return values;
+}
+
+Comparison::Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything,
+                       const Adapters& adapters)
+    : entries_(std::move(entries)), saved_(saved), dtype_(dtype), receives_(receives), everything_(everything), adapters_(adapters) {
   saved_.shards.resize(entries_.size());
 }
 
 /// This rank's values as they travel, flat.
 at::Tensor Comparison::now(std::size_t entry) const {
   const auto& own = entries_[entry].own;
-  return own.to(travelling_dtype(entries_[entry], dtype_)).reshape({-1});
+  const auto dtype = travelling_dtype(entries_[entry], dtype_);
+  if (entries_[entry].added.empty()) return own.to(dtype).reshape({-1});
+  const auto merged = at::empty({own.numel()}, own.options().dtype(dtype));
+  adapters_.merge(merged, entries_[entry]);
+  return merged;
 }
 
 /// Which elements of this rank's values have other bits than in the snapshot: bool, 1-D.
@@ -130,6 +144,7 @@ std::vector<Entry> Comparison::take(const Counts& counts) {
       take_changes(i, counts, taken);
     }
   }
+  for (auto& entry : taken) entry.added.clear();  // The snapshot's values have it.
   return taken;
 }
 
@@ -241,7 +256,15 @@ void WeightStream::keep_changes(const FullWeightsOptions& options) {
   saved.state = SnapshotState::kMoving;
   ++saved.streams;
   const bool everything = unknown.front() != 0;
-  Comparison comparison(std::move(entries_), saved, options.dtype, receives_, everything);
+  std::vector<const Entry*> merged;
+  for (const auto& entry : entries_) {
+    if (!entry.added.empty()) merged.push_back(&entry);
+  }
+  if (!merged.empty()) {
+    on_all([&] { count(adapters_.hold(merged)); });
+    adapters_.gather({.operation = "full_weights: the adapters", .unit = {}});
+  }
+  Comparison comparison(std::move(entries_), saved, options.dtype, receives_, everything, adapters_);
   Counts counts;
   if (!everything) {
     std::vector<std::int64_t> changed;
@@ -249,12 +272,12 @@ void WeightStream::keep_changes(const FullWeightsOptions& options) {
     counts = exchange(comparison.entries(), changed);
   }
   on_all([&] { entries_ = comparison.take(counts); });
+  count(-adapters_.release());
   changed_fraction_ = comparison.fraction(counts);
   for (const auto& entry : entries_) {
     if (entry.changed && entry.own.device() == engines_.front()->options().mesh.device())
-      counted_bytes_ += static_cast<std::int64_t>(entry.own.nbytes());
+      count(static_cast<std::int64_t>(entry.own.nbytes()));
   }
-  engines_.front()->accounting().add(memory::Kind::kGatheredParameters, counted_bytes_);
 }
 
 /// Tells the ranks how many elements have changed. `changed`: in this rank's shards, by entry.

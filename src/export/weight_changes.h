@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "export/adapters.h"
 #include "export/weight_entry.h"
 #include "fsdp/full_weights.h"
 
@@ -39,7 +40,9 @@ struct Counts {
 class Comparison {
  public:
   /// `dtype`: see travelling_dtype. `receives`: this rank does, and so needs what is whole on it. `everything`: no element counts as known.
-  Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything);
+  /// `adapters`: holds the factors of all entries.
+  Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything,
+             const Adapters& adapters);
 
   const std::vector<Entry>& entries() const { return entries_; }
   /// The changed elements of this rank's shards, by entry.
@@ -62,6 +65,7 @@ class Comparison {
   std::optional<at::ScalarType> dtype_;
   bool receives_;
   bool everything_;
+  const Adapters& adapters_;
 };
 
 /// A 1-D tensor's bits as integers, of which a copy and a comparison know no NaN and no sign of zero. Elements of 16 bytes are rows of two.

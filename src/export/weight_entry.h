@@ -23,6 +23,14 @@ struct Changed {
   bool is_positions = false;
 };
 
+/// scale * up * down, a product of two thin matrices (an adapter, as LoRA has them), which is added to a tensor when that is packed.
+struct Product {
+  std::size_t up = 0;    ///< [rows, rank]: an index of Request::factors.
+  std::size_t down = 0;  ///< [rank, columns]: the same.
+  double scale = 1;
+  bool transposed = false;  ///< The tensor is [columns, rows].
+};
+
 /// A tensor of a model's state, and what this rank has of it.
 struct Entry {
   std::vector<std::string> names;  ///< Several if it is tied: it then travels once.
@@ -32,6 +40,7 @@ struct Entry {
   std::size_t parameter = 0;           ///< Its index in the unit.
   std::int64_t cut = 0;                ///< The dimension that is cut. Ranks have slices along it, each in row-major order.
   std::optional<Changed> changed = {};
+  std::vector<Product> added = {};  ///< Not in `own`. The tensor has two dimensions then.
 
   /// True if ranks have parts of it.
   bool is_cut() const { return unit != nullptr && !unit->replicated_optimizer(); }
@@ -43,5 +52,7 @@ at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType
 bool is_converted(at::ScalarType dtype);
 /// Where the unit's pieces of an entry that is cut begin, in elements; the last value is the number of all elements.
 std::vector<std::int64_t> begins_by_rank(const Entry& entry);
+/// Gives the elements of a whole tensor their order. `values`: of its shape, with the slices of `ranks` ranks as they have arrived.
+at::Tensor put_together(const at::Tensor& values, const Entry& entry, std::int64_t ranks);
 
 }  // namespace fsdp::weights

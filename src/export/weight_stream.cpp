@@ -55,7 +55,12 @@ std::string text_of(const Request& request, const SavedWeights* snapshot) {
   if (!request.problem.empty()) text << "cannot export: " << request.problem << "\n";
   if (request.options.names) text << request.options.names->size() << " names\n";
   for (const auto& entry : request.entries) {
-    text << "'" << entry.names.front() << "' " << at::IntArrayRef(entry.shape) << " " << c10::toString(entry.own.scalar_type()) << "\n";
+    for (const auto& name : entry.names) text << "'" << name << "' ";
+    text << at::IntArrayRef(entry.shape) << " " << c10::toString(entry.own.scalar_type());
+    for (const auto& [up, down, scale, transposed] : entry.added) {
+      text << " + " << scale << " * '" << request.factors[up].names.front() << "' '" << request.factors[down].names.front() << "'";
+    }
+    text << "\n";
   }
   return text.str();
 }
@@ -67,6 +72,7 @@ WeightStream::WeightStream(Request request)
   check(request);
   const auto text = text_of(request, since_ != nullptr ? since_->saved_.get() : nullptr);
   entries_ = std::move(request.entries);
+  adapters_ = Adapters(std::move(request.factors), engines_.front()->options().mesh.device());
   auto& lead = *engines_.front();
   lead.main().exclusively([&] {
     ranks_.compare(text, {.operation = "full_weights: what is asked for", .unit = {}});
@@ -230,11 +236,32 @@ void WeightStream::start() {
     return;
   }
   const auto& bucket = buckets_[next_];
-  std::exception_ptr failure;
+  const auto to_merge = merged(bucket);
   Flight flight{.plan = &bucket, .buffer = {}, .pending = {}};
-  try {
+  go_on(bucket, [&] {
     flight.buffer = take_buffer(bucket.bytes);
-    fill(bucket, flight.buffer.bytes);
+    if (to_merge.empty()) {
+      fill(bucket, flight.buffer.bytes);
+    } else {
+      count(adapters_.hold(to_merge));
+    }
+  });
+  if (!to_merge.empty()) {
+    adapters_.gather({.operation = "gather of adapters", .unit = bucket.label, .model = engines_.front()->options().model});
+    go_on(bucket, [&] { fill(bucket, flight.buffer.bytes); });
+    count(-adapters_.release());
+  }
+  ahead_ = std::move(flight);
+  ++next_;
+  gather(ahead_);
+}
+
+/// Does `work`, which asks nothing of other ranks, and tells them that this rank goes on. Throws on every rank if it fails on one, or if
+/// one has stopped.
+void WeightStream::go_on(const BucketPlan& bucket, const std::function<void()>& work) const {
+  std::exception_ptr failure;
+  try {
+    work();
   } catch (...) {
     failure = std::current_exception();
   }
@@ -246,9 +273,15 @@ void WeightStream::start() {
         "full_weights: rank " + std::to_string(rank) + (said[rank] == Says::kStops ? " has stopped before " : " has failed before ") +
         bucket.label.substr(1, bucket.label.size() - 2) + "; all ranks must take all buckets, or stop together (training can go on)");
   }
-  ahead_ = std::move(flight);
-  ++next_;
-  gather(ahead_);
+}
+
+/// The entries of a bucket to which products are added.
+std::vector<const Entry*> WeightStream::merged(const BucketPlan& bucket) const {
+  std::vector<const Entry*> found;
+  for (const auto& place : bucket.places) {
+    if (!entries_[place.entry].added.empty()) found.push_back(&entries_[place.entry]);
+  }
+  return found;
 }
 
 WeightStream::Buffer WeightStream::take_buffer(std::int64_t bytes) {
@@ -257,8 +290,7 @@ WeightStream::Buffer WeightStream::take_buffer(std::int64_t bytes) {
   if (!buffer.memory && capacity_ > 0) {
     RECORD_USER_SCOPE(memory::allocation_range(kKind));
     buffer.memory = memory::allocate_shareable(device, capacity_);
-    engines_.front()->accounting().add(kKind, capacity_);
-    counted_bytes_ += capacity_;
+    count(capacity_);
   }
   const auto storage = memory::empty_storage(device);
   memory::attach(*storage.unsafeGetStorageImpl(), buffer.memory.get(), bytes);
@@ -271,13 +303,19 @@ void WeightStream::detach(Buffer& buffer) {
   buffer.bytes = at::Tensor();
 }
 
-/// Converts this rank's parts into their places.
+/// Converts this rank's parts into their places, with what is added to them.
 void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) const {
   Copies conversions;
   for (const auto& place : bucket.places) {
-    const auto& own = entries_[place.entry].own;
+    const auto& entry = entries_[place.entry];
     const auto& range = place.ranges.own;
-    if (range.size > 0) conversions.add(view(buffer, range.begin, range.size).view(place.dtype).view(own.sizes()), own);
+    if (range.size == 0) continue;
+    const auto to = view(buffer, range.begin, range.size).view(place.dtype);
+    if (entry.added.empty()) {
+      conversions.add(to.view(entry.own.sizes()), entry.own);
+    } else {
+      adapters_.merge(to, entry);
+    }
   }
   conversions.run();
 }
@@ -361,14 +399,7 @@ at::Tensor WeightStream::whole(const Place& place, const at::Tensor& buffer) con
   const auto& entry = entries_[place.entry];
   const auto& range = place.ranges.whole;
   const auto values = view(buffer, range.begin, range.size).view(place.dtype).view(entry.shape);
-  const auto ranks = static_cast<std::int64_t>(place.inner_bytes.size());
-  if (entry.cut == 0 || ranks < 2 || values.numel() == 0) return values;
-  // From [ranks, ..., slices, ...], as they have arrived, to [..., ranks, slices, ...].
-  auto slices = entry.shape;
-  slices[static_cast<std::size_t>(entry.cut)] /= ranks;
-  slices.insert(slices.begin(), ranks);
-  values.unflatten(entry.cut, {ranks, -1}).copy_(values.clone().view(slices).movedim(0, entry.cut));
-  return values;
+  return put_together(values, entry, static_cast<std::int64_t>(place.inner_bytes.size()));
 }
 
 std::vector<WeightStream::Says> WeightStream::tell(Says says) const {
@@ -404,11 +435,20 @@ void WeightStream::forget(StreamState state) {
   given_ = {};
   spare_ = {};
   entries_.clear();
+  adapters_ = {};
   if (since_ != nullptr && since_->saved_->state == SnapshotState::kMoving) {
     since_->saved_->state = state == StreamState::kEnded ? SnapshotState::kKnown : SnapshotState::kUnknown;
   }
-  engines_.front()->accounting().remove(kKind, std::exchange(counted_bytes_, 0));
+  count(-counted_bytes_);
   release_engines();
+}
+
+/// Enters memory that this stream has taken, or, below 0, has given back.
+void WeightStream::count(std::int64_t bytes) {
+  auto& accounting = engines_.front()->accounting();
+  counted_bytes_ += bytes;
+  if (bytes > 0) accounting.add(kKind, bytes);
+  if (bytes < 0) accounting.remove(kKind, -bytes);
 }
 
 void WeightStream::release_engines() {

@@ -15,6 +15,7 @@
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
 #include "engine/unit.h"
+#include "export/adapters.h"
 #include "export/weight_changes.h"
 #include "export/weight_entry.h"
 #include "fsdp/full_weights.h"
@@ -25,6 +26,7 @@ namespace fsdp::weights {
 struct Request {
   std::vector<std::shared_ptr<engine::Engine>> engines;  ///< Those of the entries. The mesh of the first one has all ranks.
   std::vector<Entry> entries;
+  std::vector<Entry> factors = {};  ///< Of the products that are added to entries: thin matrices, which are not given.
   FullWeightsOptions options;
   std::string problem;  ///< Why this rank cannot export, as the text of an Error; empty if it can.
 };
@@ -117,6 +119,8 @@ class WeightStream {
   void plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype);
   Place place(std::size_t entry, at::ScalarType dtype, std::int64_t begin);
   void start();
+  void go_on(const BucketPlan& bucket, const std::function<void()>& work) const;
+  std::vector<const Entry*> merged(const BucketPlan& bucket) const;
   Buffer take_buffer(std::int64_t bytes);
   static void detach(Buffer& buffer);
   void fill(const BucketPlan& bucket, const at::Tensor& buffer) const;
@@ -125,11 +129,13 @@ class WeightStream {
   at::Tensor whole(const Place& place, const at::Tensor& buffer) const;
   std::vector<Says> tell(Says says) const;
   std::string end();
+  void count(std::int64_t bytes);
   void forget(StreamState state);
   void release_engines();
 
   std::vector<std::shared_ptr<engine::Engine>> engines_;
   std::vector<Entry> entries_;
+  Adapters adapters_;
   std::shared_ptr<WeightSnapshot> since_;  ///< Or null.
   double changed_fraction_ = 1;
   comm::Ranks ranks_;

@@ -200,6 +200,37 @@ TEST_F(TrainGptRuns, TheSameTextComesOfACheckpointTwice) {
       << nothing.errors;
 }
 
+TEST_F(TrainGptRuns, SamplesAreOfTheWeightsOfTheirStepsAndTrainingGoesOn) {
+  ASSERT_EQ(run("without", tiny({"--run", run_folder("without"), "--prompt", "the "})).exit_code, 0);
+  const std::vector<std::string> often = {"--sample-every", "3", "--save-every", "3", "--keep-last", "0"};
+  auto arguments = tiny({"--run", run_folder("with"), "--prompt", "the "});
+  arguments.insert(arguments.end(), often.begin(), often.end());
+  const auto trained = run("with", arguments);
+  ASSERT_EQ(trained.exit_code, 0) << trained.errors;
+  EXPECT_EQ(losses("with"), losses("without"));
+  std::vector<std::pair<int, std::string>> samples;
+  for (const auto& row : rows("with")) {
+    if (row.contains("sample")) samples.emplace_back(row["step"].get<int>(), row["sample"].get<std::string>());
+  }
+  ASSERT_EQ(samples.size(), 4U);
+  for (std::size_t k = 0; k < samples.size(); ++k) {
+    const auto& [step, text] = samples[k];
+    EXPECT_EQ(step, 3 * static_cast<int>(k + 1));
+    EXPECT_EQ(text.substr(0, 4), "the ");
+    // What --generate writes, where the checkpoint of that step is the only one.
+    const auto alone = run_folder("of_" + std::to_string(step));
+    const auto name = "/checkpoints/step-" + std::to_string(step);
+    std::filesystem::create_directories(alone + "/checkpoints");
+    std::filesystem::copy(run_folder("with") + name, alone + name, std::filesystem::copy_options::recursive);
+    std::filesystem::copy(run_folder("with") + "/config.json", alone + "/config.json");
+    const auto generated = run("text_" + std::to_string(step), {"--generate", alone});
+    ASSERT_EQ(generated.exit_code, 0) << generated.errors;
+    EXPECT_EQ(generated.output, printable(text) + "\n");
+    EXPECT_NE(trained.output.find(printable(text)), std::string::npos) << trained.output;
+  }
+  EXPECT_NE(samples[0].second, samples[3].second);
+}
+
 TEST(Generate, GathersOncePerTextNotPerToken) {
   fsdp::testing::run_ranks(2, [](int rank) {
     const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
@@ -210,7 +241,7 @@ TEST(Generate, GathersOncePerTextNotPerToken) {
     const auto gathered_for = [&](std::int64_t tokens) {
       options.sample_tokens = tokens;
       sharded.reset_wire_stats();
-      const auto text = generate(model, options, mesh);
+      const auto text = Writer(options, mesh).write(model);
       EXPECT_EQ(text.empty(), rank != 0);
       if (rank == 0) {
         EXPECT_GT(text.size(), 4U);

@@ -341,6 +341,19 @@ def refusals() -> None:
     assert_same(some, {name: value for name, value in gathered(model).items() if name in some})
     assert len(some) == 2
     assert clones(model, names=[]) == {}
+
+    def fails_on_one(name: str) -> str:
+        if rank == 1:
+            raise KeyError(name)
+        return name
+
+    refused("rename failed for 'layers.0.weight': KeyError: 'layers.0.weight'", rename=fails_on_one)
+    refused("rename must return a name, and returned None for 'layers.0.weight'", rename=lambda _: None)
+    refused(
+        "'layers.0.weight' and 'layers.1.weight' would both come as 'weight'", rename=lambda name: name.split(".")[-1]
+    )
+    refused("rank 0 has ''0.layers.0.weight' .*, rank 1 has ''1.layers.0.weight'", rename=f"{rank}.{{}}".format)
+    refused("rename failed for 'layers.0.weight': TypeError", rename=5)
     with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard on it first"):
         libfsdp.full_weights(nn.Linear(2, 2))
 
@@ -360,6 +373,30 @@ def refusals() -> None:
 
 def test_what_is_wrong_is_one_error_on_every_rank(ranks: StartRanks) -> None:
     ranks(2).run(refusals)
+
+
+def renamed() -> None:
+    """names are those of the model; what comes has the receiver's, a tied parameter all of them."""
+    for case in ("tied", "batch_norm"):
+        model = shard(seeded(CASES[case]), CASES[case], "libfsdp", Options())
+        a_step(model, case, 0, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = {f"engine.{name}": value for name, value in gathered(model).items()}
+        found = clones(model, rename="engine.{}".format, bucket_bytes=700)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        some = list(expected)[1::2]
+        only = clones(model, rename="engine.{}".format, names=[name.removeprefix("engine.") for name in some])
+        assert only.keys() == set(some)
+    snapshot = libfsdp.WeightSnapshot()
+    for _ in range(2):
+        for bucket in libfsdp.full_weights(model, rename="engine.{}".format, since=snapshot):
+            assert all(change.name in expected for change in bucket)
+    with pytest.raises(libfsdp.Error, match=r"since was used for 'engine\."):
+        libfsdp.full_weights(model, since=snapshot)
+
+
+def test_names_of_the_receiver(ranks: StartRanks) -> None:
+    ranks(2).run(renamed)
 
 
 def tensor_parallel() -> None:

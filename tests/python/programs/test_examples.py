@@ -24,19 +24,39 @@ SHOWS = {
 
 @pytest.mark.parametrize(
     ("name", "lines"),
-    [*((name, 120) for name in SHOWS), ("finetune_llama", 120), ("generate_llama", 120), ("train_gpt", 150)],
+    [
+        *((name, 120) for name in SHOWS),
+        ("finetune_llama", 120),
+        ("generate_llama", 120),
+        ("grpo", 150),
+        ("train_gpt", 150),
+    ],
 )
 def test_example_is_short(name: str, lines: int) -> None:
     assert len((ROOT / "examples" / f"{name}.cpp").read_text().splitlines()) < lines
 
 
-@pytest.mark.parametrize("name", SHOWS)
-def test_example_learns(name: str) -> None:
+def output_of(name: str) -> str:
     environment = {variable: value for variable, value in os.environ.items() if variable not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run([PROGRAMS / name], text=True, capture_output=True, timeout=300, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    losses = [float(loss) for loss in re.findall(r"step \d+  loss (\d+\.\d+)", done.stdout)]
-    assert len(losses) == 5, done.stdout
-    assert losses[-1] < losses[0] / 4, done.stdout
-    assert re.search(SHOWS[name], done.stdout), done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_example_learns(name: str) -> None:
+    output = output_of(name)
+    losses = [float(loss) for loss in re.findall(r"step \d+  loss (\d+\.\d+)", output)]
+    assert len(losses) == 5, output
+    assert losses[-1] < losses[0] / 4, output
+    assert re.search(SHOWS[name], output), output
+
+
+def test_the_generator_follows_the_trainers() -> None:
+    """The seeds are the program's own."""
+    output = output_of("grpo")
+    rewards = [float(reward) for reward in re.findall(r"update \d+  reward (\d\.\d+)", output)]
+    assert rewards[0] < 0.3, output
+    assert rewards[-1] > 0.95, output
+    assert "its logits and the trainers' differ by 0\n" in output

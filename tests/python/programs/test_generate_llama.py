@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,11 @@ def make_tokenizer(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["llama", "qwen3 sliding in part", *(at_night(case) for case in ("llama 3.1", "qwen2", "mistral", "mistral sliding"))],
+    [
+        "llama",
+        "qwen3 sliding in part",
+        *(at_night(case) for case in ("llama 3.1", "qwen2", "mistral", "mistral sliding")),
+    ],
 )
 def test_the_likeliest_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     family, config = CASES[case]
@@ -134,6 +139,51 @@ def test_a_full_context_goes_on_from_its_second_half(tmp_path: Path) -> None:
                 begin = len(tokens) - 8
             tokens.append(int(model(torch.tensor([tokens[begin:]])).logits[0, -1].argmax()))
     assert generate(tmp_path / "model", "--tokens", 40, "--temperature", 0) == tokens
+
+
+def save(folder: Path, seed: int) -> list[int]:
+    """A model with other weights, and what transformers generates with it."""
+    model: Any = make("Llama", folder, eos_token_id=None, seed=seed).eval()
+    written: list[int] = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=12)[0].tolist()
+    return written
+
+
+def test_a_running_generator_has_the_weights_that_are_there_when_a_prompt_comes(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    texts = [save(folder, 7)]
+    command = [PROGRAM, "--model", str(folder), "--prompts", "tokens", "--tokens", "12", "--temperature", "0"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    pipes: dict[str, Any] = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as program:
+
+        def answer() -> list[int]:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            program.stdin.write(",".join(map(str, PROMPT)) + "\n")
+            program.stdin.flush()
+            return [int(token) for token in program.stdout.readline().split(",")]
+
+        assert answer() == texts[0]
+        assert answer() == texts[0]
+        # Written in place, as a trainer in Python does it.
+        texts.append(save(folder, 8))
+        assert answer() == texts[1]
+        # Half of a file is no reason to stop; the weights stay.
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        assert answer() == texts[1]
+        # Another folder that is moved to this place.
+        texts.append(save(tmp_path / "new", 9))
+        folder.rename(tmp_path / "old")
+        (tmp_path / "new").rename(folder)
+        assert answer() == texts[2]
+        _, errors = program.communicate("1,two\n1,9999\n")
+    assert program.returncode == 0
+    assert len({tuple(text) for text in texts}) == 3
+    stays, no_list, unknown = errors.splitlines()
+    assert stays.startswith("the weights stay as they were: ")
+    assert no_list == "no answer: '1,two' is no list of tokens (1,2,3)"
+    assert unknown == f"no answer: the prompt has the token 9999, and the model has {VOCABULARY} of them"
 
 
 @pytest.mark.nightly

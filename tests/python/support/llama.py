@@ -89,9 +89,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(family: str, folder: Path, most: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any) -> nn.Module:
+def make(
+    family: str, folder: Path, most: str = "1GB", dtype: torch.dtype = torch.float32, seed: int = 7, **config: Any
+) -> nn.Module:
     """A model with random values, biases and norms too, saved in files of at most `most`."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model: Any = hugging_face.build(family, f"{family}ForCausalLM", **{**SMALL, **config})()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
