@@ -178,7 +178,7 @@ class HookedModel:
     ) -> None: ...
     def set_prefetch_depth(self, depth: int) -> None: ...
     def memory_stats(self) -> dict[str, int]: ...
-    def wire_stats(self) -> dict[str, int]: ...
+    def wire_stats(self, further: Sequence[DeviceMesh]) -> dict[str, int]: ...
 
 def step_adam(
     optimizer: str,
@@ -258,7 +258,17 @@ class WeightStream:
     def __init__(
         self,
         models: Sequence[HookedModel],
-        entries: Sequence[tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int]],
+        entries: Sequence[
+            tuple[
+                list[str],
+                list[int],
+                torch.Tensor,
+                ShownUnit | None,
+                int,
+                int,
+                tuple[list[DeviceMesh], list[list[int]], list[list[tuple[list[int], list[int], list[int]]]]] | None,
+            ]
+        ],
         *,
         bucket_bytes: int,
         dtype: torch.dtype | None,
@@ -266,6 +276,7 @@ class WeightStream:
         ranks: WeightReceivers,
         since: WeightSnapshot | None,
         problem: str,
+        meshes: Sequence[DeviceMesh],
     ) -> None: ...
     def next(
         self,

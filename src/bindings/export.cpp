@@ -22,29 +22,51 @@ namespace {
 using torch_python::ShownUnit;
 using weights::WeightStream;
 
-/// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, and the
-/// dimension that is cut.
-using GivenEntry =
-    std::tuple<std::vector<std::string>, std::vector<std::int64_t>, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t>;
+using Sizes = std::vector<std::int64_t>;
+
+/// Meshes along whose dimensions a tensor is cut, and by rank the shape of its piece, and the boxes of that: where each begins in the piece
+/// and in the tensor, and its sizes.
+using GivenAssembly = std::tuple<std::vector<DeviceMesh>, std::vector<Sizes>, std::vector<std::vector<std::tuple<Sizes, Sizes, Sizes>>>>;
+
+/// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, the
+/// dimension that is cut, and how the whole is put together if a unit has pieces only (or None).
+using GivenEntry = std::tuple<std::vector<std::string>, Sizes, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t,
+                              std::optional<GivenAssembly>>;
 
 /// The whole tensors, what has changed in others (name, shape, positions, values), and the buffer of all these.
 using GivenBucket =
     std::tuple<std::vector<std::pair<std::string, at::Tensor>>,
                std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::Tensor, at::Tensor>>, std::optional<at::Tensor>>;
 
+std::shared_ptr<const weights::Assembly> assembly_of(const std::optional<GivenAssembly>& given) {
+  if (!given) return nullptr;
+  const auto& [meshes, shapes, boxes] = *given;
+  weights::Assembly assembly{.rows = {}, .shapes = shapes, .boxes = {}};
+  for (const auto& mesh : meshes) {
+    for (const auto& dim : mesh.dims()) assembly.rows.push_back(mesh.communicator(dim.name));
+  }
+  for (const auto& of_rank : boxes) {
+    auto& placed = assembly.boxes.emplace_back();
+    for (const auto& [in_piece, in_whole, sizes] : of_rank) placed.push_back({.in_piece = in_piece, .in_whole = in_whole, .sizes = sizes});
+  }
+  return std::make_shared<const weights::Assembly>(std::move(assembly));
+}
+
 std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
                                           const std::vector<GivenEntry>& entries, std::int64_t bucket_bytes, const py::object& dtype,
                                           std::optional<std::vector<std::string>> names, WeightReceivers ranks,
-                                          std::shared_ptr<WeightSnapshot> since, std::string problem) {
+                                          std::shared_ptr<WeightSnapshot> since, std::string problem, std::vector<DeviceMesh> meshes) {
   weights::Request request;
   for (const auto& model : models) request.engines.push_back(model->shared_engine());
-  for (const auto& [of_entry, shape, own, unit, parameter, cut] : entries) {
+  request.meshes = std::move(meshes);
+  for (const auto& [of_entry, shape, own, unit, parameter, cut, assembly] : entries) {
     request.entries.push_back({.names = of_entry,
                                .shape = shape,
                                .own = own,
                                .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
                                .parameter = parameter,
-                               .cut = cut});
+                               .cut = cut,
+                               .assembly = assembly_of(assembly)});
   }
   request.options.bucket_bytes = bucket_bytes;
   if (!dtype.is_none()) request.options.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
@@ -73,7 +95,7 @@ void bind_export(py::module_& module) {
   constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
   py::class_<WeightStream, std::shared_ptr<WeightStream>>(module, "WeightStream", "Whole tensors of a model, bucket by bucket.")
       .def(py::init(&make_stream), py::arg("models"), py::arg("entries"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
-           py::arg("names"), py::arg("ranks"), py::arg("since"), py::arg("problem"))
+           py::arg("names"), py::arg("ranks"), py::arg("since"), py::arg("problem"), py::arg("meshes"))
       .def("next",
            [](WeightStream& stream) -> std::optional<GivenBucket> {
              std::optional<WeightBucket> bucket;

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import support.comparison  # noqa: F401  # MKL's rounding
+from support.marks import at_night
 
+from differential.exports import execute_with_exports
 from differential.features import PROFILES, features
 from differential.generate import generate
 from differential.program import readable
@@ -26,9 +28,25 @@ def runner() -> Iterator[Runner]:
     made.end()
 
 
+@pytest.fixture(scope="module")
+def exporting_runner() -> Iterator[Runner]:
+    made = Runner(executes=execute_with_exports)
+    yield made
+    made.end()
+
+
 @pytest.mark.parametrize("profile", ["", *PROFILES])
 def test_random_programs_follow_plain_replicas(runner: Runner, profile: str) -> None:
     for seed in range(5000, 5000 + PROGRAMS):
         program = generate(seed, features(only=filter(None, [profile])))
         failure = runner.run(program)
         assert failure is None, f"--only '{profile}' --seed {seed}: {failure.text}\n{readable(program)}"
+
+
+@pytest.mark.parametrize("first", [6000, *(at_night(first) for first in range(6010, 6100, 10))])
+def test_weights_out_of_random_programs(exporting_runner: Runner, first: int) -> None:
+    """Of models of all kinds, in all forms, at any moment between microbatches; and what comes after is as it would be without."""
+    for seed in range(first, first + 10):
+        program = generate(seed, features())
+        failure = exporting_runner.run(program)
+        assert failure is None, f"--seed {seed} --exports: {failure.text}\n{readable(program)}"
