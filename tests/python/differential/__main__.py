@@ -11,12 +11,10 @@ import time
 import support.comparison  # noqa: F401  # MKL's rounding, before the first product
 import torch
 
-from differential.exports import execute_with_exports
 from differential.features import WITHOUT_FSDP2, features
 from differential.generate import generate
 from differential.program import readable
 from differential.runner import Runner
-from differential.sharded import execute
 from differential.shrink import shrink
 
 torch.set_num_threads(1)
@@ -36,7 +34,6 @@ def main() -> int:
         default="libfsdp",
         help="or fsdp2, to check the replicas, without features that it has not",
     )
-    parser.add_argument("--exports", action="store_true", help="with streams of whole weights at random moments")
     parser.add_argument("--shrink", type=float, default=90.0, help="seconds for making a failing program smaller")
     arguments = parser.parse_args()
     left_out = names(arguments.without)
@@ -48,7 +45,7 @@ def main() -> int:
         if arguments.seed is not None
         else itertools.count(random.randrange(10**6) * 10**3 if arguments.begin is None else arguments.begin)
     )
-    runner = Runner(arguments.implementation, executes=execute_with_exports if arguments.exports else execute)
+    runner = Runner(arguments.implementation)
     begin, programs, kinds = time.monotonic(), 0, dict[str, int]()
     try:
         for seed in itertools.islice(seeds, arguments.seeds):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from support.training import full
 from torch import Tensor
@@ -85,6 +86,22 @@ class Exporter:
         return {name: full(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def execute_with_exports(program: Program, implementation: str) -> Any:
-    """As execute."""
-    return execute(program, implementation, Exporter(program))
+def same(a: Any, b: Any) -> bool:
+    """Whether two records have the same bits."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(value, b[name]) for name, value in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+def live_with_exports(program: Program) -> None:
+    """The program's lives without streams, and with them: nothing else is different."""
+    without = execute(program, "libfsdp")
+    beside = execute(program, "libfsdp", Exporter(program))
+    for op, *records in zip(program.operations, without[2], beside[2], strict=True):
+        # What modules show may be shards, as after any state dict, where it would be whole.
+        a, b = ([one[1:] if op.what == "read" else one for one in of_lives] for of_lives in records)
+        assert same(a, b), f"after {op}: {b}, and without streams {a}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from support.ranks import RankError, Ranks
 
@@ -32,28 +30,17 @@ class Failure:
 
 
 class Runner:
-    """Ranks by their number, started when they are first used, and anew after a failure that they do not survive.
+    """Ranks by their number, started when they are first used, and anew after a failure that they do not survive."""
 
-    Args:
-        implementation: of fully_shard.
-        limit: seconds for a program.
-        executes: what ranks do with a program.
-    """
-
-    def __init__(
-        self,
-        implementation: str = "libfsdp",
-        limit: float = LIMIT,
-        executes: Callable[[Program, str], Any] = execute,
-    ) -> None:
-        self.implementation, self.limit, self.executes = implementation, limit, executes
+    def __init__(self, implementation: str = "libfsdp", limit: float = LIMIT) -> None:
+        self.implementation, self.limit = implementation, limit
         self._ranks: dict[int, Ranks] = {}
 
     def run(self, program: Program) -> Failure | None:
         """None: all is right."""
         ranks = self._ranks.setdefault(program.world, Ranks(program.world))
         try:
-            traces = ranks.run(self.executes, program, self.implementation, limit=self.limit)
+            traces = ranks.run(execute, program, self.implementation, limit=self.limit)
         except RankError as error:
             return failure_of(program, str(error))
         wrong = check(program, traces, other_order=self.implementation == "fsdp2")

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 import support.comparison  # noqa: F401  # MKL's rounding
 from support.marks import at_night
+from support.ranks import RankError, StartRanks
 
-from differential.exports import execute_with_exports
+from differential.exports import live_with_exports
 from differential.features import PROFILES, features
 from differential.generate import generate
 from differential.program import readable
@@ -28,13 +29,6 @@ def runner() -> Iterator[Runner]:
     made.end()
 
 
-@pytest.fixture(scope="module")
-def exporting_runner() -> Iterator[Runner]:
-    made = Runner(executes=execute_with_exports)
-    yield made
-    made.end()
-
-
 @pytest.mark.parametrize("profile", ["", *PROFILES])
 def test_random_programs_follow_plain_replicas(runner: Runner, profile: str) -> None:
     for seed in range(5000, 5000 + PROGRAMS):
@@ -44,9 +38,11 @@ def test_random_programs_follow_plain_replicas(runner: Runner, profile: str) -> 
 
 
 @pytest.mark.parametrize("first", [6000, *(at_night(first) for first in range(6010, 6100, 10))])
-def test_weights_out_of_random_programs(exporting_runner: Runner, first: int) -> None:
+def test_weights_out_of_random_programs(ranks: StartRanks, first: int) -> None:
     """Of models of all kinds, in all forms, at any moment between microbatches; and what comes after is as it would be without."""
     for seed in range(first, first + 10):
         program = generate(seed, features())
-        failure = exporting_runner.run(program)
-        assert failure is None, f"--seed {seed} --exports: {failure.text}\n{readable(program)}"
+        try:
+            ranks(program.world).run(live_with_exports, program)
+        except RankError as error:
+            pytest.fail(f"seed {seed}: {error}\n{readable(program)}")
