@@ -4,8 +4,9 @@ Each round, every contender gives all whole tensors on all ranks, one contender 
 and ranges over rounds of the slowest rank, and the median of the processor's time that it has used, which other load on the
 machine changes less. Contenders: libfsdp's full_weights, also in bfloat16; and with FSDP2, a loop
 of full_tensor() over the state dict, also converted to bfloat16, and torch's get_model_state_dict. Once over messages
-(FSDP_SHARED_MEMORY=0), and once over the memory that ranks of a host share, which FSDP2 does not use. "hidden" is how much of
-the gathers lies behind a consumer that takes as long as they do: 1 - (together - consumer) / gathers.
+(FSDP_SHARED_MEMORY=0), and once over the memory that ranks of a host share, which FSDP2 does not use; each with 2 and with 4 ranks.
+"hidden" is how much of the gathers lies behind a consumer that takes as long as they do, in each round:
+1 - (together - consumer) / gathers.
 
 With FSDP_TEST_DEVICE=cuda, ranks train on GPUs, over NCCL; of the kit for GPUs (docs/run/gpu.md), this is a program of stage 8.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -72,23 +74,24 @@ def shard(model: nn.Sequential, by: Callable[..., Any]) -> Any:
 
 
 def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, list[list[float]]]:
-    """On each rank: seconds, and seconds of the processor, by contender and round."""
+    """By contender and round, of the slowest rank: seconds, seconds of the processor, and those that the consumer has taken last."""
     import libfsdp  # only ranks need it
 
     ours, theirs = (shard(build(layers, dim).to(device.TYPE), by) for by in (libfsdp.fully_shard, fsdp2))
     pause = 0.0  # what the consumer means to take for a bucket
-    consumer: list[float] = []  # what it has taken, by round
+    consumed = 0.0  # what it has taken, in its last round
 
     def stream(dtype: torch.dtype | None = None) -> None:
         for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes, dtype=dtype):
             pass
 
     def consume() -> None:
-        consumer.append(0.0)
+        nonlocal consumed
+        consumed = 0.0
         for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes):
             begin = time.perf_counter()
             time.sleep(pause)
-            consumer[-1] += time.perf_counter() - begin
+            consumed += time.perf_counter() - begin
 
     def loop(dtype: torch.dtype) -> None:
         for value in theirs.state_dict().values():
@@ -116,47 +119,49 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
             run()
             synchronize()
             end = time.perf_counter(), time.process_time()
-            seconds = torch.tensor([end[0] - begin[0], end[1] - begin[1]], dtype=torch.float64)
+            seconds = torch.tensor([end[0] - begin[0], end[1] - begin[1], consumed], dtype=torch.float64)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if number > 0:  # The first round warms up.
                 times[name].append(seconds.tolist())
             if name == OURS:
                 pause = seconds[0].item() / buckets
-    times["consumer"] = [[seconds] for seconds in consumer[1:]]
     return times
 
 
-def summary(times: dict[str, list[list[float]]]) -> tuple[list[dict[str, Any]], float]:
+def summary(times: dict[str, list[list[float]]]) -> tuple[list[dict[str, Any]], str]:
     """A row for each contender, and how much is hidden."""
-    of_consumer = statistics.median(seconds for (seconds,) in times.pop("consumer"))
     median = {name: [statistics.median(values) for values in zip(*of, strict=True)] for name, of in times.items()}
     best = {False: [min(median[LOOP][k], median[STATE_DICT][k]) for k in (0, 1)], True: median[LOOP_BF16]}
     found = []
     for name, of in times.items():
-        wall, used = median[name]
+        wall, used, _ = median[name]
         of_wall, of_used = (round(median[name][k] / best["bf16" in name][k], 2) for k in (0, 1))
         least, most = min(one[0] for one in of), max(one[0] for one in of)
         row = {"ms": f"{wall * 1e3:.0f}", "range": f"{least * 1e3:.0f} to {most * 1e3:.0f}", "to FSDP2's best": of_wall}
         found.append({"name": name, **row, "processor ms": f"{used * 1e3:.0f}", "its ratio": of_used})
-    return found, 1 - (median[CONSUMED][0] - of_consumer) / median[OURS][0]
+    hidden = [
+        1 - (together - consumer) / alone
+        for (together, _, consumer), (alone, *_) in zip(times[CONSUMED], times[OURS], strict=True)
+    ]
+    return found, f"{statistics.median(hidden):.0%} ({min(hidden):.0%} to {max(hidden):.0%})"
 
 
-def report(transport: str, times: dict[str, list[list[float]]]) -> None:
+def report(transport: str, ranks: int, times: dict[str, list[list[float]]]) -> None:
     found, hidden = summary(times)
-    print(f"\n{transport}:\n| {' | '.join(found[0])} |\n{'|---' * len(found[0])}|")
+    print(f"\n{ranks} ranks, {transport}:\n| {' | '.join(found[0])} |\n{'|---' * len(found[0])}|")
     for row in found:
         print(f"| {' | '.join(str(value) for value in row.values())} |")
-    print(f"\nHidden behind a consumer: {hidden:.0%}", flush=True)
+    print(f"\nHidden behind a consumer: {hidden}", flush=True)
     if "GPU_KIT_ROWS" in os.environ:
         rows: Any = importlib.import_module("rows")
         for row in found:
-            rows.record(f"weights: {row.pop('name')}", "measured", **row)
-        rows.record("weights, hidden behind a consumer", "measured", part=f"{hidden:.0%}")
+            rows.record(f"weights on {ranks} ranks: {row.pop('name')}", "measured", **row)
+        rows.record(f"weights on {ranks} ranks, hidden behind a consumer", "measured", part=hidden)
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--layers", type=int, default=166)
     arguments.add_argument("--dim", type=int, default=234)
@@ -173,10 +178,10 @@ def main() -> int:
     model = build(given.layers, given.dim)
     count, size = len(list(model.parameters())), sum(4 * p.numel() for p in model.parameters())
     print("\n".join(f"{key}: {value}" for key, value in describe_machine().items()))
-    print(f"{count} parameters, {size / 1e6:.0f} MB, {given.ranks} ranks, {given.rounds} rounds")
+    print(f"{count} parameters, {size / 1e6:.0f} MB, {given.rounds} rounds")
     transports = (("messages", "0"), ("shared memory", "1")) if device.TYPE == "cpu" else ((device.BACKEND, "0"),)
-    for transport, setting in transports:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
+    for ranks, (transport, setting) in itertools.product(given.ranks, transports):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         ran = subprocess.run(
             [*command, *sys.argv],
             env={**os.environ, "FSDP_SHARED_MEMORY": setting, "OMP_NUM_THREADS": "1"},
@@ -184,7 +189,7 @@ def main() -> int:
             text=True,
             check=True,
         )
-        report(transport, json.loads(ran.stdout.splitlines()[-1]))
+        report(transport, ranks, json.loads(ran.stdout.splitlines()[-1]))
     return 0
 
 

@@ -149,8 +149,9 @@ class FullWeights {
 };
 
 /// Gives the whole main parameters and buffers of a sharded model, bucket by bucket. `module`: the root, or a unit, of which the whole
-/// model is given. Collective. Main parameters are read, and nothing is changed: between steps, and between microbatches. Throws Error on
-/// every rank if names are unknown, if the ranks ask for different things, inside of a backward, and for tensor-parallel parameters.
+/// model is given. Tensor-parallel parameters are whole, too. Collective, also over the ranks that have their pieces. Main parameters are
+/// read, and nothing is changed: between steps, and between microbatches. Throws Error on every rank if names are unknown, if the ranks ask
+/// for different things, and inside of a backward.
 FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options = {});
 
 }  // namespace fsdp

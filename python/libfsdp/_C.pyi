@@ -179,7 +179,7 @@ class HookedModel:
     ) -> None: ...
     def set_prefetch_depth(self, depth: int) -> None: ...
     def memory_stats(self) -> dict[str, int]: ...
-    def wire_stats(self) -> dict[str, int]: ...
+    def wire_stats(self, further: Sequence[DeviceMesh]) -> dict[str, int]: ...
 
 def step_report(model: HookedModel, steps: int) -> dict[str, Any]: ...
 def step_adam(
@@ -256,13 +256,16 @@ class WeightReceivers:
     @property
     def value(self) -> int: ...
 
+_GivenAssembly = tuple[list[DeviceMesh], list[list[int]], list[list[tuple[list[int], list[int], list[int]]]]]
+_GivenEntry = tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int, _GivenAssembly | None]
+
 class WeightStream:
     def __init__(
         self,
         models: Sequence[HookedModel],
         state: tuple[
-            Sequence[tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int]],
-            Sequence[tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int]],
+            Sequence[_GivenEntry],
+            Sequence[_GivenEntry],
             Sequence[tuple[int, int, int, float, bool]],
         ],
         *,
@@ -271,6 +274,7 @@ class WeightStream:
         ranks: WeightReceivers,
         since: WeightSnapshot | None,
         problem: str,
+        meshes: Sequence[DeviceMesh],
     ) -> None: ...
     def next(
         self,

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
 from libfsdp._adapters import adapters_of
+from libfsdp._assembly import assembly_of, dims_of, further_dims, meshes_of_all
 from libfsdp._changed_weights import ChangedWeights, WeightSnapshot
 from libfsdp._model import form, states_in
 from libfsdp._weight_names import names_that_come
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
-    from torch.distributed.tensor.placement_types import Placement
 
     from libfsdp._adapters import Adapters
+    from libfsdp._assembly import Assembly
     from libfsdp._model import MemberState
 
-    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int]
+    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None]
     AddedProduct = tuple[int, int, int, float, bool]
 
 Receivers = Literal["all", "first", "one_per_host"]
@@ -137,6 +138,8 @@ def full_weights(
     its names, one behind the other. The values are those of the shards, which are read and not changed: between steps, and between
     microbatches.
 
+    Pieces of tensor parallelism, and of experts that are DTensors on a mesh of their own, are put together, too.
+
     All ranks take all buckets, or stop. A rank may stop at any time, by ``close()``, by the end of a ``with``, or by an
     exception in a ``for``: it waits until the others have come to their next bucket, which is then an Error on those
     that go on, and training can continue. If the model is used before the end, the iterator is closed, which is an
@@ -158,10 +161,9 @@ def full_weights(
             rank keeps the changes of its shards until the end.
 
     Raises:
-        Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; for
-            tensor-parallel parameters; inside of a backward; if the snapshot is of streams of another kind; if ``rename``
-            gives a name twice; for adapters that are no such product (DoRA, those of embeddings and convolutions), or that
-            are merged already.
+        Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; inside of a
+            backward; if the snapshot is of streams of another kind; if ``rename`` gives a name twice; for adapters that are
+            no such product (DoRA, those of embeddings and convolutions), or that are merged already.
         ValueError: if the model is not sharded.
     """
     states = [(state, enclosing) for _, state, enclosing in states_in(model)]
@@ -185,7 +187,12 @@ def full_weights(
         if state.model is not None and state.model.engine not in engines:
             engines.append(state.model.engine)
     asked: tuple[list[Entry], list[Entry], list[AddedProduct]] = ([], [], [])
+    meshes: list[_C.DeviceMesh] = []
     try:
+        # Of all parameters, whatever is asked for: ranks must agree on whom they ask.
+        of_units = {id(parameter.sharded) for state, _ in states for parameter in state.parameters}
+        others = (p for p in (*model.parameters(), *model.buffers()) if id(p) not in of_units)
+        meshes = meshes_of_all([state for state, _ in states], others)
         if not problem:
             members = [state for state, _ in states]
             adapters = adapters_of(model, values, members) if merge_adapters else None
@@ -206,6 +213,7 @@ def full_weights(
         ranks=_RECEIVERS["all" if problem else ranks],
         since=since._snapshot if isinstance(since, WeightSnapshot) else None,
         problem=problem,
+        meshes=meshes,
     )
     return FullWeights(stream) if since is None else ChangedWeights(stream)
 
@@ -231,7 +239,7 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
     Raises:
         Error: for a tensor that the engine can't put together.
     """
-    sharded = {id(p.sharded): (state.unit, i, p) for state in states for i, p in enumerate(state.parameters)}
+    sharded = {id(p.sharded): (state, i, p) for state in states for i, p in enumerate(state.parameters)}
     entries: dict[int, Entry] = {}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -239,18 +247,18 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
         if id(value) in entries:
             entries[id(value)][0].append(name)
             continue
-        unit, i, parameter = sharded.get(id(value), (None, 0, None))
-        if parameter is None or parameter.spec is None:
-            whole = _plain(name, value)
-            entries[id(value)] = ([name], list(whole.shape), whole, None, 0, 0)
+        state, i, parameter = sharded.get(id(value), (None, 0, None))
+        if state is None or parameter is None or parameter.spec is None:
+            local, assembly = _plain(name, value), None
+            if isinstance(value, DTensor):
+                assembly = assembly_of(name, value.shape, local.shape, dims_of(value._spec))
+            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly)
             continue
-        if parameter.whole_spec is not None and not _is_replicated(parameter.whole_spec.placements):
-            raise _C.Error(
-                f"full_weights: parameter '{name}' is tensor-parallel ({parameter.whole_spec.placements}), so other ranks "
-                "have the rest of it; use its full_tensor()"
-            )
+        dims = further_dims(parameter, state)
+        shape = parameter.spec.shape if dims else parameter.shape
+        assembly = assembly_of(name, shape, parameter.shape, dims)
         local = _plain(name, parameter.local)
-        entries[id(value)] = ([name], list(parameter.shape), local, unit, i, parameter.shard_dim)
+        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly)
     return list(entries.values())
 
 
@@ -270,18 +278,14 @@ def _asked_for(
     return [([received[name] for name in entry[0]], *entry[1:]) for entry in weights], factors, products
 
 
-def _is_replicated(placements: Iterable[Placement]) -> bool:
-    return all(isinstance(placement, Replicate) for placement in placements)
-
-
 def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's values as an ordinary tensor over the same memory.
+    """Returns the values that this rank has of a tensor as an ordinary tensor over the same memory.
 
     Raises:
         Error: if there is none.
     """
     tensor = value.detach()
-    if isinstance(tensor, DTensor) and _is_replicated(tensor.placements):
+    if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     while type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]]

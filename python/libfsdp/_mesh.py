@@ -215,11 +215,21 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
     rows = _rows_of(mesh, shards)
     if own_collectives:
         return replace(_over_python(mesh, rows, shards), is_own=True)
-    key = (shards, *(row.group.group_name for row in rows if row.group is not None))
+    key = _key_of(rows, shards)
     if key not in world.meshes:
         world.meshes[key] = _make(mesh, rows, shards, world)
     made = world.meshes[key]
     return made if made.mesh == mesh else replace(made, mesh=mesh)
+
+
+def known_mesh(mesh: DeviceMesh) -> ShardingMesh | None:
+    """Returns the engine's view of a mesh that shards, if it has been made."""
+    world = _worlds.get(dist.distributed_c10d._get_default_group())
+    return None if world is None else world.meshes.get(_key_of(_rows_of(mesh, True), True))
+
+
+def _key_of(rows: list[_Row], shards: bool) -> tuple[Any, ...]:
+    return (shards, *(row.group.group_name for row in rows if row.group is not None))
 
 
 def neighbours_mesh(mesh: DeviceMesh, neighbours: int) -> DeviceMesh:

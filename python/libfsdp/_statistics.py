@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from libfsdp._assembly import known_further_meshes
 from libfsdp._fsdp_module import FSDPModule
 from libfsdp._model import states_in
 
@@ -32,6 +33,8 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
 def wire_stats(module: nn.Module) -> dict[str, int]:
     """Returns what this rank has sent, in bytes, and the number of collectives that it has started, since the meshes were made.
 
+    Rows of tensor parallelism, over which weights are exported, count, too.
+
     `shared_memory_bytes` says how many of these bytes peers on this host read from this rank's memory. The rest went over the wire.
 
     Args:
@@ -40,7 +43,8 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
-    return engine_of(module).wire_stats()
+    engine = engine_of(module)
+    return engine.wire_stats(known_further_meshes(state for _, state, _ in states_in(module)))
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,16 @@ namespace {
 using torch_python::ShownUnit;
 using weights::WeightStream;
 
-/// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, and the
-/// dimension that is cut.
-using GivenEntry =
-    std::tuple<std::vector<std::string>, std::vector<std::int64_t>, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t>;
+using Sizes = std::vector<std::int64_t>;
+
+/// Meshes along whose dimensions a tensor is cut, and by rank the shape of its piece, and the boxes of that: where each begins in the piece
+/// and in the tensor, and its sizes.
+using GivenAssembly = std::tuple<std::vector<DeviceMesh>, std::vector<Sizes>, std::vector<std::vector<std::tuple<Sizes, Sizes, Sizes>>>>;
+
+/// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, the
+/// dimension that is cut, and how the whole is put together if a unit has pieces only (or None).
+using GivenEntry = std::tuple<std::vector<std::string>, Sizes, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t,
+                              std::optional<GivenAssembly>>;
 
 /// What is added to an entry: its index, the indices of two factors, the scale, and whether the entry is the transpose.
 using GivenProduct = std::tuple<std::size_t, std::size_t, std::size_t, double, bool>;
@@ -35,15 +41,30 @@ using GivenBucket =
     std::tuple<std::vector<std::pair<std::string, at::Tensor>>,
                std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::Tensor, at::Tensor>>, std::optional<at::Tensor>>;
 
+std::shared_ptr<const weights::Assembly> assembly_of(const std::optional<GivenAssembly>& given) {
+  if (!given) return nullptr;
+  const auto& [meshes, shapes, boxes] = *given;
+  weights::Assembly assembly{.rows = {}, .shapes = shapes, .boxes = {}};
+  for (const auto& mesh : meshes) {
+    for (const auto& dim : mesh.dims()) assembly.rows.push_back(mesh.communicator(dim.name));
+  }
+  for (const auto& of_rank : boxes) {
+    auto& placed = assembly.boxes.emplace_back();
+    for (const auto& [in_piece, in_whole, sizes] : of_rank) placed.push_back({.in_piece = in_piece, .in_whole = in_whole, .sizes = sizes});
+  }
+  return std::make_shared<const weights::Assembly>(std::move(assembly));
+}
+
 std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
   std::vector<weights::Entry> entries;
-  for (const auto& [names, shape, own, unit, parameter, cut] : given) {
+  for (const auto& [names, shape, own, unit, parameter, cut, assembly] : given) {
     entries.push_back({.names = names,
                        .shape = shape,
                        .own = own,
                        .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
                        .parameter = parameter,
-                       .cut = cut});
+                       .cut = cut,
+                       .assembly = assembly_of(assembly)});
   }
   return entries;
 }
@@ -51,9 +72,11 @@ std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
 std::shared_ptr<WeightStream> make_stream(
     const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
     const std::tuple<std::vector<GivenEntry>, std::vector<GivenEntry>, std::vector<GivenProduct>>& state, std::int64_t bucket_bytes,
-    const py::object& dtype, WeightReceivers ranks, std::shared_ptr<WeightSnapshot> since, std::string problem) {
+    const py::object& dtype, WeightReceivers ranks, std::shared_ptr<WeightSnapshot> since, std::string problem,
+    std::vector<DeviceMesh> meshes) {
   weights::Request request;
   for (const auto& model : models) request.engines.push_back(model->shared_engine());
+  request.meshes = std::move(meshes);
   const auto& [entries, factors, products] = state;
   request.entries = entries_of(entries);
   request.factors = entries_of(factors);
@@ -85,7 +108,7 @@ void bind_export(py::module_& module) {
   constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
   py::class_<WeightStream, std::shared_ptr<WeightStream>>(module, "WeightStream", "Whole tensors of a model, bucket by bucket.")
       .def(py::init(&make_stream), py::arg("models"), py::arg("state"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
-           py::arg("ranks"), py::arg("since"), py::arg("problem"))
+           py::arg("ranks"), py::arg("since"), py::arg("problem"), py::arg("meshes"))
       .def("next",
            [](WeightStream& stream) -> std::optional<GivenBucket> {
              std::optional<WeightBucket> bucket;

@@ -319,8 +319,21 @@ py::dict memory_stats(HookedModel& model) {
   return result;
 }
 
-py::dict wire_stats(HookedModel& model) {
-  const auto stats = FSDPModule(model.shared_engine(), 0).wire_stats();
+/// `further`: meshes over which weights are exported, and which count where no unit has them.
+py::dict wire_stats(HookedModel& model, const std::vector<DeviceMesh>& further) {
+  const auto engine = model.shared_engine();
+  auto stats = FSDPModule(engine, 0).wire_stats();
+  for (const auto& mesh : further) {
+    for (const auto& dim : mesh.dims()) {
+      const auto row = mesh.communicator(dim.name);
+      const auto is_of = [&](const auto& unit) { return row == unit->communicators.gather || row == unit->communicators.outer; };
+      if (std::ranges::any_of(engine->units(), is_of)) continue;
+      stats.all_gather_bytes += row->stats().all_gather_bytes;
+      stats.all_gathers += row->stats().all_gathers;
+      stats.control_bytes += row->stats().control_bytes;
+      stats.shared_memory_bytes += row->stats().shared_memory_bytes;
+    }
+  }
   py::dict result;
   result["all_gather_bytes"] = stats.all_gather_bytes;
   result["reduce_scatter_bytes"] = stats.reduce_scatter_bytes;
@@ -467,7 +480,7 @@ void bind_hooks(py::module_& module) {
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set({.prefetch_depth = depth}); }, kNoGil)
       .def("memory_stats", &memory_stats)
-      .def("wire_stats", &wire_stats);
+      .def("wire_stats", &wire_stats, py::arg("further"));
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
   module.def("note_step", &note_step, "An optimizer that has parameters of these units is about to step.");
   module.def("checksum", &engine::checksum, kNoGil, "Of a tensor's bytes, or of so many elements that are spread over it. Never 0.");

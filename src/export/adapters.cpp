@@ -131,7 +131,9 @@ void Adapters::gather(const comm::Label& label) {
   }
   for (const auto& [index, bytes] : held_) {
     const auto& factor = factors_[index];
-    if (factor.is_cut()) put_together(whole(index), factor, factor.unit->communicators.gather->size());
+    if (arrives_in_order(nullptr, factor.cut_by_unit(), factor.shape)) continue;
+    const auto values = whole(index);
+    assemble(nullptr, factor.cut_by_unit(), values.flatten().clone(), values);
   }
 }
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <exception>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -31,11 +30,16 @@ std::string new_id() {
 
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) { return c10::multiply_integers(shape); }
 
+std::vector<std::int64_t> numbers_of(const at::Tensor& values) {
+  const auto numbers = values.contiguous();
+  return {numbers.const_data_ptr<std::int64_t>(), numbers.const_data_ptr<std::int64_t>() + numbers.numel()};
+}
+
 at::ScalarType dtype_of_positions(std::int64_t numel) { return numel <= std::numeric_limits<std::int32_t>::max() ? at::kInt : at::kLong; }
 
-/// The places of a shard's elements in the flattened tensor. `places`: those in the shard, int64.
-at::Tensor places_in_whole(const Entry& entry, const at::Tensor& places) {
-  if (!entry.is_cut()) return places;
+/// The places of a shard's elements in what the unit cuts, flattened. `places`: those in the shard, int64.
+at::Tensor places_in_unit(const Entry& entry, const at::Tensor& places) {
+  if (!entry.is_cut_by_unit()) return places;
   const auto& unit = *entry.unit;
   const auto begins = begins_by_rank(entry);
   const auto own = begins[static_cast<std::size_t>(unit.main_pieces().first)];
@@ -43,9 +47,9 @@ at::Tensor places_in_whole(const Entry& entry, const at::Tensor& places) {
   const auto slices = unit.communicators.gather->size();
   const auto slice = unit.communicators.gather->rank();
   const auto within = places + (own - begins[static_cast<std::size_t>(unit.inner_pieces().first)]);
-  const auto cut = entry.shape.begin() + entry.cut;
-  const auto row = std::accumulate(cut, entry.shape.end(), std::int64_t{1}, std::multiplies<>());  // of the tensor
-  const auto part = row / slices;                                                                  // of it in a slice
+  const auto& shape = entry.shape_in_unit();
+  const auto row = c10::multiply_integers(shape.begin() + entry.cut, shape.end());  // of the tensor
+  const auto part = row / slices;                                                   // of it in a slice
   return within.div(part, "floor") * row + slice * part + within.remainder(part);
 }
 
@@ -78,23 +82,13 @@ std::vector<std::int64_t> begins_by_rank(const Entry& entry) {
   std::vector<std::int64_t> begins = {0};
   // A complex number is two of the layout's elements.
   const auto element =
-      std::max(layout.positions()[entry.parameter].numel / std::max(numel_of(entry.shape), std::int64_t{1}), std::int64_t{1});
+      std::max(layout.positions()[entry.parameter].numel / std::max(numel_of(entry.shape_in_unit()), std::int64_t{1}), std::int64_t{1});
   for (std::int64_t piece = 0; piece < layout.world_size(); ++piece) {
     const auto numel = entry.changed ? entry.changed->numel_of_piece[static_cast<std::size_t>(piece)]
                                      : layout.local_slice(entry.parameter, piece).numel / element;
     begins.push_back(begins.back() + numel);
   }
   return begins;
-}
-
-at::Tensor put_together(const at::Tensor& values, const Entry& entry, std::int64_t ranks) {
-  if (entry.cut == 0 || ranks < 2 || values.numel() == 0) return values;
-  // From [ranks, ..., slices, ...], as they have arrived, to [..., ranks, slices, ...].
-  auto slices = entry.shape;
-  slices[static_cast<std::size_t>(entry.cut)] /= ranks;
-  slices.insert(slices.begin(), ranks);
-  values.unflatten(entry.cut, {ranks, -1}).copy_(values.clone().view(slices).movedim(0, entry.cut));
-  return values;
 }
 
 Comparison::Comparison(std::vector<Entry> entries, SavedWeights& saved, std::optional<at::ScalarType> dtype, bool receives, bool everything,
@@ -166,12 +160,17 @@ void Comparison::take_changes(std::size_t i, const Counts& counts, std::vector<E
     const auto new_bits = bits(now(i)).index_select(0, places);
     auto saved = bits(saved_.shards[i]);
     saved.index_copy_(0, places.to(saved.device()), new_bits.to(saved.device()));
-    positions = places_in_whole(entry, places);
+    positions = places_in_unit(entry, places);
+    if (entry.assembly != nullptr) positions = places_in_whole(*entry.assembly, positions, entry.shape);
     values = new_bits.view({-1}).view(values.scalar_type());
   }
-  Changed changed{.shape = entry.shape, .numel_of_piece = counts.of_pieces[i], .largest_numel = counts.largest[i], .is_positions = true};
-  const auto& pieces = changed.numel_of_piece;
-  const auto numel = entry.is_cut() ? std::accumulate(pieces.begin(), pieces.end(), std::int64_t{0}) : values.numel();
+  const Changed changed{.shape = entry.shape,
+                        .numel_of_piece = counts.of_pieces[i],
+                        .numel_of_rank = counts.of_ranks[i],
+                        .largest_numel = counts.largest[i],
+                        .is_positions = true};
+  const auto& owners = entry.assembly != nullptr ? changed.numel_of_rank : changed.numel_of_piece;
+  const auto numel = entry.is_cut() ? std::accumulate(owners.begin(), owners.end(), std::int64_t{0}) : values.numel();
   auto& first = taken.emplace_back(entry);
   first.shape = {numel};
   first.cut = 0;
@@ -282,34 +281,44 @@ void WeightStream::keep_changes(const FullWeightsOptions& options) {
 
 /// Tells the ranks how many elements have changed. `changed`: in this rank's shards, by entry.
 Counts WeightStream::exchange(const std::vector<Entry>& entries, const std::vector<std::int64_t>& changed) {
-  Counts counts{.of_pieces = std::vector<std::vector<std::int64_t>>(entries.size()), .largest = {}};
+  Counts counts{.of_pieces = std::vector<std::vector<std::int64_t>>(entries.size()),
+                .of_ranks = std::vector<std::vector<std::int64_t>>(entries.size()),
+                .largest = {}};
   if (entries.empty()) return counts;
   const auto own = at::tensor(changed, at::kLong);
   auto received = own.clone();
-  for (const auto& entry : entries) {
-    if (entry.is_cut()) rows_of(*entry.unit);
-  }
+  std::vector<const Rows*> rows_of_entries;
+  for (const auto& entry : entries) rows_of_entries.push_back(entry.is_cut() ? rows_of(entry) : nullptr);
   for (const auto& rows : rows_) {
     std::vector<std::int64_t> cut;
     for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (entries[i].is_cut() && rows_of(*entries[i].unit) == rows.get()) cut.push_back(static_cast<std::int64_t>(i));
+      if (rows_of_entries[i] == rows.get()) cut.push_back(static_cast<std::int64_t>(i));
     }
     const auto indices = at::tensor(cut, at::kLong);
     auto owners = own.index_select(0, indices);
-    if (rows->outer != nullptr) owners = rows->outer->exchange(owners, kComparison);
-    owners = rows->inner->exchange(owners, kComparison).view({-1, indices.numel()}).t().contiguous();
-    const auto* numel = owners.const_data_ptr<std::int64_t>();
-    for (const auto i : cut) {
-      auto& of_pieces = counts.of_pieces[static_cast<std::size_t>(i)];
-      of_pieces.resize(static_cast<std::size_t>(entries[static_cast<std::size_t>(i)].unit->layout.world_size()));
-      // An owner of several pieces has them side by side: the first one counts for all.
-      const auto step = of_pieces.size() / static_cast<std::size_t>(owners.size(1));
-      for (std::size_t piece = 0; piece < of_pieces.size(); piece += step) of_pieces[piece] = *numel++;
-    }
+    for (const auto& row : *rows) owners = row.ranks->exchange(owners, kComparison);
+    owners = owners.view({-1, indices.numel()}).t().contiguous();
     received.index_copy_(0, indices, owners.sum(1));
+    for (std::size_t k = 0; k < cut.size(); ++k) {
+      const auto i = static_cast<std::size_t>(cut[k]);
+      const auto& entry = entries[i];
+      auto mine = owners[static_cast<std::int64_t>(k)];
+      if (entry.assembly != nullptr) {
+        const auto by_rank = mine.view({static_cast<std::int64_t>(entry.assembly->shapes.size()), -1});
+        counts.of_ranks[i] = numbers_of(by_rank.sum(1));
+        mine = by_rank[static_cast<std::int64_t>(entry.assembly->rank())];
+      }
+      if (!entry.is_cut_by_unit()) continue;
+      // An owner of several pieces has them side by side: the first one counts for all.
+      auto& of_pieces = counts.of_pieces[i];
+      of_pieces.resize(static_cast<std::size_t>(entry.unit->layout.world_size()));
+      const auto numel = numbers_of(mine);
+      const auto step = of_pieces.size() / numel.size();
+      for (std::size_t owner = 0; owner < numel.size(); ++owner) of_pieces[owner * step] = numel[owner];
+    }
   }
-  const auto largest = std::get<0>(ranks_.exchange(received, kComparison).max(0)).contiguous();
-  counts.largest.assign(largest.const_data_ptr<std::int64_t>(), largest.const_data_ptr<std::int64_t>() + largest.numel());
+  const auto largest = std::get<0>(ranks_.exchange(received, kComparison).max(0));
+  counts.largest = numbers_of(largest);
   return counts;
 }
 

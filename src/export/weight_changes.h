@@ -33,6 +33,7 @@ struct SavedWeights {
 /// How many elements have changed, by entry.
 struct Counts {
   std::vector<std::vector<std::int64_t>> of_pieces;  ///< As Changed::numel_of_piece.
+  std::vector<std::vector<std::int64_t>> of_ranks;   ///< As Changed::numel_of_rank.
   std::vector<std::int64_t> largest;                 ///< The most that a rank would receive.
 };
 

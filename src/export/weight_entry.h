@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/unit.h"
+#include "export/assembly.h"
 
 namespace fsdp::weights {
 
@@ -19,7 +20,8 @@ struct Changed {
   std::vector<std::int64_t> shape;  ///< Of the tensor.
   /// How many the pieces of the unit have; where a rank owns several, the first of them has all. Empty if the tensor is not cut.
   std::vector<std::int64_t> numel_of_piece;
-  std::int64_t largest_numel = 0;  ///< The most that a rank receives.
+  std::vector<std::int64_t> numel_of_rank;  ///< How many the ranks of the assembly have; empty without one.
+  std::int64_t largest_numel = 0;           ///< The most that a rank receives.
   bool is_positions = false;
 };
 
@@ -33,26 +35,30 @@ struct Product {
 
 /// A tensor of a model's state, and what this rank has of it.
 struct Entry {
-  std::vector<std::string> names;  ///< Several if it is tied: it then travels once.
-  std::vector<std::int64_t> shape;
+  std::vector<std::string> names;      ///< Several if it is tied: it then travels once.
+  std::vector<std::int64_t> shape;     ///< Of the whole tensor.
   at::Tensor own;                      ///< With any strides, if `unit` is null.
-  const engine::Unit* unit = nullptr;  ///< The tensor's unit. Null, or without shards: `own` is the whole tensor.
+  const engine::Unit* unit = nullptr;  ///< The tensor's unit. Null, or without shards: `own` is all of what would be cut.
   std::size_t parameter = 0;           ///< Its index in the unit.
-  std::int64_t cut = 0;                ///< The dimension that is cut. Ranks have slices along it, each in row-major order.
+  std::int64_t cut = 0;                ///< The dimension that the unit cuts. Ranks have slices along it, each in row-major order.
+  std::shared_ptr<const Assembly> assembly = {};  ///< If the tensor is cut over further dimensions of the mesh: the unit cuts a piece.
   std::optional<Changed> changed = {};
   std::vector<Product> added = {};  ///< Not in `own`. The tensor has two dimensions then.
 
+  /// True if ranks of the unit have parts of it.
+  bool is_cut_by_unit() const { return unit != nullptr && !unit->replicated_optimizer(); }
   /// True if ranks have parts of it.
-  bool is_cut() const { return unit != nullptr && !unit->replicated_optimizer(); }
+  bool is_cut() const { return is_cut_by_unit() || assembly != nullptr; }
+  /// The shape of what the unit cuts.
+  const std::vector<std::int64_t>& shape_in_unit() const { return assembly != nullptr ? assembly->shapes[assembly->rank()] : shape; }
+  Cut cut_by_unit() const { return {.dim = cut, .ranks = is_cut_by_unit() ? unit->communicators.gather->size() : 1}; }
 };
 
 /// The dtype in which an entry travels: floating-point numbers are converted to `dtype`.
 at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype);
 /// True for dtypes of which an element is one floating-point number.
 bool is_converted(at::ScalarType dtype);
-/// Where the unit's pieces of an entry that is cut begin, in elements; the last value is the number of all elements.
+/// Where the unit's pieces of an entry that it cuts begin, in elements; the last value is the number of all elements.
 std::vector<std::int64_t> begins_by_rank(const Entry& entry);
-/// Gives the elements of a whole tensor their order. `values`: of its shape, with the slices of `ranks` ranks as they have arrived.
-at::Tensor put_together(const at::Tensor& values, const Entry& entry, std::int64_t ranks);
 
 }  // namespace fsdp::weights

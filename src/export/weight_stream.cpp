@@ -46,6 +46,15 @@ void select(std::vector<Entry>& entries, const std::vector<std::string>& names) 
   std::erase_if(entries, [](const Entry& entry) { return entry.names.empty(); });
 }
 
+comm::Ranks ranks_of(const Request& request) {
+  if (request.meshes.empty()) return comm::Ranks(request.engines.front()->options().mesh);
+  std::vector<std::shared_ptr<comm::Communicator>> rows;
+  for (const auto& mesh : request.meshes) {
+    for (const auto& dim : mesh.dims()) rows.push_back(mesh.communicator(dim.name));
+  }
+  return comm::Ranks(std::move(rows));
+}
+
 /// What all ranks must ask for alike.
 std::string text_of(const Request& request, const SavedWeights* snapshot) {
   std::ostringstream text;
@@ -67,8 +76,7 @@ std::string text_of(const Request& request, const SavedWeights* snapshot) {
 
 }  // namespace
 
-WeightStream::WeightStream(Request request)
-    : engines_(request.engines), since_(request.options.since), ranks_(engines_.front()->options().mesh) {
+WeightStream::WeightStream(Request request) : engines_(request.engines), since_(request.options.since), ranks_(ranks_of(request)) {
   check(request);
   const auto text = text_of(request, since_ != nullptr ? since_->saved_.get() : nullptr);
   entries_ = std::move(request.entries);
@@ -145,23 +153,25 @@ void WeightStream::choose_receivers(WeightReceivers receivers) {
   }
 }
 
-const WeightStream::Rows* WeightStream::rows_of(const engine::Unit& unit) {
-  const auto& inner = unit.communicators.gather;
-  const auto outer = unit.options.outer_sharded_optimizer ? unit.communicators.outer : nullptr;
-  const auto same = [&](const auto& rows) { return rows->inner == inner && rows->outer == outer; };
-  if (const auto found = std::ranges::find_if(rows_, same); found != rows_.end()) return found->get();
-  const auto flags = [](comm::Communicator& row, bool mine) {
-    const auto all = row.exchange(at::full({1}, mine, at::kByte), {.operation = "full_weights: receivers", .unit = {}});
+const WeightStream::Rows* WeightStream::rows_of(const Entry& entry) {
+  std::vector<std::shared_ptr<comm::Communicator>> found;
+  if (entry.is_cut_by_unit()) {
+    if (entry.unit->options.outer_sharded_optimizer) found.push_back(entry.unit->communicators.outer);
+    found.push_back(entry.unit->communicators.gather);
+  }
+  if (entry.assembly != nullptr) found.insert(found.end(), entry.assembly->rows.rbegin(), entry.assembly->rows.rend());
+  const auto same = [&](const auto& rows) { return std::ranges::equal(*rows, found, {}, &Row::ranks); };
+  if (const auto known = std::ranges::find_if(rows_, same); known != rows_.end()) return known->get();
+  auto rows = std::make_unique<Rows>();
+  for (auto& ranks : found) rows->push_back({.ranks = std::move(ranks), .receives = {}});
+  bool needs = receives_;
+  for (auto row = rows->rbegin(); row != rows->rend(); ++row) {
+    const auto all = row->ranks->exchange(at::full({1}, needs, at::kByte), {.operation = "full_weights: receivers", .unit = {}});
     const auto* data = all.const_data_ptr<std::uint8_t>();
-    return std::vector<bool>(data, data + row.size());
-  };
-  auto& rows = *rows_.emplace_back(std::make_unique<Rows>());
-  rows.inner = inner;
-  rows.inner_receives = flags(*inner, receives_);
-  if (outer == nullptr) return &rows;
-  rows.outer = outer;
-  rows.outer_receives = flags(*outer, std::ranges::count(rows.inner_receives, true) > 0);
-  return &rows;
+    row->receives.assign(data, data + row->ranks->size());
+    needs = row->some_receive();
+  }
+  return rows_.emplace_back(std::move(rows)).get();
 }
 
 void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype) {
@@ -182,8 +192,7 @@ void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType>
     whole_bytes += bytes;
     auto& bucket = buckets_.back();
     bucket.places.push_back(place(i, travels, bucket.bytes));
-    const auto& [whole, inner, own] = bucket.places.back().ranges;
-    bucket.bytes = aligned(std::max({bucket.bytes, whole.begin + whole.size, inner.begin + inner.size, own.begin + own.size}));
+    for (const auto& range : bucket.places.back().ranges) bucket.bytes = std::max(bucket.bytes, aligned(range.begin + range.size));
     capacity_ = std::max(capacity_, bucket.bytes);
   }
   for (std::size_t k = 0; k < buckets_.size(); ++k) {
@@ -195,36 +204,63 @@ void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType>
 WeightStream::Place WeightStream::place(std::size_t i, at::ScalarType dtype, std::int64_t begin) {
   const auto& entry = entries_[i];
   const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype));
-  const auto whole = c10::multiply_integers(entry.shape) * itemsize;
-  Place place{.entry = i, .dtype = dtype, .rows = nullptr, .ranges = {}, .inner_bytes = {}, .outer_bytes = {}};
+  Place place{.entry = i, .dtype = dtype, .rows = nullptr, .ranges = {}, .bytes = {}};
   if (!entry.is_cut()) {
-    if (receives_) place.ranges.whole = place.ranges.own = {begin, whole};
+    place.ranges = {receives_ ? Range{begin, c10::multiply_integers(entry.shape) * itemsize} : Range{}};
     return place;
   }
-  const auto& unit = *entry.unit;
-  place.rows = rows_of(unit);
-  auto begins = begins_by_rank(entry);  // in the tensor, bytes
-  for (auto& of_piece : begins) of_piece *= itemsize;
-  const auto range_of = [&](engine::Pieces pieces) {
-    const auto from = begins[static_cast<std::size_t>(pieces.first)];
-    return Range{from, begins[static_cast<std::size_t>(pieces.first + pieces.count)] - from};
-  };
-  const auto inner = unit.inner_pieces();
-  for (int rank = 0; rank < place.rows->inner->size(); ++rank) {
-    place.inner_bytes.push_back(range_of({rank * inner.count, inner.count}).size);
+  place.rows = rows_of(entry);
+  // In the tensor as it arrives, elements.
+  auto& ranges = place.ranges;
+  if (entry.is_cut_by_unit()) {
+    const auto& unit = *entry.unit;
+    const auto begins = begins_by_rank(entry);
+    const auto range_of = [&](engine::Pieces pieces) {
+      const auto from = begins[static_cast<std::size_t>(pieces.first)];
+      return Range{from, begins[static_cast<std::size_t>(pieces.first + pieces.count)] - from};
+    };
+    const auto inner = unit.inner_pieces();
+    ranges.push_back(range_of(unit.main_pieces()));
+    if (unit.options.outer_sharded_optimizer) {
+      auto& numel = place.bytes.emplace_back();
+      for (int rank = 0; rank < unit.communicators.outer_size(); ++rank) numel.push_back(range_of({inner.first + rank, 1}).size);
+      ranges.push_back(range_of(inner));
+    }
+    auto& numel = place.bytes.emplace_back();
+    for (int rank = 0; rank < unit.communicators.gather->size(); ++rank) numel.push_back(range_of({rank * inner.count, inner.count}).size);
+    ranges.push_back({0, begins.back()});
   }
-  for (int rank = 0; place.rows->outer != nullptr && rank < place.rows->outer->size(); ++rank) {
-    place.outer_bytes.push_back(range_of({inner.first + rank, 1}).size);
+  if (entry.assembly != nullptr) {
+    const auto& assembly = *entry.assembly;
+    const auto numel = entry.changed ? entry.changed->numel_of_rank : assembly.numel();
+    const auto range_of = [&](std::size_t first, std::size_t count) {
+      const auto from = numel.begin() + static_cast<std::ptrdiff_t>(first);
+      return Range{std::accumulate(numel.begin(), from, std::int64_t{0}),
+                   std::accumulate(from, from + static_cast<std::ptrdiff_t>(count), std::int64_t{0})};
+    };
+    const auto mine = range_of(assembly.rank(), 1);
+    if (ranges.empty()) ranges.push_back({0, mine.size});
+    for (auto& range : ranges) range.begin += mine.begin;
+    std::size_t together = 1;  // ranks whose pieces one rank of the row has
+    for (auto row = assembly.rows.rbegin(); row != assembly.rows.rend(); ++row) {
+      const auto size = static_cast<std::size_t>((*row)->size());
+      const auto first = assembly.rank() / (together * size) * (together * size);
+      auto& of_rank = place.bytes.emplace_back();
+      for (std::size_t rank = 0; rank < size; ++rank) of_rank.push_back(range_of(first + rank * together, together).size);
+      together *= size;
+      ranges.push_back(range_of(first, together));
+    }
   }
-  place.ranges = {.whole = {0, whole}, .inner = range_of(inner), .own = range_of(unit.main_pieces())};
-  auto held = place.ranges.own;
-  if (place.rows->outer != nullptr && place.rows->outer_receives[static_cast<std::size_t>(place.rows->outer->rank())]) {
-    held = place.ranges.inner;
+  for (auto& numel : place.bytes) {
+    for (auto& of_rank : numel) of_rank *= itemsize;
   }
-  if (receives_) held = place.ranges.whole;
-  for (auto* range : {&place.ranges.whole, &place.ranges.inner, &place.ranges.own}) {
-    const bool is_held = held.begin <= range->begin && range->begin + range->size <= held.begin + held.size;
-    *range = is_held ? Range{begin + range->begin - held.begin, range->size} : Range{};
+  auto held = ranges.front();
+  for (std::size_t k = 0; k < place.rows->size(); ++k) {
+    if ((*place.rows)[k].receives_here()) held = ranges[k + 1];
+  }
+  for (auto& range : ranges) {
+    const bool is_held = held.begin <= range.begin && range.begin + range.size <= held.begin + held.size;
+    range = is_held ? Range{begin + (range.begin - held.begin) * itemsize, range.size * itemsize} : Range{};
   }
   return place;
 }
@@ -308,7 +344,7 @@ void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) cons
   Copies conversions;
   for (const auto& place : bucket.places) {
     const auto& entry = entries_[place.entry];
-    const auto& range = place.ranges.own;
+    const auto& range = place.ranges.front();
     if (range.size == 0) continue;
     const auto to = view(buffer, range.begin, range.size).view(place.dtype);
     if (entry.added.empty()) {
@@ -321,30 +357,28 @@ void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) cons
 }
 
 void WeightStream::gather(Flight& flight) const {
-  const auto receives = [](const comm::Communicator& row, const std::vector<bool>& flags) {
-    return flags[static_cast<std::size_t>(row.rank())];
-  };
-  const auto some = [](const std::vector<bool>& flags) { return std::ranges::count(flags, true) > 0; };
   const comm::Label label = {.operation = "gather of weights", .unit = flight.plan->label, .model = engines_.front()->options().model};
   const auto& buffer = flight.buffer.bytes;
   for (const auto& rows : rows_) {
-    std::vector<comm::UnevenPart> outer, inner;
-    for (const auto& place : flight.plan->places) {
-      if (place.rows != rows.get()) continue;
-      const auto& [whole, shard, own] = place.ranges;
-      const auto sent = view(buffer, own.begin, own.size);
-      if (rows->outer != nullptr) {
-        outer.push_back({.whole = receives(*rows->outer, rows->outer_receives) ? view(buffer, shard.begin, shard.size) : at::Tensor(),
-                         .own = sent,
-                         .bytes = place.outer_bytes});
+    for (std::size_t k = 0; k < rows->size(); ++k) {
+      const auto& row = (*rows)[k];
+      std::vector<comm::UnevenPart> parts;
+      for (const auto& place : flight.plan->places) {
+        if (place.rows != rows.get()) continue;
+        const auto& own = place.ranges[k];
+        const auto& whole = place.ranges[k + 1];
+        parts.push_back({.whole = row.receives_here() ? view(buffer, whole.begin, whole.size) : at::Tensor(),
+                         .own = view(buffer, own.begin, own.size),
+                         .bytes = place.bytes[k]});
       }
-      inner.push_back({.whole = receives_ ? view(buffer, whole.begin, whole.size) : at::Tensor(),
-                       .own = rows->outer != nullptr ? view(buffer, shard.begin, shard.size) : sent,
-                       .bytes = place.inner_bytes});
+      if (parts.empty() || !row.some_receive()) continue;
+      auto pending = row.ranks->gather_uneven(parts, row.receives, label);
+      if (k + 1 < rows->size()) {
+        pending->wait();  // The next row sends what has come.
+      } else {
+        flight.pending.push_back(std::move(pending));
+      }
     }
-    if (inner.empty()) continue;
-    if (!outer.empty() && some(rows->outer_receives)) rows->outer->gather_uneven(outer, rows->outer_receives, label)->wait();
-    if (some(rows->inner_receives)) flight.pending.push_back(rows->inner->gather_uneven(inner, rows->inner_receives, label));
   }
 }
 
@@ -397,9 +431,24 @@ WeightBucket WeightStream::arrived(const BucketPlan& bucket, const at::Tensor& b
 
 at::Tensor WeightStream::whole(const Place& place, const at::Tensor& buffer) const {
   const auto& entry = entries_[place.entry];
-  const auto& range = place.ranges.whole;
-  const auto values = view(buffer, range.begin, range.size).view(place.dtype).view(entry.shape);
-  return put_together(values, entry, static_cast<std::int64_t>(place.inner_bytes.size()));
+  const auto& range = place.ranges.back();
+  auto values = view(buffer, range.begin, range.size).view(place.dtype).view(entry.shape);
+  if (!entry.changed && !arrives_in_order(entry.assembly.get(), entry.cut_by_unit(), entry.shape)) put_in_order(entry, values);
+  return values;
+}
+
+/// Puts the values of a tensor, which lie as they have arrived, into their places.
+void WeightStream::put_in_order(const Entry& entry, const at::Tensor& values) const {
+  auto& accounting = engines_.front()->accounting();
+  const auto bytes = static_cast<std::int64_t>(values.nbytes());
+  accounting.add(kKind, bytes);
+  try {
+    assemble(entry.assembly.get(), entry.cut_by_unit(), values.flatten().clone(), values);
+  } catch (...) {
+    accounting.remove(kKind, bytes);
+    throw;
+  }
+  accounting.remove(kKind, bytes);
 }
 
 std::vector<WeightStream::Says> WeightStream::tell(Says says) const {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,17 +15,19 @@
 #include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
-#include "engine/unit.h"
 #include "export/adapters.h"
 #include "export/weight_changes.h"
 #include "export/weight_entry.h"
+#include "fsdp/device_mesh.h"
 #include "fsdp/full_weights.h"
 
 // The namespace is not called as the folder is, because `export` is a keyword.
 namespace fsdp::weights {
 
 struct Request {
-  std::vector<std::shared_ptr<engine::Engine>> engines;  ///< Those of the entries. The mesh of the first one has all ranks.
+  std::vector<std::shared_ptr<engine::Engine>> engines;  ///< Those of the entries.
+  /// Meshes whose dimensions together, the outermost first, have all ranks. Empty: those of the first engine's mesh.
+  std::vector<DeviceMesh> meshes;
   std::vector<Entry> entries;
   std::vector<Entry> factors = {};  ///< Of the products that are added to entries: thin matrices, which are not given.
   FullWeightsOptions options;
@@ -65,14 +68,18 @@ class WeightStream {
   StreamState state() const { return state_; }
 
  private:
-  /// The ranks over which entries are cut, and which of them receive. Rows of an outer dimension that cuts shards once more come first: in
-  /// them, those ranks receive in whose inner row some rank does.
-  struct Rows {
-    std::shared_ptr<comm::Communicator> inner;
-    std::shared_ptr<comm::Communicator> outer;  ///< Null if it cuts nothing.
-    std::vector<bool> inner_receives;
-    std::vector<bool> outer_receives;
+  /// A row of ranks along which entries are gathered. In it, those ranks receive that are to have whole tensors, or pass on in the rows
+  /// behind it what they receive.
+  struct Row {
+    std::shared_ptr<comm::Communicator> ranks;
+    std::vector<bool> receives;
+
+    bool receives_here() const { return receives[static_cast<std::size_t>(ranks->rank())]; }
+    bool some_receive() const { return std::ranges::find(receives, true) != receives.end(); }
   };
+  /// In the order of the gathers: that of an outer dimension that cuts shards once more, the one that shards, and those of the assembly,
+  /// from the last dimension to the first. What a rank has after each of them lies within what it has after the next.
+  using Rows = std::vector<Row>;
   /// Bytes [begin, begin + size) of a bucket's buffer.
   struct Range {
     std::int64_t begin = 0;
@@ -83,13 +90,8 @@ class WeightStream {
     std::size_t entry = 0;
     at::ScalarType dtype = at::kFloat;  ///< In which it travels.
     const Rows* rows = nullptr;         ///< Null for an entry that is not cut.
-    struct {
-      Range whole;
-      Range inner;  ///< The part of this rank's inner shard.
-      Range own;
-    } ranges;
-    std::vector<std::int64_t> inner_bytes;  ///< By inner rank.
-    std::vector<std::int64_t> outer_bytes;  ///< The bytes of this rank's inner shard, by outer rank.
+    std::vector<Range> ranges;          ///< What this rank owns, and what it has after each gather; the last one is the whole tensor.
+    std::vector<std::vector<std::int64_t>> bytes;  ///< What the ranks of each row bring, by row and rank.
   };
   struct BucketPlan {
     std::vector<Place> places;
@@ -112,7 +114,7 @@ class WeightStream {
 
   void check(Request& request);
   void choose_receivers(WeightReceivers receivers);
-  const Rows* rows_of(const engine::Unit& unit);
+  const Rows* rows_of(const Entry& entry);
   void on_all(const std::function<void()>& work) const;
   void keep_changes(const FullWeightsOptions& options);
   Counts exchange(const std::vector<Entry>& entries, const std::vector<std::int64_t>& changed);
@@ -127,6 +129,7 @@ class WeightStream {
   void gather(Flight& flight) const;
   WeightBucket arrived(const BucketPlan& bucket, const at::Tensor& buffer) const;
   at::Tensor whole(const Place& place, const at::Tensor& buffer) const;
+  void put_in_order(const Entry& entry, const at::Tensor& values) const;
   std::vector<Says> tell(Says says) const;
   std::string end();
   void count(std::int64_t bytes);

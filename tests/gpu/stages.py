@@ -67,8 +67,8 @@ def tests(file: str, chosen: str, rehearsed: str, most: float, over: dict[str, s
 
 
 MEGATRON = ("--peer", "Megatron-FSDP")
-WEIGHTS = ("--rounds", "3", "--layers", "24", "--dim", "1024")  # FSDP2 takes a collective for each parameter.
-SMALL_WEIGHTS = ("--rounds", "1", "--layers", "3", "--dim", "32", "--bucket-bytes", "10000")
+WEIGHTS = ("--ranks", "2", "--rounds", "3", "--layers", "24", "--dim", "1024")  # FSDP2 takes a collective for each parameter.
+SMALL_WEIGHTS = ("--ranks", "2", "--rounds", "1", "--layers", "3", "--dim", "32", "--bucket-bytes", "10000")
 
 
 def sanitized(tool: str) -> Program:

@@ -389,6 +389,74 @@ TEST(FullWeights, WhatIsWrongIsOneErrorOnEveryRank) {
   });
 }
 
+/// Matrices of which a rank has rows, or columns, of all that are numbered from 0; and one that all ranks have.
+struct PiecesImpl : torch::nn::Module {
+  PiecesImpl(std::int64_t begin, std::int64_t end) {
+    const auto numbers = at::arange(60, at::kFloat);
+    rows = register_parameter("rows", numbers.view({10, 6}).narrow(0, begin, end - begin).clone());
+    columns = register_parameter("columns", numbers.view({6, 10}).narrow(1, begin, end - begin).clone());
+    all = register_parameter("all", numbers.clone());
+  }
+  at::Tensor rows, columns, all;
+};
+
+TEST(FullWeights, PutTensorParallelPiecesTogether) {
+  run_ranks(4, [](int rank) {
+    const auto grid = fsdp::init_device_mesh("cpu", {{"tp", 2}, {"dp_shard", 2}});
+    const bool is_first = grid.coordinate("tp") == 0;
+    PiecesImpl model(is_first ? 0 : 3, is_first ? 3 : 10);  // of different sizes
+    const auto handle = fsdp::fully_shard(
+        model, {.mesh = grid["dp_shard"],
+                .tensor_parallel = [&](const std::string& name, const at::Tensor&) -> std::optional<fsdp::TensorParallel> {
+                  if (name == "all") return std::nullopt;
+                  return fsdp::TensorParallel{grid["tp"], name == "columns" ? 1 : 0};
+                }});
+    const auto numbers = at::arange(60, at::kFloat);
+    const NamedTensors expected = {{"rows", numbers.view({10, 6})}, {"columns", numbers.view({6, 10})}, {"all", numbers}};
+    for (const std::int64_t bucket_bytes : {1, 1 << 20}) expect_same(all_of(model, {.bucket_bytes = bucket_bytes}), expected);
+    expect_same(all_of(model, {.dtype = at::kBFloat16}), in_dtype(expected, at::kBFloat16));
+    expect_same(all_of(model, {.ranks = WeightReceivers::kFirst}), rank == 0 ? expected : NamedTensors());
+    expect_same(all_of(model, {.names = std::vector<std::string>{"columns"}}), {expected[1]});
+    // What has changed: one element of each piece, whose positions are those in the whole.
+    const auto since = std::make_shared<fsdp::WeightSnapshot>();
+    for ([[maybe_unused]] const auto& bucket : fsdp::full_weights(model, {.since = since})) {
+    }
+    auto changed = expected;
+    for (auto& [name, value] : changed) value = value.clone();
+    {
+      const torch::NoGradGuard no_grad;
+      const auto begin = is_first ? 0 : 3;
+      model.columns.narrow(0, 2, 1).narrow(1, 1, 1).fill_(100 + begin);
+    }
+    for (const auto begin : {0, 3}) changed[1].second[2][begin + 1] = 100 + begin;
+    auto received = expected[1].second.clone();
+    for (const auto& bucket : fsdp::full_weights(model, {.since = since})) {
+      EXPECT_TRUE(bucket.weights.empty());
+      for (const auto& change : bucket.changes) {
+        EXPECT_EQ(change.name, "columns");
+        EXPECT_EQ(change.positions.numel(), 2);
+        received.view({-1}).index_copy_(0, change.positions.to(at::kLong), change.values);
+      }
+    }
+    EXPECT_TRUE(same_bits(received, changed[1].second));
+    // A rank of another row stops.
+    try {
+      auto weights = fsdp::full_weights(model, {.bucket_bytes = 1});
+      auto bucket = weights.begin();
+      if (rank == 3) {
+        weights.close();
+      } else {
+        for (; bucket != weights.end(); ++bucket) {
+        }
+        ADD_FAILURE() << "not told";
+      }
+    } catch (const Error& error) {
+      EXPECT_TRUE(has(error.what(), "has stopped before bucket 3 of 3")) << error.what();
+    }
+    expect_same(all_of(model), changed);
+  });
+}
+
 TEST(FullWeights, OneRankOfEachHostReceives) {
   if (!fsdp::testing::can_pretend_hosts()) GTEST_SKIP() << "this system refuses mount namespaces";
   run_ranks(4, [](int rank) {

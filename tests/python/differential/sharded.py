@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -427,19 +427,31 @@ def lives_of(program: Program, implementation: str) -> list[Any]:
     return [Sharded(program, number, implementation) for number in range(program.models)]
 
 
-def execute(program: Program, implementation: str) -> Any:
+class Observer(Protocol):
+    """Is shown each life in the beginning, and after each of its operations."""
+
+    def begin(self, life: Sharded) -> None: ...
+    def after(self, life: Sharded) -> None: ...
+
+
+def execute(program: Program, implementation: str, observer: Observer | None = None) -> Any:
     """A rank's part: where its parts lie, and a record of each operation."""
     op: Op | None = None
     number = -1
     try:
         lives = lives_of(program, implementation)
         lives[-1].student = lives[0]
+        if observer is not None:
+            for life in lives:
+                observer.begin(life)
         setup = [life.setup() for life in lives]
         first = [life.record(None) for life in lives]
         records = []
         for number, op in enumerate(program.operations):  # noqa: B007  # told where it fails
             life = lives[op.model]
             result = getattr(life, op.what)(**op.arguments)
+            if observer is not None:
+                observer.after(life)
             records.append([other.record(result if other is life else None) for other in lives])
         lives[-1].student = None
         del lives, life

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 import support.comparison  # noqa: F401  # MKL's rounding
+from support.marks import at_night
+from support.ranks import RankError, StartRanks
 
+from differential.exports import live_with_exports
 from differential.features import PROFILES, features
 from differential.generate import generate
 from differential.program import readable
@@ -32,3 +35,14 @@ def test_random_programs_follow_plain_replicas(runner: Runner, profile: str) -> 
         program = generate(seed, features(only=filter(None, [profile])))
         failure = runner.run(program)
         assert failure is None, f"--only '{profile}' --seed {seed}: {failure.text}\n{readable(program)}"
+
+
+@pytest.mark.parametrize("first", [6000, *(at_night(first) for first in range(6010, 6100, 10))])
+def test_weights_out_of_random_programs(ranks: StartRanks, first: int) -> None:
+    """Of models of all kinds, in all forms, at any moment between microbatches; and what comes after is as it would be without."""
+    for seed in range(first, first + 10):
+        program = generate(seed, features())
+        try:
+            ranks(program.world).run(live_with_exports, program)
+        except RankError as error:
+            pytest.fail(f"seed {seed}: {error}\n{readable(program)}")

@@ -14,9 +14,6 @@ from support.ranks import StartRanks
 from support.strategies import a_step, every_strategy
 from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import libfsdp
 
@@ -397,18 +394,3 @@ def renamed() -> None:
 
 def test_names_of_the_receiver(ranks: StartRanks) -> None:
     ranks(2).run(renamed)
-
-
-def tensor_parallel() -> None:
-    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    libfsdp.fully_shard(model, mesh=mesh["dp"])
-    assert isinstance(model[0].weight, DTensor)
-    with pytest.raises(libfsdp.Error, match=r"parameter '0.weight' is tensor-parallel"):
-        libfsdp.full_weights(model)
-    assert_same(clones(model, names=["1.bias"]), {"1.bias": full(model[1].bias)})
-
-
-def test_tensor_parallel_parameters_are_refused(ranks: StartRanks) -> None:
-    ranks(4).run(tensor_parallel)

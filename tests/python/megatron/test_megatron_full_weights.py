@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import batch, plain_model, shard, whole
+from support import device
+from support.megatron import batch, mesh_of, plain_model, shard, whole
 from support.quantized_training import model_of, sharded
 from support.ranks import StartRanks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import libfsdp
+from libfsdp.megatron import fully_shard_model
 
 
 def assert_same(model: Any) -> dict[str, torch.Tensor]:
@@ -68,3 +72,48 @@ def quantized() -> None:
 
 def test_main_parameters_of_quantized_ones(ranks: StartRanks) -> None:
     ranks(2).run(quantized)
+
+
+class Cut(nn.Module):
+    """A rank's pieces of two matrices, as Megatron's layers have them."""
+
+    def __init__(self, rank: int, *, is_expert: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_all = {"up": torch.randn(12, 8), "down": torch.randn(8, 12)}
+        for dim, (name, value) in enumerate(self.of_all.items()):
+            piece = nn.Parameter(value.chunk(2, dim)[rank].clone())
+            vars(piece).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1, allreduce=not is_expert)
+            self.register_parameter(name, piece)
+
+
+def pieces(strategy: str, is_expert: bool) -> None:
+    mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
+    cut = Cut(mesh.get_local_rank("tp"), is_expert=is_expert)
+    expected = {"1.up": cut.of_all["up"].clone(), "1.down": cut.of_all["down"].clone()}
+    module = nn.Sequential(nn.Linear(8, 7), cut, nn.Linear(7, 3)).to(device.TYPE)
+    options: dict[str, Any] = {"device_mesh": mesh_of(4, 1), "expt_device_mesh": mesh} if is_expert else {"device_mesh": mesh}
+    model: Any = fully_shard_model(
+        module,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Cut],
+        zero_dp_strategy=strategy,
+        **options,
+    )
+    found = assert_same(model)
+    for name, value in expected.items():
+        assert torch.equal(next(v for key, v in found.items() if key.endswith(name)).cpu(), value)
+    snapshot = libfsdp.WeightSnapshot()
+    received = {name: torch.zeros_like(value) for name, value in found.items()}
+    for element in range(3):
+        libfsdp.apply_changes(received, libfsdp.full_weights(model, since=snapshot))
+        assert all(torch.equal(received[name], value) for name, value in assert_same(model).items())
+        for p in model.parameters():
+            p._local_tensor.detach().view(-1)[element : element + 1] += 1
+
+
+@pytest.mark.parametrize("is_expert", [False, True], ids=["tensor_parallel", "experts"])
+def test_pieces_of_megatrons_layers(ranks: StartRanks, is_expert: bool) -> None:
+    for strategy in ("no_shard", "optim", "optim_grads_params"):
+        ranks(4).run(pieces, strategy, is_expert)
