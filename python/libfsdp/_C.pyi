@@ -275,6 +275,7 @@ class WeightStream:
         since: WeightSnapshot | None,
         problem: str,
         meshes: Sequence[DeviceMesh],
+        meshes: Sequence[DeviceMesh],
     ) -> None: ...
     def next(
         self,

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <exception>
 #include <numeric>
-#include <set>
 #include <sstream>
 #include <utility>
 
@@ -33,18 +32,6 @@ constexpr auto kKind = memory::Kind::kGatheredParameters;
 std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
 
 at::Tensor view(const at::Tensor& bytes, std::int64_t begin, std::int64_t size) { return comm::flat_view(bytes, begin, size); }
-
-/// Keeps the entries, and the names of them, that are asked for. Throws Error for names that no entry has.
-void select(std::vector<Entry>& entries, const std::vector<std::string>& names) {
-  std::set<std::string> wanted(names.begin(), names.end());
-  std::set<std::string> unknown = wanted;
-  for (auto& entry : entries) {
-    for (const auto& name : entry.names) unknown.erase(name);
-    std::erase_if(entry.names, [&](const std::string& name) { return !wanted.contains(name); });
-  }
-  if (!unknown.empty()) throw Error("full_weights: the model has no parameter or buffer '" + *unknown.begin() + "'");
-  std::erase_if(entries, [](const Entry& entry) { return entry.names.empty(); });
-}
 
 comm::Ranks ranks_of(const Request& request) {
   if (request.meshes.empty()) return comm::Ranks(request.engines.front()->options().mesh);
@@ -132,7 +119,6 @@ void WeightStream::check(Request& request) {
     if (request.options.dtype && !is_converted(*request.options.dtype)) {
       throw Error(std::string("full_weights: dtype ") + c10::toString(*request.options.dtype) + " is no floating-point dtype");
     }
-    if (request.options.names) select(request.entries, *request.options.names);
     if (since_ != nullptr) check_snapshot(*since_->saved_, form_of(request.entries, request.options));
   } catch (const CommError&) {
     throw;

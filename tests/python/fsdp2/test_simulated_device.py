@@ -77,11 +77,9 @@ def reports_without_waits(case: str, options: Options) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "foreach_all_gather_copy_out", copy_out_at_once)
-        # Where torch 2.15 has it, and torch 2.14 and before.
-        context_waits = hasattr(group.FSDPCommContext, "wait_all_gather_streams_on_event")
-        owner: Any = group.FSDPCommContext if context_waits else group.FSDPParamGroup
-        name = f"{'' if context_waits else '_'}wait_all_gather_streams_on_event"
-        patch.setattr(owner, name, lambda self, event: None)
+        patch.setattr(group.FSDPParamGroup, "_wait_all_gather_streams_on_event", lambda self, event: None, raising=False)
+        context: Any = group.FSDPCommContext  # where torch 2.15 has it
+        patch.setattr(context, "wait_all_gather_streams_on_event", lambda self, event: None, raising=False)
         train(case, "fsdp2", options)
     return take_reports()
 
@@ -93,8 +91,6 @@ def test_fsdp2_without_waits_is_not(compared_ranks: ComparedRanks) -> None:
 
 def uses_the_backend() -> bool:
     """Whether the engine calls the group's backend, rather than torch.distributed."""
-    from support.training import mesh_of
-
     return not _mesh.sharding_mesh(mesh_of(1)).collectives
 
 
