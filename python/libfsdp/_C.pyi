@@ -275,7 +275,6 @@ class WeightStream:
         since: WeightSnapshot | None,
         problem: str,
         meshes: Sequence[DeviceMesh],
-        meshes: Sequence[DeviceMesh],
     ) -> None: ...
     def next(
         self,
