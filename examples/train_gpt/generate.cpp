@@ -5,6 +5,8 @@
 
 #include <chrono>
 #include <iostream>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,9 +19,14 @@ void Writer::take_weights(GPT& model) {
     copy_.emplace(options_.model);
     (*copy_)->to(mesh_.device());
   }
+  std::map<std::string, at::Tensor> own;
+  if (copy_) {
+    for (const auto& parameter : (*copy_)->named_parameters()) own[parameter.key()] = parameter.value();
+    for (const auto& buffer : (*copy_)->named_buffers()) own[buffer.key()] = buffer.value();
+  }
   const torch::NoGradGuard no_grad;
   for (const auto& bucket : fsdp::full_weights(*model, {.ranks = fsdp::WeightReceivers::kFirst})) {
-    for (const auto& [name, weight] : bucket.weights) (*copy_)->named_parameters()[name].copy_(weight);  // none on other ranks
+    for (const auto& [name, weight] : bucket.weights) own.at(name).copy_(weight);  // on other ranks, none come
   }
 }
 

@@ -208,27 +208,26 @@ TEST_F(TrainGptRuns, SamplesAreOfTheWeightsOfTheirStepsAndTrainingGoesOn) {
   const auto trained = run("with", arguments);
   ASSERT_EQ(trained.exit_code, 0) << trained.errors;
   EXPECT_EQ(losses("with"), losses("without"));
-  std::vector<std::pair<int, std::string>> samples;
+  std::vector<int> steps;
   for (const auto& row : rows("with")) {
-    if (row.contains("sample")) samples.emplace_back(row["step"].get<int>(), row["sample"].get<std::string>());
+    if (row.contains("sample")) steps.push_back(row["step"].get<int>());
   }
-  ASSERT_EQ(samples.size(), 4U);
-  for (std::size_t k = 0; k < samples.size(); ++k) {
-    const auto& [step, text] = samples[k];
-    EXPECT_EQ(step, 3 * static_cast<int>(k + 1));
-    EXPECT_EQ(text.substr(0, 4), "the ");
+  EXPECT_EQ(steps, (std::vector<int>{3, 6, 9, 12}));
+  std::set<std::string> texts;
+  for (const int step : steps) {
     // What --generate writes, where the checkpoint of that step is the only one.
     const auto alone = run_folder("of_" + std::to_string(step));
     const auto name = "/checkpoints/step-" + std::to_string(step);
-    std::filesystem::create_directories(alone + "/checkpoints");
-    std::filesystem::copy(run_folder("with") + name, alone + name, std::filesystem::copy_options::recursive);
-    std::filesystem::copy(run_folder("with") + "/config.json", alone + "/config.json");
+    fs::create_directories(alone + "/checkpoints");
+    fs::copy(run_folder("with") + name, alone + name, fs::copy_options::recursive);
+    fs::copy(run_folder("with") + "/config.json", alone + "/config.json");
     const auto generated = run("text_" + std::to_string(step), {"--generate", alone});
     ASSERT_EQ(generated.exit_code, 0) << generated.errors;
-    EXPECT_EQ(generated.output, printable(text) + "\n");
-    EXPECT_NE(trained.output.find(printable(text)), std::string::npos) << trained.output;
+    texts.insert(generated.output);
+    const auto title = step == 12 ? std::string("--- sample ---\n") : "--- sample of step " + std::to_string(step) + " ---\n";
+    EXPECT_NE(trained.output.find(title + generated.output + "-----"), std::string::npos) << trained.output;
   }
-  EXPECT_NE(samples[0].second, samples[3].second);
+  EXPECT_GT(texts.size(), 1U);
 }
 
 TEST(Generate, GathersOncePerTextNotPerToken) {

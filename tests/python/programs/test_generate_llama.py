@@ -180,7 +180,7 @@ def test_a_running_generator_has_the_weights_that_are_there_when_a_prompt_comes(
         _, errors = program.communicate("1,two\n1,9999\n")
     assert program.returncode == 0
     assert len({tuple(text) for text in texts}) == 3
-    stays, no_list, unknown = errors.splitlines()
+    stays, *_, no_list, unknown = errors.splitlines()
     assert stays.startswith("the weights stay as they were: ")
     assert no_list == "no answer: '1,two' is no list of tokens (1,2,3)"
     assert unknown == f"no answer: the prompt has the token 9999, and the model has {VOCABULARY} of them"
