@@ -65,12 +65,12 @@ bool arrives_in_order(const Assembly* assembly, Cut cut, const std::vector<std::
   if (c10::multiply_integers(whole) == 0) return true;
   if (cut.ranks > 1 && cut.dim != 0) return false;
   if (assembly == nullptr) return true;
-  // Rows of the tensor, those of one rank behind those of the one before.
+  // The boxes are the whole tensor: if each begins with the row behind the one before, they have all columns.
   std::int64_t next = 0;
   for (const auto& boxes : assembly->boxes) {
     for (const auto& box : boxes) {
       if (c10::multiply_integers(box.sizes) == 0) continue;
-      if (box.in_whole.front() != next || !std::equal(box.sizes.begin() + 1, box.sizes.end(), whole.begin() + 1)) return false;
+      if (box.in_whole.front() != next) return false;
       next += box.sizes.front();
     }
   }
