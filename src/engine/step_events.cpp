@@ -29,9 +29,10 @@ void StepEvents::forward_begins(std::span<const std::unique_ptr<Unit>> units) {
 }
 
 void StepEvents::entered(const Unit& unit, Pass pass) {
-  note_peak();
-  unit_ = events::name_of(unit.name);
-  record({.unit = unit_, .kind = EventKind::kEntered, .in_backward = pass == Pass::kBackward});
+  const auto next = events::name_of(unit.name);
+  record({.unit = next, .kind = EventKind::kEntered, .in_backward = pass == Pass::kBackward});
+  note_peak();  // of the unit before
+  unit_ = next;
 }
 
 void StepEvents::backward_began() {

@@ -139,6 +139,7 @@ class Reporter {
         steps_(steps_of(events, engine.options().events_source, now)) {}
 
   StepReport make(std::int64_t count) {
+    count_bytes();  // First: what follows sends, too.
     const comm::Ranks ranks(engine_.options().mesh);
     const auto have = ranks.exchange(at::full({1}, std::min(count, static_cast<std::int64_t>(steps_.size())), at::kLong), kReport);
     count = have.min().item<std::int64_t>();
@@ -201,24 +202,19 @@ class Reporter {
     report_.times.forward_ms = per_step(forward);
     report_.times.backward_ms = per_step(backward);
     report_.times.between_ms = per_step(between);
-    const auto sent = sent_until_now() - steps_.front().sent;
-    const auto read = read_until_now() - steps_.front().read_by_peers;
+    const auto sent = sent_ - steps_.front().sent;
+    const auto read = read_by_peers_ - steps_.front().read_by_peers;
     report_.shared_memory_bytes = std::max<std::int64_t>(read, 0) / report_.steps;
     report_.sent_bytes = std::max<std::int64_t>(sent - read, 0) / report_.steps;
   }
 
-  std::int64_t sent_until_now() const {
-    std::int64_t bytes = 0;
+  /// What this rank has sent until now.
+  void count_bytes() {
     for (const auto* row : engine::communicators_of(engine_.units())) {
       const auto& stats = row->stats();
-      bytes += stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
+      sent_ += stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
+      read_by_peers_ += stats.shared_memory_bytes;
     }
-    return bytes;
-  }
-  std::int64_t read_until_now() const {
-    std::int64_t bytes = 0;
-    for (const auto* row : engine::communicators_of(engine_.units())) bytes += row->stats().shared_memory_bytes;
-    return bytes;
   }
 
   void describe_waits() {
@@ -263,6 +259,8 @@ class Reporter {
   std::vector<StepRecord> steps_;
   std::map<WaitKind, Sum> sums_;
   std::int64_t under_way_ = 0;
+  std::int64_t sent_ = 0;
+  std::int64_t read_by_peers_ = 0;
   StepReport report_;
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -36,6 +37,7 @@ class VisibleCommunicator final : public comm::Communicator {
   void expect_equal(const std::string& text, const comm::Label& label) override;
   void barrier() override;
   void confirm() override;
+  std::uint32_t events_source() const override { return own_->events_source(); }
   comm::MemorySource use_memory(c10::Device device, comm::BufferMemory memory) override { return own_->use_memory(device, memory); }
 
  private:

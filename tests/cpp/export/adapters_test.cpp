@@ -47,7 +47,7 @@ at::Tensor merged(const std::map<std::string, at::Tensor>& all, const std::strin
 /// All weights with their adapters, by a stream with small buckets.
 std::map<std::string, at::Tensor> export_all(torch::nn::Module& model, std::optional<at::ScalarType> dtype, std::int64_t bucket_bytes,
                                              fsdp::WeightReceivers ranks = fsdp::WeightReceivers::kAll) {
-  fsdp::weights::Request request{.engines = {fsdp::handle(model).engine()}, .entries = {}, .options = {}, .problem = {}};
+  fsdp::weights::Request request{.engines = {fsdp::handle(model).engine()}, .meshes = {}, .entries = {}, .options = {}, .problem = {}};
   request.options = {.bucket_bytes = bucket_bytes, .dtype = dtype, .ranks = ranks};
   std::map<std::string, Entry> entries;
   for (const auto& unit : request.engines.front()->units()) {

@@ -97,8 +97,8 @@ TEST(StepReport, NamesTheRankTheUnitAndTheReason) {
       for (int i = 0; i < 2; ++i) training.step();
       expect_named(training, rank, "forward blocks.1", "in forward of 'blocks.0', before 'blocks.1'");
       expect_named(training, rank, "forward blocks.3", "in forward of 'blocks.2', before 'blocks.3'");
-      expect_named(training, rank, "backward blocks.2", "in backward of 'blocks.3', before 'blocks.2'");
-      expect_named(training, rank, "backward blocks.0", "in backward of 'blocks.1', before 'blocks.0'");
+      expect_named(training, rank, "backward blocks.2", "in backward of 'blocks.2'");
+      expect_named(training, rank, "backward blocks.0", "in backward of 'blocks.0'");
       expect_named(training, rank, "between", "between steps");
     });
   }
