@@ -21,15 +21,15 @@ enum class WaitReason : std::uint8_t {
   kLink,      ///< The data were on their way.
   kHost,      ///< The data had arrived, and this rank was copying or adding them up.
 };
-inline constexpr std::size_t kWaitReasons = 5;
+inline constexpr std::size_t kWaitReasons = 5;  ///< How many there are.
 /// "late rank", "prefetch", "queue", "link", "host".
 const char* to_string(WaitReason reason);
 
 /// The waits of this rank for one kind of collective of one unit, over the steps of a report. Times are in ms per step.
 struct ExposedWaits {
-  std::string unit;       ///< "(...)" if it is no unit's.
-  std::string operation;  ///< "all-gather", "reduce-scatter", ...
-  bool in_backward = false;
+  std::string unit;                               ///< "(...)" if it is no unit's.
+  std::string operation;                          ///< "all-gather", "reduce-scatter", ...
+  bool in_backward = false;                       ///< Whether the computation was in a backward.
   double ms = 0;                                  ///< The sum of `reasons`.
   std::array<double, kWaitReasons> reasons = {};  ///< By WaitReason.
   std::int64_t late_rank = -1;                    ///< The global rank that was waited for the longest; -1 if none was late.
@@ -39,7 +39,7 @@ struct ExposedWaits {
 /// The time that one rank computes, as opposed to waiting, in ms per step.
 struct RankTime {
   std::int64_t rank = 0;  ///< Its position among the ranks of the model.
-  double compute_ms = 0;
+  double compute_ms = 0;  ///< StepTimes::compute_ms of that rank.
 };
 
 /// The times of training steps on one rank, in ms, as the host sees them: means over the steps.
@@ -55,8 +55,8 @@ struct StepTimes {
 
 /// Where the time of training steps went on this rank, and what moved.
 struct StepReport {
-  std::int64_t steps = 0;  ///< How many steps the report covers; 0 if none has ended, and then all else is 0.
-  StepTimes times;
+  std::int64_t steps = 0;                         ///< How many steps the report covers; 0 if none has ended, and then all else is 0.
+  StepTimes times;                                ///< All 0 without steps.
   std::array<double, kWaitReasons> reasons = {};  ///< StepTimes::exposed_ms by WaitReason.
   double overlap = 0;               ///< The share of the time from the call of collectives to their end in which this rank did not wait.
   std::vector<ExposedWaits> waits;  ///< The longest first.
