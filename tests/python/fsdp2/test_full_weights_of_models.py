@@ -152,7 +152,7 @@ def misbehave(seed: int, folder: str) -> None:
     assert_same(whole(model), gathered(twin))
 
 
-FEW_SEEDS = (0, 1, 2, 3, 5, 7, 19)
+FEW_SEEDS = (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("seed", [*FEW_SEEDS, *(at_night(seed) for seed in range(50) if seed not in FEW_SEEDS)])

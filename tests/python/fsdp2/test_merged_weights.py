@@ -111,6 +111,7 @@ def test_as_peft_on_two_ranks(ranks: StartRanks, kind: str, sharding: str) -> No
     ranks(2).run(as_peft, kind, sharding)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "sharding"),
     [
