@@ -38,7 +38,7 @@ struct ExposedWaits {
 
 /// The time that one rank computes, as opposed to waiting, in ms per step.
 struct RankTime {
-  std::int64_t rank = 0;  ///< Its position among the ranks of the model.
+  std::int64_t rank = 0;  ///< Global, as ExposedWaits::late_rank.
   double compute_ms = 0;  ///< StepTimes::compute_ms of that rank.
 };
 

@@ -55,8 +55,8 @@ class StepReport:
             (this rank was copying or adding up what had arrived).
         overlap: the share of the time between the call of collectives and their end in which this rank did not wait.
         waits: the longest first.
-        slowest_ranks: the ranks of the model that compute the longest, at most three, with their ``compute_ms``; the
-            slowest first, and the same on all ranks.
+        slowest_ranks: the ranks that compute the longest, at most three, with their ``compute_ms``; the slowest first,
+            and the same on all ranks.
         median_compute_ms: ``compute_ms`` of the rank in the middle.
         sent_bytes: what this rank sent over the wire, per step.
         shared_memory_bytes: what peers on this host read from its memory, per step.

@@ -243,9 +243,11 @@ class Reporter {
   }
 
   void compare_ranks(const comm::Ranks& ranks) {
-    const auto all = ranks.exchange(at::full({1}, report_.times.compute_ms, at::kDouble), kReport).reshape({-1}).contiguous();
-    for (std::int64_t rank = 0; rank < all.numel(); ++rank) {
-      report_.slowest_ranks.push_back({.rank = rank, .compute_ms = all.const_data_ptr<double>()[rank]});
+    const auto global_rank = static_cast<double>(engine_.options().mesh.rank());
+    const auto all = ranks.exchange(at::tensor({report_.times.compute_ms, global_rank}, at::kDouble), kReport).contiguous();
+    const auto* values = all.const_data_ptr<double>();
+    for (std::int64_t i = 0; i < ranks.size(); ++i) {
+      report_.slowest_ranks.push_back({.rank = static_cast<std::int64_t>(values[2 * i + 1]), .compute_ms = values[2 * i]});
     }
     std::stable_sort(report_.slowest_ranks.begin(), report_.slowest_ranks.end(),
                      [](const RankTime& a, const RankTime& b) { return a.compute_ms > b.compute_ms; });

@@ -53,17 +53,17 @@ std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, 
 /// The bytes of the collectives that this rank had called before, and that were under way when all ranks had made this call.
 std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CollectiveKey, Collective>& all);
 
-/// The last steps of an engine.
+/// One step of an engine. Times are in ns.
 struct StepRecord {
   std::int64_t began = 0;
-  std::int64_t ended = 0;    ///< When the next one began; of the last one: `now`.
-  std::int64_t forward = 0;  ///< How long, in ns. Here and below.
+  std::int64_t ended = 0;    ///< When the next one began; of the last one: the `now` of steps_of().
+  std::int64_t forward = 0;  ///< How long, here and below.
   std::int64_t backward = 0;
   std::int64_t between = 0;
-  std::int64_t sent = -1;  ///< Bytes until the step began; -1: of the end, which nobody counted.
-  std::int64_t read_by_peers = -1;
-  std::int64_t peak = 0;        ///< Bytes.
-  std::uint32_t peak_unit = 0;  ///< A name.
+  std::int64_t sent = 0;           ///< Bytes that this rank had sent when the step began.
+  std::int64_t read_by_peers = 0;  ///< The part of them that peers had read from its memory.
+  std::int64_t peak = 0;           ///< Bytes.
+  std::uint32_t peak_unit = 0;     ///< A name.
 };
 /// The steps whose last backward has ended, the oldest first.
 std::vector<StepRecord> steps_of(std::span<const events::Event> events, std::uint32_t engine, std::int64_t now);

@@ -37,14 +37,12 @@ double of(const std::array<double, fsdp::kWaitReasons>& reasons, WaitReason reas
 /// A stack that trains, in which one rank can be made to sleep at one place of one step.
 class Training {
  public:
-  explicit Training(const fsdp::DeviceMesh& mesh, fsdp::FullyShardOptions options = {})
-      : rank_(static_cast<int>(mesh.rank())), model_(make_stack()) {
-    options.mesh = mesh;
-    options.units = stack_units();
-    fsdp::fully_shard(*model_, std::move(options));
+  explicit Training(const fsdp::DeviceMesh& mesh, int sleepy = kSleepy)
+      : rank_(static_cast<int>(mesh.rank())), sleepy_(sleepy), model_(make_stack()) {
+    fsdp::fully_shard(*model_, {.mesh = mesh, .units = stack_units()});
     optimizer_.emplace(*model_);
     model_->observer = [this](const std::string& event) {
-      if (rank_ == kSleepy && event == sleeps_at_) std::this_thread::sleep_for(kSleep);
+      if (rank_ == sleepy_ && event == sleeps_at_) std::this_thread::sleep_for(kSleep);
     };
   }
 
@@ -54,13 +52,14 @@ class Training {
     stack_loss(model_, step_++, rank_).backward();
     optimizer_->step();
     optimizer_->zero_grad();
-    if (rank_ == kSleepy && place == "between") std::this_thread::sleep_for(kSleep);
+    if (rank_ == sleepy_ && place == "between") std::this_thread::sleep_for(kSleep);
   }
 
   fsdp::testing::Stack& model() { return model_; }
 
  private:
   const int rank_;
+  const int sleepy_;
   fsdp::testing::Stack model_;
   std::optional<fsdp::AdamW> optimizer_;
   std::string sleeps_at_;
@@ -118,6 +117,22 @@ TEST(StepReport, ByMessagesAndOnTwoDimensions) {
         EXPECT_GT(of(report.reasons, WaitReason::kLateRank), kMostOfIt) << report;
       }
       EXPECT_EQ(report.slowest_ranks.front().rank, kSleepy) << report;
+    }
+  });
+}
+
+TEST(StepReport, RanksOfAPartOfTheWorldHaveTheirGlobalNumbers) {
+  run_ranks(4, [](int rank) {
+    const auto mesh = plane();
+    Training training(mesh["dp_shard"], 3);
+    for (int i = 0; i < 2; ++i) training.step();
+    training.step("forward blocks.2");
+    const auto report = fsdp::step_report(*training.model());
+    if (rank < 2) return;
+    EXPECT_EQ(report.slowest_ranks.size(), 2U);
+    EXPECT_EQ(report.slowest_ranks.front().rank, 3) << report;
+    if (rank == 2) {
+      EXPECT_EQ(report.waits.front().late_rank, 3) << report;
     }
   });
 }
