@@ -165,7 +165,7 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--layers", type=int, default=166)
     arguments.add_argument("--dim", type=int, default=234)
-    arguments.add_argument("--bucket-bytes", type=int, default=64 << 20)
+    arguments.add_argument("--bucket-bytes", type=int, default=16 << 20)
     given = arguments.parse_args()
     if "RANK" in os.environ:
         torch.set_num_threads(1)

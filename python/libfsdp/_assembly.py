@@ -42,7 +42,9 @@ def further_dims(parameter: ShardedParameter, state: MemberState) -> list[Furthe
     if parameter.whole_spec is not None:
         return dims_of(parameter.whole_spec)
     # Pieces of Megatron's layers are ordinary tensors, and only what users see has their placements.
-    return [] if parameter.spec is None else dims_of(parameter.spec, state.mesh.mesh.ndim)
+    if parameter.spec is None or parameter.spec.mesh is state.mesh.mesh:
+        return []
+    return dims_of(parameter.spec, state.mesh.mesh.ndim)
 
 
 def dims_of(spec: DTensorSpec, first: int = 0) -> list[FurtherDim]:
@@ -109,14 +111,15 @@ def meshes_of_all(states: Sequence[MemberState], others: Iterable[torch.Tensor])
     Raises:
         Error: if no meshes of one tensor have all ranks.
     """
+    ranks_of = functools.cache(_ranks_of)  # Each takes microseconds, and units share their meshes.
     dims_by_ranks: dict[tuple[tuple[int, ...], ...], tuple[ShardingMesh, list[FurtherDim]]] = {}
     is_cut = False
     of_others = [(states[0], dims_of(tensor._spec)) for tensor in others if isinstance(tensor, DTensor)]
     for state, dims in [*_dims_in(states), *of_others]:
         is_cut = is_cut or not all(isinstance(dim.placement, Replicate) for dim in dims)
         # Those of experts may be among the ranks of the unit's mesh already, and those of one mesh for all are.
-        further = [dim for dim in dims if not set(_ranks_of(dim.mesh)) <= set(_ranks_of(state.mesh.mesh))]
-        key = tuple(_ranks_of(mesh) for mesh in (state.mesh.mesh, *(dim.mesh for dim in further)))
+        further = [dim for dim in dims if not set(ranks_of(dim.mesh)) <= set(ranks_of(state.mesh.mesh))]
+        key = tuple(ranks_of(mesh) for mesh in (state.mesh.mesh, *(dim.mesh for dim in further)))
         dims_by_ranks.setdefault(key, (state.mesh, further))
     if not is_cut:
         return []
@@ -125,7 +128,7 @@ def meshes_of_all(states: Sequence[MemberState], others: Iterable[torch.Tensor])
         meshes = [dim.mesh for dim in dims]
         together = DeviceMesh._concatenate([data.mesh, *meshes]) if meshes else data.mesh
         views = [data.engine_mesh, *(sharding_mesh(mesh).engine_mesh for mesh in meshes)]
-        found.append((set(_ranks_of(together)), views))
+        found.append((set(ranks_of(together)), views))
     largest, meshes_of_largest = max(found, key=lambda one: len(one[0]))
     for ranks, _ in found:
         if not ranks <= largest:

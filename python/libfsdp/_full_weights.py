@@ -191,7 +191,8 @@ def full_weights(
     try:
         # Of all parameters, whatever is asked for: ranks must agree on whom they ask.
         of_units = {id(parameter.sharded) for state, _ in states for parameter in state.parameters}
-        others = (p for p in (*model.parameters(), *model.buffers()) if id(p) not in of_units)
+        all_tensors = values.values() or (*model.parameters(), *model.buffers())
+        others = (p for p in all_tensors if id(p) not in of_units)
         meshes = meshes_of_all([state for state, _ in states], others)
         if not problem:
             members = [state for state, _ in states]

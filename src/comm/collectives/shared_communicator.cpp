@@ -250,7 +250,8 @@ class SharedGather final : public SharedPending {
   bool offered_ = false;
 };
 
-/// On one host: each rank that receives copies the peers' bytes from where they lie.
+/// On one host: each rank that receives copies the peers' bytes from where they lie, as soon as they are there. Who gathers ahead of a
+/// consumer waits only when the consumer has finished with what came before.
 class SharedUneven final : public SharedPending {
  public:
   SharedUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
@@ -271,6 +272,7 @@ class SharedUneven final : public SharedPending {
     }
     offer(ranges);
     begin_waiting();
+    advance_all_beside(shared_.host_memory());
   }
 
   bool read_all() override {

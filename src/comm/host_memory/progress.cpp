@@ -127,6 +127,11 @@ void AdvancingCollective::end_advancing() { AdvancingCollectives::current().remo
 
 void peers_changed() { AdvancingCollectives::current().bump(); }
 
+void advance_all_beside(HostMemory& host_memory) {
+  host_memory.ask_peers_to_advance();
+  AdvancingCollectives::current().bump();
+}
+
 void advance_all_and_wake(HostMemory& host_memory) {
   AdvancingCollectives::current().advance_all([] { return true; });
   host_memory.wake_peers();

@@ -26,6 +26,10 @@ class AdvancingCollective {
   void end_advancing();
 };
 
+/// Has a thread of this process, and one of each peer, advance the collectives that are under way. Returns at once. For collectives that go
+/// on while the program does something else.
+void advance_all_beside(HostMemory& host_memory);
+
 /// Advances all collectives that this process has under way as far as possible, and wakes the threads of this process that wait for them.
 void advance_all_and_wake(HostMemory& host_memory);
 

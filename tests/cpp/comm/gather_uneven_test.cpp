@@ -1,9 +1,12 @@
 // Gathers of shards that differ in size, to all ranks or to some, by each way in which ranks can reach each other.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <cstdint>
 #include <memory>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -130,6 +133,35 @@ TEST_P(GatherUneven, SeveralMayBeInFlightAndOneMayBeDropped) {
     }
     for (const auto& some : parts) some.check();
     communicator->barrier();
+  });
+}
+
+TEST_P(GatherUneven, BytesArriveWhileNobodyWaits) {
+  const auto [transport, size] = GetParam();
+  if (transport == "native") return;  // That is its backend's matter.
+  run_ranks(size, [&, transport = transport, size = size](int rank) {
+    const auto communicator = world(transport);
+    const auto bytes = std::int64_t{1} << 20;
+    const UnevenPart part{.whole = at::zeros({bytes * size}, at::kByte),
+                          .own = at::full({bytes}, rank + 1, at::kByte),
+                          .bytes = std::vector<std::int64_t>(static_cast<std::size_t>(size), bytes)};
+    const auto pending = communicator->gather_uneven({&part, 1}, std::vector<bool>(static_cast<std::size_t>(size), true), kLabel);
+    // Other threads write it meanwhile.
+    const auto has_come = [&](int from) {
+      const auto* data = static_cast<const volatile std::uint8_t*>(part.whole.const_data_ptr());
+      return data[from * bytes] == from + 1 && data[(from + 1) * bytes - 1] == from + 1;
+    };
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    int from = 0;
+    while (from < size && std::chrono::steady_clock::now() < end) {
+      if (has_come(from)) {
+        ++from;
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    EXPECT_EQ(from, size) << "bytes of that rank have not come";
+    pending->wait();
   });
 }
 
