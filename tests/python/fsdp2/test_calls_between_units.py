@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support import device, hugging_face
 from support.comparison import differences  # noqa: F401  # it makes MKL's products independent of addresses
+from support.marks import at_night
 from support.models import VOCABULARY
 from support.ranks import PRELOADED, ComparedRanks, StartRanks
 from support.training import api, full
@@ -259,7 +260,7 @@ def train(name: str, implementation: str) -> list[tuple[float, dict[str, Tensor]
     return seen
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, at_night(4)])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_fsdp2(name: str, size: int, compared_ranks: ComparedRanks) -> None:
     if is_of_transformers(name) and not hugging_face.available():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support import device
 from support.extended import EightBits
+from support.marks import at_night
 from support.ranks import StartRanks
 from support.strategies import a_step, every_strategy
 from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
@@ -102,7 +103,7 @@ def strategies() -> None:
         assert_same(clones(model), gathered(model))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, at_night(4)])
 def test_every_strategy(ranks: StartRanks, size: int) -> None:
     ranks(size).run(strategies)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import libfsdp
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -76,6 +78,7 @@ for _ in range(3 + rank):
     assert "FSDP_DEBUG=1" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_rank_that_has_failed_has_not_ended(tmp_path: Path) -> None:
     done = run(
         tmp_path,
