@@ -115,7 +115,10 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
                  .seconds_left = seconds_so_far() / progress * (1 - progress)});
     if (progress < 1) writer.after_step(step, model, report);
     validation.reset();
-    if (progress >= 1 || step % options.eval_every == 0) validation = evaluate(model, corpus, options, mesh);
+    if (progress >= 1 || step % options.eval_every == 0) {
+      report.times(step, fsdp::step_report(sharded, options.eval_every));
+      validation = evaluate(model, corpus, options, mesh);
+    }
     if (validation && progress < 1) report.validation(step, *validation);
     const bool ends = progress < 1 && fsdp::stop_requested(mesh);  // Ctrl-C, or SIGTERM, which Slurm sends some time before it kills
     if (ends || validation || step % options.save_every == 0) save(validation);

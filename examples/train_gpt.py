@@ -4,7 +4,7 @@
 
 `make train-python` does this with the package of the build folder. By default the text is LibTorch's own headers, which
 every machine with torch has. Each run has a folder with its configuration, a log and checkpoints; Ctrl-C saves, and
-`--resume FOLDER` goes on.
+`--resume FOLDER` goes on. The log says where the time of a step goes, too; with `--tensorboard`, TensorBoard shows it.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import AdamW
 
-from libfsdp import fully_shard, stop_requested
+from libfsdp import fully_shard, step_report, stop_requested
 
 DIM, HEADS, CONTEXT = 256, 4, 256
 SEQUENCES = 4  # per step, over all ranks
 LR, WARMUP, CLIP = 1e-3, 30, 1.0
 KEPT = 2  # checkpoints
+BETWEEN_ROWS = 20  # of the log, steps
 
 
 class Block(nn.Module):
@@ -123,20 +124,32 @@ def load_newest(run: Path | None, model: nn.Module, optimizer: AdamW) -> int:
 
 
 class Log:
-    """log.jsonl in the folder of a run, and the terminal, for rank 0 alone. Rows of steps up to `keep_until` stay."""
+    """log.jsonl in the folder of a run, and the terminal, for rank 0 alone. Rows of steps up to `keep_until` stay.
 
-    def __init__(self, run: Path, keep_until: int) -> None:
+    With `tensorboard`, TensorBoard (a package of its own) gets all numbers, too: `tensorboard --logdir FOLDER` shows them.
+    """
+
+    def __init__(self, run: Path, keep_until: int, tensorboard: bool) -> None:
         self.path = run / "log.jsonl"
+        self.board = None
         if dist.get_rank() == 0:
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(str(run), purge_step=keep_until + 1)
             rows = self.path.read_text().splitlines() if self.path.exists() else []
             kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= keep_until]
             self.path.write_text("".join(f"{row}\n" for row in kept))
 
-    def write(self, text: str, **row: float) -> None:
+    def write(self, text: str, step: int, **numbers: float) -> None:
         if dist.get_rank() == 0:
             print(text, flush=True)
             with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps({"step": step, **numbers}) + "\n")
+        if self.board is not None:
+            for name, value in numbers.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
 
 
 def read_options() -> argparse.Namespace:
@@ -146,6 +159,7 @@ def read_options() -> argparse.Namespace:
     headers = Path(torch.__file__).parent / "include"
     parser.add_argument("--data", type=Path, default=headers, help="a text file, or a folder of them: %(default)s")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints: %(default)s")
+    parser.add_argument("--tensorboard", action="store_true", help="write the log's numbers for TensorBoard, too")
     parser.add_argument("--folder", type=Path, help="for configuration, log and checkpoints; a new one below runs/")
     parser.add_argument("--resume", type=Path, help="a run's folder: go on with it, with its configuration")
     options = parser.parse_args()
@@ -215,7 +229,7 @@ def main() -> None:
         return
     # Nothing of a run changes before its checkpoint is loaded.
     run, lock = begin_run(options, lock)
-    log = Log(run, first)
+    log = Log(run, first, options.tensorboard)
 
     share = SEQUENCES // ranks
     begin = time.monotonic()
@@ -231,9 +245,11 @@ def main() -> None:
 
         done = step + 1
         mean = sum_over_ranks(loss.item()) / ranks
-        if done % 20 == 0 or done in (1, options.steps):
+        if done % BETWEEN_ROWS == 0 or done in (1, options.steps):
             speed = (done - first) * SEQUENCES * CONTEXT / (time.monotonic() - begin)
-            log.write(f"step {done:5}  loss {mean:.4f}  {speed:7.0f} tokens/s", step=done, loss=mean)
+            times = step_report(model, min(BETWEEN_ROWS, done - first))
+            text = f"step {done:5}  loss {mean:.4f}  {speed:7.0f} tokens/s  waits {times.exposed_ms:.0f} of {times.step_ms:.0f} ms"
+            log.write(text, step=done, loss=mean, **{f"times/{name}": value for name, value in times.scalars().items()})
         ends = stop_requested()  # by Ctrl-C, or SIGTERM
         if ends or done % options.save_every == 0 or done == options.steps:
             save(run, done, model, optimizer)

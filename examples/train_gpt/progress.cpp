@@ -26,11 +26,11 @@ std::string with_bar(double done, const std::string& text) {
   return ("[" + std::string(filled, '#') + std::string(width - filled, '.') + "] " + text).substr(0, columns() - 1);
 }
 
-std::string describe(const StepReport& report) {
-  const auto left = static_cast<long>(report.seconds_left + 0.5);
+std::string describe(const TrainedStep& trained) {
+  const auto left = static_cast<long>(trained.seconds_left + 0.5);
   std::array<char, 160> text{};
   std::snprintf(text.data(), text.size(), "%3.0f%%  step %ld  loss %.4f  %.0f tokens/s  gradient norm %.2f  %ld:%02ld left",
-                100 * report.done, static_cast<long>(report.step), report.loss, report.tokens_per_second, report.grad_norm, left / 60,
+                100 * trained.done, static_cast<long>(trained.step), trained.loss, trained.tokens_per_second, trained.grad_norm, left / 60,
                 left % 60);
   return text.data();
 }
@@ -39,15 +39,15 @@ std::string describe(const StepReport& report) {
 
 Progress::Progress() : terminal_(isatty(STDOUT_FILENO) != 0) {}
 
-void Progress::step(const StepReport& report) {
+void Progress::step(const TrainedStep& trained) {
   const auto now = std::chrono::steady_clock::now();
   if (!terminal_) {
     if (now - shown_ < kBetweenLines) return;
     shown_ = now;
-    std::puts(describe(report).c_str());
+    std::puts(describe(trained).c_str());
   } else {
     constexpr const char* kEraseToEnd = "\x1b[K";
-    std::printf("\r%s%s", with_bar(report.done, describe(report)).c_str(), kEraseToEnd);
+    std::printf("\r%s%s", with_bar(trained.done, describe(trained)).c_str(), kEraseToEnd);
     bar_open_ = true;
   }
   std::fflush(stdout);

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-struct StepReport {
+struct TrainedStep {
   std::int64_t step = 0;
   double loss = 0;
   double grad_norm = 0;
@@ -20,7 +20,7 @@ class Progress {
  public:
   Progress();
 
-  void step(const StepReport& report);
+  void step(const TrainedStep& trained);
   /// A line of its own, below the bar as it stands.
   void line(const std::string& text);
 

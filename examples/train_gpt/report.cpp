@@ -73,15 +73,28 @@ void Report::begin(const GPT& model, const Corpus& corpus) {
   progress_.line("resumed from " + loaded_->path);
 }
 
-void Report::step(const StepReport& report) {
+void Report::step(const TrainedStep& trained) {
   if (!speaks()) return;
-  log_->write({{"step", report.step},
-               {"loss", report.loss},
-               {"grad_norm", report.grad_norm},
-               {"lr", report.lr},
-               {"tokens_per_second", report.tokens_per_second},
-               {"peak_mib", mib(report.peak_bytes)}});
-  progress_.step(report);
+  log_->write({{"step", trained.step},
+               {"loss", trained.loss},
+               {"grad_norm", trained.grad_norm},
+               {"lr", trained.lr},
+               {"tokens_per_second", trained.tokens_per_second},
+               {"peak_mib", mib(trained.peak_bytes)}});
+  progress_.step(trained);
+}
+
+void Report::times(std::int64_t step, const fsdp::StepReport& times) {
+  if (!speaks()) return;
+  nlohmann::json waits;
+  for (std::size_t i = 0; i < fsdp::kWaitReasons; ++i) waits[to_string(static_cast<fsdp::WaitReason>(i))] = times.reasons[i];
+  log_->write({{"step", step},
+               {"steps", times.steps},
+               {"step_ms", times.times.step_ms},
+               {"compute_ms", times.times.compute_ms},
+               {"exposed_ms", times.times.exposed_ms},
+               {"waits", waits}});
+  progress_.line(to_line(times));
 }
 
 void Report::validation(std::int64_t step, double bits_per_byte) {

@@ -2,6 +2,7 @@
 
 #include <fsdp/device_mesh.h>
 #include <fsdp/save_load.h>
+#include <fsdp/step_report.h>
 
 #include <cstdint>
 #include <optional>
@@ -32,7 +33,9 @@ class Report {
   Report(const Options& options, const RunFolder& run, const fsdp::DeviceMesh& mesh, const std::optional<fsdp::Loaded>& loaded);
 
   void begin(const GPT& model, const Corpus& corpus);
-  void step(const StepReport& report);
+  void step(const TrainedStep& trained);
+  /// Where the time of the last steps went.
+  void times(std::int64_t step, const fsdp::StepReport& times);
   void validation(std::int64_t step, double bits_per_byte);
   /// What the model wrote with the weights of this step.
   void sample(std::int64_t step, const std::string& text);

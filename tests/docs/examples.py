@@ -1,6 +1,6 @@
 """The C++ examples in Markdown files.
 
-    examples.py extract OUT FILE...   writes each example as a program into OUT and prints their names
+    examples.py extract OUT FILE...   writes each example into OUT, and a program that runs the one it is told, and prints their names
     examples.py check FILE...         fails if a block of C++, a link into the project or a table is not in order
 
 A block marked ```cpp is a whole program with a `main`, which the build compiles and CTest runs. A block marked
@@ -16,6 +16,7 @@ from pathlib import Path
 
 FENCE = re.compile(r"^\s*```+\s*(.*?)\s*$")
 MAIN = re.compile(r"\bint main\(")
+MAIN_WITHOUT_ARGUMENTS = re.compile(r"\bint main\(\)")
 EXCERPT = re.compile(r"(?:cpp|python) from (\S+)")
 LEFT_OUT = re.compile(r"^ *(?://|#) \.\.\.$")
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,17 +55,46 @@ def blocks_of(file: Path) -> Iterator[Block]:
 
 
 def extract(out: Path, files: list[Path]) -> None:
+    """Each example is a namespace of its own, so that a few files have all: compiling torch's headers takes longer than the examples."""
     out.mkdir(parents=True, exist_ok=True)
+    names = []
     for file in files:
         programs = [block for block in blocks_of(file) if block.is_program and MAIN.search(block.text)]
         for number, block in enumerate(programs, start=1):
-            name = f"{file.stem.lower()}_{number}"
-            # Compiler messages then name the line of the document.
-            text = f'#line {block.line + 1} "{file.as_posix()}"\n{block.text}'
-            target = out / f"{name}.cpp"
-            if not target.exists() or target.read_text(encoding="utf-8") != text:
-                target.write_text(text, encoding="utf-8")
-            print(name)
+            if not MAIN_WITHOUT_ARGUMENTS.search(block.text):
+                sys.exit(f"{file}:{block.line}: the main of an example has no arguments")
+            names.append(f"{file.stem.lower()}_{number}")
+            write(out / f"{names[-1]}.cpp", in_namespace(names[-1], block))
+    spaces = [(name, namespace_of(name)) for name in names]
+    declared = "".join(f"namespace {space} {{\nint program();\n}}\n" for _, space in spaces)
+    called = "".join(f'  if (name == "{name}") return {space}::program();\n' for name, space in spaces)
+    main = 'int main(int argc, char** argv) {\n  const std::string_view name = argc > 1 ? argv[1] : "";\n'
+    write(out / "main.cpp", f"#include <string_view>\n\n{declared}\n{main}{called}  return 2;\n}}\n")
+    print("\n".join(names))
+
+
+def namespace_of(name: str) -> str:
+    return "example_" + re.sub(r"\W", "_", name)
+
+
+def in_namespace(name: str, block: Block) -> str:
+    """The example without `main`. Compiler messages name the line of the document."""
+    includes, lines = [], []
+    for number, line in enumerate(block.text.splitlines(), start=block.line + 1):
+        is_include = line.startswith("#include")
+        if is_include:
+            includes.append(f'#line {number} "{block.file.as_posix()}"\n{line}\n')
+        lines.append("" if is_include else MAIN_WITHOUT_ARGUMENTS.sub("int program()", line))
+    text = "\n".join(lines)
+    space = namespace_of(name)
+    begin = f'namespace {space} {{\nint program();\n#line {block.line + 1} "{block.file.as_posix()}"\n'
+    return f"{''.join(includes)}{begin}{text}\n}}  // namespace {space}\n"
+
+
+def write(file: Path, text: str) -> None:
+    """Leaves a file with this text as it is, so that nothing is compiled again."""
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        file.write_text(text, encoding="utf-8")
 
 
 def text_of(file: Path) -> list[tuple[int, str]]:

@@ -72,7 +72,7 @@ TEST_F(TrainGpt, TrainsOnTwoRanks) {
   EXPECT_NE(outcome.output.find("--- sample ---\nthe "), std::string::npos) << outcome.output;
 
   const auto all = rows("two");
-  ASSERT_EQ(all.size(), 1u + 12 + 1 + 1);  // start, steps, one validation between them, end
+  ASSERT_EQ(all.size(), 1u + 12 + 2 + 1 + 1);  // start, steps, the times of each half of them, one validation between them, end
   EXPECT_EQ(all.front()["ranks"], 2);
   std::int64_t step = 0;
   for (const auto& row : all) {
@@ -88,7 +88,16 @@ TEST_F(TrainGpt, TrainsOnTwoRanks) {
   EXPECT_NEAR(values.front(), std::log(256.0), 0.2);
   EXPECT_LT(values.back(), values.front() - 1);
 
-  EXPECT_GT(all[7]["validation_bits_per_byte"], all.back()["validation_bits_per_byte"]);
+  for (const auto& times : {all[7], all[15]}) {
+    EXPECT_EQ(times["steps"], 6);
+    double waits = 0;
+    for (const auto& [reason, ms] : times["waits"].items()) waits += ms.get<double>();
+    EXPECT_NEAR(waits, times["exposed_ms"].get<double>(), 1e-6);
+    EXPECT_NEAR(waits + times["compute_ms"].get<double>(), times["step_ms"].get<double>(), 1e-6);
+  }
+  EXPECT_NE(outcome.output.find("; waits "), std::string::npos) << outcome.output;
+
+  EXPECT_GT(all[8]["validation_bits_per_byte"], all.back()["validation_bits_per_byte"]);
   EXPECT_GT(all.back()["validation_bits_per_byte"], 0);
   EXPECT_GT(all.back()["seconds"], 0);
   const auto sample = all.back()["sample"].get<std::string>();

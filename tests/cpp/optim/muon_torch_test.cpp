@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "fsdp/fsdp.h"
+#include "support/python_peer.h"
 #include "support/reference.h"
 #include "support/temporary_folder.h"
 #include "support/twins.h"
@@ -46,8 +46,7 @@ std::map<std::string, at::Tensor> read(const std::string& path) {
 TEST(MuonOfTorch, GivesTheSameMatrices) {
   const TemporaryFolder folder;
   const std::string path = (folder.path() / "muon.pt").string();
-  const std::string command = testing::kPython + " -W ignore " + testing::kMuonPeer + " " + path;
-  ASSERT_EQ(std::system(command.c_str()), 0) << command;
+  testing::run_peer(testing::kMuonPeer, {path});
   over_ranks([&] {
     const auto tensors = read(path);
     for (std::size_t k = 0; k < cases().size(); ++k) {

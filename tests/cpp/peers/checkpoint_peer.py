@@ -115,7 +115,7 @@ def write_enums_by_name(folder: Path) -> None:
 
 
 def write_two_ranks(folder: Path) -> None:
-    torch.multiprocessing.spawn(two_ranks, args=(folder,), nprocs=2)
+    torch.multiprocessing.start_processes(two_ranks, args=(folder,), nprocs=2, start_method="fork")
 
 
 def read_metadata(folder: Path) -> Metadata:

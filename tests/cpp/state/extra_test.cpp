@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 
 #include "fsdp/fsdp.h"
@@ -12,6 +11,7 @@
 #include "support/edited_checkpoint.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/same_bits.h"
 #include "test_paths.h"
 
@@ -71,10 +71,7 @@ void expect_same(const ExtraState& found, const ExtraState& expected) {
   expect_same(ExtraValue(ExtraDict{found}), ExtraValue(ExtraDict{expected}), "");
 }
 
-void peer(const std::string& command, const std::string& path) {
-  const std::string line = fsdp::testing::kPython + " -W ignore " + fsdp::testing::kStatePeer + " " + command + " " + path;
-  ASSERT_EQ(std::system(line.c_str()), 0) << line;
-}
+void peer(const std::string& command, const std::string& path) { fsdp::testing::run_peer(fsdp::testing::kStatePeer, {command, path}); }
 
 TEST_F(Extra, ComesBackAndGoesToPython) {
   for (const bool is_asynchronous : {false, true}) {

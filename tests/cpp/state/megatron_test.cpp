@@ -11,6 +11,7 @@
 #include "fsdp/fsdp.h"
 #include "fsdp/megatron_names.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/stack.h"
 #include "support/stored.h"
 #include "support/temporary_folder.h"
@@ -37,13 +38,14 @@ bool megatron_is_installed() {
 
 /// Megatron-FSDP itself loads `source` (if not empty), trains steps first, first + 1, ..., and saves `target`.
 void train_in_megatron(Writer writer, const std::string& source, const std::string& target, int first, int steps) {
-  const auto command = "timeout 120 " + fsdp::testing::kPython + " -W ignore -m torch.distributed.run --nproc-per-node " +
-                       std::to_string(kPeerRanks) + " --master-port 0 --standalone " + fsdp::testing::kMegatronPeer +
-                       (writer == Writer::kMegatron ? " megatron " : " cpp ") + (source.empty() ? "-" : source) + " " + target + " " +
-                       std::to_string(first) + " " + std::to_string(steps);
+  const std::vector<std::string> arguments = {writer == Writer::kMegatron ? "megatron" : "cpp", source.empty() ? "-" : source, target,
+                                              std::to_string(first), std::to_string(steps)};
+  auto& python = fsdp::testing::PythonServer::of_this_process();
   int result = 1;
-  for (int attempt = 0; attempt < kPeerAttempts && result != 0; ++attempt) result = std::system(command.c_str());
-  ASSERT_EQ(result, 0) << command;
+  for (int attempt = 0; attempt < kPeerAttempts && result != 0; ++attempt) {
+    result = python.run(fsdp::testing::kMegatronPeer, arguments, kPeerRanks);
+  }
+  ASSERT_EQ(result, 0) << ::testing::PrintToString(arguments);
 }
 
 /// The same in C++, on any number of ranks that take the batches of the peer's in turn.

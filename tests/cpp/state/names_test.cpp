@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -18,6 +17,7 @@
 #include "support/edited_checkpoint.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
 #include "support/stored.h"
@@ -60,9 +60,7 @@ TEST_F(Names, CheckpointsOfOtherProgramsAreLoaded) {
     run.train(0, 2);
     fsdp::save(path("ours"), *run.model, *run.optimizer);
   });
-  const std::string line = fsdp::testing::kPython + " -W ignore -m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " +
-                           fsdp::testing::kStatePeer + " programs " + path("ours") + " " + path("programs");
-  ASSERT_EQ(std::system(line.c_str()), 0) << line;
+  fsdp::testing::run_peer(fsdp::testing::kStatePeer, {"programs", path("ours"), path("programs")}, 2);
   const auto of_titan = [](const std::string& name) {
     return name.starts_with("train_state.") || name.starts_with("lr_scheduler.") || name.starts_with("dataloader.");
   };

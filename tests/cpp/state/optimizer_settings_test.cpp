@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -17,6 +16,7 @@
 #include "support/edited_checkpoint.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/same_bits.h"
 #include "test_paths.h"
 
@@ -192,10 +192,7 @@ TEST_F(OptimizerSettings, WhatCannotBeSetIsAnErrorAndChangesNothing) {
 // Python's schedules keep a base rate under a name of their own; flattened groups have each parameter's settings.
 TEST_F(OptimizerSettings, OfPythonsComeBack) {
   for (const std::string layout : {"listed", "flattened"}) {
-    const std::string line = fsdp::testing::kPython +
-                             " -W ignore -m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " +
-                             fsdp::testing::kStatePeer + " settings " + layout + " " + path(layout);
-    ASSERT_EQ(std::system(line.c_str()), 0) << line;
+    fsdp::testing::run_peer(fsdp::testing::kStatePeer, {"settings", layout, path(layout)}, 2);
     run_ranks(2, [&] {
       torch::manual_seed(3);
       auto model = fsdp::testing::make_stack();
@@ -210,9 +207,7 @@ TEST_F(OptimizerSettings, OfPythonsComeBack) {
       EXPECT_EQ(optimizer.lr(0), 0.25);
       fsdp::save(path(layout + "-again"), *model, optimizer);
     });
-    const std::string check =
-        fsdp::testing::kPython + " -W ignore " + fsdp::testing::kStatePeer + " check_settings " + path(layout + "-again");
-    ASSERT_EQ(std::system(check.c_str()), 0) << check;
+    fsdp::testing::run_peer(fsdp::testing::kStatePeer, {"check_settings", path(layout + "-again")});
   }
 }
 

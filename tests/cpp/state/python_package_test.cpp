@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -14,6 +13,7 @@
 #include "fsdp/fsdp.h"
 #include "support/make_optimizer.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
 #include "support/stored.h"
@@ -91,11 +91,7 @@ void train_in_cpp(const Kind& kind, const std::string& source, const std::string
 }
 
 void train_in_python(const Kind& kind, const std::string& source, const std::string& target, int first, int steps) {
-  const auto command = "PYTHONPATH=" + fsdp::testing::kPythonPackage + " " + fsdp::testing::kPython +
-                       " -W ignore -m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " +
-                       fsdp::testing::kPackagePeer + " " + kind.name + " " + source + " " + target + " " + std::to_string(first) + " " +
-                       std::to_string(steps);
-  ASSERT_EQ(std::system(command.c_str()), 0) << command;
+  fsdp::testing::run_peer(fsdp::testing::kPackagePeer, {kind.name, source, target, std::to_string(first), std::to_string(steps)}, 2);
 }
 
 Tensors of_cpp(const std::string& target) {

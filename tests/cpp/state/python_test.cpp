@@ -3,12 +3,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
 #include <map>
 #include <string>
 
 #include "fsdp/save_load.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
 #include "support/stored.h"
@@ -19,6 +19,7 @@ namespace python_test {
 
 using fsdp::testing::expect_same_bits;
 using fsdp::testing::make_stack;
+using fsdp::testing::run_peer;
 using fsdp::testing::run_ranks;
 using fsdp::testing::same_bits;
 using fsdp::testing::stack_loss;
@@ -32,8 +33,6 @@ Tensors of_both(Tensors tensors) {
   std::erase_if(tensors, [](const auto& entry) { return !entry.first.starts_with("model.") && !entry.first.starts_with("optim.state."); });
   return tensors;
 }
-
-void run(const std::string& command) { ASSERT_EQ(std::system(command.c_str()), 0) << command; }
 
 TEST(WithPython, RunsGoFromOneToTheOtherAndBack) {
   const fsdp::testing::TemporaryFolder folder;
@@ -59,12 +58,10 @@ TEST(WithPython, RunsGoFromOneToTheOtherAndBack) {
   });
   const auto written = stored_tensors(path("cpp"));
 
-  const std::string python = fsdp::testing::kPython + " -W ignore ";
-  run(python + fsdp::testing::kStatePeer + " plain " + path("cpp") + " " + path("plain"));
+  run_peer(fsdp::testing::kStatePeer, {"plain", path("cpp"), path("plain")});
   expect_same_bits(stored_tensors(path("plain")), written);
 
-  run(python + "-m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone " + fsdp::testing::kStatePeer + " fsdp2 " +
-      path("cpp") + " " + path("fsdp2"));
+  run_peer(fsdp::testing::kStatePeer, {"fsdp2", path("cpp"), path("fsdp2")}, 2);
   expect_same_bits(of_both(stored_tensors(path("fsdp2/0"))), of_both(written));
   const auto trained = stored_tensors(path("fsdp2/3"));
   EXPECT_FALSE(same_bits(trained.at("model.entry.weight"), written.at("model.entry.weight")));

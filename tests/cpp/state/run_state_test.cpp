@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -19,6 +18,7 @@
 #include "support/edited_checkpoint.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/stack.h"
 #include "support/temporary_folder.h"
 #include "support/training.h"
@@ -72,8 +72,7 @@ TEST_F(RunState, HasTheTypesOfPythons) {
     fsdp::save(path("1"), *run.model, *run.optimizer, {{"bytes", ExtraBytes{all_bytes()}}, {"list", some_list()}},
                {.rank_extra = of_rank(rank), .grad_scaler = &scaler});
   });
-  const std::string line = fsdp::testing::kPython + " -W ignore " + fsdp::testing::kStatePeer + " types " + path("1");
-  ASSERT_EQ(std::system(line.c_str()), 0) << line;
+  fsdp::testing::run_peer(fsdp::testing::kStatePeer, {"types", path("1")});
 }
 
 TEST_F(RunState, ComesBack) {

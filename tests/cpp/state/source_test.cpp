@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -28,6 +27,7 @@
 #include "support/faulty_files.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/python_peer.h"
 #include "support/same_bits.h"
 #include "support/stack.h"
 #include "support/stored.h"
@@ -57,8 +57,7 @@ class SourceTest : public fsdp::testing::CheckpointTest {};
 
 /// What the installed torch writes, and what is kept of other versions.
 std::vector<fs::path> torch_corpora(const fs::path& fresh) {
-  const std::string line = fsdp::testing::kPython + " -W ignore " + fsdp::testing::kCorpusPeer + " " + fresh.string();
-  EXPECT_EQ(std::system(line.c_str()), 0) << line;
+  fsdp::testing::run_peer(fsdp::testing::kCorpusPeer, {fresh.string()});
   std::vector<fs::path> corpora = {fresh};
   for (const auto& kept : fs::directory_iterator(fsdp::testing::kCorpus)) {
     if (fs::exists(kept.path() / "expected")) corpora.push_back(kept.path());

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "fsdp/version.h"
+#include "support/python_peer.h"
 #include "support/temporary_folder.h"
 #include "test_paths.h"
 
@@ -48,10 +49,7 @@ class FsdpCkpt : public ::testing::Test {
     folder = nullptr;
   }
 
-  static void python(const std::string& command) {
-    const std::string line = testing::kPython + " -W ignore " + testing::kToolPeer + " " + command + " " + folder->path().string();
-    ASSERT_EQ(std::system(line.c_str()), 0) << line;
-  }
+  static void python(const std::string& command) { testing::run_peer(testing::kToolPeer, {command, folder->path().string()}); }
 
   /// Runs the command in the folder.
   static Outcome run(const std::string& arguments) {

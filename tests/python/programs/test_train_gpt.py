@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,9 @@ import pytest
 SOURCE = Path(__file__).parents[3]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 COMMAND = [*TORCHRUN, str(SOURCE / "examples" / "train_gpt.py")]
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
+)
 
 
 @pytest.fixture
@@ -65,12 +69,35 @@ def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
     run = tmp_path / output.splitlines()[0].removeprefix("run folder: ")
     assert run.parent == tmp_path / "runs"
     assert {path.name for path in run.iterdir()} == {".lock", "config.json", "log.jsonl", "step-12"}
-    assert [row["loss"] for row in rows(run) if "loss" in row] == pytest.approx(losses, abs=1e-4)
+    logged = [row for row in rows(run) if "loss" in row]
+    assert [row["loss"] for row in logged] == pytest.approx(losses, abs=1e-4)
+    for row, steps in zip(logged, (1, 12), strict=True):
+        times = {name.removeprefix("times/"): value for name, value in row.items() if name.startswith("times/")}
+        assert times["steps"] == steps
+        assert 0 < times["exposed_ms"] < times["step_ms"]
+        assert sum(value for name, value in times.items() if name.startswith("waits/")) == pytest.approx(times["exposed_ms"])
     error = end_at_once(tmp_path, "--data", text, "--folder", run)
     assert f"--folder {run} holds a run: go on with --resume" in error
     assert len(rows(run)) == 3
     error = end_at_once(tmp_path, "--resume", text)
     assert f"--resume {text} is not the folder of a run" in error
+
+
+@needs_tensorboard
+def test_tensorboard_has_the_numbers_of_the_log(tmp_path: Path, text: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = ("--data", text, "--layers", 1, "--tensorboard")
+    train(tmp_path, *options, "--steps", 3, "--folder", "run")
+    train(tmp_path, *options, "--steps", 5, "--resume", "run")  # which shows nothing twice
+    board = EventAccumulator(str(tmp_path / "run")).Reload()
+    logged = rows(tmp_path / "run")
+    names = {name for row in logged for name in row} - {"step"}
+    assert {"loss", "times/step_ms", "times/waits/late_rank_ms"} <= names
+    assert names == set(board.Tags()["scalars"])
+    for name in names:
+        shown = [(event.step, event.value) for event in board.Scalars(name)]
+        assert shown == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in logged if name in row]
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path, text: Path) -> None:
