@@ -1,0 +1,136 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "fsdp/device_mesh.h"
+#include "fsdp/fully_shard.h"
+#include "fsdp/stats.h"
+
+namespace fsdp {
+
+/// How the ranks of a planned mesh communicate.
+struct PlannedMeshOptions {
+  /// How many consecutive ranks each host has, as torchrun numbers them. 0: all ranks are on one host.
+  std::int64_t ranks_per_host = 0;
+  /// On "cpu": MeshOptions::shared_memory, and FSDP_SHARED_MEMORY is not 0.
+  bool shared_memory = true;
+  std::int64_t rank = 0;  ///< The rank that is planned.
+};
+
+/// Returns a mesh that need not exist, for plan(): the same arguments as init_device_mesh(), with all sizes given. `device_type` is "cpu"
+/// (Gloo and shared memory) or "cuda" (NCCL); neither has to be there. A model that is sharded over it has no memory. Its collectives
+/// return at once and count bytes. Throws Error if a size is missing, a name is empty or repeated, or the device type is not known.
+DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, PlannedMeshOptions options = {});
+
+/// Optimizers of this library that plan() knows.
+enum class PlannedOptimizer : std::uint8_t {
+  kNone,         ///< No state. (SGD without momentum.)
+  kSGDMomentum,  ///< One value per element.
+  kAdamW,        ///< Two values per element.
+};
+
+/// The order in which a step enters units, by their names as in UnitInfo. A unit may be entered several times.
+struct UnitOrder {
+  std::vector<std::string> forward;   ///< Empty: the order of the modules.
+  std::vector<std::string> backward;  ///< Empty: the order of forward in reverse.
+};
+
+/// What plan() assumes of a training step: forward, backward, and an update, after which gradients are dropped (zero_grad()).
+struct PlanOptions {
+  PlannedOptimizer optimizer = PlannedOptimizer::kAdamW;
+  /// By default, units are used in the order in which their modules were registered, and backward uses them in the reverse order. Give the
+  /// order of models that use them otherwise.
+  UnitOrder order = {};
+  /// The bytes of activations that autograd keeps from a unit's forward to its backward, by unit name. What a program measured; not in
+  /// here: 0.
+  std::map<std::string, std::int64_t> activations = {};
+};
+
+/// This rank's bytes, by what they are for.
+struct PlanBytes {
+  std::int64_t main_parameters = 0;      ///< Shards (or replicas) that the optimizer updates.
+  std::int64_t main_gradients = 0;       ///< Reduced gradients.
+  std::int64_t optimizer_state = 0;      ///< What the optimizer keeps per element.
+  std::int64_t gathered_parameters = 0;  ///< Whole units, present for computation.
+  std::int64_t unreduced_gradients = 0;  ///< Whole units' gradients before reduction.
+  std::int64_t communication = 0;        ///< Receive staging of reductions, and what gathers and reductions need beside their buffers.
+  std::int64_t unused_slots = 0;         ///< What the slots' blocks have beyond what is lent, for later use.
+  std::int64_t activations = 0;          ///< PlanOptions::activations of the units between their forward and their backward.
+  std::int64_t host = 0;                 ///< Offloaded data in host memory.
+
+  /// The sum of all of these, except for `host`.
+  std::int64_t device() const {
+    return main_parameters + main_gradients + optimizer_state + gathered_parameters + unreduced_gradients + communication + unused_slots +
+           activations;
+  }
+  bool operator==(const PlanBytes&) const = default;
+};
+
+/// The bytes of one unit, each while it is there.
+struct PlannedUnit {
+  std::string name;                  ///< As in UnitInfo.
+  std::int64_t elements = 0;         ///< Of its parameters.
+  std::int64_t main_parameters = 0;  ///< This rank's.
+  std::int64_t main_gradients = 0;   ///< This rank's.
+  std::int64_t optimizer_state = 0;  ///< This rank's, without padding.
+  std::int64_t gathered = 0;         ///< The whole parameters.
+  std::int64_t unreduced = 0;        ///< The whole gradients before reduction.
+  std::int64_t communication = 0;    ///< Receive staging of its reduction.
+  std::int64_t padding = 0;          ///< The part of `gathered` that belongs to no parameter.
+  std::int64_t activations = 0;      ///< PlanOptions::activations.
+};
+
+/// What this rank sends in one step over one dimension of a mesh.
+struct PlannedLink {
+  std::string dim;         ///< The dimension's name; with " (neighbours)" for those that keep a copy after forward.
+  std::int64_t ranks = 1;  ///< That communicate.
+  WireStats sent;
+};
+
+/// What a rank needs and sends in one step, once steps have become alike (from the sixth on).
+struct Plan {
+  std::int64_t ranks = 1;
+  std::int64_t elements = 0;  ///< Of all parameters.
+  /// What memory_stats() says after such a step, if peaks were reset before it. On a device that ranks of this host do not share.
+  MemoryStats memory;
+  WireStats wire;      ///< What wire_stats() adds up in such a step.
+  PlanBytes peak;      ///< At the moment at which the device has to have most.
+  std::string moment;  ///< When that is: "forward of 'blocks.3'", "backward of 'blocks.3'", "the end of backward", "the update".
+  std::vector<PlannedUnit> units;
+  std::vector<PlannedLink> links;
+
+  /// True if a device with this much memory for the program can hold the peak. What torch's allocator and the device's driver need beside
+  /// it is not in the plan.
+  bool fits(std::int64_t bytes) const { return peak.device() <= bytes; }
+  /// The plan as a table for people.
+  std::string text() const;
+  /// The same as a JSON object, in bytes.
+  std::string json() const;
+};
+
+/// The table of text(), written to a stream.
+std::ostream& operator<<(std::ostream& stream, const Plan& plan);
+
+/// Plans training of `module`, sharded with these options: the engine itself runs steps of it over memory that has sizes and no bytes, so a
+/// plan and a run are the same to the byte. `options.mesh`, and the meshes of units, come from planned_device_mesh(). The module can be
+/// deferred (deferred_init), on the meta device, or real. It is not changed, and no value of it is read. Takes milliseconds, whatever the
+/// number of ranks.
+///
+/// Not collective. Throws Error for what fully_shard would throw it for; if the mesh is not a planned one; and if the order names a unit
+/// that is not there.
+Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned = {});
+
+/// Returns the plan for the smallest world whose device holds the peak in `bytes`, by bisection: `plan_for` is called with numbers of
+/// ranks, all multiples of `step` (the ranks of a host, for example) up to `most`. None if it fits on none of them.
+std::optional<Plan> smallest_world(const std::function<Plan(std::int64_t ranks)>& plan_for, std::int64_t bytes, std::int64_t step = 1,
+                                   std::int64_t most = std::int64_t{1} << 17);
+
+}  // namespace fsdp

@@ -1,0 +1,467 @@
+"""What training of a model will need and send, without ranks, devices or memory."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from libfsdp import _C
+from libfsdp._activations import kept_by_unit
+from libfsdp._arguments import check_bytes, check_functions, check_ignored, check_policies, refuse
+from libfsdp._making import make_unit
+from libfsdp._mesh import ShardingMesh
+from libfsdp._precision import MixedPrecisionPolicy, keeps_dtype
+from libfsdp._sharded_parameter import ShardedParameter
+from libfsdp._sharding_options import (
+    ShardingOptions,
+    check_options,
+    check_placements,
+    check_reshard_after_forward,
+    float8_block_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.tensor import Shard
+
+# Which modules become units: their classes, or a function of each module's name and the module.
+Units = Callable[[str, nn.Module], bool] | type[nn.Module] | tuple[type[nn.Module], ...]
+
+
+# Of fully_shard.
+_OPTIONS = {
+    "reshard_after_forward",
+    "shard_placement_fn",
+    "mp_policy",
+    "offload_policy",
+    "ignored_params",
+    "placements",
+    "outer_placements",
+    "gather_format",
+    "keep_gathered_bytes",
+    "follow_grad_dtype",
+    "main_params_dtype",
+    "main_grads_dtype",
+}
+
+
+@dataclass(frozen=True)
+class PlannedMesh:
+    """Ranks that need not exist.
+
+    Attributes:
+        ranks: the number of ranks that shard.
+        replicas: the size of the mesh's first dimension, if it has two (HSDP, HFSDP).
+        ranks_per_host: the number of consecutive ranks on each host; 0 if all are on one.
+        device_type: "cuda" (NCCL) or "cpu" (Gloo).
+        shared_memory: on CPUs, whether ranks of a host read each other's memory.
+        rank: the rank that is planned. Where rows do not divide by the ranks, the last ones have less.
+    """
+
+    ranks: int
+    replicas: int = 1
+    ranks_per_host: int = 0
+    device_type: str = "cuda"
+    shared_memory: bool = True
+    rank: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of its dimensions: those that replicate, if there are replicas, and those that shard."""
+        return (self.ranks,) if self.replicas == 1 else (self.replicas, self.ranks)
+
+    def _of_engine(self) -> _C.DeviceMesh:
+        return _C.planned_mesh(
+            self.device_type,
+            ["shard"] if self.replicas == 1 else ["replicate", "shard"],
+            list(self.sizes),
+            ranks_per_host=self.ranks_per_host,
+            shared_memory=self.shared_memory,
+            rank=self.rank,
+        )
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """The bytes of one unit on a rank, each while it is there.
+
+    Attributes:
+        name: the module's name; "(root)" for the root.
+        elements: of its parameters.
+        main_parameters: this rank's shards.
+        main_gradients: their gradients.
+        optimizer_state: what the optimizer keeps for them.
+        gathered: the whole parameters.
+        unreduced: the whole gradients, before they are reduced.
+        communication: receive staging of the reduction.
+        padding: the part of ``gathered`` that belongs to no parameter.
+        activations: what autograd keeps from its forward to its backward, by what plan() was given.
+    """
+
+    name: str
+    elements: int
+    main_parameters: int
+    main_gradients: int
+    optimizer_state: int
+    gathered: int
+    unreduced: int
+    communication: int
+    padding: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank needs and sends in one training step, once steps have become alike.
+
+    ``str()`` gives a table for people, and a notebook shows a chart.
+
+    Attributes:
+        ranks: of the mesh.
+        elements: of all parameters.
+        peak: bytes at the moment at which the device has to have most, by what they are for: "main_parameters",
+            "main_gradients", "optimizer_state", "gathered_parameters", "unreduced_gradients", "communication",
+            "unused_slots" (blocks that the engine keeps for later use), "activations"; "device" is their sum, and "host"
+            what is offloaded.
+        moment: when that is, such as "backward of 'layers.3'".
+        memory: what :func:`memory_stats` says after such a step, if peaks were reset before it.
+        wire: what :func:`wire_stats` adds up in such a step.
+        links: the same for each dimension of the mesh, by its name.
+        units: enclosing ones first.
+    """
+
+    ranks: int
+    elements: int
+    peak: dict[str, int]
+    moment: str
+    memory: dict[str, int]
+    wire: dict[str, int]
+    links: dict[str, dict[str, int]]
+    units: tuple[PlannedUnit, ...]
+    _table: str
+    _json: str
+
+    def fits(self, memory: int) -> bool:
+        """True if a device with this many bytes for the program can hold the peak.
+
+        What torch's allocator and the device's driver need beside it is not in the plan.
+        """
+        return self.peak["device"] <= memory
+
+    def json(self) -> str:
+        """Returns all of the plan as a JSON object, in bytes."""
+        return self._json
+
+    def __str__(self) -> str:
+        """Returns the plan as a table."""
+        return self._table
+
+    def _repr_html_(self) -> str:
+        """Returns a chart of the memory at the peak, and the table of the rest, for a notebook."""
+        whole = max(self.peak["device"], 1)
+        rows = [
+            f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{count / 2**20:,.1f} MiB</td>"
+            f"<td><div style='background:#4a7ebb;height:0.8em;width:{300 * count / whole:.0f}px'></div></td></tr>"
+            for name, count in self.peak.items()
+            if count and name not in ("device", "host")
+        ]
+        title = f"{self.ranks:,} ranks: {whole / 2**20:,.1f} MiB of a device, in {html.escape(self.moment)}"
+        return (
+            f"<div><b>{title}</b><table>{''.join(rows)}</table>"
+            f"<details><summary>all</summary><pre>{html.escape(self._table)}</pre></details></div>"
+        )
+
+
+@dataclass(frozen=True)
+class _PlannedRanks(ShardingMesh):
+    """Ranks that need not exist, where options are checked against ranks."""
+
+    sizes: tuple[int, ...] = (1,)
+
+    @property
+    def shard_size(self) -> int:
+        return self.sizes[-1]
+
+    @property
+    def replicates(self) -> bool:
+        return len(self.sizes) == 2
+
+
+class _Sizes:
+    """The sizes of a mesh."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+
+    def size(self, dim: int) -> int:
+        return self._sizes[dim]
+
+
+class _Walk:
+    """Finds the units of a module, and the order in which a step uses them: that in which its modules were registered."""
+
+    def __init__(self, root: nn.Module, is_unit: Callable[[str, nn.Module], bool], ignored: set[nn.Parameter]) -> None:
+        self.names: list[str] = []
+        self.modules: list[nn.Module] = []
+        self.parents: list[int | None] = []
+        self.parameters: list[list[tuple[str, nn.Parameter]]] = []
+        self.visits: list[tuple[str, int, bool, list[int]]] = []
+        self._is_unit = is_unit
+        self._ignored = ignored
+        self._unit_of: dict[nn.Parameter, int] = {}
+        self._unit_of_module: dict[nn.Module, int] = {}
+        self._trains = False
+        self._walk(root, "", None)
+
+    def _walk(self, module: nn.Module, name: str, enclosing: int | None) -> None:
+        unit = enclosing
+        begins = enclosing is None or self._is_unit(name, module)
+        if begins:
+            if module not in self._unit_of_module:
+                self._unit_of_module[module] = len(self.names)
+                self.names.append(name or "(root)")
+                self.modules.append(module)
+                self.parents.append(enclosing)
+                self.parameters.append([])
+            unit = self._unit_of_module[module]
+            self.visits.append(("begin", unit, True, []))
+        assert unit is not None
+        self._use(module, name, unit)
+        for child_name, child in module.named_children():
+            self._walk(child, f"{name}.{child_name}" if name else child_name, unit)
+        if begins:
+            # Backward enters it by its output's gradient, if that has one.
+            self.visits.append(("end", unit, self._trains, []))
+
+    def _use(self, module: nn.Module, name: str, unit: int) -> None:
+        first: list[int] = []
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter in self._ignored:
+                continue
+            full_name = f"{name}.{own_name}" if name else own_name
+            if self._unit_of.setdefault(parameter, unit) != unit:
+                raise ValueError(
+                    f"parameter '{full_name}' is in two units, '{self.names[self._unit_of[parameter]]}' and '{self.names[unit]}': tied "
+                    "parameters belong to one unit"
+                )
+            known = self.parameters[unit]
+            if all(parameter is not one for _, one in known):
+                if parameter.requires_grad:
+                    first.append(len(known))
+                known.append((full_name, parameter))
+            self._trains = self._trains or parameter.requires_grad
+        if first:
+            self.visits.append(("use", unit, True, first))
+
+
+def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
+    if units is None:
+        return lambda name, module: False
+    if isinstance(units, (type, tuple)):
+        classes = units
+        return lambda name, module: isinstance(module, classes)
+    if not callable(units):
+        refuse("units", units, "classes of modules, or a function of a name and a module")
+    return units
+
+
+def _parameter(
+    name: str, parameter: nn.Parameter, ranks: _PlannedRanks, options: ShardingOptions, shard_dim: int
+) -> ShardedParameter:
+    """Returns what a unit is made from: see _making.make_parameter."""
+    if isinstance(parameter, DTensor) or parameter.ndim == 0 or hasattr(parameter, "_libfsdp_shard"):
+        raise ValueError(f"plan() takes whole parameters, and '{name}' is a scalar, a DTensor or a shard")
+    main_dtype = options.main_dtype_of(parameter)
+    return ShardedParameter(
+        name=name,
+        places=[],
+        shape=parameter.shape,
+        dtype=main_dtype,
+        computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
+        shard_dim=shard_dim,
+        spec=None,
+        whole_spec=None,
+        identity=-1,
+        sharded=parameter,
+        keeps_dtype=keeps_dtype(options.mp_policy, parameter),
+        float8_block=float8_block_of(options, parameter, name, shard_dim, ranks),
+        grad_dtype=options.grad_dtype_of(parameter),
+    )
+
+
+def plan(
+    module: nn.Module,
+    mesh: PlannedMesh,
+    *,
+    units: Units | None = None,
+    optimizer_values: int = 2,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    activations: Mapping[str, int] | None = None,
+    prefetch_depth: int = 1,
+    **options: Any,
+) -> Plan:
+    """Says what a rank will need and send if the module is trained, sharded by :func:`fully_shard` with these options.
+
+    The engine itself runs steps of it over memory that has sizes and no bytes, so a plan and a run are the same to the
+    byte: :func:`memory_stats` and :func:`wire_stats` of a run are the plan's ``memory`` and ``wire``. Modules are taken to
+    be used in the order in which they were registered. The module may be on the meta device; it is not changed, and no
+    value is read. No process group is needed, and no other rank takes part.
+
+    Args:
+        module: the root.
+        mesh: the ranks.
+        units: which modules below the root fully_shard is called on, by their classes, or by a function of each module's
+            name and the module.
+        optimizer_values: the number of values that the optimizer keeps for each element of a shard, in its dtype: 2 for
+            AdamW, 1 for SGD with momentum.
+        inputs: the arguments of one forward, as a tuple, or by name; of tensors, only shapes and dtypes are used. The forward
+            runs without memory, and what autograd keeps of each unit is in the plan as its activations. Give a model that
+            computes its loss all that it needs for it. Kernels are chosen as on a CPU. Modules that recompute keep what they keep
+            in a run; what they compute again in backward is not in the plan.
+        activations: the bytes of activations that stay from a unit's forward to its backward, by the unit's name, in place
+            of those that ``inputs`` give.
+        prefetch_depth: the number of units that are gathered ahead.
+        options: of all calls of fully_shard: reshard_after_forward (None means True, except for the root, where it means
+            False), shard_placement_fn, mp_policy, offload_policy, ignored_params, placements, outer_placements ("no_shard"
+            or "optim"), gather_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype.
+
+    Raises:
+        ValueError: for options that fully_shard would refuse, and for parameters that are scalars, shards, DTensors, or in
+            two units.
+        Error: if the mesh has a number of ranks that is not positive, no such rank, or a device type that is not known.
+        TypeError: if an argument is of another type, or an option is not known; it is named.
+    """
+    if not isinstance(module, nn.Module):
+        refuse("module", module, "a module")
+    if not isinstance(mesh, PlannedMesh):
+        refuse("mesh", mesh, "a PlannedMesh, as PlannedMesh(ranks=8)")
+    unknown = set(options) - _OPTIONS
+    if unknown:
+        refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS)}")
+    ranks = _PlannedRanks(mesh=_Sizes(mesh.sizes), engine_mesh=mesh._of_engine(), sizes=mesh.sizes)
+    of_units = _sharding_options(options, ranks)
+    walk = _Walk(module, _predicate(units), check_ignored(options.get("ignored_params")))
+    no_units = set(activations or {}) - set(walk.names)
+    if no_units:
+        raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
+    dim_of = _dim_of(options.get("shard_placement_fn"), of_units)
+    kept: dict[str, int] = {}
+    if inputs is not None:
+        of_names = dict(zip(walk.names, walk.modules, strict=True))
+        kept = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
+    kept |= activations or {}
+    made: list[tuple[_C.ShownUnit, int | None, int]] = []
+    position_of: dict[int, int] = {}  # of units that have parameters, in the engine
+    for k, (name, parent, given) in enumerate(zip(walk.names, walk.parents, walk.parameters, strict=True)):
+        if not given:
+            continue
+        parameters = [_parameter(full_name, one, ranks, of_units, dim_of(one)) for full_name, one in given]
+        unit = _unit(name, parameters, ranks, of_units, is_root=k == 0)
+        while parent is not None and parent not in position_of:
+            parent = walk.parents[parent]
+        position_of[k] = len(made)
+        made.append((unit, None if parent is None else position_of[parent], kept.get(name, 0)))
+    if not made:
+        raise ValueError(f"{type(module).__name__} has no parameters to plan for")
+    table, text = _C.plan(
+        ranks.engine_mesh,
+        made,
+        [(what, position_of[k], enters, first) for what, k, enters, first in walk.visits if k in position_of],
+        optimizer_values=optimizer_values,
+        prefetch_depth=prefetch_depth,
+        keep_gathered_bytes=of_units.keep_gathered_bytes,
+    )
+    return _read(table, text)
+
+
+def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOptions:
+    """Checks the options as fully_shard does."""
+    mp_policy = given.get("mp_policy", MixedPrecisionPolicy())
+    offload_policy = given.get("offload_policy", OffloadPolicy())
+    keep_gathered_bytes = given.get("keep_gathered_bytes", 0)
+    placements = given.get("placements", "optim_grads_params")
+    outer_placements = given.get("outer_placements", "no_shard")
+    check_policies(mp_policy, offload_policy)
+    check_functions(
+        shard_placement_fn=given.get("shard_placement_fn"),
+        gather_format=given.get("gather_format"),
+    )
+    check_bytes("keep_gathered_bytes", keep_gathered_bytes)
+    check_placements(placements, outer_placements)
+    if outer_placements == "optim_if_even":
+        raise ValueError("plan() knows outer_placements 'no_shard' and 'optim'")
+    options = ShardingOptions(
+        reshard_after_forward=given.get("reshard_after_forward"),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        placements=placements,
+        outer_sharded=outer_placements == "optim",
+        spmd=None,
+        gather_format=given.get("gather_format"),
+        follow_grad_dtype=given.get("follow_grad_dtype"),
+        keep_gathered_bytes=keep_gathered_bytes,
+        report_nan=False,
+        main_params_dtype=given.get("main_params_dtype"),
+        main_grads_dtype=given.get("main_grads_dtype"),
+        check_initial_values=False,
+    )
+    check_options(options, ranks)
+    check_reshard_after_forward(options.reshard_after_forward, ranks)
+    return options
+
+
+def _dim_of(
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, options: ShardingOptions
+) -> Callable[[nn.Parameter], int]:
+    """Returns a function of a parameter that says which dimension is cut."""
+
+    def dim_of(parameter: nn.Parameter) -> int:
+        placement = None if shard_placement_fn is None or options.is_replicated else shard_placement_fn(parameter)
+        return 0 if placement is None else placement.dim % parameter.ndim
+
+    return dim_of
+
+
+def _unit(
+    name: str, parameters: list[ShardedParameter], ranks: _PlannedRanks, options: ShardingOptions, *, is_root: bool
+) -> _C.ShownUnit:
+    """Returns the unit, with the settings that a state of fully_shard gives it."""
+    given = options.reshard_after_forward
+    kept = given if not isinstance(given, bool) and given is not None and 1 < given < ranks.shard_size else 0
+    reshards = given if isinstance(given, bool) else given != 1
+    unit = make_unit(
+        name,
+        parameters,
+        ranks,
+        options,
+        reshards_after_forward=reshards,
+        kept_size=0 if options.is_replicated else kept,
+    )
+    unit.kept_across_forwards = not reshards
+    if is_root and given is None:  # Backward begins with the root.
+        unit.reshard_after_forward = False
+    return unit
+
+
+def _read(table: str, text: str) -> Plan:
+    fields: dict[str, Any] = json.loads(text)
+    return Plan(
+        ranks=fields["ranks"],
+        elements=fields["elements"],
+        peak=fields["peak"],
+        moment=fields["moment"],
+        memory={f"{kind}.{which}": count for kind, use in fields["memory"].items() for which, count in use.items()},
+        wire=fields["wire"],
+        links={link["dim"]: link["sent"] for link in fields["links"]},
+        units=tuple(PlannedUnit(**unit) for unit in fields["units"]),
+        _table=table,
+        _json=text,
+    )

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+// How many bytes the collectives of a row send, and how many they need beside the callers' buffers. Arithmetic alone: communicators do as
+// it says, and a plan asks it for rows that do not exist.
+namespace fsdp::comm {
+
+/// The bytes that a rank sends in a gather or a reduction.
+struct Sent {
+  std::int64_t wire = 0;
+  std::int64_t shared_memory = 0;  ///< The bytes that peers read from this rank's memory.
+};
+
+/// A reduction of bfloat16 or half by messages that sums within each host first, and then between ranks of equal place (TwoLevelSum). For
+/// each element of a shard: how many elements it sends and needs.
+struct TwoLevels {
+  std::int64_t ranks = 1;  ///< On each host.
+  std::int64_t hosts = 1;
+
+  static constexpr std::int64_t kSumElements = 2;  ///< Elements of bfloat16 or half that take as many bytes as a sum in fp32.
+
+  /// None if one level is as good: on one host, and with one or two ranks on each host, where two bfloat16 values take as many bytes as one
+  /// fp32 sum. `ranks_per_host`: see the function of that name.
+  static std::optional<TwoLevels> of(int size, int ranks_per_host);
+
+  std::int64_t staging_per_element() const { return kSumElements * hosts + std::max((ranks - 1) * hosts, kSumElements * (hosts - 1)); }
+  std::int64_t unreduced_per_element() const { return (ranks - 1) * hosts; }  ///< Elements that are sent unreduced.
+  std::int64_t sums_per_element() const { return hosts - 1; }                 ///< Sums that are sent.
+};
+
+/// How the collectives of a row move bytes.
+class Traffic {
+ public:
+  /// By messages between all pairs of ranks.
+  static Traffic by_messages(int size);
+  /// By memory that the ranks of a host share; between hosts, by messages between ranks of equal place.
+  static Traffic by_shared_memory(int size, int ranks_per_host);
+  /// By a backend's own collectives (NCCL). `levels`: of reductions that the backend does not sum.
+  static Traffic by_backend(int size, std::optional<TwoLevels> levels);
+
+  /// Elements of staging that a reduction of shards of `shard_numel` elements needs, in the dtype of the wire.
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const;
+  /// `bytes` is the size of a shard, over all parts; `summed_bytes` is the size of its sums before they are rounded.
+  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const;
+
+ private:
+  enum class Way : std::uint8_t { kMessages, kSharedMemory, kBackend };
+  Traffic(Way way, std::int64_t size, std::int64_t hosts, std::optional<TwoLevels> levels)
+      : way_(way), size_(size), hosts_(hosts), levels_(levels) {}
+
+  Way way_;
+  std::int64_t size_;
+  std::int64_t hosts_;
+  std::optional<TwoLevels> levels_;
+};
+
+/// True if a backend adds up gradients of this dtype itself. Others are summed by the ranks, in fp32.
+bool backend_sums(at::ScalarType dtype);
+
+}  // namespace fsdp::comm

@@ -1,0 +1,176 @@
+#include "plan/config_model.h"
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "fsdp/error.h"
+
+namespace fsdp::planning {
+namespace {
+
+using ParameterSizes = std::vector<std::int64_t>;
+using ModulePtr = std::shared_ptr<ConfigModule>;
+
+class Config {
+ public:
+  explicit Config(const std::string& text) {
+    try {
+      json_ = nlohmann::json::parse(text);
+    } catch (const nlohmann::json::exception& error) {
+      throw Error(std::string("this is no config.json: ") + error.what());
+    }
+    if (!json_.is_object()) throw Error("this is no config.json: it has no keys");
+  }
+
+  bool has(const char* key) const { return json_.contains(key) && !json_[key].is_null(); }
+  std::int64_t size(const char* key) const {
+    if (!has(key)) throw Error(std::string("config.json has no '") + key + "', which says a size of the model");
+    if (!json_[key].is_number_integer() || json_[key].get<std::int64_t>() < 1) {
+      throw Error(std::string("config.json: '") + key + "' is " + json_[key].dump() + ", and no size");
+    }
+    return json_[key].get<std::int64_t>();
+  }
+  std::int64_t size(const char* key, std::int64_t otherwise) const { return has(key) ? size(key) : otherwise; }
+  bool flag(const char* key, bool otherwise) const { return has(key) && json_[key].is_boolean() ? json_[key].get<bool>() : otherwise; }
+  std::string type() const { return has("model_type") && json_["model_type"].is_string() ? json_["model_type"].get<std::string>() : ""; }
+
+ private:
+  nlohmann::json json_;
+};
+
+at::Tensor parameter(ConfigModule& module, const char* name, const ParameterSizes& sizes) {
+  return module.register_parameter(name, at::empty(sizes, at::device(at::kMeta).dtype(at::kFloat)));
+}
+
+ModulePtr below(ConfigModule& module, const std::string& name) {
+  return module.register_module(name, std::make_shared<ConfigModule>(name));
+}
+
+at::Tensor with_weight(ConfigModule& module, const char* name, const ParameterSizes& sizes, bool bias = false) {
+  auto made = below(module, name);
+  auto weight = parameter(*made, "weight", sizes);
+  if (bias) parameter(*made, "bias", {sizes.front()});
+  return weight;
+}
+
+void add_attention(ConfigModule& block, const Config& config, const std::string& type) {
+  const auto width = config.size("hidden_size");
+  const auto heads = config.size("num_attention_heads");
+  const auto of_keys = config.size("num_key_value_heads", heads);
+  const auto of_head = config.size("head_dim", width / heads);
+  const bool bias = type == "qwen2" || config.flag("attention_bias", false);
+  auto attention = below(block, "self_attn");
+  with_weight(*attention, "q_proj", {heads * of_head, width}, bias);
+  with_weight(*attention, "k_proj", {of_keys * of_head, width}, bias);
+  with_weight(*attention, "v_proj", {of_keys * of_head, width}, bias);
+  with_weight(*attention, "o_proj", {width, heads * of_head}, bias && type != "qwen2");
+  if (type != "qwen3") return;
+  with_weight(*attention, "q_norm", {of_head});
+  with_weight(*attention, "k_norm", {of_head});
+}
+
+void add_layers_of_two_widths(ConfigModule& block, const Config& config, const std::string& type) {
+  const auto width = config.size("hidden_size");
+  const auto hidden = config.size("intermediate_size");
+  if (type != "mixtral") {
+    const bool bias = config.flag("mlp_bias", false);
+    auto mlp = below(block, "mlp");
+    with_weight(*mlp, "gate_proj", {hidden, width}, bias);
+    with_weight(*mlp, "up_proj", {hidden, width}, bias);
+    with_weight(*mlp, "down_proj", {width, hidden}, bias);
+    return;
+  }
+  auto mixture = below(block, "block_sparse_moe");
+  const auto experts = config.size("num_local_experts");
+  with_weight(*mixture, "gate", {experts, width});
+  auto all = below(*mixture, "experts");
+  for (std::int64_t k = 0; k < experts; ++k) {
+    auto expert = below(*all, std::to_string(k));
+    with_weight(*expert, "w1", {hidden, width});
+    with_weight(*expert, "w2", {width, hidden});
+    with_weight(*expert, "w3", {hidden, width});
+  }
+}
+
+ModulePtr llama_like(const Config& config, const std::string& type) {
+  const auto width = config.size("hidden_size");
+  auto root = std::make_shared<ConfigModule>(type);
+  auto model = below(*root, "model");
+  const auto embedding = with_weight(*model, "embed_tokens", {config.size("vocab_size"), width});
+  auto layers = below(*model, "layers");
+  const auto count = config.size("num_hidden_layers");
+  for (std::int64_t k = 0; k < count; ++k) {
+    auto block = layers->register_module(std::to_string(k), std::make_shared<ConfigLayer>("block"));
+    add_attention(*block, config, type);
+    add_layers_of_two_widths(*block, config, type);
+    with_weight(*block, "input_layernorm", {width});
+    with_weight(*block, "post_attention_layernorm", {width});
+  }
+  with_weight(*model, "norm", {width});
+  auto head = below(*root, "lm_head");
+  if (config.flag("tie_word_embeddings", false)) {
+    head->register_parameter("weight", embedding);
+  } else {
+    parameter(*head, "weight", {config.size("vocab_size"), width});
+  }
+  return root;
+}
+
+void add_norm(ConfigModule& module, const char* name, std::int64_t width) { with_weight(module, name, {width}, /*bias=*/true); }
+
+/// A layer of GPT-2, whose weights have their inputs first.
+void add_projection(ConfigModule& module, const char* name, std::int64_t in, std::int64_t out) {
+  auto made = below(module, name);
+  parameter(*made, "weight", {in, out});
+  parameter(*made, "bias", {out});
+}
+
+ModulePtr gpt2(const Config& config) {
+  const auto width = config.size("n_embd");
+  const auto hidden = config.size("n_inner", 4 * width);
+  auto root = std::make_shared<ConfigModule>("gpt2");
+  auto model = below(*root, "transformer");
+  const auto embedding = with_weight(*model, "wte", {config.size("vocab_size"), width});
+  with_weight(*model, "wpe", {config.size("n_positions"), width});
+  auto layers = below(*model, "h");
+  const auto count = config.size("n_layer");
+  for (std::int64_t k = 0; k < count; ++k) {
+    auto block = layers->register_module(std::to_string(k), std::make_shared<ConfigLayer>("block"));
+    add_norm(*block, "ln_1", width);
+    auto attention = below(*block, "attn");
+    add_projection(*attention, "c_attn", width, 3 * width);
+    add_projection(*attention, "c_proj", width, width);
+    add_norm(*block, "ln_2", width);
+    auto mlp = below(*block, "mlp");
+    add_projection(*mlp, "c_fc", width, hidden);
+    add_projection(*mlp, "c_proj", hidden, width);
+  }
+  add_norm(*model, "ln_f", width);
+  auto head = below(*root, "lm_head");
+  if (config.flag("tie_word_embeddings", true)) {
+    head->register_parameter("weight", embedding);
+  } else {
+    parameter(*head, "weight", {config.size("vocab_size"), width});
+  }
+  return root;
+}
+
+}  // namespace
+
+std::shared_ptr<torch::nn::Module> model_of_config(const std::string& text) {
+  const Config config(text);
+  const auto type = config.type();
+  if (type == "gpt2") return gpt2(config);
+  const std::set<std::string> alike = {"llama", "mistral", "qwen2", "qwen3", "mixtral"};
+  if (!alike.contains(type)) {
+    throw Error("config.json: model_type '" + type + "' is none of llama, mistral, qwen2, qwen3, mixtral and gpt2");
+  }
+  return llama_like(config, type);
+}
+
+}  // namespace fsdp::planning

@@ -1,0 +1,180 @@
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/plan.h"
+
+namespace fsdp {
+namespace {
+
+using Line = std::vector<std::string>;
+
+std::string in_units(double value, double step, const std::vector<const char*>& units) {
+  std::size_t unit = 0;
+  while (value >= step && unit + 1 < units.size()) {
+    value /= step;
+    ++unit;
+  }
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.*f", unit == 0 ? 0 : 2, value);
+  return std::string(text.data()) + (*units[unit] == '\0' ? "" : " ") + units[unit];
+}
+
+std::string bytes_text(std::int64_t bytes) { return in_units(static_cast<double>(bytes), 1024, {"B", "KiB", "MiB", "GiB", "TiB"}); }
+
+/// Columns as wide as their widest entries. The first one is text, and the others are numbers.
+std::string table(const std::vector<Line>& rows) {
+  std::vector<std::size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (std::size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    std::string line = "  " + row[0] + std::string(widths[0] - row[0].size(), ' ');
+    for (std::size_t c = 1; c < row.size(); ++c) line += "  " + std::string(widths[c] - row[c].size(), ' ') + row[c];
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += line + "\n";
+  }
+  return text;
+}
+
+/// A bar of up to 30 signs for a share of the whole.
+std::string bar(std::int64_t bytes, std::int64_t whole) {
+  constexpr std::int64_t kWidth = 30;
+  return std::string(static_cast<std::size_t>(whole == 0 ? 0 : (bytes * kWidth + whole / 2) / whole), '#');
+}
+
+/// Each kind of memory: its name, its bytes at the peak, and the most of it in a step.
+struct PlannedKind {
+  const char* name;
+  std::int64_t at_peak;
+  std::int64_t most;
+};
+
+std::vector<PlannedKind> kinds_of(const Plan& plan) {
+  const auto& peak = plan.peak;
+  const auto& memory = plan.memory;
+  std::int64_t activations = 0;
+  for (const auto& unit : plan.units) activations += unit.activations;
+  return {{"main parameters", peak.main_parameters, memory.main_parameters.peak},
+          {"main gradients", peak.main_gradients, std::max(memory.main_gradients.peak, peak.main_gradients)},
+          {"optimizer state", peak.optimizer_state, std::max(memory.optimizer_state.peak, peak.optimizer_state)},
+          {"gathered parameters", peak.gathered_parameters, memory.gathered_parameters.peak},
+          {"unreduced gradients", peak.unreduced_gradients, memory.unreduced_gradients.peak},
+          {"communication", peak.communication, memory.communication.peak},
+          {"unused slots", peak.unused_slots, peak.unused_slots},
+          {"activations", peak.activations, activations}};
+}
+
+/// The units, with those that are alike in one row.
+std::vector<Line> unit_rows(const Plan& plan) {
+  std::vector<Line> rows = {{"unit", "elements", "main", "gradients", "optimizer", "gathered", "unreduced", "staging", "padding"}};
+  const auto same = [](const PlannedUnit& a, const PlannedUnit& b) {
+    return a.elements == b.elements && a.gathered == b.gathered && a.main_parameters == b.main_parameters && a.unreduced == b.unreduced &&
+           a.main_gradients == b.main_gradients && a.communication == b.communication && a.optimizer_state == b.optimizer_state;
+  };
+  for (std::size_t first = 0; first < plan.units.size();) {
+    std::size_t end = first + 1;
+    while (end < plan.units.size() && same(plan.units[first], plan.units[end])) ++end;
+    const auto& unit = plan.units[first];
+    const auto count = end - first;
+    const auto name = count == 1 ? unit.name : unit.name + " to " + plan.units[end - 1].name + " (" + std::to_string(count) + ", each)";
+    rows.push_back({name, in_units(static_cast<double>(unit.elements), 1000, {"", "K", "M", "B"}), bytes_text(unit.main_parameters),
+                    bytes_text(unit.main_gradients), bytes_text(unit.optimizer_state), bytes_text(unit.gathered),
+                    bytes_text(unit.unreduced), bytes_text(unit.communication), bytes_text(unit.padding)});
+    first = end;
+  }
+  return rows;
+}
+
+nlohmann::ordered_json json_of(const PlanBytes& bytes) {
+  return {{"main_parameters", bytes.main_parameters},
+          {"main_gradients", bytes.main_gradients},
+          {"optimizer_state", bytes.optimizer_state},
+          {"gathered_parameters", bytes.gathered_parameters},
+          {"unreduced_gradients", bytes.unreduced_gradients},
+          {"communication", bytes.communication},
+          {"unused_slots", bytes.unused_slots},
+          {"activations", bytes.activations},
+          {"host", bytes.host},
+          {"device", bytes.device()}};
+}
+
+nlohmann::ordered_json json_of(const MemoryStats& stats) {
+  nlohmann::ordered_json json;
+  const std::vector<std::pair<const char*, const MemoryUse&>> uses = {{"main_parameters", stats.main_parameters},
+                                                                      {"main_gradients", stats.main_gradients},
+                                                                      {"gathered_parameters", stats.gathered_parameters},
+                                                                      {"unreduced_gradients", stats.unreduced_gradients},
+                                                                      {"communication", stats.communication},
+                                                                      {"optimizer_state", stats.optimizer_state},
+                                                                      {"total", stats.total},
+                                                                      {"host", stats.host},
+                                                                      {"slots", stats.slots}};
+  for (const auto& [name, use] : uses) json[name] = {{"live", use.live}, {"peak", use.peak}};
+  return json;
+}
+
+nlohmann::ordered_json json_of(const WireStats& stats) {
+  return {{"all_gather_bytes", stats.all_gather_bytes}, {"reduce_scatter_bytes", stats.reduce_scatter_bytes},
+          {"control_bytes", stats.control_bytes},       {"shared_memory_bytes", stats.shared_memory_bytes},
+          {"all_gathers", stats.all_gathers},           {"reduce_scatters", stats.reduce_scatters}};
+}
+
+}  // namespace
+
+std::string Plan::text() const {
+  std::string text = std::to_string(ranks) + (ranks == 1 ? " rank, " : " ranks, ") +
+                     in_units(static_cast<double>(elements), 1000, {"", "K", "M", "B"}) + " elements in " + std::to_string(units.size()) +
+                     (units.size() == 1 ? " unit\n" : " units\n");
+  text += "\nMemory of a rank. Its peak is in " + moment + ":\n";
+  std::vector<Line> rows = {{"", "at the peak", "most"}};
+  for (const auto& [name, at_peak, most] : kinds_of(*this)) {
+    rows.push_back({name, bytes_text(at_peak), bytes_text(most), ""});
+    if (at_peak > 0) rows.back().back() = bar(at_peak, peak.device());
+  }
+  rows.push_back({"device", bytes_text(peak.device())});
+  if (memory.host.peak > 0 || peak.host > 0) rows.push_back({"host", bytes_text(peak.host), bytes_text(memory.host.peak)});
+  // The bar is text.
+  std::size_t width = 0;
+  for (const auto& row : rows) width = std::max(width, row.size() > 3 ? row[3].size() : 0);
+  for (auto& row : rows) {
+    if (row.size() > 3) row[3].resize(width, ' ');
+  }
+  text += table(rows) + "\nUnits:\n" + table(unit_rows(*this)) + "\nSent by a rank in a step:\n";
+  rows = {{"dimension", "ranks", "gathers", "reductions", "control"}};
+  for (const auto& [dim, of, sent] : links) {
+    rows.push_back({dim, std::to_string(of), bytes_text(sent.all_gather_bytes), bytes_text(sent.reduce_scatter_bytes),
+                    bytes_text(sent.control_bytes)});
+  }
+  return text + table(rows);
+}
+
+std::string Plan::json() const {
+  nlohmann::ordered_json json = {{"ranks", ranks}, {"elements", elements}, {"peak", json_of(peak)}, {"moment", moment}};
+  json["memory"] = json_of(memory);
+  json["wire"] = json_of(wire);
+  for (const auto& unit : units) {
+    json["units"].push_back({{"name", unit.name},
+                             {"elements", unit.elements},
+                             {"main_parameters", unit.main_parameters},
+                             {"main_gradients", unit.main_gradients},
+                             {"optimizer_state", unit.optimizer_state},
+                             {"gathered", unit.gathered},
+                             {"unreduced", unit.unreduced},
+                             {"communication", unit.communication},
+                             {"padding", unit.padding},
+                             {"activations", unit.activations}});
+  }
+  for (const auto& link : links) json["links"].push_back({{"dim", link.dim}, {"ranks", link.ranks}, {"sent", json_of(link.sent)}});
+  return json.dump(2);
+}
+
+std::ostream& operator<<(std::ostream& stream, const Plan& plan) { return stream << plan.text(); }
+
+}  // namespace fsdp

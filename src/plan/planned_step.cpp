@@ -1,0 +1,247 @@
+#include "plan/planned_step.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <ranges>
+#include <set>
+#include <utility>
+
+#include "engine/gradient_accumulator.h"
+#include "memory/accounting.h"
+
+namespace fsdp::planning {
+namespace {
+
+using engine::Pass;
+using engine::Unit;
+using What = Visit::What;
+
+/// From the fourth step on, slots follow the plan that two equal steps make. The next one has all of the plan's blocks.
+constexpr int kStepsUntilAlike = 5;
+
+PlanBytes bytes_of(const memory::Accounting& accounting) {
+  const auto stats = accounting.stats();
+  return {.main_parameters = stats.main_parameters.live,
+          .main_gradients = stats.main_gradients.live,
+          .optimizer_state = stats.optimizer_state.live,
+          .gathered_parameters = stats.gathered_parameters.live,
+          .unreduced_gradients = stats.unreduced_gradients.live,
+          .communication = stats.communication.live,
+          .unused_slots = accounting.held() - stats.total.live,
+          .activations = 0,
+          .host = stats.host.live};
+}
+
+PlanBytes sum(PlanBytes a, const PlanBytes& b) {
+  a.main_gradients += b.main_gradients;
+  a.optimizer_state += b.optimizer_state;
+  a.activations += b.activations;
+  a.host += b.host;
+  return a;
+}
+
+std::string quoted(const Unit& unit) { return "'" + unit.name + "'"; }
+
+PlannedUnit describe(Unit& unit, std::int64_t activations) {
+  PlannedUnit planned{.name = unit.name, .activations = activations};
+  for (const auto& position : unit.layout.positions()) {
+    const auto itemsize = static_cast<std::int64_t>(c10::elementSize(unit.formats[position.sub_buffer].compute));
+    planned.elements += position.numel;
+    planned.padding -= position.numel * itemsize;
+  }
+  const engine::GradientAccumulator gradients(unit);  // Of its own, as the reducer's is the reducer's; it takes no memory.
+  for (const auto& part : unit.main.parts) planned.main_parameters += static_cast<std::int64_t>(part.nbytes());
+  for (const auto& part : unit.main_gradient.parts) planned.main_gradients += static_cast<std::int64_t>(part.nbytes());
+  planned.gathered = unit.whole.buffer.bytes;
+  planned.padding += unit.whole.buffer.bytes;
+  planned.unreduced = gradients.wire.bytes;
+  planned.communication = gradients.staging.bytes;
+  return planned;
+}
+
+WireStats stats_of(const comm::Communicator& communicator) {
+  const auto& stats = communicator.stats();
+  return {.all_gather_bytes = stats.all_gather_bytes,
+          .reduce_scatter_bytes = stats.reduce_scatter_bytes,
+          .scatter_bytes = stats.scatter_bytes,
+          .control_bytes = stats.control_bytes,
+          .shared_memory_bytes = stats.shared_memory_bytes,
+          .all_gathers = stats.all_gathers,
+          .reduce_scatters = stats.reduce_scatters,
+          .scatters = stats.scatters};
+}
+
+void add(WireStats& sum, const WireStats& stats) {
+  sum.all_gather_bytes += stats.all_gather_bytes;
+  sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
+  sum.control_bytes += stats.control_bytes;
+  sum.shared_memory_bytes += stats.shared_memory_bytes;
+  sum.all_gathers += stats.all_gathers;
+  sum.reduce_scatters += stats.reduce_scatters;
+}
+
+/// The name of the dimension along which a communicator of a unit's connects ranks.
+std::string name_of(const comm::Communicator* communicator, const Unit& unit, const DeviceMesh& mesh) {
+  const auto& [gather, reduce, outer, neighbours] = unit.communicators;
+  const auto& inner = mesh.dims().back().name;
+  if (gather != mesh.communicator(inner)) return "(the unit's own mesh)";
+  if (communicator == outer.get()) return mesh.dims().front().name;
+  return communicator == neighbours.get() ? inner + " (neighbours)" : inner;
+}
+
+/// What each row has sent. A row that has several communicators counts once.
+std::vector<PlannedLink> links_of(const engine::Engine& engine) {
+  std::vector<PlannedLink> links;
+  std::set<const comm::Communicator*> seen;
+  for (const auto& unit : engine.units()) {
+    const auto& [gather, reduce, outer, neighbours] = unit->communicators;
+    for (const auto* communicator : {outer.get(), gather.get(), reduce.get(), neighbours.get()}) {
+      if (communicator == nullptr || !seen.insert(communicator).second) continue;
+      const auto dim = name_of(communicator, *unit, engine.options().mesh);
+      auto link = std::ranges::find_if(links, [&](const auto& other) { return other.dim == dim && other.ranks == communicator->size(); });
+      if (link == links.end()) link = links.insert(link, {.dim = dim, .ranks = communicator->size(), .sent = {}});
+      add(link->sent, stats_of(*communicator));
+    }
+  }
+  return links;
+}
+
+}  // namespace
+
+std::vector<Visit> reversed(const std::vector<Visit>& forward) {
+  std::vector<Visit> backward;
+  for (const auto& visit : forward | std::views::reverse) {
+    auto& back = backward.emplace_back(visit);
+    std::ranges::reverse(back.gradients);
+    if (visit.what != What::kUse) back.what = visit.what == What::kBegin ? What::kEnd : What::kBegin;
+  }
+  return backward;
+}
+
+Highest::Highest(memory::Accounting& accounting) : accounting_(accounting) {
+  accounting_.watch([this] { look(); });
+}
+
+Highest::~Highest() { accounting_.watch({}); }
+
+void Highest::look() {
+  const auto bytes = sum(bytes_of(accounting_), outside);
+  if (bytes.device() <= bytes_.device()) return;
+  bytes_ = bytes;
+  moment_ = now_;
+}
+
+void Highest::reset() {
+  bytes_ = {};
+  look();
+}
+
+PlannedSteps::PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes, Trigger trigger, std::function<void(Highest&)> update)
+    : engine_(std::move(engine)),
+      passes_(std::move(passes)),
+      trigger_(trigger),
+      update_(std::move(update)),
+      activations_(engine_->units().size(), 0),
+      highest_(engine_->accounting()) {}
+
+Plan PlannedSteps::run() {
+  for (int k = 0; k < kStepsUntilAlike; ++k) step();
+  auto& accounting = engine_->accounting();
+  accounting.reset_peaks();
+  for (auto* communicator : engine::communicators_of(engine_->units())) communicator->reset_stats();
+  highest_.at("the beginning of a step");
+  highest_.reset();
+  step();
+
+  Plan plan{.ranks = engine_->options().mesh.size(),
+            .memory = accounting.stats(),
+            .wire = {},
+            .peak = highest_.bytes(),
+            .moment = highest_.moment(),
+            .units = {},
+            .links = links_of(*engine_)};
+  for (const auto& link : plan.links) add(plan.wire, link.sent);
+  for (const auto& unit : engine_->units()) {
+    plan.units.push_back(describe(*unit, activations_[unit->place.index]));
+    plan.elements += plan.units.back().elements;
+  }
+  return plan;
+}
+
+void PlannedSteps::step() {
+  if (trigger_ == Trigger::kHooks) {
+    highest_.at("the beginning of forward");
+    // An optimizer has stepped, whose hooks say so.
+    if (std::exchange(has_stepped_, true)) engine_->main().changed();
+    engine_->begin_forward(/*kept_is_outdated=*/true);
+  }
+  forward();
+  backward();
+  highest_.at("the update");
+  update_(highest_);
+  engine_->main().zero_grad();
+  highest_.outside.main_gradients = 0;
+  highest_.outside.host -= std::exchange(taken_to_host_, 0);
+}
+
+void PlannedSteps::enter(const Visit& visit, Pass pass) {
+  const std::array<Unit*, 1> units{engine_->units()[visit.unit].get()};
+  if (!units[0]->whole.in_use(pass)) engine_->enter(units, pass);
+}
+
+void PlannedSteps::forward() {
+  std::vector<std::size_t> last(activations_.size());  // the last visit of each unit
+  for (std::size_t k = 0; k < passes_.forward.size(); ++k) last[passes_.forward[k].unit] = k;
+  for (std::size_t k = 0; k < passes_.forward.size(); ++k) {
+    const auto& visit = passes_.forward[k];
+    auto& unit = *engine_->units()[visit.unit];
+    highest_.at("forward of " + quoted(unit));
+    if (visit.what == What::kBegin) engine_->begin_unit_forward(unit);
+    if (visit.what != What::kEnd) enter(visit, Pass::kForward);
+    if (last[visit.unit] == k) {
+      highest_.outside.activations += activations_[visit.unit];
+      highest_.look();
+    }
+    if (visit.what != What::kEnd) continue;
+    engine_->end_unit_forward(unit);
+    if (unit.communicators.post_forward != nullptr && unit.options.reshard_after_forward) engine_->leave_now(unit);
+  }
+  if (trigger_ == Trigger::kHooks) engine_->end_forward();
+}
+
+void PlannedSteps::backward() {
+  const auto alive = std::make_shared<char>();
+  highest_.at("the beginning of backward");
+  engine_->begin_backward(alive, engine::BackwardOf::kAllLeaves);
+  std::vector<std::size_t> last(activations_.size());
+  for (std::size_t k = 0; k < passes_.backward.size(); ++k) last[passes_.backward[k].unit] = k;
+  for (std::size_t k = 0; k < passes_.backward.size(); ++k) {
+    const auto& visit = passes_.backward[k];
+    auto& unit = *engine_->units()[visit.unit];
+    highest_.at("backward of " + quoted(unit));
+    const auto enters_at = trigger_ == Trigger::kHooks ? What::kBegin : What::kUse;
+    if (visit.what == enters_at && visit.enters) enter(visit, Pass::kBackward);
+    for (const auto i : visit.gradients) {
+      const auto compute = unit.formats[unit.layout.positions()[i].sub_buffer].compute;
+      engine_->gradient(unit, i, at::empty(unit.parameters[i].shape, at::device(at::kMeta).dtype(compute)));
+    }
+    if (last[visit.unit] == k) highest_.outside.activations -= activations_[visit.unit];
+  }
+  highest_.at("the end of backward");
+  engine_->end_backward();
+  if (trigger_ == Trigger::kHooks) take_gradients();
+}
+
+/// The hooks' users own the gradients.
+void PlannedSteps::take_gradients() {
+  for (const auto& unit : engine_->units()) {
+    if (engine_->main().take_gradients(*unit).empty()) continue;
+    (unit->offloaded() ? taken_to_host_ : highest_.outside.main_gradients) += unit->main_gradient.buffer.bytes;
+  }
+  highest_.outside.host += taken_to_host_;
+  highest_.look();
+}
+
+}  // namespace fsdp::planning

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "fsdp/plan.h"
+
+// A training step that nobody computes: the engine is told of it, and does all that it does in a run.
+namespace fsdp::planning {
+
+/// One moment of a pass.
+///   kBegin, kEnd: a unit's modules begin and end to run. The hooks' trigger tells of these.
+///   kUse: parameters of a unit are used. Paging tells of these.
+struct Visit {
+  enum class What : std::uint8_t { kBegin, kUse, kEnd };
+  What what = What::kUse;
+  std::size_t unit = 0;
+  bool enters = true;                       ///< False if backward needs no parameter's value for it.
+  std::vector<std::size_t> gradients = {};  ///< In forward: parameters that are used here first. In backward: those that get gradients.
+};
+
+/// What happens in forward and backward, in its order.
+struct Passes {
+  std::vector<Visit> forward;
+  std::vector<Visit> backward;
+};
+
+/// Returns what backward does if it comes back the way that forward went.
+std::vector<Visit> reversed(const std::vector<Visit>& forward);
+
+/// Which trigger the engine is told by.
+enum class Trigger : std::uint8_t { kPaging, kHooks };
+
+/// Finds the moment at which a rank has to have most.
+class Highest {
+ public:
+  explicit Highest(memory::Accounting& accounting);
+  ~Highest();
+  Highest(const Highest&) = delete;
+  Highest& operator=(const Highest&) = delete;
+
+  /// What is not the engine's: activations, and what a program's own optimizer keeps.
+  PlanBytes outside;
+  /// What happens from now on ("forward of 'blocks.3'").
+  void at(std::string moment) { now_ = std::move(moment); }
+  /// `outside` may have grown.
+  void look();
+  /// Forgets what was highest so far.
+  void reset();
+
+  const PlanBytes& bytes() const { return bytes_; }
+  const std::string& moment() const { return moment_; }
+
+ private:
+  memory::Accounting& accounting_;
+  std::string now_;
+  PlanBytes bytes_;
+  std::string moment_;
+};
+
+/// The steps of one planned model.
+class PlannedSteps {
+ public:
+  /// `update` runs between the end of backward and the end of the step, in which gradients are dropped.
+  PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes, Trigger trigger, std::function<void(Highest&)> update);
+
+  /// By unit: see PlanOptions::activations.
+  void set_activations(std::vector<std::int64_t> activations) { activations_ = std::move(activations); }
+
+  /// Runs steps until they are alike, and returns what the last one needs and sends.
+  Plan run();
+
+ private:
+  void step();
+  void forward();
+  void backward();
+  void enter(const Visit& visit, engine::Pass pass);
+  void take_gradients();
+
+  std::shared_ptr<engine::Engine> engine_;
+  Passes passes_;
+  Trigger trigger_;
+  std::function<void(Highest&)> update_;
+  std::vector<std::int64_t> activations_;
+  Highest highest_;
+  bool has_stepped_ = false;
+  std::int64_t taken_to_host_ = 0;  // bytes of offloaded gradients that the program has
+};
+
+}  // namespace fsdp::planning
