@@ -51,7 +51,7 @@ setup: $(STAMP)-build  ## Virtual environment with torch and CMake, header packa
 $(BUILD_DIR)/build.ninja: CMakePresets.json | $(STAMP)-build
 	$(configure) --preset release -B $(BUILD_DIR)
 
-build: $(BUILD_DIR)/build.ninja  ## Library, tests, examples, fsdp-ckpt and benchmark programs in $BUILD_DIR
+build: $(BUILD_DIR)/build.ninja  ## Library, tests, examples, the commands fsdp and fsdp-ckpt, and benchmark programs in $BUILD_DIR
 	cmake --build $(BUILD_DIR) -j $(JOBS)
 
 train: $(BUILD_DIR)/build.ninja  ## Train a small GPT on two ranks; options in ARGS="--help"
@@ -84,7 +84,7 @@ nightly_oldest = make torch-compat TORCH=2.11.0
 nightly_newest = make torch-compat TORCH=$$(python -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p')
 nightly_peers = $(if $(TESTS),$(peers),echo "no TESTS=, so PyTorch's tests are left out") && $(if $(MEGATRON),$(megatron),echo "no MEGATRON=, so its tests are left out")
 
-nightly: build $(STAMP)-test  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
+nightly: build $(STAMP)-test $(STAMP)-browser  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
 	python scripts/nightly.py $(BUILD_DIR)/nightly $(foreach part,$(NIGHTLY),$(part)='$(subst ','\'',$(or $(nightly_$(part)),make $(part)))')
 
 peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## A peer's tests against it and libfsdp; TESTS=PyTorch's folder test/, or MEGATRON=a checkout of Megatron-LM; ARGS="FILE"
@@ -119,11 +119,12 @@ docs: $(BUILD_DIR)/build.ninja $(STAMP)-docs  ## Reference of the C++ headers an
 	(cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = "$(BUILD_DIR)/docs"') | doxygen -
 	PYTHONPATH=$(BUILD_DIR)/python pdoc --docformat google -o $(BUILD_DIR)/docs/python $(PYTHON_MODULES)
 
-pictures: $(BUILD_DIR)/build.ninja $(STAMP)-bench $(STAMP)-pictures  ## Draw docs/pictures again
-	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python
+pictures: $(BUILD_DIR)/build.ninja $(STAMP)-bench $(STAMP)-pictures $(STAMP)-browser  ## Draw docs/pictures again
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target fsdp_python fsdp_command
 	python docs/pictures/parts.py | tred | dot -Tsvg -o docs/pictures/parts.svg
 	python docs/pictures/python.py | tred | dot -Tsvg -o docs/pictures/python.svg
 	PYTHONPATH=$(abspath $(BUILD_DIR))/python python -m torch.distributed.run --standalone --nproc-per-node 2 docs/pictures/step.py docs/pictures/step.svg
+	PYTHONPATH=$(abspath $(BUILD_DIR))/python python docs/pictures/timeline.py $(BUILD_DIR)/tools/fsdp docs/pictures/timeline.png
 
 format: $(STAMP)-format  ## Rewrite all C++ files in the project's format
 	clang-format -i $(CXX_FILES)

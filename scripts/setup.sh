@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | test | bench | docs | pictures | format | lint | tidy | coverage | clang | cuda
+#   scripts/setup.sh build | test | browser | bench | docs | pictures | format | lint | tidy | coverage | clang | cuda
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|test|bench|docs|pictures|format|lint|tidy|coverage|clang|cuda}
+target=${1:?usage: scripts/setup.sh build|test|browser|bench|docs|pictures|format|lint|tidy|coverage|clang|cuda}
 venv=${VENV:-.venv}
 
 die() {
@@ -120,8 +120,8 @@ case $target in
   test)
     # transformers (180 MB with what it needs) has the models that the Python package is tested with, sentencepiece and protobuf are what it
     # needs for the Llama examples' tokenizer, expecttest is what PyTorch's tests need.
-    # matplotlib is the benchmark's, whose arithmetic has tests. tensorboard reads what an example writes. accelerate, peft, lightning, torchao and bitsandbytes (60 MB each) are
-    # programs that it is tried with, and torchtitan's function that shards needs nothing else.
+    # matplotlib is the benchmark's, whose arithmetic has tests. tensorboard reads what an example writes. accelerate, peft, lightning,
+    # torchao and bitsandbytes (60 MB each) are programs that it is tried with, and torchtitan's function that shards needs nothing else.
     need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' sentencepiece protobuf expecttest hypothesis matplotlib \
       tensorboard \
       accelerate==1.15.0 peft==0.21.2 lightning==2.6.6 torchao==0.18.0 bitsandbytes==0.50.2
@@ -131,6 +131,12 @@ case $target in
       echo "setup: going on without Megatron-FSDP and Megatron-Core; their tests are skipped" >&2
     command -v mpirun >/dev/null || (apt_install openmpi-bin) ||
       echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
+    ;;
+  browser)
+    # In which the page of timelines is tried; selenium drives it.
+    need_python_packages selenium
+    { command -v chromium && command -v chromedriver; } >/dev/null || (apt_install chromium chromium-driver) ||
+      echo "setup: going on without chromium; the tests of pages in it are skipped" >&2
     ;;
   bench)
     need_python_packages matplotlib

@@ -142,6 +142,8 @@ void add_options(CLI::App& app, Options& options) {
 
   app.add_option("--log", options.log, "A JSON-lines file, one object per step and validation (default: log.jsonl in --run)")
       ->group("Output");
+  app.add_flag("--timeline", options.timeline, "At the end, draw what the ranks did in the last steps: timeline.html in --run")
+      ->group("Output");
   option("--eval-every", options.eval_every, "Steps between validations")->group("Output");
   option("--eval-sequences", options.eval_sequences, "Sequences per validation, rounded up to a multiple of the ranks")->group("Output");
   app.add_option("--prompt", options.prompt, "What the sample continues (default: \"#include <\", or nothing with --data)")

@@ -36,8 +36,9 @@ struct Options {
   std::uint64_t seed = 1;
   std::int64_t eval_every = 200;
   std::int64_t eval_sequences = 64;
-  std::string run = {};  ///< The folder of this run. Empty: a new one below runs/.
-  std::string log = {};  ///< Empty: in the folder of the run, as is `save`.
+  std::string run = {};   ///< The folder of this run. Empty: a new one below runs/.
+  std::string log = {};   ///< Empty: in the folder of the run, as is `save`.
+  bool timeline = false;  ///< The run gets a page of what its ranks did last.
   std::string save = {};
   std::string save_name = "step";
   bool save_async = false;

@@ -1,5 +1,7 @@
 #include "train_gpt/report.h"
 
+#include <fsdp/timeline.h>
+
 #include <array>
 #include <cerrno>  // program_invocation_name
 #include <cstdarg>
@@ -107,6 +109,12 @@ void Report::sample(std::int64_t step, const std::string& text) {
   if (!speaks()) return;
   log_->write({{"step", step}, {"sample", text}});
   progress_.line("--- sample of step " + std::to_string(step) + " ---\n" + printable(text) + "\n--------------");
+}
+
+void Report::timeline() {
+  if (!speaks()) return;
+  fsdp::write_timeline(run_.events(), run_.timeline());
+  progress_.line("timeline: " + run_.timeline());
 }
 
 void Report::interrupted(std::int64_t step) {

@@ -39,6 +39,8 @@ class Report {
   void validation(std::int64_t step, double bits_per_byte);
   /// What the model wrote with the weights of this step.
   void sample(std::int64_t step, const std::string& text);
+  /// Draws what the ranks did in the last steps. All of them must have come to the end of these.
+  void timeline();
   /// Both write the plot, and say what to do next.
   void interrupted(std::int64_t step);
   void finished(const FinalReport& report);

@@ -24,7 +24,8 @@ class RunLock {
   int fd_ = -1;
 };
 
-/// The folder of one run: config.json, log.jsonl, losses.svg and checkpoints/, and .lock, which a process that trains in it holds.
+/// The folder of one run: config.json, log.jsonl, losses.svg and checkpoints/, with --timeline also timeline.html and events/, and .lock,
+/// which a process that trains in it holds.
 class RunFolder {
  public:
   /// --run, or a new one, which begin() makes. Of a run that is there, nothing changes before begin(); from now on it is locked, by rank 0.
@@ -38,6 +39,8 @@ class RunFolder {
   const std::string& path() const { return path_; }
   const std::string& log() const { return log_; }
   std::string plot() const { return path_ + "/losses.svg"; }
+  std::string events() const { return path_ + "/events"; }
+  std::string timeline() const { return path_ + "/timeline.html"; }
   const std::string& checkpoints() const { return checkpoints_; }
   std::string checkpoint(std::int64_t step) const { return checkpoints_ + "/" + checkpoint_name_ + "-" + std::to_string(step); }
 

@@ -42,7 +42,8 @@ class DeviceMesh {
   DeviceMesh() = default;  ///< An undefined mesh; `defined()` is false.
 
   bool defined() const { return state_ != nullptr; }      ///< False for `DeviceMesh()`.
-  c10::Device device() const;                             ///< This rank's device.
+  c10::Device device() const;                             ///< This rank's device; meta if the mesh is planned (fsdp/plan.h).
+  c10::DeviceType device_type() const;                    ///< Of this rank's device; of a planned mesh, of what it stands for.
   const std::vector<MeshDim>& dims() const;               ///< Names and sizes, outermost first.
   std::int64_t rank() const;                              ///< This rank's global rank.
   std::int64_t size() const;                              ///< Ranks in this (sub-)mesh.

@@ -23,12 +23,15 @@
 #include "fsdp/offload.h"                // offload to host memory
 #include "fsdp/optim.h"                  // optimizers on shards
 #include "fsdp/placements.h"             // what is sharded
+#include "fsdp/plan.h"                   // what training will need and send
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/stats.h"                  // memory and wire accounting
 #include "fsdp/step_report.h"            // where the time of steps went
 #include "fsdp/stop_requested.h"         // ending well by Ctrl-C and SIGTERM
 #include "fsdp/summon_full_params.h"     // temporary access to the full parameters
 #include "fsdp/tie_parameters.h"         // one parameter under two names
+#include "fsdp/timeline.h"               // what ranks did beside each other, as a page
 #include "fsdp/transfer_plan.h"          // weights to ranks with another division
 #include "fsdp/unit_info.h"              // the units of a model, as a table
 #include "fsdp/version.h"                // the library's version
+#include "fsdp/wait_reason.h"            // why a rank waited

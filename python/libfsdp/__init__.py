@@ -33,6 +33,7 @@ from libfsdp._load_weights import load_weights  # noqa: E402
 from libfsdp._local_shards import LocalShard, LocalShards, local_shards  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
+from libfsdp._plan import Plan, PlannedMesh, PlannedUnit, plan  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
@@ -63,6 +64,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PhaseReport",
+    "Plan",
+    "PlannedMesh",
+    "PlannedUnit",
     "ShardPlacementResult",
     "StepReport",
     "TransferPlan",
@@ -92,6 +96,7 @@ __all__ = [
     "may_miss_backward_hooks",
     "memory_stats",
     "optim",
+    "plan",
     "read_rank_extra",
     "register_fsdp_forward_method",
     "save",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import sys
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from libfsdp import _C
+from libfsdp import _C, _whereabouts
 from libfsdp._collectives import Collectives
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ _given: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictiona
 @atexit.register
 def _tell_how_this_rank_ends() -> None:
     """Tells ranks that wait for this one whether its script has ended normally or by an exception."""
-    _C.tell_ending(getattr(sys, "last_value", None) is None)
+    _C.tell_ending(_whereabouts.error_of_script())
 
 
 @atexit.register
@@ -316,6 +315,7 @@ def _over_store(
         # This time-out ends before the one of the backend's watchdog, which ends the process: messages name the rank that is late.
         timeout -= min(timeout / 10, 60.0)
     _compare_shapes(mesh, ranks, store, prefix, timeout)
+    _whereabouts.register()
     engine_mesh = _C.make_mesh(
         store=store,
         prefix=prefix,

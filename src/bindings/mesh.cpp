@@ -153,9 +153,13 @@ void bind_mesh(py::module_& module) {
              "backends that move the tensors: of the row if neighbours is 0, else of a new group.");
   module.def("collectives_are_visible", &collectives_are_visible, "Collectives go through torch.distributed, where others see them.");
   module.def(
-      "tell_ending", [](bool returned) { comm::tell_ending(returned ? comm::Ending::kReturned : comm::Ending::kFailed); },
-      py::arg("returned"), py::call_guard<py::gil_scoped_release>(),
-      "This rank's script has come to its end, or has failed: for the errors of ranks that wait for it.");
+      "tell_ending",
+      [](const std::string& error) {
+        const auto failed = error.starts_with("KeyboardInterrupt") ? comm::Ending::kStopped : comm::Ending::kFailed;
+        comm::tell_ending(error.empty() ? comm::Ending::kReturned : failed, error);
+      },
+      py::arg("error"), py::call_guard<py::gil_scoped_release>(),
+      "This rank's script has come to its end, or has failed with this error: for the errors of ranks that wait for it.");
   module.def("set_collectives_replaced", &set_collectives_replaced, "Functions of torch.distributed have been replaced by a program.");
   module.def("make_python_mesh", &make_python_mesh, py::arg("rank"), py::arg("dims"), py::arg("sizes"), py::arg("coordinates"),
              py::arg("device"), py::arg("make"), "A mesh over collectives of Python: make(dimension, neighbours).");

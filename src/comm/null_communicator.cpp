@@ -19,13 +19,18 @@ class Nothing final : public Pending {
 }  // namespace
 
 std::unique_ptr<Pending> NullCommunicator::all_gather(std::span<const GatherPart> parts, const Label& label) {
-  stats_.all_gather_bytes += (size_ - 1) * check_parts(parts, size_);
+  const std::int64_t bytes = check_parts(parts, size_);
+  const auto [wire, shared_memory] = traffic_.sent(bytes, bytes);
+  stats_.all_gather_bytes += wire + shared_memory;
+  stats_.shared_memory_bytes += shared_memory;
   ++stats_.all_gathers;
   return std::make_unique<Nothing>();
 }
 
 std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) {
-  stats_.reduce_scatter_bytes += (size_ - 1) * check_parts(parts, *this);
+  const auto [wire, shared_memory] = traffic_.sent(check_parts(parts, *this), summed_bytes(parts));
+  stats_.reduce_scatter_bytes += wire + shared_memory;
+  stats_.shared_memory_bytes += shared_memory;
   ++stats_.reduce_scatters;
   return std::make_unique<Nothing>();
 }

@@ -72,6 +72,14 @@ std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& 
   return bytes;
 }
 
+std::int64_t summed_bytes(std::span<const ReducePart> parts) {
+  std::int64_t bytes = 0;
+  for (const ReducePart& part : parts) {
+    bytes += part.out.numel() * static_cast<std::int64_t>(elementSize(sum_dtype(part.unreduced.scalar_type())));
+  }
+  return bytes;
+}
+
 std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator) {
   constexpr const char* kOperation = "scatter";
   std::int64_t bytes = 0;

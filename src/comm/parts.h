@@ -12,6 +12,8 @@ namespace fsdp::comm {
 /// bytes, in the dtype that is sent.
 std::int64_t check_parts(std::span<const GatherPart> parts, int size);
 std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& communicator);
+/// Returns the size of a reduction's shards in bytes, before their sums are rounded to the dtype that is sent.
+std::int64_t summed_bytes(std::span<const ReducePart> parts);
 /// Returns the bytes that this rank sends, which is 0 on all ranks except the root.
 std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator);
 

@@ -21,8 +21,8 @@ struct BufferSources {
 /// ones in the same order. All ranks gather alike, but when a rank needs memory for gradients depends on those that it gets.
 class BufferPools {
  public:
-  BufferPools(c10::Device device, memory::Accounting& accounting)
-      : device_(device), shared_(device, accounting), of_gathers_(device, accounting) {}
+  BufferPools(c10::Device device, memory::Accounting& accounting, memory::SlotPool::Idle idle)
+      : device_(device), shared_(device, accounting, idle), of_gathers_(device, accounting, idle) {}
 
   memory::SlotPool& of_gathers() { return gathers_apart_ ? of_gathers_ : shared_; }
   memory::SlotPool& of_the_rest() { return shared_; }

@@ -21,10 +21,10 @@ Engine::Engine(const EngineOptions& options)
       prefetch_depth_(options.prefetch_depth),
       stream_(options.mesh.device()),
       events_(options.events_source, accounting_),
-      pools_(options.mesh.device(), accounting_),
+      pools_(options.mesh.device(), accounting_, options.on_cpu() ? memory::SlotPool::Idle::kStays : memory::SlotPool::Idle::kIsFreed),
       gatherer_(options.mesh.device(), pools_, options.keep_gathered_bytes),
       reducer_(options.mesh.device(), pools_.of_the_rest(), accounting_,
-               {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad}),
+               {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad, .copies_together = !options.on_cpu()}),
       main_parameters_(options.mesh.device(), units_, gatherer_) {}
 
 Engine::~Engine() {

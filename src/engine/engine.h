@@ -47,9 +47,11 @@ struct EngineOptions {
   int prefetch_depth = 1;      ///< In the beginning.
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
-  std::uint32_t events_source = events::new_source();  ///< The source of the engine's events (events/event.h).
+  std::uint32_t events_source = events::new_source("model");  ///< The source of the engine's events (events/event.h); 0: it has none.
 
   c10::Device device() const { return mesh.device(); }
+  /// True if the mesh's devices are CPUs, or, in a plan, stand for them.
+  bool on_cpu() const { return mesh.device_type() == c10::kCPU; }
   /// Ranks outside of the mesh (tensor-parallel ones) may hold the same values of a parameter as this rank. True on exactly one of all
   /// ranks that hold the same values, so that sums count them once.
   bool speaks_for(const UnitParameter& parameter) const {

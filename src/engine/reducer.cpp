@@ -43,7 +43,7 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
   if (target.seen) {
     gradients.arrived.copy();
     view.add_(gradient);
-  } else if (!view.is_cpu() && static_cast<std::int64_t>(view.nbytes()) <= kCopiedTogether) {
+  } else if (options_.copies_together && static_cast<std::int64_t>(view.nbytes()) <= kCopiedTogether) {
     gradients.arrived.add(parameter, view, gradient);
   } else if (!copy_bytes(gradient, view)) {
     view.copy_(gradient);

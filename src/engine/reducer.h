@@ -24,8 +24,9 @@ namespace fsdp::engine {
 class Reducer {
  public:
   struct Options {
-    std::int64_t rank = 0;    ///< For error messages.
-    bool report_nan = false;  ///< Reductions look for NaN first: see report_nan().
+    std::int64_t rank = 0;         ///< For error messages.
+    bool report_nan = false;       ///< Reductions look for NaN first: see report_nan().
+    bool copies_together = false;  ///< Small gradients wait for each other, as on GPUs, where a copy takes longer to launch than to run.
   };
   Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)
       : device_(device), pool_(pool), accounting_(accounting), options_(options) {}

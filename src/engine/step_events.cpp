@@ -7,8 +7,15 @@ namespace fsdp::engine {
 using events::EventKind;
 
 void StepEvents::record(events::Event event) const noexcept {
+  if (source_ == 0) return;
   event.source = source_;
   events::record(event);
+}
+
+void StepEvents::record_with_memory(events::Event event) const noexcept {
+  event.bytes = accounting_.live();
+  event.number = static_cast<std::uint64_t>(accounting_.live(memory::Kind::kGatheredParameters));
+  record(event);
 }
 
 void StepEvents::forward_begins(std::span<const std::unique_ptr<Unit>> units) {
@@ -30,19 +37,20 @@ void StepEvents::forward_begins(std::span<const std::unique_ptr<Unit>> units) {
 
 void StepEvents::entered(const Unit& unit, Pass pass) {
   const auto next = events::name_of(unit.name);
-  record({.unit = next, .kind = EventKind::kEntered, .in_backward = pass == Pass::kBackward});
+  record_with_memory({.unit = next, .kind = EventKind::kEntered, .in_backward = pass == Pass::kBackward});
   note_peak();  // of the unit before
   unit_ = next;
 }
 
 void StepEvents::backward_began() {
   note_peak();
-  record({.kind = EventKind::kBackwardBegan, .in_backward = true});
+  record_with_memory({.kind = EventKind::kBackwardBegan, .in_backward = true});
 }
 
 void StepEvents::backward_ended(bool last) {
   note_peak();
-  record({.number = last ? 1U : 0U, .kind = EventKind::kBackwardEnded});
+  if (last) ++steps_;
+  record({.bytes = accounting_.live(), .number = last ? steps_ : 0, .kind = EventKind::kBackwardEnded});
   step_ended_ = last;
   unit_ = 0;
 }

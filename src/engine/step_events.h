@@ -32,9 +32,12 @@ class StepEvents {
  private:
   void note_peak();
   void record(events::Event event) const noexcept;
+  /// With what the engine holds.
+  void record_with_memory(events::Event event) const noexcept;
 
   const std::uint32_t source_;
   memory::Accounting& accounting_;
+  std::uint64_t steps_ = 0;  ///< How many have ended.
   bool step_ended_ = true;
   std::uint32_t unit_ = 0;  ///< Where the computation is, by name.
   std::int64_t peak_ = 0;   ///< Bytes, of this step.

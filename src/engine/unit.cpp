@@ -88,7 +88,7 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
       return Part{formats[k].gather ? at::kByte : formats[k].compute, travelling_numel(k) * inner};
     });
   }
-  const auto empty_main = [&] { return memory::empty_storage(offloaded() ? c10::Device(at::kCPU) : device); };
+  const auto empty_main = [&] { return memory::empty_storage(offloaded() ? memory::host_of(device) : device); };
   lay_out(main.buffer, empty_main(), all, [&](std::size_t k) {
     return main_is_shared(k) || formats[k].extended ? Part{} : Part{formats[k].main, numel(k, main_pieces().count)};
   });

@@ -9,9 +9,11 @@ enum class EventKind : std::uint8_t {
   // Of an engine, which is the source.
   kStepBegan,      ///< The first forward after the last backward of a step, or the first of all. `bytes`: what this rank has sent so far;
                    ///< `number`: the part of it that peers have read from its memory.
-  kEntered,        ///< The computation is in `unit` from now on; `in_backward`.
-  kBackwardBegan,  ///< The first entry or gradient of a backward.
-  kBackwardEnded,  ///< A backward has ended. `number` is 1 for the last one of a step.
+  kEntered,        ///< The computation is in `unit` from now on; `in_backward`. `bytes`: what the engine holds, host memory not counted;
+                   ///< `number`: the part of it that is gathered parameters.
+  kBackwardBegan,  ///< The first entry or gradient of a backward. `bytes` and `number` as of kEntered.
+  kBackwardEnded,  ///< A backward has ended. `number`: of the last one of a step, the step's number, from 1; of others, 0. `bytes` as of
+                   ///< kEntered.
   kMemoryPeaked,   ///< While the computation was in `unit`, the engine held `bytes`, more than before in this step.
   // Of one collective in a row, which is the source: `number`, `operation`, `unit`, `bytes` (of a shard; 0 if shards differ in size).
   kPosted,     ///< It is on its way: this rank has made the call.
@@ -19,9 +21,21 @@ enum class EventKind : std::uint8_t {
   kArrived,    ///< What the others have sent is there; what is missing is this rank's own arithmetic. Not all transports tell.
   kWaitEnded,  ///< The result may be used. If the data move on a device, its stream waits, and the host went on.
   kFailed,     ///< Posting it, or waiting for it, has thrown.
+  // Of a row, which is the source.
+  kGivenUp,  ///< After its first failure: `operation` is the text of the error.
+  // Of the process; there is no source.
+  kEnded,  ///< The first word on how it ends: `number` is an EndKind, `operation` the text of the exception, if there is one.
 };
 
-/// A moment of a training run. The text of a name is text_of().
+/// How a process ends.
+enum class EndKind : std::uint8_t {
+  kReturned,   ///< Its training function or its program has come to its end.
+  kException,  ///< So it has, by an exception.
+  kSignal,     ///< It was asked to: SIGTERM, Ctrl-C.
+};
+
+/// A moment of a training run. The text of a name is text_of(), or that of the file of events. Files have these bytes: who changes them
+/// changes EventWriter::kVersion.
 struct Event {
   std::int64_t time = 0;        ///< In nanoseconds, of std::chrono::steady_clock; record() sets it.
   std::int64_t bytes = 0;       ///< See EventKind.

@@ -19,8 +19,6 @@ namespace {
 /// Elements that are computed at once, or a row if that has more: the temporaries stay small, however large the tensor is.
 constexpr std::int64_t kAtOnce = std::int64_t{1} << 18;
 
-std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
-
 /// This rank's part of a matrix: consecutive elements, row by row, of some of its columns.
 struct OwnElements {
   std::int64_t begin = 0;  ///< Its first element, in these columns, flattened.

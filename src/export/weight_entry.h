@@ -11,8 +11,12 @@
 
 #include "engine/unit.h"
 #include "export/assembly.h"
+#include "layout/unit_layout.h"
 
 namespace fsdp::weights {
+
+/// As many bytes as a place for so many takes in buffers.
+inline std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
 
 /// Says of an entry that it is a part of a tensor's change: its positions, or its values, which are the next entry. Ranks have any number
 /// of them, and a rank's pieces follow one another.

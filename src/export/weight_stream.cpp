@@ -29,8 +29,6 @@ constexpr const char* kGivenBack =
 constexpr comm::Label kAgreement = {.operation = "full_weights: the next bucket", .unit = {}};
 constexpr auto kKind = memory::Kind::kGatheredParameters;
 
-std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
-
 at::Tensor view(const at::Tensor& bytes, std::int64_t begin, std::int64_t size) { return comm::flat_view(bytes, begin, size); }
 
 comm::Ranks ranks_of(const Request& request) {

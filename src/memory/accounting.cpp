@@ -37,6 +37,17 @@ void Accounting::add(Kind kind, std::int64_t bytes) {
   if (kind == Kind::kHost) return;
   grow(total_, bytes);
   peak_of_step_ = std::max(peak_of_step_, total_.live);
+  if (grew_) grew_();
+}
+
+void Accounting::lend(Kind kind, std::int64_t bytes) {
+  lent_ += bytes;
+  add(kind, bytes);
+}
+
+void Accounting::take_back(Kind kind, std::int64_t bytes) {
+  remove(kind, bytes);
+  lent_ -= bytes;
 }
 
 void Accounting::remove(Kind kind, std::int64_t bytes) {

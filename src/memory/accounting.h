@@ -3,6 +3,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <utility>
 
 #include "fsdp/stats.h"
 
@@ -28,13 +30,24 @@ class Accounting {
  public:
   void add(Kind kind, std::int64_t bytes);
   void remove(Kind kind, std::int64_t bytes);
+  /// The same for bytes within a block of the pool.
+  void lend(Kind kind, std::int64_t bytes);
+  void take_back(Kind kind, std::int64_t bytes);
   /// `shared`: peers of this host may map these bytes.
   void pool_grew(std::int64_t bytes, bool shared = false);
   void pool_shrank(std::int64_t bytes, bool shared = false);
 
   MemoryStats stats() const;
+  /// The bytes that are held now: of all kinds that count for the total, and of one kind.
+  std::int64_t live() const { return total_.live; }
+  std::int64_t live(Kind kind) const { return by_kind_[static_cast<std::size_t>(kind)].live; }
   /// Peaks start again from what is live now.
   void reset_peaks();
+
+  /// The bytes that are held from the allocators of the device now: as the total, with the pool's blocks in place of what is lent.
+  std::int64_t held() const { return total_.live - lent_ + pool_.live; }
+  /// Calls `grew` whenever held() may have grown, from now on. For plans; it must not use the engine.
+  void watch(std::function<void()> grew) { grew_ = std::move(grew); }
 
   /// The peak of the total since the last begin_step(), whatever reset_peaks() does.
   std::int64_t peak_of_step() const { return peak_of_step_; }
@@ -47,6 +60,8 @@ class Accounting {
   MemoryUse shared_;
   std::int64_t pool_allocations_ = 0;
   std::int64_t peak_of_step_ = 0;
+  std::int64_t lent_ = 0;
+  std::function<void()> grew_;
 };
 
 }  // namespace fsdp::memory

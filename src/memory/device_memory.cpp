@@ -56,9 +56,16 @@ at::Tensor over(c10::DataPtr memory, std::int64_t bytes) {
   return at::empty({0}, at::TensorOptions().dtype(at::kByte)).set_(c10::Storage(std::move(storage)), 0, {bytes}, {1});
 }
 
+/// A block without bytes. It has an address nevertheless, which tells it from no block.
+c10::DataPtr without_bytes(c10::Device device) {
+  static char somewhere = 0;
+  return {&somewhere, device};
+}
+
 }  // namespace
 
 c10::DataPtr allocate(c10::Device device, std::int64_t bytes) {
+  if (device.is_meta()) return without_bytes(device);
   if (is_mapped(device, bytes)) return map(device, static_cast<std::size_t>(bytes));
   const c10::DeviceGuard guard(device);
   return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(bytes));
@@ -83,11 +90,12 @@ at::Tensor zeros(c10::Device device, std::int64_t bytes) {
 }
 
 void synchronize(c10::Device device) {
-  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+  if (device.is_cpu() || device.is_meta()) return;
+  c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
 }
 
 c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemoryKind kind) {
-  if (device.is_cpu() || kind == HostMemoryKind::kPageable) return allocate(at::kCPU, bytes);
+  if (device.is_cpu() || device.is_meta() || kind == HostMemoryKind::kPageable) return allocate(host_of(device), bytes);
   if (bytes >= kMappedBytes) {
     if (auto block = allocate_pinned(device, bytes)) return block;
   }
@@ -95,7 +103,7 @@ c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemoryKin
 }
 
 at::Tensor host_zeros(c10::Device device, std::int64_t bytes, HostMemoryKind kind) {
-  if (device.is_cpu() || kind == HostMemoryKind::kPageable) return zeros(at::kCPU, bytes);
+  if (device.is_cpu() || device.is_meta() || kind == HostMemoryKind::kPageable) return zeros(host_of(device), bytes);
   if (bytes >= kMappedBytes) {
     if (auto block = allocate_pinned(device, bytes)) return over(std::move(block), bytes);
   }

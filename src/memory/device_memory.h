@@ -8,6 +8,8 @@
 
 namespace fsdp::memory {
 
+// A plan's device is meta: its memory has sizes and no bytes. All functions below give such memory for it.
+
 /// Returns memory for the engine's own buffers; not initialised. It comes from torch's allocator, except for large blocks on the CPU, which
 /// are mapped one by one, with huge pages if the system offers them. In malloc's heap they would lie between activations and temporaries,
 /// live longer than these, and so keep the heap from shrinking; and huge pages make the first touch, and every collective, cheaper. Throws
@@ -31,6 +33,9 @@ enum class HostMemoryKind : std::uint8_t {
   kPinned,    ///< Page-locked memory, from which devices copy without help of the CPU. A mesh of CPUs needs none, and gets ordinary memory.
   kPageable,  ///< Ordinary memory, which may be swapped out. All memory of the host can be used.
 };
+
+/// Returns the device on which tensors in host memory lie: the CPU, or meta for a plan's device.
+inline c10::Device host_of(c10::Device device) { return device.is_meta() ? device : c10::Device(c10::kCPU); }
 
 /// Returns host memory for data that `device` copies; not initialised.
 c10::DataPtr allocate_host(c10::Device device, std::int64_t bytes, HostMemoryKind kind = HostMemoryKind::kPinned);

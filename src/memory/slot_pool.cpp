@@ -44,8 +44,6 @@ void Slot::release() {
   if (pool_ != nullptr) std::exchange(pool_, nullptr)->give_back(*this);
 }
 
-SlotPool::SlotPool(c10::Device device, Accounting& accounting) : device_(device), accounting_(accounting) {}
-
 SlotPool::~SlotPool() {
   leave_plan();
   free_blocks();
@@ -78,7 +76,7 @@ void SlotPool::set_source(Source source) {
 
 Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   Slot slot;
-  if (!device_.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (!device_.is_cpu() && !device_.is_meta()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   if (requests_.size() == kMaxRecord) stop_recording();
   const auto request = too_long_ ? kUnrecorded : requests_.size();
   if (follows_plan_ &&
@@ -102,7 +100,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   slot.kind_ = kind;
   if (stream_ && is_capturing(*stream_)) slot.block_.captured = true;
   spoil(slot.block_.memory, bytes);
-  accounting_.add(kind, bytes);
+  accounting_.lend(kind, bytes);
   return slot;
 }
 
@@ -133,7 +131,7 @@ PoolBlock SlotPool::allocate_block(std::int64_t bytes, Kind kind) {
 
 void SlotPool::give_back(Slot& slot) {
   spoil(slot.block_.memory, slot.bytes_);
-  accounting_.remove(slot.kind_, slot.bytes_);
+  accounting_.take_back(slot.kind_, slot.bytes_);
   --lent_;
   if (slot.request_ < requests_.size()) requests_[slot.request_].end = events_++;
   if (slot.source_ != sources_) {
@@ -198,7 +196,7 @@ void SlotPool::begin_plan() {
 }
 
 void SlotPool::free_idle() {
-  if (device_.is_cpu() || source_) return;
+  if (idle_ == Idle::kStays || source_) return;
   for (auto block = free_.begin(); block != free_.end();) {
     const bool stays = block->second.captured;
     if (!stays) free_block(std::move(block->second), block->first);

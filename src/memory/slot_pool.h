@@ -81,7 +81,11 @@ class Slot {
 /// Must outlive its slots. Not thread-safe: the engine serializes.
 class SlotPool {
  public:
-  SlotPool(c10::Device device, Accounting& accounting);
+  /// What happens to free blocks: see free_idle().
+  enum class Idle : std::uint8_t { kStays, kIsFreed };
+
+  SlotPool(c10::Device device, Accounting& accounting) : SlotPool(device, accounting, device.is_cpu() ? Idle::kStays : Idle::kIsFreed) {}
+  SlotPool(c10::Device device, Accounting& accounting, Idle idle) : device_(device), accounting_(accounting), idle_(idle) {}
   ~SlotPool();
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
@@ -123,6 +127,7 @@ class SlotPool {
 
   c10::Device device_;
   Accounting& accounting_;
+  const Idle idle_;
   std::multimap<std::int64_t, PoolBlock> free_;               // by capacity in bytes
   std::vector<std::pair<std::int64_t, PoolBlock>> captured_;  // blocks of graphs that no request uses any more, with their capacities
   std::optional<c10::Stream> stream_;                         // the current stream when blocks are lent

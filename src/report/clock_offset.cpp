@@ -4,28 +4,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <limits>
-#include <string>
 #include <vector>
 
-#include "base/stable_hash.h"
+#include "events/event_memory.h"
 
 namespace fsdp::report {
 namespace {
 
 constexpr comm::Label kClocks = {.operation = "comparison of clocks", .unit = {}};
 constexpr int kExchanges = 8;
-
-/// The same for processes that have one clock: those of a kernel, in one namespace of times.
-std::int64_t clock_id() {
-  std::string id;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
-  std::error_code none;
-  id += std::filesystem::read_symlink("/proc/self/ns/time", none).string();
-  return static_cast<std::int64_t>(stable_hash(id));
-}
 
 }  // namespace
 
@@ -34,7 +22,7 @@ std::int64_t now() {
 }
 
 std::int64_t clock_offset(const comm::Ranks& ranks) {
-  const auto ids = ranks.exchange(at::full({1}, clock_id(), at::kLong), kClocks);
+  const auto ids = ranks.exchange(at::full({1}, static_cast<std::int64_t>(events::clock_id()), at::kLong), kClocks);
   return ids.eq(ids[0]).all().item<bool>() ? 0 : measured_offset(ranks, &now);
 }
 

@@ -40,20 +40,7 @@ class ActivityCode {
   std::string describe(std::int64_t code) const {
     const auto unit = name_at(code >> 24 & 0xffffff);
     const auto next = name_at(code & 0xffffff);
-    const auto moves = next.empty() || next == unit ? std::string() : ", before '" + next + "'";
-    switch (static_cast<Activity::Kind>(code >> 48)) {
-      case Activity::Kind::kForward:
-        return "in forward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
-      case Activity::Kind::kBackward:
-        return "in backward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
-      case Activity::Kind::kBetweenSteps:
-        return "between steps";
-      case Activity::Kind::kWaiting:
-        return "waiting for " + (unit.empty() ? std::string("other ranks") : "a collective of '" + unit + "'");
-      case Activity::Kind::kUnknown:
-        break;
-    }
-    return "busy with something that its events don't tell";
+    return activity_text(static_cast<Activity::Kind>(code >> 48), unit, next);
   }
 
  private:
@@ -290,22 +277,6 @@ std::string reasons_text(const std::array<double, kWaitReasons>& reasons, std::i
 
 }  // namespace
 }  // namespace report
-
-const char* to_string(WaitReason reason) {
-  switch (reason) {
-    case WaitReason::kLateRank:
-      return "late rank";
-    case WaitReason::kPrefetch:
-      return "prefetch";
-    case WaitReason::kQueue:
-      return "queue";
-    case WaitReason::kLink:
-      return "link";
-    case WaitReason::kHost:
-      return "host";
-  }
-  return "";
-}
 
 StepReport step_report(const FSDPModule& sharded, std::int64_t steps) {
   if (steps < 1) throw Error("step_report: steps must be positive, got " + std::to_string(steps));

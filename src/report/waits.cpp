@@ -2,9 +2,25 @@
 
 #include <algorithm>
 
-#include "events/event_ring.h"
+namespace fsdp {
 
-namespace fsdp::report {
+const char* to_string(WaitReason reason) {
+  switch (reason) {
+    case WaitReason::kLateRank:
+      return "late rank";
+    case WaitReason::kPrefetch:
+      return "prefetch";
+    case WaitReason::kQueue:
+      return "queue";
+    case WaitReason::kLink:
+      return "link";
+    case WaitReason::kHost:
+      return "host";
+  }
+  return "";
+}
+
+namespace report {
 
 using events::Event;
 using events::EventKind;
@@ -32,7 +48,7 @@ class Position {
         if (event.source == engine_) enter_pass(Activity::Kind::kBackward);
         break;
       case EventKind::kBackwardEnded:
-        if (event.source == engine_) enter_pass(event.number == 1 ? Activity::Kind::kBetweenSteps : Activity::Kind::kForward);
+        if (event.source == engine_) enter_pass(event.number != 0 ? Activity::Kind::kBetweenSteps : Activity::Kind::kForward);
         break;
       case EventKind::kWaitBegan:
         awaited_ = event.unit;
@@ -45,6 +61,8 @@ class Position {
       case EventKind::kMemoryPeaked:
       case EventKind::kPosted:
       case EventKind::kArrived:
+      case EventKind::kGivenUp:
+      case EventKind::kEnded:
         break;
     }
   }
@@ -86,7 +104,24 @@ constexpr std::string_view kGather = "all-gather";
 
 }  // namespace
 
-std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events, std::uint32_t engine) {
+std::string activity_text(Activity::Kind kind, const std::string& unit, const std::string& next) {
+  const auto moves = next.empty() || next == unit ? std::string() : ", before '" + next + "'";
+  switch (kind) {
+    case Activity::Kind::kForward:
+      return "in forward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
+    case Activity::Kind::kBackward:
+      return "in backward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
+    case Activity::Kind::kBetweenSteps:
+      return "between steps";
+    case Activity::Kind::kWaiting:
+      return "waiting for " + (unit.empty() ? std::string("other ranks") : "a collective of '" + unit + "'");
+    case Activity::Kind::kUnknown:
+      break;
+  }
+  return "busy with something that its events don't tell";
+}
+
+std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events, std::uint32_t engine, const TextOf& text_of) {
   std::map<CollectiveKey, Collective> all;
   std::map<std::uint32_t, SinceLastPost> rows;
   std::map<CollectiveKey, std::int64_t> entered_at_post;
@@ -118,7 +153,7 @@ std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events
         collective.wait_began = event.time;
         collective.in_backward = position.in_backward();
         const auto at_post = entered_at_post.find(key);
-        collective.posted_on_demand = events::text_of(event.operation).find(kGather) != std::string_view::npos &&
+        collective.posted_on_demand = text_of(event.operation).find(kGather) != std::string_view::npos &&
                                       at_post != entered_at_post.end() && at_post->second == position.entered() &&
                                       position.entered_in_pass() > 1;
         break;
@@ -197,7 +232,7 @@ std::vector<StepRecord> steps_of(std::span<const Event> events, std::uint32_t en
     } else if (event.kind == EventKind::kBackwardBegan) {
       go_to(event.time, &step.backward);
     } else if (event.kind == EventKind::kBackwardEnded) {
-      ended = ended || event.number == 1;
+      ended = ended || event.number != 0;
       go_to(event.time, ended ? &step.between : &step.forward);
     } else if (event.kind == EventKind::kMemoryPeaked && event.bytes > step.peak) {
       step.peak = event.bytes;
@@ -210,4 +245,5 @@ std::vector<StepRecord> steps_of(std::span<const Event> events, std::uint32_t en
   return steps;
 }
 
-}  // namespace fsdp::report
+}  // namespace report
+}  // namespace fsdp

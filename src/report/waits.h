@@ -3,14 +3,17 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "events/event.h"
-#include "fsdp/step_report.h"
+#include "events/event_ring.h"
+#include "fsdp/wait_reason.h"
 
 // What the events of one process say about its collectives. No communication, no engine.
 namespace fsdp::report {
@@ -19,9 +22,14 @@ namespace fsdp::report {
 struct Activity {
   enum class Kind : std::uint8_t { kUnknown, kForward, kBackward, kBetweenSteps, kWaiting };
   Kind kind = Kind::kUnknown;
-  std::uint32_t unit = 0;  ///< A name (events::text_of); of kWaiting: that of the collective.
+  std::uint32_t unit = 0;  ///< A name; of kWaiting: that of the collective.
   std::uint32_t next = 0;
 };
+/// "in forward of 'blocks.2', before 'blocks.3'". Names may be empty.
+std::string activity_text(Activity::Kind kind, const std::string& unit, const std::string& next);
+
+/// Tells the text of a name in events.
+using TextOf = std::function<std::string_view(std::uint32_t)>;
 
 /// One collective as this rank took part in it. Times are in ns; 0: there is no such event.
 struct Collective {
@@ -38,8 +46,10 @@ struct Collective {
 /// A row and a number in it.
 using CollectiveKey = std::pair<std::uint32_t, std::uint64_t>;
 
-/// All collectives of which there are events. `engine` is the source of the events that say where the computation is.
-std::map<CollectiveKey, Collective> collectives_of(std::span<const events::Event> events, std::uint32_t engine);
+/// All collectives of which there are events. `engine` is the source of the events that say where the computation is. Names are those of
+/// this process, unless `text_of` says what others are.
+std::map<CollectiveKey, Collective> collectives_of(std::span<const events::Event> events, std::uint32_t engine,
+                                                   const TextOf& text_of = events::text_of);
 
 /// The last of the other ranks of a row that made a call.
 struct LastPeer {

@@ -26,16 +26,10 @@ using engine::Unit;
 
 std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& plan, const FullyShardOptions& options,
                                 const engine::UnitCommunicators& communicators) {
-  engine::UnitOptions unit_options;
-  unit_options.placements = options.placements;
-  unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && communicators.outer != nullptr;
-  unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
-  unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
-  unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
-  unit_options.offload = options.offload;
   auto storage = c10::make_intrusive<paging::PagedStorage>(options.mesh.device());
-  auto unit = std::make_unique<Unit>(shard::shown(plan.name), std::move(draft.parameters), std::move(draft.layout),
-                                     std::move(draft.formats), unit_options, communicators, c10::Storage(storage));
+  auto unit =
+      std::make_unique<Unit>(shard::shown(plan.name), std::move(draft.parameters), std::move(draft.layout), std::move(draft.formats),
+                             shard::unit_options(plan, options, communicators), communicators, c10::Storage(storage));
   storage->unit = unit.get();
   // A graph or a view may keep the storage longer than the unit exists. The storage is then told that it can't be filled any more.
   unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {

@@ -30,7 +30,7 @@ void validate(const std::string& name, const at::Tensor& parameter, c10::Device 
     fail("is sharded already; call fully_shard once, on the root, with a `units` predicate, or fully_unshard first");
   }
   if (parameter.layout() != at::kStrided) fail("is not dense; only dense parameters can be sharded");
-  if (parameter.device() != device && !deferred) {
+  if (parameter.device() != device && !deferred && !device.is_meta()) {  // A plan reads no values.
     fail("is on " + parameter.device().str() + ", the mesh on " + device.str() + "; move the module there before fully_shard");
   }
   if (parameter.requires_grad() && !parameter.is_floating_point()) {
@@ -51,7 +51,7 @@ void refuse_overlaps(const std::vector<UnitPlan>& plans) {
   for (const auto& plan : plans) {
     for (const auto& [name, parameter] : plan.parameters) {
       if (parameter.numel() == 0) continue;
-      const void* storage = is_deferred(parameter) ? parameter.storage().unsafeGetStorageImpl() : nullptr;
+      const void* storage = is_deferred(parameter) || parameter.is_meta() ? parameter.storage().unsafeGetStorageImpl() : nullptr;
       const auto begin = storage != nullptr ? static_cast<std::uintptr_t>(parameter.storage_offset()) * parameter.element_size()
                                             : reinterpret_cast<std::uintptr_t>(parameter.const_data_ptr());
       std::int64_t span = 1;
@@ -395,6 +395,17 @@ void draft_model(const torch::nn::Module& module, const FullyShardOptions& optio
   for (const auto& plan : draft.plans) draft.units.push_back(draft_unit(plan, options, positions));
   draft.description = describe(draft.plans, options) + describe(module, options.initial_values);
   if (draft.tensor_parallel.defined()) draft.pieces = describe_pieces(draft.plans, options);
+}
+
+engine::UnitOptions unit_options(const UnitPlan& plan, const FullyShardOptions& options, const engine::UnitCommunicators& communicators) {
+  engine::UnitOptions unit_options;
+  unit_options.placements = options.placements;
+  unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && communicators.outer != nullptr;
+  unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
+  unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
+  unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
+  unit_options.offload = options.offload;
+  return unit_options;
 }
 
 void place_pieces(ModelDraft& draft, const FullyShardOptions& options) {

@@ -33,6 +33,9 @@ struct ModelDraft {
 /// Drafts a model into `draft`. Throws Error for invalid options, meshes and parameters; `draft` then has what was decided before.
 void draft_model(const torch::nn::Module& module, const FullyShardOptions& options, ModelDraft& draft);
 
+/// Returns the options of the unit that `plan` will be.
+engine::UnitOptions unit_options(const UnitPlan& plan, const FullyShardOptions& options, const engine::UnitCommunicators& communicators);
+
 /// Sets the global shape and offset of each tensor-parallel parameter. Collective over draft.tensor_parallel.
 void place_pieces(ModelDraft& draft, const FullyShardOptions& options);
 

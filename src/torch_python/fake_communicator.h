@@ -15,6 +15,7 @@ class FakeCommunicator final : public comm::NullCommunicator {
   using comm::NullCommunicator::NullCommunicator;
 
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return 0; }
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override { return 0; }
   std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
   std::unique_ptr<comm::Pending> gather_uneven(std::span<const comm::UnevenPart> parts, const std::vector<bool>& receives,
                                                const comm::Label& label) override;

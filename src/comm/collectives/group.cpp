@@ -18,6 +18,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr std::size_t kNotedText = 2048;  // of an error, in events
+
 const char* way_out(const std::string& c10d_text) {
   if (c10d_text.find("imed out") != std::string::npos || c10d_text.find("imeout") != std::string::npos) {
     return "A peer did not take part in time: see whether it failed or does something else (FSDP_DEBUG=1 compares every collective), or "
@@ -61,7 +63,10 @@ Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_
       data(std::move(data)),
       shared(std::move(shared)),
       compares(this->control == nullptr ? Compares::kFirst : compares),
+      notice(std::make_shared<WaitNotice>(this->row.global_ranks, this->row.rank,
+                                          events::name_of_row(this->row.dim, this->row.global_ranks), events_source)),
       ends_(ends) {
+  events::keep_in_file_if_asked(this->row.global_ranks[static_cast<std::size_t>(this->row.rank)], this->row.world_size);
   if (this->control == nullptr) return;
   for (int peer = 0; peer < this->row.size(); ++peer) {
     const bool own = peer == this->row.rank;
@@ -183,6 +188,7 @@ void Group::look_for_alarm() noexcept {
 
 void Group::advance_until(std::uint64_t number, const std::function<bool()>& ready) {
   const auto begin = std::chrono::steady_clock::now();
+  bool told = false;
   const auto is_done = [&](int peer) { return shared->is_done(peer - shared->first(), number); };
   const auto look = [&]() -> std::optional<std::string> {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -192,18 +198,38 @@ void Group::advance_until(std::uint64_t number, const std::function<bool()>& rea
       if ((!is_neighbour(peer) || is_done(peer)) && !has_alarm(peer)) continue;
       return "Connection closed by peer (waiting for rank " + std::to_string(peer) + ")";
     }
+    if (!told && WaitNotice::is_due(begin)) {
+      told = true;
+      if (const int late = late_neighbour(number); late >= 0) WaitNotice::tell(notice, late, begin, last_call_of(late, number));
+    }
     if (std::chrono::steady_clock::now() - begin < shared->timeout()) return std::nullopt;
     const std::string text = "Timed out waiting " + std::to_string(shared->timeout().count()) + "ms";
-    // Name a rank that has not made the call yet, and not one that also waits for that rank.
-    int late = -1;
-    const auto has_come = [&](int peer) { return shared->call_of(peer - shared->first(), number) != nullptr; };
-    for (int peer = shared->first() + shared->size() - 1; peer >= shared->first(); --peer) {
-      if (peer == row.rank || is_done(peer)) continue;
-      if (late < 0 || !has_come(peer) || has_come(late)) late = peer;
-    }
+    const int late = late_neighbour(number);
     return late < 0 ? text : text + " (receiving from rank " + std::to_string(late) + ")";
   };
   comm::advance_all_until(shared->host_memory(), ready, look);
+}
+
+/// A rank that has not made the call yet, and not one that also waits for that rank; -1 if all are done with it.
+int Group::late_neighbour(std::uint64_t number) const {
+  int late = -1;
+  const auto has_come = [&](int peer) { return shared->call_of(peer - shared->first(), number) != nullptr; };
+  for (int peer = shared->first() + shared->size() - 1; peer >= shared->first(); --peer) {
+    if (peer == row.rank || shared->is_done(peer - shared->first(), number)) continue;
+    if (late < 0 || !has_come(peer) || has_come(late)) late = peer;
+  }
+  return late;
+}
+
+/// The last call before this one that a neighbour has made.
+std::string Group::last_call_of(int neighbour, std::uint64_t before) const {
+  // Its mailbox has all calls of which others may need something.
+  constexpr std::uint64_t kLookedAt = 16;
+  for (std::uint64_t number = before; number > 0 && number + kLookedAt > before; --number) {
+    const Call* const call = shared->call_of(neighbour - shared->first(), number);
+    if (call != nullptr) return "the " + std::string(call->operation) + of_unit(call->unit);
+  }
+  return {};
 }
 
 void Group::wait(c10d::Work& work, int peer, const char* direction) {
@@ -300,6 +326,10 @@ CommError Group::failure(const Label& label) {
   }
   CommError error(start + ": " + text);
   first_failure_ = error.what();
+  events::record({.source = events_source,
+                  .unit = events::name_of(label.unit),
+                  .operation = events::name_of(first_failure_.substr(0, kNotedText)),
+                  .kind = events::EventKind::kGivenUp});
   failed_ = true;
   if (shared != nullptr) shared->revoke();
   raise_alarm(alarm.empty() ? "another rank failed first: " + first_failure_ : alarm);

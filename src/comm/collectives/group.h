@@ -16,9 +16,11 @@
 
 #include "comm/call.h"
 #include "comm/collectives/message_thread.h"
+#include "comm/collectives/wait_notice.h"
 #include "comm/communicator.h"
 #include "comm/host_memory/shared_row.h"
 #include "events/event_ring.h"
+#include "events/row_name.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
@@ -116,11 +118,12 @@ class Group {
   bool is_one_host() const { return shared != nullptr && shared->size() == row.size(); }
 
   const Row row;
-  const std::uint32_t events_source = events::new_source();
+  const std::uint32_t events_source = events::new_source(events::name_of_row(row.dim, row.global_ranks));
   const c10::intrusive_ptr<c10d::Backend> control;
   const c10::intrusive_ptr<c10d::Backend> data;
   const std::shared_ptr<SharedRow> shared;
   const Compares compares;
+  const std::shared_ptr<WaitNotice> notice;
 
  private:
   static constexpr std::int64_t kAlarmBytes = 1024;
@@ -141,6 +144,8 @@ class Group {
   void look_for_alarm() noexcept;
   Message receive(std::int64_t bytes, int peer, int tag);
   bool is_neighbour(int peer) const;
+  int late_neighbour(std::uint64_t number) const;
+  std::string last_call_of(int neighbour, std::uint64_t before) const;
   bool has_no_connection(int peer);
   bool is_closed(int peer);  // has no connection, or its process has ended
   bool has_alarm(int peer);

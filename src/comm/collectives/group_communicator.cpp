@@ -17,7 +17,6 @@
 #include "base/exception_text.h"
 #include "base/stable_hash.h"
 #include "comm/parts.h"
-#include "comm/rank_order_sum.h"
 
 namespace fsdp::comm {
 namespace {
@@ -320,9 +319,7 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   const std::int64_t bytes = check_parts(parts, *this);
   auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
   pending->start();
-  std::int64_t summed_bytes = 0;
-  for (const ReducePart& part : parts) summed_bytes += part.out.numel() * elementSize(sum_dtype(part.unreduced.scalar_type()));
-  const auto [wire, shared_memory] = sent(bytes, summed_bytes);
+  const auto [wire, shared_memory] = sent(bytes, summed_bytes(parts));
   stats_.reduce_scatter_bytes += wire + shared_memory;
   stats_.shared_memory_bytes += shared_memory;
   ++stats_.reduce_scatters;

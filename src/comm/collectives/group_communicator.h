@@ -14,6 +14,7 @@
 #include "comm/collectives/group.h"
 #include "comm/collectives/transfers.h"
 #include "comm/communicator.h"
+#include "comm/traffic.h"
 
 namespace fsdp::comm {
 
@@ -85,13 +86,8 @@ class GroupCommunicator : public Communicator {
   virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
                                                      int root) = 0;
 
-  /// The bytes that this rank sends in a gather or a reduction.
-  struct Sent {
-    std::int64_t wire = 0;
-    std::int64_t shared_memory = 0;  ///< The bytes that peers read from this rank's memory.
-  };
-  /// `bytes` is the size of a shard, over all parts; `summed_bytes` is the size of its sums before they are rounded.
-  virtual Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const { return {.wire = (size() - 1) * bytes}; }
+  /// See Traffic::sent.
+  virtual Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const = 0;
 
   const std::shared_ptr<Group>& group() const { return group_; }
 

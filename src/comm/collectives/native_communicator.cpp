@@ -19,8 +19,6 @@
 namespace fsdp::comm {
 namespace {
 
-bool backend_sums(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
-
 /// NCCL and its like: a stream waits for their collectives, not the host, and they divide as they add up.
 bool is_like_nccl(const c10d::Backend& backend) { return backend.getBackendName().ends_with("ccl"); }
 
@@ -280,20 +278,15 @@ class NativeScatter final : public GroupPending {
 NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control,
                                        int ranks_per_host, Group::Ends ends)
     : GroupCommunicator(std::move(row), std::move(control), backend, /*shared=*/nullptr, ends, when_compared(backend.get())),
-      levels_(TwoLevelSum::make(group()->row, group()->data, ranks_per_host)) {}
+      traffic_(Traffic::by_backend(group()->row.size(), TwoLevels::of(group()->row.size(), ranks_per_host))) {
+  const auto levels = TwoLevels::of(group()->row.size(), ranks_per_host);
+  if (levels) levels_ = std::make_shared<TwoLevelSum>(group()->row, group()->data, *levels);
+}
 
 bool NativeCommunicator::is_alone() const { return size() == 1 && group()->data == nullptr; }
 
 std::int64_t NativeCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
-  if (group()->data == nullptr) return 0;
-  if (backend_sums(wire_dtype)) return shard_numel;
-  return (levels_ != nullptr ? levels_->staging_per_element() : size()) * shard_numel;
-}
-
-GroupCommunicator::Sent NativeCommunicator::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
-  if (levels_ == nullptr) return {.wire = (size() - 1) * bytes};
-  const std::int64_t narrow = summed_bytes - bytes;  // Their sums need twice as many.
-  return {.wire = (size() - 1) * (bytes - narrow) + levels_->unreduced_per_element() * narrow + levels_->sums_per_element() * 2 * narrow};
+  return group()->data == nullptr ? 0 : traffic_.staging_numel(shard_numel, wire_dtype);
 }
 
 MemorySource NativeCommunicator::use_memory(c10::Device device, BufferMemory memory) {

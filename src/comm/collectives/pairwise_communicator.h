@@ -16,9 +16,12 @@ class PairwiseCommunicator : public GroupCommunicator {
   PairwiseCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared = nullptr)
       : GroupCommunicator(std::move(row), gloo, gloo, std::move(shared)) {}
 
-  std::int64_t staging_numel(std::int64_t shard_numel) const override { return (size() - 1) * shard_numel; }
+  std::int64_t staging_numel(std::int64_t shard_numel) const override {
+    return Traffic::by_messages(size()).staging_numel(shard_numel, at::kFloat);
+  }
 
  protected:
+  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override { return Traffic::by_messages(size()).sent(bytes, summed_bytes); }
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
   std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
                                             const std::vector<bool>& receives) override;

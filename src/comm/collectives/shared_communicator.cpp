@@ -404,20 +404,8 @@ class SharedReduce final : public SharedPending {
 
 SharedCommunicator::SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared)
     : PairwiseCommunicator(std::move(row), gloo, std::move(shared)),
+      traffic_(Traffic::by_shared_memory(size(), group()->shared->size())),
       message_thread_(hosts() > 1 ? std::make_shared<MessageThread>() : nullptr) {}
-
-std::int64_t SharedCommunicator::staging_numel(std::int64_t shard_numel) const {
-  return staging_numel(shard_numel, at::kHalf);  // the smallest dtype takes the largest number of elements
-}
-
-std::int64_t SharedCommunicator::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
-  if (hosts() == 1) return 0;
-  return (2 * hosts() - 1) * shard_numel * static_cast<std::int64_t>(elementSize(sum_dtype(wire_dtype)) / elementSize(wire_dtype));
-}
-
-GroupCommunicator::Sent SharedCommunicator::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
-  return {.wire = (hosts() - 1) * summed_bytes, .shared_memory = (group()->shared->size() - 1) * hosts() * bytes};
-}
 
 std::unique_ptr<GroupPending> SharedCommunicator::make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) {
   return std::make_unique<SharedGather>(group(), call, label, parts, message_thread_);

@@ -24,17 +24,21 @@ class SharedCommunicator final : public PairwiseCommunicator {
  public:
   SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared);
 
-  std::int64_t staging_numel(std::int64_t shard_numel) const override;
-  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
+  /// The smallest dtype takes the largest number of elements.
+  std::int64_t staging_numel(std::int64_t shard_numel) const override { return staging_numel(shard_numel, at::kHalf); }
+  std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
+    return traffic_.staging_numel(shard_numel, wire_dtype);
+  }
 
  private:
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
   std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
                                             const std::vector<bool>& receives) override;
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
-  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override;
+  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override { return traffic_.sent(bytes, summed_bytes); }
   int hosts() const { return size() / group()->shared->size(); }
 
+  const Traffic traffic_;
   const std::shared_ptr<MessageThread> message_thread_;  // null on one host
 };
 

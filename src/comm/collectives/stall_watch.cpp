@@ -33,6 +33,10 @@ class StallWatch::Thread {
       for (StallWatch* wait : waits_) {
         // A wait that has only begun may yet find its message complete.
         if (std::exchange(wait->seen_, true) && wait->group_.is_hopeless(wait->peer_)) wait->work_.abort();
+        if (!wait->told_ && WaitNotice::is_due(wait->begin_)) {
+          wait->told_ = true;
+          WaitNotice::tell(wait->group_.notice, wait->peer_, wait->begin_);
+        }
       }
     }
   }

@@ -20,17 +20,12 @@ constexpr int kTag = 0;
 
 }  // namespace
 
-std::shared_ptr<TwoLevelSum> TwoLevelSum::make(const Row& row, const c10::intrusive_ptr<c10d::Backend>& backend, int ranks_per_host) {
-  if (ranks_per_host <= 2 || ranks_per_host == row.size()) return nullptr;
-  return std::shared_ptr<TwoLevelSum>(new TwoLevelSum(row, backend, ranks_per_host));
-}
-
-TwoLevelSum::TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, int ranks_per_host)
+TwoLevelSum::TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, const TwoLevels& levels)
     : backend_(std::move(backend)),
-      ranks_(ranks_per_host),
-      hosts_(row.size() / ranks_per_host),
-      host_(row.rank / ranks_per_host),
-      place_(row.rank % ranks_per_host) {}
+      ranks_(levels.ranks),
+      hosts_(levels.hosts),
+      host_(row.rank / levels.ranks),
+      place_(row.rank % levels.ranks) {}
 
 c10::Stream TwoLevelSum::stream_behind_current(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);

@@ -2,7 +2,6 @@
 
 #include <c10/core/Stream.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -14,6 +13,7 @@
 #include "comm/collectives/group.h"
 #include "comm/communicator.h"
 #include "comm/rank_order_sum.h"
+#include "comm/traffic.h"
 
 namespace fsdp::comm {
 
@@ -22,14 +22,7 @@ namespace fsdp::comm {
 /// sums. The rest of it receives the neighbours' gradients, and, after these have been summed, the sums of the other hosts.
 class TwoLevelSum {
  public:
-  /// Null if one level is as good: on one host, and with one or two ranks on each host, where two bfloat16 values take as many bytes as one
-  /// fp32 sum. `ranks_per_host`: see the function of that name.
-  static std::shared_ptr<TwoLevelSum> make(const Row& row, const c10::intrusive_ptr<c10d::Backend>& backend, int ranks_per_host);
-
-  /// For each element of a shard: how many elements of staging it needs, how many are sent unreduced, and how many are sent as sums.
-  std::int64_t staging_per_element() const { return kSumElements * hosts_ + std::max((ranks_ - 1) * hosts_, kSumElements * (hosts_ - 1)); }
-  std::int64_t unreduced_per_element() const { return (ranks_ - 1) * hosts_; }
-  std::int64_t sums_per_element() const { return hosts_ - 1; }
+  TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, const TwoLevels& levels);
 
   /// Returns a stream for the sums between the two levels, ordered behind the current stream. With it, all messages can be posted at once,
   /// in the order of the collectives, and neither the host nor the computation waits. It is always the same stream, so that its temporary
@@ -47,9 +40,7 @@ class TwoLevelSum {
   std::int64_t own_host() const { return host_; }
 
  private:
-  TwoLevelSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, int ranks_per_host);
-
-  static constexpr std::int64_t kSumElements = 2;  // elements of bfloat16 or half that take as many bytes as a sum in fp32
+  static constexpr std::int64_t kSumElements = TwoLevels::kSumElements;
   // Sums for several hosts are computed together, up to this many elements. This takes fewer kernels, and a few temporary tensors of that
   // size.
   static constexpr std::int64_t kSummedTogether = std::int64_t{1} << 22;

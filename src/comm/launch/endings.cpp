@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/stable_hash.h"
+#include "events/event_ring.h"
 
 namespace fsdp::comm {
 namespace {
@@ -38,7 +39,14 @@ void tell_endings_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank) {
   board().rank = rank;
 }
 
-void tell_ending(Ending ending) noexcept {
+void note_ending(Ending ending, const std::string& error) noexcept {
+  using events::EndKind;
+  const auto end = ending == Ending::kReturned ? EndKind::kReturned : ending == Ending::kStopped ? EndKind::kSignal : EndKind::kException;
+  events::record_end(end, error);
+}
+
+void tell_ending(Ending ending, const std::string& error) noexcept {
+  note_ending(ending, error);
   try {
     const std::lock_guard<std::mutex> lock(board().mutex);
     if (board().store == nullptr || std::exchange(board().told, true)) return;

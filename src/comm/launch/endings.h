@@ -11,14 +11,17 @@ namespace fsdp::comm {
 enum class Ending : std::uint8_t {
   kReturned,  ///< Its training function, or its script, has ended normally.
   kFailed,    ///< Its own message says why.
+  kStopped,   ///< Somebody has stopped it (Ctrl-C).
 };
 
 /// Sets the store in which the ranks of this process's world write how they end. It must outlive all ranks, as the store of torchrun's
 /// agent does. Without such a store, nothing is written. Any thread may call this.
 void tell_endings_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank);
 
-/// Tells how this rank has ended; the first call counts. Returns at once.
-void tell_ending(Ending ending) noexcept;
+/// Tells how this rank has ended, also as an event, which has the text of the error; the first call counts. Returns at once.
+void tell_ending(Ending ending, const std::string& error = {}) noexcept;
+/// The same as an event only.
+void note_ending(Ending ending, const std::string& error = {}) noexcept;
 
 /// True if no other rank of this world has failed with this text yet, as far as they could tell each other.
 bool is_first_to_say(const std::string& text) noexcept;

@@ -93,6 +93,8 @@ int exit_code_of(const std::function<int()>& fn) {
   return code;
 }
 
+std::string exit_code_text(int code) { return code == 0 ? "" : "its function returned " + std::to_string(code); }
+
 // Leaves by _exit: exit handlers and static objects belong to the parent, which runs them itself.
 [[noreturn]] void run_rank(const std::function<int()>& fn, int report_fd, const LaunchDetails& details) {
   int code = 1;
@@ -103,10 +105,13 @@ int exit_code_of(const std::function<int()>& fn) {
   write_report(report_fd, kBegan, "");
   try {
     code = exit_code_of(fn);
+    note_ending(code == 0 ? Ending::kReturned : Ending::kFailed, exit_code_text(code));
     write_report(report_fd, kReturned, std::to_string(code));
   } catch (const CommError& error) {
+    note_ending(Ending::kFailed, error.what());
     write_report(report_fd, kPeerFailed, error.what());
   } catch (...) {
+    note_ending(Ending::kFailed, current_exception_text());
     write_report(report_fd, kFailed, current_exception_text());
   }
   std::cout.flush();
@@ -128,11 +133,11 @@ std::string own_name() {
 int run_here(const std::function<int()>& fn) {
   try {
     const int code = exit_code_of(fn);
-    tell_ending(code == 0 ? Ending::kReturned : Ending::kFailed);
+    tell_ending(code == 0 ? Ending::kReturned : Ending::kFailed, exit_code_text(code));
     return code;
   } catch (...) {
-    tell_ending(Ending::kFailed);
     const auto text = current_exception_text();
+    tell_ending(Ending::kFailed, text);
     if (is_first_to_say(text)) std::cerr << own_name() + " failed: " + text + "\n" << std::flush;
     return 1;
   }

@@ -14,6 +14,7 @@
 #include "comm/host_memory/hosts.h"
 #include "comm/launch/world.h"
 #include "comm/mesh/device_mesh_state.h"
+#include "comm/mesh/null_mesh.h"
 #include "comm/mesh/ranks.h"
 #include "comm/mesh/rendezvous.h"
 #include "comm/mesh/store_mesh.h"
@@ -177,6 +178,11 @@ const DeviceMesh::State& defined(const std::shared_ptr<DeviceMesh::State>& state
 
 c10::Device DeviceMesh::device() const { return fsdp::defined(state_).device; }
 
+c10::DeviceType DeviceMesh::device_type() const {
+  const State& state = fsdp::defined(state_);
+  return state.stands_for.value_or(state.device.type());
+}
+
 const std::vector<MeshDim>& DeviceMesh::dims() const { return fsdp::defined(state_).dims; }
 
 std::int64_t DeviceMesh::rank() const { return fsdp::defined(state_).rank; }
@@ -195,7 +201,8 @@ DeviceMesh DeviceMesh::operator[](const std::string& dim) const { return sub({di
 
 DeviceMesh DeviceMesh::sub(const std::vector<std::string>& dims) const {
   const State& state = fsdp::defined(state_);
-  auto part = std::make_shared<State>(State{.device = state.device, .rank = state.rank, .dims = {}, .coordinates = {}, .rows = {}});
+  auto part = std::make_shared<State>(
+      State{.device = state.device, .stands_for = state.stands_for, .rank = state.rank, .dims = {}, .coordinates = {}, .rows = {}});
   std::size_t next = 0;
   for (const auto& dim : dims) {
     const std::size_t d = index_of(state.dims, dim);
@@ -303,20 +310,30 @@ DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
 }
 
 DeviceMesh null_device_mesh(std::vector<MeshDim> dims, std::int64_t rank) {
+  return comm::make_null_mesh({.dims = std::move(dims), .rank = rank});
+}
+
+DeviceMesh comm::make_null_mesh(NullMesh options) {
+  auto& dims = options.dims;
+  const auto rank = options.rank;
   check_names(dims);
   std::int64_t world_size = 1;
   for (const MeshDim& dim : dims) {
-    if (dim.size < 1) throw Error("null mesh " + describe(dims) + ": the size of '" + dim.name + "' must be given");
+    if (dim.size < 1) throw Error("null mesh " + fsdp::describe(dims) + ": the size of '" + dim.name + "' must be given");
     world_size *= dim.size;
   }
-  if (rank < 0 || rank >= world_size) throw Error("null mesh " + describe(dims) + " has no rank " + std::to_string(rank));
+  if (rank < 0 || rank >= world_size) throw Error("null mesh " + fsdp::describe(dims) + " has no rank " + std::to_string(rank));
   auto state = std::make_shared<DeviceMesh::State>();
+  state->device = options.device;
+  state->stands_for = options.stands_for;
   state->rank = rank;
   state->coordinates = coordinates_of(rank, dims);
+  std::int64_t stride = world_size;
   for (std::size_t d = 0; d < dims.size(); ++d) {
-    const int position = static_cast<int>(state->coordinates[d]);
-    const auto make = [position](std::int64_t neighbours) {
-      return std::make_shared<comm::NullCommunicator>(static_cast<int>(position % neighbours), static_cast<int>(neighbours));
+    stride /= dims[d].size;
+    const auto make = [position = static_cast<int>(state->coordinates[d]), stride, traffic = options.traffic](std::int64_t neighbours) {
+      const int size = static_cast<int>(neighbours);
+      return std::make_shared<NullCommunicator>(position % size, size, traffic ? traffic(size, stride) : Traffic::by_messages(size));
     };
     state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = make(dims[d].size), .make = make}));
   }

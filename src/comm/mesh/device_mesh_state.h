@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -22,7 +23,8 @@ struct MeshRow {
 /// What the copies of a mesh share.
 struct DeviceMesh::State {
   c10::Device device = c10::kCPU;
-  std::int64_t rank = 0;  ///< The global rank.
+  std::optional<c10::DeviceType> stands_for = {};  ///< The devices of a planned mesh; none: `device` is what it is.
+  std::int64_t rank = 0;                           ///< The global rank.
   std::vector<MeshDim> dims;
   std::vector<std::int64_t> coordinates;       ///< This rank's coordinates, one per dimension.
   std::vector<std::shared_ptr<MeshRow>> rows;  ///< This rank's rows, one per dimension.

@@ -216,19 +216,18 @@ TEST_P(TwoLevelSumOfHosts, StagingHasRoomForWhatIsReceivedAndForSums) {
 INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevelSumOfHosts, ::testing::Values(Hosts{2, 4}, Hosts{3, 3}),
                          [](const auto& info) { return std::to_string(info.param.count) + "x" + std::to_string(info.param.ranks); });
 
-TEST(TwoLevelSum, IsNotMadeForOneLevel) {
-  const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3, 4, 5}, .world_size = 6};
-  for (const int ranks : {1, 2, 6}) EXPECT_EQ(TwoLevelSum::make(row, nullptr, ranks), nullptr) << ranks;
-  EXPECT_NE(TwoLevelSum::make(row, nullptr, 3), nullptr);
+TEST(TwoLevels, AreNotThereWhereOneIsAsGood) {
+  for (const int ranks : {1, 2, 6}) EXPECT_FALSE(TwoLevels::of(6, ranks)) << ranks;
+  EXPECT_TRUE(TwoLevels::of(6, 3));
 }
 
 TEST(TwoLevelSum, SumsRunOnOneStreamBehindTheCurrentOne) {
   const testing::LoggingDevice device;
   const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3, 4, 5}, .world_size = 6};
-  const auto sum = TwoLevelSum::make(row, nullptr, 3);
-  const auto stream = sum->stream_behind_current(device.device());
+  TwoLevelSum sum(row, nullptr, {.ranks = 3, .hosts = 2});
+  const auto stream = sum.stream_behind_current(device.device());
   EXPECT_EQ(device.take_events(), (std::vector<std::string>{"pool gives 100", "record on 0", "block 100"}));
-  EXPECT_EQ(sum->stream_behind_current(device.device()), stream);
+  EXPECT_EQ(sum.stream_behind_current(device.device()), stream);
   EXPECT_EQ(device.take_events(), (std::vector<std::string>{"record on 0", "block 100"}));
 }
 

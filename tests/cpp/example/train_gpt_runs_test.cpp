@@ -65,6 +65,29 @@ TEST_F(TrainGptRuns, EachHasAFolderOfItsOwn) {
   EXPECT_EQ(names_in(folder_.path() / "runs").size(), 2U);
 }
 
+TEST_F(TrainGptRuns, ATimelineIsDrawnOnRequest) {
+  const auto outcome = run("drawn", tiny({"--run", run_folder("drawn"), "--timeline"}));
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  EXPECT_NE(outcome.output.find("timeline: " + run_folder("drawn") + "/timeline.html\n"), std::string::npos) << outcome.output;
+  EXPECT_EQ(names_in(run_folder("drawn")),
+            (std::set<std::string>{".lock", "checkpoints", "config.json", "events", "log.jsonl", "losses.svg", "timeline.html"}));
+  EXPECT_EQ(names_in(run_folder("drawn") + "/events"), (std::set<std::string>{"rank-0.events", "rank-1.events"}));
+  const auto page = read(run_folder("drawn") + "/timeline.html");
+  const std::string mark = R"(id="data">)";
+  const auto from = page.find(mark) + mark.size();
+  const auto data = Json::parse(page.substr(from, page.find("</script>", from) - from));
+  ASSERT_EQ(data["ranks"].size(), 2U);
+  const auto& steps = data["ranks"][1]["steps"];
+  ASSERT_GE(steps.size(), 12U * 4) << "all twelve of them, with number, begin, end and whether it is whole";
+  EXPECT_EQ(steps[0], 1);
+  EXPECT_EQ(steps[4 * 11], 12);
+  EXPECT_EQ(steps[4 * 11 + 3], 1);
+  // A run that goes on draws the steps of its own.
+  const auto resumed = run("resumed", {"--resume", run_folder("drawn"), "--steps", "14"});
+  ASSERT_EQ(resumed.exit_code, 0) << resumed.errors;
+  EXPECT_NE(resumed.output.find("timeline: "), std::string::npos) << "as it was begun";
+}
+
 TEST_F(TrainGptRuns, AFolderIsNotOverwritten) {
   ASSERT_EQ(run("one", tiny({"--run", run_folder("one")})).exit_code, 0);
   const auto log_before = read(run_folder("one") + "/log.jsonl");

@@ -13,6 +13,8 @@ DIFF = re.compile(r"^```diff\n( import .*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = [
     "README.md",
     "docs/use/python-guide.md",
+    "docs/use/plan.md",
+    "docs/use/steps.md",
     "docs/use/weights.md",
     "docs/migrate/from-megatron-fsdp.md",
     "docs/migrate/megatron-per-module.md",

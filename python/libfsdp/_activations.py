@@ -1,0 +1,84 @@
+"""What autograd keeps of a forward, found without memory and without a device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+class _Kept:
+    """Counts the bytes that autograd keeps beside parameters, by the unit whose forward has kept them first."""
+
+    def __init__(self, units: Sequence[str], parameters: Mapping[str, torch.Tensor]) -> None:
+        self.bytes_of = dict.fromkeys(units, 0)
+        self._running = [units[0]]
+        self._seen = {value.untyped_storage()._cdata for value in parameters.values()}
+        self._alive: list[torch.Tensor] = []  # A storage that is freed could come back as another one.
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(tensor)
+            self.bytes_of[self._running[-1]] += storage.nbytes()
+        return tensor
+
+    def begin(self, unit: str) -> Callable[..., None]:
+        return lambda *_: self._running.append(unit)
+
+    def end(self, *_: Any) -> None:
+        self._running.pop()
+
+
+def kept_by_unit(
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> dict[str, int]:
+    """Returns the bytes that autograd keeps from each unit's forward to its backward, beside parameters.
+
+    The module runs on tensors without memory, and stays as it is. Modules that recompute (torch.utils.checkpoint) keep what they
+    keep in a run.
+
+    Args:
+        module: the root.
+        units: all units by name, the root first.
+        inputs: the arguments of a forward, of which only shapes and dtypes are used.
+        dtype: the dtype of the computation; None for the parameters' own.
+    """
+
+    def fake(tensor: torch.Tensor, *, cast: bool = True) -> torch.Tensor:
+        wanted = dtype if cast and dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tensor.shape, dtype=wanted, device="cpu", requires_grad=tensor.requires_grad)
+
+    # Fake tensors have sizes and no memory, as tensors on the meta device, and choose kernels as a device does: what attention keeps
+    # depends on its kernel.
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        parameters = {name: fake(value) for name, value in module.named_parameters()}
+        buffers = {name: fake(value, cast=False) for name, value in module.named_buffers()}
+        given = tree_map_only(torch.Tensor, fake, inputs)
+        kept = _Kept(list(units), parameters)
+        for name, unit in units.items():
+            for handle in (
+                unit.register_forward_pre_hook(kept.begin(name), prepend=True),
+                unit.register_forward_hook(kept.end, always_call=True),
+            ):
+                stack.callback(handle.remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor))
+        stack.enter_context(torch.enable_grad())
+        arguments = given if isinstance(given, tuple) else ()
+        keywords = {} if isinstance(given, tuple) else dict(given)
+        # The result keeps the graph, and with it what is counted.
+        output = torch.func.functional_call(module, {**parameters, **buffers}, arguments, keywords, tie_weights=True)
+        del output
+    return kept.bytes_of

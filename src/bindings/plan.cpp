@@ -1,0 +1,112 @@
+// Plans of models as Python's fully_shard makes them.
+
+#include "fsdp/plan.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "hooks/hooked_model.h"
+#include "plan/planned_step.h"
+#include "torch_python/shown_unit.h"
+
+namespace py = pybind11;
+
+namespace fsdp::bindings {
+
+using planning::Visit;
+using torch_python::ShownUnit;
+
+namespace {
+
+/// A unit of a planned model, with the position of the one around it, and the bytes of its activations.
+using GivenUnit = std::tuple<std::shared_ptr<ShownUnit>, std::optional<std::size_t>, std::int64_t>;
+
+/// What happens in forward: "begin", "use" or "end", the unit, whether backward enters the unit when it comes back, and the parameters that
+/// are used here first.
+using GivenVisit = std::tuple<std::string, std::size_t, bool, std::vector<std::size_t>>;
+
+Visit::What what_of(const std::string& name) {
+  if (name == "use") return Visit::What::kUse;
+  return name == "begin" ? Visit::What::kBegin : Visit::What::kEnd;
+}
+
+/// What torch's optimizer keeps for this rank's part of a unit's trained parameters: `values` for each element.
+std::int64_t optimizer_bytes(const hooks::HookedUnit& unit, std::int64_t values) {
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < unit.spec().parameters.size(); ++i) {
+    const auto& parameter = unit.spec().parameters[i];
+    if (!parameter.trainable) continue;
+    std::int64_t numel = 1;
+    for (const auto size : unit.shard_shape(i)) numel *= size;
+    bytes += values * numel * static_cast<std::int64_t>(c10::elementSize(parameter.dtype));
+  }
+  return bytes;
+}
+
+/// Returns the plan as a table and as JSON.
+std::pair<std::string, std::string> plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits,
+                                         std::int64_t optimizer_values, int prefetch_depth, std::int64_t keep_gathered_bytes) {
+  const py::gil_scoped_release no_gil;
+  const auto engine = std::make_shared<engine::Engine>(engine::EngineOptions{.mesh = mesh,
+                                                                             .tensor_parallel = {},
+                                                                             .prefetch_depth = prefetch_depth,
+                                                                             .keep_gathered_bytes = keep_gathered_bytes,
+                                                                             .events_source = 0});
+  std::vector<std::int64_t> activations;
+  std::vector<std::int64_t> of_optimizer;
+  std::int64_t of_optimizer_on_host = 0;
+  std::int64_t of_optimizer_on_device = 0;
+  for (const auto& [shown, parent, bytes] : units) {
+    auto& hooked = *shown->hooked();
+    of_optimizer.push_back(optimizer_bytes(hooked, optimizer_values));
+    auto& unit = engine->add(hooked.release({}));
+    if (parent) unit.place.parent = engine->units()[*parent].get();
+    unit.allocate_main(engine->accounting());
+    activations.push_back(bytes);
+    (unit.offloaded() ? of_optimizer_on_host : of_optimizer_on_device) += of_optimizer.back();
+  }
+  planning::Passes passes;
+  for (const auto& [what, unit, enters, gradients] : visits) {
+    passes.forward.push_back({.what = what_of(what), .unit = unit, .enters = enters, .gradients = gradients});
+  }
+  passes.backward = planning::reversed(passes.forward);
+  const auto update = [&, has_state = false](planning::Highest& highest) mutable {
+    if (std::exchange(has_state, true)) return;
+    highest.outside.optimizer_state += of_optimizer_on_device;
+    highest.outside.host += of_optimizer_on_host;
+    highest.look();
+  };
+  planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kHooks, update);
+  steps.set_activations(std::move(activations));
+  auto plan = steps.run();
+  for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = of_optimizer[k];
+  return {plan.text(), plan.json()};
+}
+
+DeviceMesh planned_mesh(const std::string& device_type, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
+                        std::int64_t ranks_per_host, bool shared_memory, std::int64_t rank) {
+  std::vector<MeshDim> all;
+  for (std::size_t d = 0; d < dims.size(); ++d) all.push_back({dims[d], sizes[d]});
+  return planned_device_mesh(device_type, std::move(all), {.ranks_per_host = ranks_per_host, .shared_memory = shared_memory, .rank = rank});
+}
+
+}  // namespace
+
+void bind_plan(py::module_& module) {
+  module.def("planned_mesh", &planned_mesh, py::arg("device_type"), py::arg("dims"), py::arg("sizes"), py::kw_only(),
+             py::arg("ranks_per_host"), py::arg("shared_memory"), py::arg("rank"), "A mesh that need not exist, for plan().");
+  module.def("plan", &plan, py::arg("mesh"), py::arg("units"), py::arg("visits"), py::kw_only(), py::arg("optimizer_values"),
+             py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"),
+             "What training of these units needs and sends, as a table and as JSON. The units can't be used for anything else.");
+}
+
+}  // namespace fsdp::bindings

@@ -1,0 +1,137 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "events/event.h"
+
+// Where the events of a process lie: in its memory, or in a file that others may read at any time, also when the process has died.
+namespace fsdp::events {
+
+/// Who wrote a file of events. Numbers that are not known are -1. The first two members stay where they are in all versions.
+struct EventWriter {
+  static constexpr std::array<char, 8> kFormat = {'f', 's', 'd', 'p', '-', 'e', 'v', 's'};
+  static constexpr std::uint64_t kVersion = 1;
+
+  std::array<char, 8> format = kFormat;
+  std::uint64_t version = kVersion;
+  std::int64_t rank = -1;  ///< Global.
+  std::int64_t world_size = -1;
+  std::int64_t process = -1;        ///< Its number in the system, as itself sees it.
+  std::int64_t process_began = -1;  ///< See began(): a later process of the same number has another value.
+  std::uint64_t processes = 0;      ///< See processes_id().
+  std::uint64_t clock = 0;          ///< See clock_id().
+  std::int64_t made = 0;            ///< When the file was made, in ns of std::chrono::steady_clock.
+  std::int64_t ahead_of_epoch = 0;  ///< std::chrono::system_clock less steady_clock at that time, in ns.
+  std::array<char, 64> host = {};   ///< The host's name, cut off.
+
+  /// Of this process, as `rank` of `world_size`.
+  static EventWriter of_this_process(std::int64_t rank, std::int64_t world_size);
+};
+
+/// The time of events, in ns of std::chrono::steady_clock.
+std::int64_t now();
+/// The same for all processes that have one clock: those of one kernel, in one namespace of times.
+std::uint64_t clock_id();
+/// The same for all processes that see each other by the same numbers.
+std::uint64_t processes_id();
+/// When a process began, in ticks since the host was started; -1 if there is none of this number.
+std::int64_t began(std::int64_t process);
+
+/// The last events of a process, whichever thread they are of, and the names in them. It is the content of a file: it has no pointers, and
+/// zeroed memory is an empty one. Writing an event takes no lock and no memory, and may be done by the handler of a signal.
+///
+/// An event is written between two changes of its entry's turn, so that a reader sees whole ones only. A writer that is held up while all
+/// others write a whole ring may leave a mixed event behind.
+class EventMemory {
+ public:
+  static constexpr std::size_t kEvents = 16384;
+  static constexpr std::size_t kNames = 8192;
+  static constexpr std::size_t kHighestName = 2 * kNames;  ///< The number of a name is at most this.
+  static constexpr std::size_t kSources = 4096;
+  static constexpr std::size_t kLongestName = 8192;  ///< Longer texts are cut off.
+
+  EventMemory() = default;
+  EventMemory(const EventMemory&) = delete;
+  EventMemory& operator=(const EventMemory&) = delete;
+
+  /// Any thread. Sets the event's time.
+  void write(Event event) noexcept;
+  /// The events that are there, the oldest first: at most kEvents, less those that are being written now. Any thread.
+  std::vector<Event> read() const;
+  /// How many events have been written. Any thread.
+  std::uint64_t written() const noexcept { return written_.load(std::memory_order_acquire); }
+
+  /// The number of a name, from any thread; 0 if the text is empty or not known.
+  std::uint32_t find_name(std::string_view text) const noexcept;
+  /// The same of a text that may be new, for one thread at a time; 0 if it is empty, or if there is no room any more.
+  std::uint32_t add_name(std::string_view text) noexcept;
+  /// The text of such a number.
+  std::string_view text_of(std::uint32_t name) const noexcept;
+
+  /// Notes what a source is, by a name. One thread at a time.
+  void describe_source(std::uint32_t source, std::uint32_t name) noexcept;
+  /// The sources that have been described, with their names.
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> sources() const;
+
+  /// Takes names, sources and events from another one; this one is empty. Nobody adds names meanwhile. An event that is being written
+  /// meanwhile may be lost.
+  void take_over(const EventMemory& other);
+  /// The same without the events.
+  void take_over_names(const EventMemory& other) noexcept;
+  /// Events up to this one are no longer read, by their number from 1. Nobody writes meanwhile.
+  void forget_until(std::uint64_t number) noexcept { forgotten_ = std::max(forgotten_, number); }
+  /// Where things lie in it, in bytes, for who reads only what is needed.
+  struct Places {
+    std::size_t written;  ///< The value of written().
+    std::size_t entries;  ///< Events, each of `entry_bytes`: event n, from 1, is at (n - 1) % kEvents.
+    std::size_t entry_bytes;
+    std::size_t behind_entries;
+    std::size_t texts;  ///< Of names; text_bytes() of these are used, and nothing else comes behind them.
+  };
+  static Places places() noexcept;
+  std::size_t text_bytes() const noexcept;
+
+  /// Whose it is. The memory of a process has no file, and a writer whose numbers are not known.
+  const EventWriter& writer() const noexcept { return writer_; }
+  /// Makes a file of events of it.
+  void sign(const EventWriter& writer) noexcept { writer_ = writer; }
+
+ private:
+  static constexpr std::size_t kWords = sizeof(Event) / sizeof(std::uint64_t);
+  static constexpr std::size_t kPlaces = kHighestName;  // twice as many as names, so that lookups stay short
+  static constexpr std::size_t kTextBytes = std::size_t{1} << 20;
+
+  struct Entry {
+    std::atomic<std::uint64_t> turn;  ///< The number of the event that it holds, from 1; 0: none, or one that is being written.
+    std::array<std::atomic<std::uint64_t>, kWords> words;
+  };
+  /// Where a text lies: its offset in the higher half, its length in the lower; 0: no text.
+  using Place = std::atomic<std::uint64_t>;
+
+  void put(const Event& event) noexcept;
+  std::size_t place_of(std::string_view text) const noexcept;
+  std::string_view text_at(std::uint64_t place) const noexcept;
+
+  EventWriter writer_;  // All members are private, so that they lie one after the other.
+  std::atomic<std::uint64_t> written_;
+  std::uint64_t forgotten_;  ///< Events up to this one are not read.
+  std::array<Entry, kEvents> entries_;
+  std::array<Place, kPlaces> names_;
+  std::uint64_t name_count_;
+  std::uint64_t text_bytes_;
+  std::array<std::atomic<std::uint32_t>, kSources> sources_;  ///< Names, by source.
+  std::array<char, kTextBytes> texts_;                        // The last: a reader leaves out what is not used.
+};
+static_assert(sizeof(Event) % sizeof(std::uint64_t) == 0);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+}  // namespace fsdp::events

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/wait_reason.h"
+#include "report/clock_alignment.h"
+#include "report/event_files.h"
+#include "report/waits.h"
+
+// What all ranks did, beside each other, from the files that FSDP_EVENTS makes them keep. Times are in ns, of the first rank's clock.
+namespace fsdp::report {
+
+/// Where a rank's collectives are drawn.
+enum class Lane : std::uint8_t {
+  kGather,  ///< All-gathers of a unit.
+  kReduce,  ///< Reduce-scatters of a unit.
+  kOuter,   ///< Both, over the outer ranks.
+  kHost,    ///< All others: what hosts tell each other.
+};
+
+/// The computation was in one place: `unit` of the names, or none.
+struct ComputeSpan {
+  std::int64_t began = 0;
+  std::int64_t ended = 0;
+  Activity::Kind kind = Activity::Kind::kUnknown;
+  std::uint32_t unit = 0;
+};
+
+/// When a collective did what.
+struct CollectiveTimes {
+  std::int64_t began = 0;       ///< The call; where that is no longer kept, the wait.
+  std::int64_t wait_began = 0;  ///< 0: nobody has waited for it.
+  std::int64_t arrived = 0;     ///< 0: not known.
+  std::int64_t ended = 0;       ///< Where it has not ended: the last moment of all ranks.
+};
+
+/// One collective on one rank.
+struct CollectiveSpan {
+  enum class State : std::uint8_t { kDone, kOpen, kFailed };
+
+  Lane lane = Lane::kHost;
+  std::uint32_t track = 0;  ///< Those of one lane and track do not overlap.
+  std::uint32_t unit = 0;   ///< A name, as the next two.
+  std::uint32_t operation = 0;
+  std::uint32_t row = 0;
+  std::uint64_t number = 0;
+  std::int64_t bytes = 0;
+  CollectiveTimes times;
+  bool in_backward = false;
+  State state = State::kDone;
+  std::array<std::int64_t, kWaitReasons> reasons = {};  ///< Of the wait, in ns, by WaitReason; they add up to it.
+  std::int64_t late_rank = -1;                          ///< The last of the others that made the call during the wait; -1: none did.
+  std::uint32_t late_rank_was = 0;                      ///< What it was doing; a name.
+};
+/// From the beginning of the wait to its end; 0 if nobody has waited.
+std::int64_t waited(const CollectiveSpan& collective);
+
+struct MemoryMoment {
+  std::int64_t time = 0;
+  std::int64_t bytes = 0;     ///< What the engine holds, host memory not counted.
+  std::int64_t gathered = 0;  ///< The part of it that is gathered parameters.
+};
+
+struct MemoryPeak {
+  std::int64_t time = 0;  ///< When the computation left the unit.
+  std::int64_t bytes = 0;
+  std::uint32_t unit = 0;  ///< A name, or none.
+};
+
+struct StepSpan {
+  std::int64_t number = 0;  ///< From 1, since the model was sharded; the same on all ranks.
+  std::int64_t began = 0;
+  std::int64_t ended = 0;  ///< Of one that has not ended: the rank's last moment.
+  bool is_whole = false;
+};
+
+struct RankTimeline {
+  events::EventWriter writer;
+  ClockOffset clock;
+  std::vector<StepSpan> steps;
+  std::vector<ComputeSpan> compute;
+  std::vector<CollectiveSpan> collectives;  ///< By the time of the call.
+  std::vector<MemoryMoment> memory;
+  std::vector<MemoryPeak> peaks;  ///< Each higher than those before it in its step.
+};
+
+struct Timeline {
+  std::int64_t began = 0;
+  std::int64_t ended = 0;
+  std::vector<std::string> names;  ///< The first is empty.
+  std::vector<RankTimeline> ranks;
+  std::vector<std::int64_t> missing;  ///< Ranks that have left no file.
+};
+
+/// The first and the last step to show.
+using StepRange = std::pair<std::int64_t, std::int64_t>;
+
+/// Puts the ranks beside each other. Each wait is divided among its reasons as step_report() does. With `steps`, what lies outside of them
+/// is left out. Throws Error if there are no ranks, or if no rank has any of the steps.
+Timeline timeline_of(const std::vector<RankEvents>& ranks, const std::optional<StepRange>& steps = {});
+
+}  // namespace fsdp::report

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <string>
+
+#include "report/timeline.h"
+
+namespace fsdp::report {
+
+/// The timeline as one page of HTML, which loads nothing: its program and its style are timeline_*.js and .css of this folder, its data are
+/// JSON in a script element. `title` is shown.
+std::string timeline_page(const Timeline& timeline, const std::string& title);
+
+}  // namespace fsdp::report

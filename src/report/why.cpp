@@ -1,0 +1,475 @@
+#include "report/why.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <iterator>
+#include <map>
+#include <set>
+#include <sstream>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "events/row_name.h"
+#include "fsdp/error.h"
+
+namespace fsdp::report {
+
+using events::EndKind;
+
+namespace {
+
+constexpr std::int64_t kSecond = 1'000'000'000;
+/// Ranks of one run make their files when they have met. Who wrote nothing since so long before another one made its file is of another
+/// run.
+constexpr std::int64_t kBetweenRuns = 60 * kSecond;
+constexpr double kComputes = 0.5;  // processors
+
+std::string seconds(std::int64_t ns) {
+  const auto number = static_cast<double>(std::max<std::int64_t>(ns, 0)) / static_cast<double>(kSecond);
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(number < 10 ? 2 : number < 100 ? 1 : 0) << number << " s";
+  return text.str();
+}
+
+std::string capital(std::string text) {
+  if (text.starts_with("rank")) text.front() = 'R';
+  return text;
+}
+
+/// The line that is not of an installed package, if there is one, and the innermost.
+std::string place_in(const std::vector<std::string>& lines) {
+  if (lines.empty()) return {};
+  const auto is_own = [](const std::string& line) {
+    return line.find("site-packages") == std::string::npos && line.find("/lib/python") == std::string::npos &&
+           line.find("File \"<") == std::string::npos;
+  };
+  const auto own = std::find_if(lines.rbegin(), lines.rend(), is_own);
+  if (own == lines.rend() || own == lines.rbegin()) return lines.back();
+  return *own + ", in " + lines.back();
+}
+
+bool is_in_data_loader(const std::vector<std::string>& lines) {
+  return std::any_of(lines.begin(), lines.end(),
+                     [](const std::string& line) { return line.find("/torch/utils/data/") != std::string::npos; });
+}
+
+/// All ranks together.
+class Diagnosis {
+ public:
+  Diagnosis(const std::vector<RankNow>& ranks, const LinesOf& lines_of) : lines_of_(lines_of) {
+    const RankNow* newest = &ranks.front();
+    const auto made = [](const RankNow& rank) { return rank.writer.made + rank.writer.ahead_of_epoch; };
+    for (const auto& rank : ranks) {
+      if (made(rank) > made(*newest)) newest = &rank;
+    }
+    for (const auto& rank : ranks) {
+      const bool is_old =
+          rank.writer.world_size != newest->writer.world_size || std::max(made(rank), rank.last_event) < made(*newest) - kBetweenRuns;
+      if (is_old) {
+        old_.push_back(rank.rank());
+        continue;
+      }
+      ranks_.emplace(rank.rank(), &rank);
+      latest_ = std::max(latest_, rank.last_event);
+      if (rank.process != ProcessState::kElsewhere) latest_ = std::max(latest_, events::now() + rank.writer.ahead_of_epoch);
+      for (const auto& [row, calls] : rank.rows()) members_.try_emplace(row);
+      for (const auto& [which, since] : rank.waits) waiting_[which].push_back(rank.rank());
+      if (rank.failure && rank.failure->in) failed_[*rank.failure->in].push_back(rank.rank());
+    }
+    for (auto& [row, members] : members_) {
+      members = events::ranks_of_row(row);
+      auto& known = known_members_[row];
+      std::copy_if(members.begin(), members.end(), std::back_inserter(known), [&](std::int64_t rank) { return ranks_.contains(rank); });
+    }
+    for (std::int64_t rank = 0; rank < newest->writer.world_size; ++rank) {
+      if (!ranks_.contains(rank)) missing_.push_back(rank);
+    }
+  }
+
+  Why make() const {
+    auto why = cause();
+    if (!missing_.empty() && why.cause != Cause::kNoFile) why.text += " There is no file of " + names_of(missing_) + ".";
+    if (!old_.empty()) why.text += " Files that an earlier run has left are not considered: of " + names_of(old_) + ".";
+    return why;
+  }
+
+ private:
+  Why cause() const {
+    if (auto why = other_call()) return *why;
+    if (auto why = dead()) return *why;
+    if (auto why = first_failure()) return *why;
+    if (auto why = late_member()) return *why;
+    if (auto why = stuck_collective()) return *why;
+    if (auto why = each_other()) return *why;
+    return {.cause = Cause::kNothing, .rank = -1, .text = "No rank waits for another one, and none has failed."};
+  }
+
+  const RankNow& at(std::int64_t rank) const { return *ranks_.at(rank); }
+
+  /// The members of a row of which there are files.
+  const std::vector<std::int64_t>& known_members(const std::string& row) const { return known_members_.at(row); }
+
+  // --- Ranks that have made different calls.
+
+  /// The first number of a row with which two ranks have made different calls; 0: none.
+  std::uint64_t first_difference(const std::string& row, const std::vector<std::int64_t>& members) const {
+    std::uint64_t first = 0;
+    std::unordered_map<std::uint64_t, std::pair<const RankNow*, const PostedCall*>> reference;
+    for (const auto member : members) {
+      const auto& rank = at(member);
+      for (const auto& call : rank.calls(row)) {
+        if (first != 0 && call.number >= first) break;
+        const auto [known, is_new] = reference.try_emplace(call.number, &rank, &call);
+        if (!is_new && !rank.are_alike(call, *known->second.first, *known->second.second)) first = call.number;
+      }
+    }
+    return first;
+  }
+
+  std::optional<Why> other_call() const {
+    for (const auto& [row, all] : members_) {
+      const auto& members = known_members(row);
+      const auto number = first_difference(row, members);
+      if (number == 0) continue;
+      const RowNumber which{row, number};
+      // Those that have made the same call, the largest group first.
+      std::vector<std::vector<std::int64_t>> groups;
+      for (const auto rank : members) {
+        const auto* const call = at(rank).call(which);
+        if (call == nullptr) continue;
+        const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
+          return at(rank).are_alike(*call, at(group.front()), *at(group.front()).call(which));
+        });
+        (same == groups.end() ? groups.emplace_back() : *same).push_back(rank);
+      }
+      std::stable_sort(groups.begin(), groups.end(), [](const auto& a, const auto& b) { return a.size() > b.size(); });
+      return of_groups(which, groups);
+    }
+    return {};
+  }
+
+  Why of_groups(const RowNumber& which, const std::vector<std::vector<std::int64_t>>& groups) const {
+    const auto text = [&](const std::vector<std::int64_t>& group) {
+      const auto& call = *at(group.front()).call(which);
+      const auto others = &group == &groups.front() ? groups.back().front() : groups.front().front();
+      const auto& other = *at(others).call(which);
+      auto told = at(group.front()).text_of(call);
+      if (told == at(others).text_of(other)) told += " of " + std::to_string(call.bytes) + " bytes";
+      return told;
+    };
+    const auto& usual = groups.front();
+    const auto& odd = groups.back();
+    const bool decided = odd.size() < usual.size();
+    Why why{.cause = Cause::kOtherCall, .rank = decided && odd.size() == 1 ? odd.front() : -1, .text = {}};
+    why.text = decided ? capital(names_of(odd)) + (odd.size() == 1 ? " is" : " are") + " in another call than the others: "
+                       : "The ranks make different calls: ";
+    why.text += names_of(odd) + (odd.size() == 1 ? " has called " : " have called ") + text(odd) + ", and " + names_of(usual) +
+                (usual.size() == 1 ? " has called " : " have called ") + text(usual) + "." + last_common(which);
+    if (why.rank >= 0) why.text += " " + capital(names_of({why.rank})) + " was last " + at(why.rank).activity() + ".";
+    return with_place(std::move(why), why.rank >= 0 ? why.rank : odd.front());
+  }
+
+  // --- Ranks that have died or failed.
+
+  static bool died_silently(const RankNow& rank) { return rank.process == ProcessState::kDead && !rank.end && !rank.failure; }
+
+  /// The ranks without which others wait, or have failed.
+  std::set<std::int64_t> needed() const {
+    std::set<std::int64_t> found;
+    for (const auto* const of_ranks : {&waiting_, &failed_}) {
+      for (const auto& [which, ranks] : *of_ranks) {
+        for (const auto member : known_members(which.row)) {
+          if (ranks.size() == 1 && ranks.front() == member) continue;
+          const auto* const call = at(member).call(which);
+          if (which.number == 0 || !at(member).has_called(which) || (call != nullptr && !call->done)) found.insert(member);
+        }
+      }
+    }
+    return found;
+  }
+
+  std::optional<Why> dead() const {
+    const RankNow* first = nullptr;
+    bool first_is_needed = false;
+    const auto all_needed = needed();
+    bool somebody_else = false;  // that lives, or has failed, so that not all were killed at once
+    for (const auto& [number, rank] : ranks_) {
+      if (!died_silently(*rank)) {
+        somebody_else = somebody_else || rank->failure || rank->end == EndKind::kSignal || rank->process != ProcessState::kDead;
+        continue;
+      }
+      const bool is_needed = all_needed.contains(number);
+      if (first == nullptr || std::tuple(!is_needed, rank->last_event) < std::tuple(!first_is_needed, first->last_event)) {
+        first = rank;
+        first_is_needed = is_needed;
+      }
+    }
+    if (first == nullptr || !somebody_else) return {};
+    const auto& writer = first->writer;
+    return Why{.cause = Cause::kDead,
+               .rank = first->rank(),
+               .text = capital(names_of({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
+                       writer.host.data() + ") has ended without a word, by a signal or a crash (`dmesg` tells if the system was out of " +
+                       "memory). " + seconds(latest_ - first->last_event) + " ago it was " + first->activity() + "." +
+                       waiting_text(*first)};
+  }
+
+  /// What others do about a rank that is dead.
+  std::string waiting_text(const RankNow& dead) const {
+    for (const auto& [number, rank] : ranks_) {
+      if (rank == &dead) continue;
+      if (rank->failure && rank->failure->in && rank->failure->in->number != 0) {
+        return " " + capital(names_of({number})) + " has failed therefore in " + text_of(*rank->failure->in) + "." +
+               last_common(*rank->failure->in);
+      }
+      if (!rank->waits.empty()) {
+        const auto& which = rank->waits.begin()->first;
+        return " " + capital(names_of({number})) + " waits in " + text_of(which) + "." + last_common(which);
+      }
+    }
+    return {};
+  }
+
+  std::optional<Why> first_failure() const {
+    const RankNow* first = nullptr;
+    for (const auto& [number, rank] : ranks_) {
+      if (rank->failure && (first == nullptr || rank->failure->time < first->failure->time)) first = rank;
+    }
+    if (first == nullptr) return {};
+    const auto& failure = *first->failure;
+    if (failure.in && failure.in->number != 0) {
+      // It may have failed because one of the others never came.
+      for (const auto member : known_members(failure.in->row)) {
+        const auto* const call = at(member).call(*failure.in);
+        const bool came = call != nullptr ? call->time <= failure.time : at(member).has_called(*failure.in);
+        if (came || member == first->rank()) continue;
+        auto why = not_arrived(member, *failure.in, {first->rank()});
+        why.text += " " + capital(names_of({first->rank()})) + " has given up: " + failure.text;
+        return why;
+      }
+    }
+    const bool differ = failure.text.find("the ranks make different calls") != std::string::npos;
+    Why why{.cause = differ ? Cause::kOtherCall : Cause::kFailed, .rank = differ ? -1 : first->rank(), .text = {}};
+    why.text = capital(names_of({first->rank()})) + " has failed first";
+    if (failure.in && failure.in->number != 0) why.text += ", in " + text_of(*failure.in);
+    why.text += ", when it was " + first->activity() + (failure.text.empty() ? "." : ": " + failure.text);
+    if (failure.in && failure.in->number != 0) why.text += last_common(*failure.in);
+    return why;
+  }
+
+  // --- Ranks that wait.
+
+  struct Late {
+    RowNumber which;
+    std::vector<std::int64_t> waiting;
+  };
+
+  static bool is_held(const RankNow& rank) { return rank.process == ProcessState::kStopped || rank.process == ProcessState::kDebugged; }
+
+  /// A rank that others wait for, and that waits for nobody. Of several, the one that has not moved for the longest time; but one that is
+  /// stopped before all others.
+  std::optional<Why> late_member() const {
+    std::map<std::int64_t, Late> late;
+    for (const auto& [which, waiting] : waiting_) {
+      for (const auto member : known_members(which.row)) {
+        const auto& other = at(member);
+        if (!is_held(other) && (other.has_called(which) || !other.waits.empty())) continue;
+        if (waiting.size() == 1 && waiting.front() == member) continue;
+        auto& found = late[member];
+        if (found.waiting.empty()) found.which = which;
+        std::copy_if(waiting.begin(), waiting.end(), std::back_inserter(found.waiting), [&](std::int64_t rank) { return rank != member; });
+      }
+    }
+    if (late.empty()) return {};
+    const auto rank_of = [&](const auto& entry) {
+      const auto& rank = at(entry.first);
+      return std::tuple(!is_held(rank), rank.moves, rank.last_move);
+    };
+    const auto first = std::min_element(late.begin(), late.end(), [&](const auto& a, const auto& b) { return rank_of(a) < rank_of(b); });
+    auto why = not_arrived(first->first, first->second.which, first->second.waiting);
+    std::vector<std::int64_t> others;
+    for (const auto& [rank, found] : late) {
+      if (rank != first->first) others.push_back(rank);
+    }
+    if (!others.empty()) why.text += " Ranks also wait for " + names_of(others) + ".";
+    return why;
+  }
+
+  /// The rank that `waiting` wait for.
+  Why not_arrived(std::int64_t number, const RowNumber& which, const std::vector<std::int64_t>& waiting) const {
+    const auto& rank = at(number);
+    const auto name = capital(names_of({number}));
+    const auto lines = lines_of(rank);
+    Why why{.cause = Cause::kNotArrived, .rank = number, .text = {}};
+    if (rank.process == ProcessState::kStopped) {
+      why = {.cause = Cause::kStopped,
+             .rank = number,
+             .text = name + " is stopped (SIGSTOP, Ctrl-Z): `kill -CONT " + std::to_string(rank.writer.process) + "` on " +
+                     rank.writer.host.data() + " lets it go on."};
+    } else if (rank.process == ProcessState::kDebugged) {
+      why = {.cause = Cause::kDebugged, .rank = number, .text = name + " is held by a debugger."};
+    } else if (rank.process == ProcessState::kDead && rank.end == EndKind::kReturned) {
+      why = {.cause = Cause::kDead, .rank = number, .text = name + " has ended its program, which is too early: the others still need it."};
+    } else if (rank.moves) {
+      why = {.cause = Cause::kSlow, .rank = number, .text = name + " is slow: it moves on, and the others wait for it."};
+    } else if (rank.pass == events::Whereabouts::Pass::kBetweenSteps && is_in_data_loader(lines)) {
+      why = {.cause = Cause::kDataLoader, .rank = number, .text = name + " is in the data loader, and waits for its next batch."};
+    } else {
+      why.text = name + " has not arrived.";
+    }
+    const auto since = at(waiting.front()).waits.contains(which) ? latest_ - at(waiting.front()).waits.at(which) : 0;
+    why.text += " " + capital(names_of(waiting)) + (waiting.size() == 1 ? " waits" : " wait") + " in " + text_of(which) +
+                (since > 0 ? " since " + seconds(since) : "") + ", which rank " + std::to_string(number) + " " +
+                (rank.has_called(which) ? "has called, but not completed" : "has not called") + ".";
+    why.text += " It " + std::string(rank.process == ProcessState::kDead ? "was " : "is ") + rank.activity() + ", for " +
+                seconds(latest_ - rank.last_move) + ".";
+    if (rank.process == ProcessState::kDead) why.text += " Its process has ended since.";
+    if (rank.process == ProcessState::kRunning && rank.processors >= 0) {
+      why.text += rank.processors > kComputes ? " Its process computes." : " Its process sleeps.";
+    }
+    if (!lines.empty()) why.text += " It is at " + place_in(lines) + ".";
+    why.text += last_common(which);
+    return why;
+  }
+
+  /// A collective that all members of which there are files have called, and that some still wait for.
+  std::optional<Why> stuck_collective() const {
+    const RowNumber* unknown = nullptr;  // Some of the members have left no file.
+    const RowNumber* stuck = nullptr;
+    for (const auto& [which, waiting] : waiting_) {
+      const auto& members = known_members(which.row);
+      const bool all =
+          std::all_of(members.begin(), members.end(), [&, &w = which](std::int64_t member) { return at(member).has_called(w); });
+      if (all) (members.size() < members_.at(which.row).size() ? unknown : stuck) = &which;
+    }
+    if (stuck != nullptr) return of_stuck(*stuck);
+    if (unknown == nullptr) return {};
+    std::vector<std::int64_t> without_file;
+    for (const auto member : members_.at(unknown->row)) {
+      if (!ranks_.contains(member)) without_file.push_back(member);
+    }
+    const bool one = without_file.size() == 1;
+    return Why{.cause = Cause::kNoFile,
+               .rank = one ? without_file.front() : -1,
+               .text = capital(names_of(waiting_.at(*unknown))) + " wait in " + text_of(*unknown) +
+                       ", which all ranks have called that have left a file. There is no file of " + names_of(without_file) +
+                       (one ? ": it is the one that the others wait for." : ": it is one of these that the others wait for.") +
+                       last_common(*unknown)};
+  }
+
+  Why of_stuck(const RowNumber& which) const {
+    const auto& waiting = waiting_.at(which);
+    for (const auto member : known_members(which.row)) {
+      const auto* const call = at(member).call(which);
+      if (call != nullptr && !call->done && at(member).waits.empty() && !at(member).moves) return not_arrived(member, which, waiting);
+    }
+    std::map<std::string, std::vector<std::int64_t>> hosts;
+    for (const auto member : known_members(which.row)) hosts[at(member).writer.host.data()].push_back(member);
+    Why why{.cause = Cause::kLink, .rank = -1, .text = {}};
+    why.text = "The link is slow or cut: all ranks of '" + which.row.substr(0, which.row.find(' ')) + "' have called " + text_of(which) +
+               ", and " + names_of(waiting) + (waiting.size() == 1 ? " waits" : " wait") + " for data since " +
+               seconds(latest_ - at(waiting.front()).waits.at(which)) + ".";
+    for (const auto& [host, of_host] : hosts) {
+      if (hosts.size() > 1) why.text += " On " + host + ": " + names_of(of_host) + ".";
+    }
+    why.text += last_common(which);
+    return why;
+  }
+
+  std::optional<Why> each_other() const {
+    for (const auto& [which, waiting] : waiting_) {
+      for (const auto member : known_members(which.row)) {
+        const auto& other = at(member);
+        if (other.has_called(which) || other.waits.empty()) continue;
+        const auto& others = other.waits.begin()->first;
+        return Why{.cause = Cause::kEachOther,
+                   .rank = -1,
+                   .text = "The ranks wait for each other: " + names_of(waiting) + " in " + text_of(which) + " of '" + row_text(which) +
+                           "', which " + names_of({member}) + " has not called, and " + names_of({member}) + " in " + text_of(others) +
+                           " of '" + row_text(others) + "'. All ranks must make their calls in the same order." + last_common(which)};
+      }
+    }
+    return {};
+  }
+
+  // --- Texts.
+
+  static std::string row_text(const RowNumber& which) { return which.row.substr(0, which.row.find(" #")); }
+
+  /// The collective, as one of those that have called it knows it.
+  std::string text_of(const RowNumber& which) const {
+    for (const auto rank : known_members(which.row)) {
+      if (const auto* const call = at(rank).call(which)) return at(rank).text_of(*call);
+    }
+    return "collective " + std::to_string(which.number) + " of '" + row_text(which) + "'";
+  }
+
+  /// The last collective of the row before this one that all its ranks have called, as far as there are files.
+  std::string last_common(const RowNumber& which) const {
+    RowNumber common{which.row, which.number};
+    const auto members = known_members(which.row);
+    for (const auto rank : members) {
+      const auto& calls = at(rank).calls(which.row);
+      common.number = std::min(common.number, calls.empty() ? 0 : calls.back().number + 1);
+    }
+    while (common.number > 1) {
+      --common.number;
+      for (const auto rank : members) {
+        if (const auto* const call = at(rank).call(common)) {
+          return " The last collective that all of them have called is " + at(rank).text_of(*call) + ".";
+        }
+      }
+      break;
+    }
+    return {};
+  }
+
+  std::vector<std::string> lines_of(const RankNow& rank) const {
+    return lines_of_ && rank.process == ProcessState::kRunning ? lines_of_(rank.rank()) : std::vector<std::string>();
+  }
+
+  Why with_place(Why why, std::int64_t rank) const {
+    if (const auto place = place_in(lines_of(at(rank))); !place.empty()) {
+      why.text += " " + capital(names_of({rank})) + " is at " + place + ".";
+    }
+    return why;
+  }
+
+  const LinesOf& lines_of_;
+  std::map<std::int64_t, const RankNow*> ranks_;
+  std::map<std::string, std::vector<std::int64_t>> members_;        ///< Of rows.
+  std::map<std::string, std::vector<std::int64_t>> known_members_;  ///< Those of which there are files.
+  std::map<RowNumber, std::vector<std::int64_t>> waiting_;          ///< Who waits in which collective.
+  std::map<RowNumber, std::vector<std::int64_t>> failed_;           ///< Who has failed in which collective first.
+  std::vector<std::int64_t> missing_;
+  std::vector<std::int64_t> old_;
+  std::int64_t latest_ = 0;  ///< The latest moment that is known, in ns since the epoch.
+};
+
+}  // namespace
+
+std::string names_of(std::vector<std::int64_t> ranks) {
+  constexpr int kMostRuns = 8;
+  std::sort(ranks.begin(), ranks.end());
+  std::vector<std::string> runs;
+  std::size_t i = 0;
+  for (; i < ranks.size() && runs.size() < kMostRuns; ++i) {
+    const auto first = ranks[i];
+    runs.push_back(std::to_string(first));
+    if (i + 2 >= ranks.size() || ranks[i + 2] != first + 2) continue;  // "0 and 1", but "0-2"
+    while (i + 1 < ranks.size() && ranks[i + 1] == ranks[i] + 1) ++i;
+    runs.back() += "-" + std::to_string(ranks[i]);
+  }
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t k = 0; k < runs.size(); ++k)
+    text += (k == 0 ? "" : k + 1 == runs.size() && i == ranks.size() ? " and " : ", ") + runs[k];
+  return i == ranks.size() ? text : text + " and " + std::to_string(ranks.size() - i) + " more";
+}
+
+Why explain(const std::vector<RankNow>& ranks, const LinesOf& lines_of) {
+  if (ranks.empty()) throw Error("there are no files of events: start the ranks with FSDP_EVENTS=FOLDER");
+  return Diagnosis(ranks, lines_of).make();
+}
+
+}  // namespace fsdp::report

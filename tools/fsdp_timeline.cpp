@@ -1,0 +1,75 @@
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "checkpoint/printable.h"
+#include "report/timeline_files.h"
+#include "report/timeline_page.h"
+#include "report/trace_json.h"
+#include "subcommands.h"
+
+namespace fsdp::tools {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct TimelineOptions {
+  std::string folder;
+  std::string html;
+  std::string json;
+  std::string steps;
+};
+
+std::string counted(std::size_t count, const std::string& what) { return std::to_string(count) + " " + what + (count == 1 ? "" : "s"); }
+
+std::string contents(const report::Timeline& timeline) {
+  std::set<std::int64_t> steps;
+  for (const auto& rank : timeline.ranks) {
+    for (const auto& step : rank.steps) steps.insert(step.number);
+  }
+  std::string text = counted(timeline.ranks.size(), "rank") + ", " + counted(steps.size(), "step");
+  if (!steps.empty()) text += " (" + std::to_string(*steps.begin()) + " to " + std::to_string(*steps.rbegin()) + ")";
+  return text;
+}
+
+void write(const std::string& file, const std::string& text) {
+  report::write_whole(file, text);
+  std::cout << ckpt::printable(file) << ": " << text.size() << " bytes\n";
+}
+
+int draw(const TimelineOptions& options) {
+  std::optional<report::StepRange> steps;
+  if (!options.steps.empty()) steps = report::parse_steps(options.steps);
+  std::vector<std::string> unreadable;
+  const auto timeline = report::read_timeline(options.folder, steps, unreadable);
+  std::cout << contents(timeline) << "\n";
+  if (const auto longest = report::longest_wait(timeline); !longest.empty())
+    std::cout << "longest wait: " << ckpt::printable_line(longest) << "\n";
+  for (const auto& line : unreadable) std::cout << "Not read: " << ckpt::printable_line(line) << "\n";
+  if (!options.json.empty()) write(options.json, report::trace_json(timeline));
+  if (!options.html.empty() || options.json.empty()) {
+    const auto file = options.html.empty() ? (fs::path(options.folder) / "timeline.html").string() : options.html;
+    write(file, report::timeline_page(timeline, report::title_of(options.folder)));
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::function<int()> add_timeline(CLI::App& command) {
+  auto options = std::make_shared<TimelineOptions>();
+  command.add_option("folder", options->folder, "The value of FSDP_EVENTS with which the ranks were started")->required();
+  command.add_option("--html", options->html, "A page that needs nothing else (default, without --json: timeline.html in the folder)");
+  command.add_option("--json", options->json, "Perfetto's JSON, for https://ui.perfetto.dev");
+  command.add_option("--steps", options->steps,
+                     "The first and the last step, as in 12-14, or one (default: all of which there are events)");
+  return [options] { return draw(*options); };
+}
+
+}  // namespace fsdp::tools
