@@ -45,7 +45,7 @@ struct UnitOrder {
 
 /// What plan() assumes of a training step: forward, backward, and an update, after which gradients are dropped (zero_grad()).
 struct PlanOptions {
-  PlannedOptimizer optimizer = PlannedOptimizer::kAdamW;
+  PlannedOptimizer optimizer = PlannedOptimizer::kAdamW;  ///< Whose state counts.
   /// By default, units are used in the order in which their modules were registered, and backward uses them in the reverse order. Give the
   /// order of models that use them otherwise.
   UnitOrder order = {};
@@ -92,20 +92,20 @@ struct PlannedUnit {
 struct PlannedLink {
   std::string dim;         ///< The dimension's name; with " (neighbours)" for those that keep a copy after forward.
   std::int64_t ranks = 1;  ///< That communicate.
-  WireStats sent;
+  WireStats sent;          ///< As wire_stats() counts it.
 };
 
 /// What a rank needs and sends in one step, once steps have become alike (from the sixth on).
 struct Plan {
-  std::int64_t ranks = 1;
+  std::int64_t ranks = 1;     ///< Of the planned world.
   std::int64_t elements = 0;  ///< Of all parameters.
   /// What memory_stats() says after such a step, if peaks were reset before it. On a device that ranks of this host do not share.
   MemoryStats memory;
   WireStats wire;      ///< What wire_stats() adds up in such a step.
   PlanBytes peak;      ///< At the moment at which the device has to have most.
   std::string moment;  ///< When that is: "forward of 'blocks.3'", "backward of 'blocks.3'", "the end of backward", "the update".
-  std::vector<PlannedUnit> units;
-  std::vector<PlannedLink> links;
+  std::vector<PlannedUnit> units;  ///< In the order of the modules.
+  std::vector<PlannedLink> links;  ///< One per dimension over which this rank communicates.
 
   /// True if a device with this much memory for the program can hold the peak. What torch's allocator and the device's driver need beside
   /// it is not in the plan.
