@@ -10,6 +10,7 @@
 #include "base/tensor_over.h"
 #include "comm/communicator.h"
 #include "engine/engine.h"
+#include "engine/wire_stats.h"
 #include "fsdp/error.h"
 #include "paging/paged_storage.h"
 
@@ -198,17 +199,7 @@ void FSDPModule::reset_peak_memory_stats() { engine_->accounting().reset_peaks()
 
 WireStats FSDPModule::wire_stats() const {
   WireStats sum;
-  for (const auto* communicator : engine::communicators_of(engine_->units())) {
-    const auto& stats = communicator->stats();
-    sum.all_gather_bytes += stats.all_gather_bytes;
-    sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
-    sum.scatter_bytes += stats.scatter_bytes;
-    sum.control_bytes += stats.control_bytes;
-    sum.shared_memory_bytes += stats.shared_memory_bytes;
-    sum.all_gathers += stats.all_gathers;
-    sum.reduce_scatters += stats.reduce_scatters;
-    sum.scatters += stats.scatters;
-  }
+  for (const auto* communicator : engine::communicators_of(engine_->units())) engine::add(sum, engine::stats_of(communicator->stats()));
   return sum;
 }
 

@@ -1,5 +1,6 @@
 #include "engine/step_events.h"
 
+#include "engine/wire_stats.h"
 #include "events/event_ring.h"
 
 namespace fsdp::engine {
@@ -25,7 +26,7 @@ void StepEvents::forward_begins(std::span<const std::unique_ptr<Unit>> units) {
   std::int64_t read_by_peers = 0;
   for (const auto* communicator : communicators_of(units)) {
     const auto& stats = communicator->stats();
-    sent += stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
+    sent += bytes_of(stats);
     read_by_peers += stats.shared_memory_bytes;
   }
   record({.bytes = sent, .number = static_cast<std::uint64_t>(read_by_peers), .kind = EventKind::kStepBegan});

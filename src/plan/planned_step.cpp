@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/gradient_accumulator.h"
+#include "engine/wire_stats.h"
 #include "memory/accounting.h"
 
 namespace fsdp::planning {
@@ -61,27 +62,6 @@ PlannedUnit describe(Unit& unit, std::int64_t activations) {
   return planned;
 }
 
-WireStats stats_of(const comm::Communicator& communicator) {
-  const auto& stats = communicator.stats();
-  return {.all_gather_bytes = stats.all_gather_bytes,
-          .reduce_scatter_bytes = stats.reduce_scatter_bytes,
-          .scatter_bytes = stats.scatter_bytes,
-          .control_bytes = stats.control_bytes,
-          .shared_memory_bytes = stats.shared_memory_bytes,
-          .all_gathers = stats.all_gathers,
-          .reduce_scatters = stats.reduce_scatters,
-          .scatters = stats.scatters};
-}
-
-void add(WireStats& sum, const WireStats& stats) {
-  sum.all_gather_bytes += stats.all_gather_bytes;
-  sum.reduce_scatter_bytes += stats.reduce_scatter_bytes;
-  sum.control_bytes += stats.control_bytes;
-  sum.shared_memory_bytes += stats.shared_memory_bytes;
-  sum.all_gathers += stats.all_gathers;
-  sum.reduce_scatters += stats.reduce_scatters;
-}
-
 /// The name of the dimension along which a communicator of a unit's connects ranks.
 std::string name_of(const comm::Communicator* communicator, const Unit& unit, const DeviceMesh& mesh) {
   const auto& [gather, reduce, outer, neighbours] = unit.communicators;
@@ -102,7 +82,7 @@ std::vector<PlannedLink> links_of(const engine::Engine& engine) {
       const auto dim = name_of(communicator, *unit, engine.options().mesh);
       auto link = std::ranges::find_if(links, [&](const auto& other) { return other.dim == dim && other.ranks == communicator->size(); });
       if (link == links.end()) link = links.insert(link, {.dim = dim, .ranks = communicator->size(), .sent = {}});
-      add(link->sent, stats_of(*communicator));
+      engine::add(link->sent, engine::stats_of(communicator->stats()));
     }
   }
   return links;
@@ -162,7 +142,7 @@ Plan PlannedSteps::run() {
             .moment = highest_.moment(),
             .units = {},
             .links = links_of(*engine_)};
-  for (const auto& link : plan.links) add(plan.wire, link.sent);
+  for (const auto& link : plan.links) engine::add(plan.wire, link.sent);
   for (const auto& unit : engine_->units()) {
     plan.units.push_back(describe(*unit, activations_[unit->place.index]));
     plan.elements += plan.units.back().elements;

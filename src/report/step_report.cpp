@@ -12,6 +12,7 @@
 #include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
+#include "engine/wire_stats.h"
 #include "events/event_ring.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -199,7 +200,7 @@ class Reporter {
   void count_bytes() {
     for (const auto* row : engine::communicators_of(engine_.units())) {
       const auto& stats = row->stats();
-      sent_ += stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
+      sent_ += engine::bytes_of(stats);
       read_by_peers_ += stats.shared_memory_bytes;
     }
   }
