@@ -8,11 +8,10 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
-#include <sstream>
 #include <string>
 
 #include "base/stable_hash.h"
+#include "events/process_stat.h"
 
 namespace fsdp::events {
 namespace {
@@ -37,16 +36,9 @@ std::uint64_t clock_id() { return id_of_namespace("time"); }
 std::uint64_t processes_id() { return id_of_namespace("pid"); }
 
 std::int64_t began(std::int64_t process) {
-  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  // The name of the program, in parentheses, may have spaces.
-  const auto behind_name = text.rfind(')');
-  if (behind_name == std::string::npos) return -1;
-  std::istringstream fields(text.substr(behind_name + 1));
-  constexpr int kStartTime = 20;  // the fields after the name, from 1; see proc(5)
-  std::string field;
-  for (int i = 0; i < kStartTime; ++i) fields >> field;
-  return fields ? std::stoll(field) : -1;
+  const auto fields = process_stat(process);
+  constexpr std::size_t kStartTime = 19;
+  return fields.size() > kStartTime ? std::stoll(fields[kStartTime]) : -1;
 }
 
 EventWriter EventWriter::of_this_process(std::int64_t rank, std::int64_t world_size) {

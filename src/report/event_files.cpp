@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "events/event_file.h"
+#include "events/process_stat.h"
 #include "fsdp/error.h"
 
 namespace fsdp::report {
@@ -151,17 +152,10 @@ std::vector<RankEvents> read_all_events(const fs::path& folder, std::vector<std:
 
 double processor_seconds(const EventWriter& writer) {
   if (!is_visible(writer)) return -1;
-  std::ifstream file("/proc/" + std::to_string(writer.process) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const auto behind_name = text.rfind(')');
-  if (behind_name == std::string::npos) return -1;
-  std::istringstream fields(text.substr(behind_name + 1));
-  constexpr int kUserTime = 12;  // the fields after the name, from 1; see proc(5)
-  std::string field;
-  for (int i = 1; i < kUserTime; ++i) fields >> field;
-  double user = 0;
-  double system = 0;
-  return fields >> user >> system ? (user + system) / static_cast<double>(sysconf(_SC_CLK_TCK)) : -1;
+  const auto fields = events::process_stat(writer.process);
+  constexpr std::size_t kUser = 11;  // clock ticks in the program; behind it, those in the system
+  if (fields.size() <= kUser + 1) return -1;
+  return (std::stod(fields[kUser]) + std::stod(fields[kUser + 1])) / static_cast<double>(sysconf(_SC_CLK_TCK));
 }
 
 std::vector<std::string> lines_of_program(const fs::path& folder, const EventWriter& writer) {
