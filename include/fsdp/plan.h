@@ -129,7 +129,8 @@ std::ostream& operator<<(std::ostream& stream, const Plan& plan);
 Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned = {});
 
 /// Returns the plan for the smallest world whose device holds the peak in `bytes`, by bisection: `plan_for` is called with numbers of
-/// ranks, all multiples of `step` (the ranks of a host, for example) up to `most`. None if it fits on none of them.
+/// ranks, all multiples of `step` (the ranks of a host, for example) up to `most`. None if none is found. More ranks need less memory; but
+/// for padding, which counts in models of a few thousand parameters.
 std::optional<Plan> smallest_world(const std::function<Plan(std::int64_t ranks)>& plan_for, std::int64_t bytes, std::int64_t step = 1,
                                    std::int64_t most = std::int64_t{1} << 17);
 

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import hugging_face
-from support.models import Transformer
+from support import hugging_face, training
+from support.models import Case, Transformer, floats
 from support.ranks import StartRanks
-from support.training import CASES, batch_of, mesh_of, seeded
+from support.training import batch_of, mesh_of, seeded
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import libfsdp
 
+# Of "even", each parameter divides by four ranks.
+EVEN = Case(lambda: nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8)), floats(5, 8), lambda m: [m[0], m[2]])
+CASES = {**training.CASES, "even": EVEN}
 STEPS = 6  # From the sixth on, steps are alike.
 BF16 = torch.bfloat16
 
@@ -108,6 +111,11 @@ def test_what_four_ranks_need_and_send(ranks: StartRanks) -> None:
 
 def test_replicas(ranks: StartRanks) -> None:
     ranks(4).run(compare_all, "transformer", list(OPTIONS), 2, {})
+
+
+def test_shards_that_are_cut_over_both_dimensions(ranks: StartRanks) -> None:
+    sharded = ["fsdp", "bf16", "offload", "kept"]
+    ranks(4).run(compare_all, "even", sharded, 2, {"outer_placements": "optim"})
 
 
 def test_copies_of_neighbours(ranks: StartRanks) -> None:
