@@ -75,7 +75,6 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
     return 0;
   }
   if (!all_accept(mesh, [&] { run->begin(options, mesh); })) return kUsageExitCode;
-  if (options.timeline) fsdp::keep_events(run->events(), mesh);
   fsdp::stop_requested(mesh);  // From here on a signal ends the run after a step, with a checkpoint.
   Report report(options, *run, mesh, loaded);
   report.begin(model, corpus);
@@ -83,11 +82,6 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
 
   const std::int64_t share = options.batch / mesh.size();
   const std::int64_t at_once = share / options.accumulate;
-  const auto draw_timeline = [&] {
-    if (!options.timeline) return;
-    mesh.barrier();
-    report.timeline();
-  };
   std::optional<double> validation;  // after the last step, if that was a step to validate
   for (double progress = done(); progress < 1;) {
     const auto step_begin = std::chrono::steady_clock::now();
@@ -130,14 +124,14 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
     if (ends || validation || step % options.save_every == 0) save(validation);
     if (ends) {
       if (saver) saver->wait();
-      draw_timeline();
+      report.timeline();
       report.interrupted(step);
       mesh.barrier();
       return 0;
     }
   }
   if (saver) saver->wait();
-  draw_timeline();
+  report.timeline();
   const double seconds = seconds_so_far();
   if (!validation) validation = evaluate(model, corpus, options, mesh);
   report.finished({.step = step,

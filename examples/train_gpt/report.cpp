@@ -51,23 +51,24 @@ void say_nothing_is_left(const Options& options, const fsdp::DeviceMesh& mesh, c
 }
 
 Report::Report(const Options& options, const RunFolder& run, const fsdp::DeviceMesh& mesh, const std::optional<fsdp::Loaded>& loaded)
-    : options_(options), run_(run), ranks_(mesh.size()), loaded_(loaded) {
+    : options_(options), run_(run), mesh_(mesh), loaded_(loaded) {
   if (mesh.rank() == 0) log_.emplace(run.log(), kept_steps(options, loaded));
 }
 
 void Report::begin(const GPT& model, const Corpus& corpus) {
+  if (options_.timeline) fsdp::keep_events(run_.events(), mesh_);
   if (!speaks()) return;
   std::int64_t parameters = 0;
   for (const auto& parameter : model->parameters()) parameters += parameter.numel();
-  log_->write({{"ranks", ranks_},
+  log_->write({{"ranks", mesh_.size()},
                {"parameters", parameters},
                {"strategy", options_.strategy},
                {"train_bytes", corpus.train().size()},
                {"validation_bytes", corpus.validation().size()}});
   progress_.line("run folder: " + run_.path());
   progress_.line(format("%.2f M parameters (%s) over %d rank%s; %.2f MB of text for training, %.2f MB for validation, from ",
-                        mega(static_cast<std::size_t>(parameters)), options_.strategy.c_str(), static_cast<int>(ranks_),
-                        ranks_ == 1 ? "" : "s", mega(corpus.train().size()), mega(corpus.validation().size())) +
+                        mega(static_cast<std::size_t>(parameters)), options_.strategy.c_str(), static_cast<int>(mesh_.size()),
+                        mesh_.size() == 1 ? "" : "s", mega(corpus.train().size()), mega(corpus.validation().size())) +
                  options_.data);
   progress_.line("trains for " + limits_of(options_));
   if (!loaded_) return;
@@ -112,6 +113,8 @@ void Report::sample(std::int64_t step, const std::string& text) {
 }
 
 void Report::timeline() {
+  if (!options_.timeline) return;
+  mesh_.barrier();  // All ranks have come to the end of these steps.
   if (!speaks()) return;
   fsdp::write_timeline(run_.events(), run_.timeline());
   progress_.line("timeline: " + run_.timeline());

@@ -26,7 +26,8 @@ struct FinalReport {
 /// One line on rank 0: the checkpoint has all steps, or all minutes, that the options ask for.
 void say_nothing_is_left(const Options& options, const fsdp::DeviceMesh& mesh, const std::string& checkpoint, std::int64_t step);
 
-/// What a run tells, in its log and on stdout. Only rank 0 does; on the others nothing happens.
+/// What a run tells, in its log and on stdout. Only rank 0 does; on the others nothing happens, but that with --timeline all of them keep
+/// their events.
 class Report {
  public:
   /// `loaded`: the checkpoint that the run goes on from. What is given must outlive this.
@@ -39,7 +40,7 @@ class Report {
   void validation(std::int64_t step, double bits_per_byte);
   /// What the model wrote with the weights of this step.
   void sample(std::int64_t step, const std::string& text);
-  /// Draws what the ranks did in the last steps. All of them must have come to the end of these.
+  /// With --timeline, draws what the ranks did in the last steps. Collective.
   void timeline();
   /// Both write the plot, and say what to do next.
   void interrupted(std::int64_t step);
@@ -50,7 +51,7 @@ class Report {
 
   const Options& options_;
   const RunFolder& run_;
-  const std::int64_t ranks_;
+  const fsdp::DeviceMesh& mesh_;
   const std::optional<fsdp::Loaded>& loaded_;
   std::optional<Log> log_;  // on rank 0
   Progress progress_;
