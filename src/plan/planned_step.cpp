@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <ranges>
 #include <set>
 #include <utility>
 
@@ -91,11 +90,10 @@ std::vector<PlannedLink> links_of(const engine::Engine& engine) {
 }  // namespace
 
 std::vector<Visit> reversed(const std::vector<Visit>& forward) {
-  std::vector<Visit> backward;
-  for (const auto& visit : forward | std::views::reverse) {
-    auto& back = backward.emplace_back(visit);
-    std::ranges::reverse(back.gradients);
-    if (visit.what != What::kUse) back.what = visit.what == What::kBegin ? What::kEnd : What::kBegin;
+  std::vector<Visit> backward(forward.rbegin(), forward.rend());
+  for (auto& visit : backward) {
+    std::ranges::reverse(visit.gradients);
+    if (visit.what != What::kUse) visit.what = visit.what == What::kBegin ? What::kEnd : What::kBegin;
   }
   return backward;
 }

@@ -244,9 +244,9 @@ class RankDrawing {
     std::map<CollectiveKey, Collective> under_way;
     for (const auto* entry : in_order) {
       const auto& [key, collective] = *entry;
-      std::erase_if(under_way, [&](const auto& other) {
+      std::erase_if(under_way, [now = began(collective)](const auto& other) {
         const auto done = other.second.arrived != 0 ? other.second.arrived : other.second.wait_ended;
-        return done != 0 && done <= began(collective);
+        return done != 0 && done <= now;
       });
       rank.collectives.push_back(span_of(key, collective, posts, under_way));
       under_way.emplace(key, collective);
