@@ -363,7 +363,7 @@ TEST(Group, ARankThatLeavesWithoutAWordFailsTheOthers) {
       EXPECT_TRUE(has(message, "has failed or ended")) << message;
     };
     ::testing::internal::CaptureStderr();
-    const int result = launch_ranks(ranks, [&] { return testing::run_rank(leaves, ranks, kLimit); }, {.grace = std::chrono::seconds(5)});
+    const int result = launch_ranks(ranks, [&] { return testing::run_rank(leaves, ranks, kLimit); }, {.grace = std::chrono::seconds(60)});
     // A rank in which an expectation failed would be named, too.
     EXPECT_EQ(::testing::internal::GetCapturedStderr(), "rank 1 left by exit(0) before its function returned\n");
     EXPECT_EQ(result, 1);

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import run_program
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
@@ -39,20 +40,26 @@ def test_program_runs(program: str, tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
-def run(program: str, folder: Path) -> list[str]:
-    """The lines that it prints, sorted; on two ranks if it is made for ranks."""
+def test_program_of_the_readme_runs_by_torchrun(tmp_path: Path) -> None:
+    (program,) = (program for name, program in programs() if name.startswith("README.md"))
+    path = write(program, tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def write(program: str, folder: Path) -> Path:
     path = folder / "program.py"
     path.write_text(program, encoding="utf-8")
-    command = [sys.executable, str(path)]
-    if "init_process_group" in program:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for _ in range(5):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
-        # torch's own programs do this now and then as the interpreter ends; with libfsdp, they don't (test_lifetime.py).
-        if "libfsdp" in program or "terminate called without an active exception" not in result.stderr:
-            break
-    assert result.returncode == 0, result.stderr[-4000:]
-    return sorted(result.stdout.splitlines())
+    return path
+
+
+def run(program: str, folder: Path) -> list[str]:
+    """The lines that it prints, sorted; on two ranks if it is made for ranks."""
+    outcomes = run_program(write(program, folder), 2 if "init_process_group" in program else 1)
+    for outcome in outcomes:
+        assert outcome.exit_code == 0, outcome.output[-4000:]
+    return sorted(line for outcome in outcomes for line in outcome.output.splitlines())
 
 
 @pytest.mark.nightly

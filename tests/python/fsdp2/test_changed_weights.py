@@ -115,7 +115,12 @@ def random_updates(case: str, updates: int, replicas: int, dtype: torch.dtype | 
 
 @pytest.mark.parametrize(
     ("size", "case", "updates", "replicas", "dtype", "where"),
-    [(2, "mlp", 200, 1, None, None), (2, "tied", 24, 1, BF16, "cpu"), (4, "odd_shapes", 24, 2, None, None)],
+    [
+        (2, "mlp", 24, 1, None, None),
+        (2, "tied", 24, 1, BF16, "cpu"),
+        (4, "odd_shapes", 24, 2, None, None),
+        pytest.param(2, "mlp", 200, 1, None, None, marks=pytest.mark.nightly),
+    ],
 )
 def test_random_updates(
     ranks: StartRanks, size: int, case: str, updates: int, replicas: int, dtype: torch.dtype | None, where: str | None
@@ -186,7 +191,7 @@ def strategies() -> None:
         assert len(full_weights(model, since=receivers[1].snapshot, **receivers[1].options)) == 0
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_strategy(ranks: StartRanks, size: int) -> None:
     ranks(size).run(strategies)
 

@@ -235,7 +235,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# A case in which parameters are kept in each way; the rest is for the night.
+IN_SHORT = ("zero3", "zero1", "kept", "neighbours", "hsdp kept")
+EACH_CASE = [pytest.param(case, marks=[] if case in IN_SHORT else pytest.mark.nightly) for case in CASES]
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_each_optimizer_is_noticed(case: str, ranks: StartRanks) -> None:
     options, dims = CASES[case]
     for failures in ranks(torch.Size(dims).numel()).run(train_with, options, dims):
@@ -249,7 +254,7 @@ NOTICED = ("in_place", "by_shared_memory")
 ANY = ("frozen", "backward")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_each_way_to_write_is_noticed(case: str, ranks: StartRanks) -> None:
     options, dims = CASES[case]
     for failures in ranks(torch.Size(dims).numel()).run(write_with, options, dims):

@@ -1,4 +1,4 @@
-"""How ranks under torchrun end: by a signal, and before the others."""
+"""How ranks end: by a signal, and before the others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import run_program
 
 import libfsdp
 
@@ -28,14 +29,19 @@ libfsdp.fully_shard(model)
 """
 
 
+def write(folder: Path, program: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(SHARDED + program)
+    return path
+
+
 def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
-    file = folder / "program.py"
-    file.write_text(SHARDED + program)
-    return subprocess.run([*TORCHRUN, str(file)], text=True, capture_output=True, timeout=300)
+    """By torchrun: an interpreter that ends says so to the others, which a process that a test forks does not."""
+    return subprocess.run([*TORCHRUN, str(write(folder, program))], text=True, capture_output=True, timeout=300)
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path: Path) -> None:
-    done = run(
+    program = write(
         tmp_path,
         """
 step = 0
@@ -49,9 +55,9 @@ sys.stderr.write(f"rank {rank} ends after step {step}\\n")
 dist.destroy_process_group()
 """,
     )
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert f"rank {rank} ends after step 3\n" in done.stderr, done.stderr
+    for rank, outcome in enumerate(run_program(program, 2)):
+        assert outcome.exit_code == 0, outcome.output
+        assert f"rank {rank} ends after step 3\n" in outcome.output, outcome.output
 
 
 def test_without_other_ranks() -> None:

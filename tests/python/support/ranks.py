@@ -20,6 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ PRELOADED = [
 
 class RankError(AssertionError):
     """What went wrong, by rank."""
+
+
+def forking_context() -> ForkServerContext:
+    """Its processes are forked from one that has imported PRELOADED."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def serve(rank: int, size: int, store: str, calls: Connection, results: Connection) -> None:
@@ -111,8 +119,7 @@ class Ranks:
         self._processes, self._calls, self._results = [], [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forking_context()
         store = Path(tempfile.mkdtemp(prefix="fsdp-ranks-")) / "store"
         for rank in range(self.size):
             theirs, ours = context.Pipe(duplex=False)
