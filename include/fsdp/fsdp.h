@@ -12,6 +12,7 @@
 #include "fsdp/full_weights.h"           // whole weights, bucket by bucket
 #include "fsdp/fully_shard.h"            // sharding a module
 #include "fsdp/gather_format.h"          // other formats of parameters in all-gathers
+#include "fsdp/goodput.h"                // training that fails and goes on from checkpoints
 #include "fsdp/grad_scaler.h"            // loss scaling for fp16
 #include "fsdp/gradient_norm.h"          // norms of gradients, clipping by them
 #include "fsdp/launch.h"                 // starting ranks on this machine
@@ -25,6 +26,7 @@
 #include "fsdp/placements.h"             // what is sharded
 #include "fsdp/plan.h"                   // what training will need and send
 #include "fsdp/save_load.h"              // checkpoints
+#include "fsdp/simulate.h"               // how long a planned step takes, on all ranks
 #include "fsdp/stats.h"                  // memory and wire accounting
 #include "fsdp/step_report.h"            // where the time of steps went
 #include "fsdp/stop_requested.h"         // ending well by Ctrl-C and SIGTERM

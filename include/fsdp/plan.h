@@ -90,9 +90,34 @@ struct PlannedUnit {
 
 /// What this rank sends in one step over one dimension of a mesh.
 struct PlannedLink {
-  std::string dim;         ///< The dimension's name; with " (neighbours)" for those that keep a copy after forward.
-  std::int64_t ranks = 1;  ///< That communicate.
-  WireStats sent;          ///< As wire_stats() counts it.
+  std::string dim;          ///< The dimension's name; with " (neighbours)" for those that keep a copy after forward.
+  std::int64_t ranks = 1;   ///< That communicate.
+  std::int64_t stride = 1;  ///< How far apart the global ranks of neighbours are.
+  WireStats sent;           ///< As wire_stats() counts it.
+};
+
+/// Something that a rank does in a step.
+struct PlannedAction {
+  enum class What : std::uint8_t {
+    kCompute,  ///< Computes a part of `unit`: `share` of its forward or backward.
+    kPost,     ///< Begins the collective `number`.
+    kWait,     ///< Needs the result of the collective `number`.
+    kUpdate,   ///< The optimizer updates.
+  };
+  What what = What::kCompute;
+  bool in_backward = false;
+  std::size_t unit = 0;  ///< Its place in Plan::units; of a collective, whose parameters or gradients it moves.
+  double share = 1;
+  std::size_t number = 0;  ///< Of a collective, from 0.
+  std::size_t link = 0;    ///< Its place in Plan::links.
+  std::size_t queue = 0;   ///< Collectives with the same number here follow each other.
+  std::int64_t bytes = 0;  ///< What a rank sends for it.
+};
+
+/// A part of a step, such as the forward of a unit.
+struct PlannedMoment {
+  std::string what;  ///< As in Plan::moment.
+  PlanBytes most;    ///< When the device has to have most in it.
 };
 
 /// What a rank needs and sends in one step, once steps have become alike (from the sixth on).
@@ -104,8 +129,10 @@ struct Plan {
   WireStats wire;      ///< What wire_stats() adds up in such a step.
   PlanBytes peak;      ///< At the moment at which the device has to have most.
   std::string moment;  ///< When that is: "forward of 'blocks.3'", "backward of 'blocks.3'", "the end of backward", "the update".
-  std::vector<PlannedUnit> units;  ///< In the order of the modules.
-  std::vector<PlannedLink> links;  ///< One per dimension over which this rank communicates.
+  std::vector<PlannedUnit> units;      ///< In the order of the modules.
+  std::vector<PlannedLink> links;      ///< One per dimension over which this rank communicates.
+  std::vector<PlannedMoment> moments;  ///< The parts of a step, in their order.
+  std::vector<PlannedAction> actions;  ///< What a step does, in its order. simulate() gives it a time.
 
   /// True if a device with this much memory for the program can hold the peak. What torch's allocator and the device's driver need beside
   /// it is not in the plan.
@@ -114,6 +141,8 @@ struct Plan {
   std::string text() const;
   /// The same as a JSON object, in bytes.
   std::string json() const;
+  /// A picture (SVG) of the memory over one step: a bar for each of `moments`, divided by kinds.
+  std::string svg() const;
 };
 
 /// The table of text(), written to a stream.

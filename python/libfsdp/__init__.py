@@ -36,6 +36,14 @@ from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._plan import Plan, PlannedMesh, PlannedUnit, plan  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
+from libfsdp._simulation import (  # noqa: E402
+    Goodput,
+    LinkRate,
+    Simulation,
+    UnitTime,
+    best_checkpoint_interval,
+    simulate_failures,
+)
 from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp._step_report import ExposedWaits, StepReport, step_report  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
@@ -57,7 +65,9 @@ __all__ = [
     "FSDPModule",
     "Float8Blocks",
     "FullWeights",
+    "Goodput",
     "GradientReductionHandle",
+    "LinkRate",
     "Loaded",
     "LocalShard",
     "LocalShards",
@@ -68,9 +78,11 @@ __all__ = [
     "PlannedMesh",
     "PlannedUnit",
     "ShardPlacementResult",
+    "Simulation",
     "StepReport",
     "TransferPlan",
     "UnitInfo",
+    "UnitTime",
     "UnshardHandle",
     "WantedBox",
     "WeightBucket",
@@ -81,6 +93,7 @@ __all__ = [
     "__version__",
     "apply_changes",
     "best",
+    "best_checkpoint_interval",
     "clip_grad_norm_",
     "full_weights",
     "fully_shard",
@@ -101,6 +114,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "share_comm_ctx",
+    "simulate_failures",
     "step_report",
     "stop_requested",
     "transfer_plan",

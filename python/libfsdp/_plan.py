@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,6 +26,8 @@ from libfsdp._sharding_options import (
     check_reshard_after_forward,
     float8_block_of,
 )
+from libfsdp._simulation import LinkRate, Simulation, UnitTime
+from libfsdp._unit_order import UnitOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,6 +138,8 @@ class Plan:
         wire: what :func:`wire_stats` adds up in such a step.
         links: the same for each dimension of the mesh, by its name.
         units: enclosing ones first.
+        moments: the parts of a step in their order, each as its name and the bytes when the device has to have most in it, as
+            in ``peak``.
     """
 
     ranks: int
@@ -146,8 +150,8 @@ class Plan:
     wire: dict[str, int]
     links: dict[str, dict[str, int]]
     units: tuple[PlannedUnit, ...]
-    _table: str
-    _json: str
+    moments: tuple[tuple[str, dict[str, int]], ...]
+    _planned: _C.Plan = field(repr=False, compare=False)
 
     def fits(self, memory: int) -> bool:
         """True if a device with this many bytes for the program can hold the peak.
@@ -158,14 +162,59 @@ class Plan:
 
     def json(self) -> str:
         """Returns all of the plan as a JSON object, in bytes."""
-        return self._json
+        return self._planned.json()
+
+    def svg(self) -> str:
+        """Returns a picture of the memory over one step: a bar for each of ``moments``, divided by kinds."""
+        return self._planned.svg()
+
+    def simulate(
+        self,
+        *,
+        units: Mapping[str, UnitTime] | None = None,
+        links: Mapping[str, LinkRate] | None = None,
+        update_ms: float = 0.0,
+        steps: int = 3,
+        slow_ranks: Mapping[int, float] | None = None,
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> Simulation:
+        """Simulates steps on all ranks: what each computes, begins and waits for, in the order of the planned one.
+
+        A collective begins when all ranks of its row have come to it and the one before it has ended. Host time is not
+        simulated, nor links that several groups share. Times are as good as those that you give: measure them on your machine,
+        or use the simulation to compare.
+
+        Args:
+            units: how long ranks compute for each unit, by its name. Not given: no time.
+            links: how fast each dimension of the mesh is, by its name in ``links``. Not given: no time.
+            update_ms: of the optimizer.
+            steps: how many are simulated.
+            slow_ranks: factors of the time that ranks compute, by global rank.
+            jitter: each computation takes a time drawn from a log-normal distribution, with this deviation of its logarithm.
+            seed: of what is drawn.
+
+        Raises:
+            Error: for names that the plan does not have, ranks that do not exist, and negative times.
+        """
+        return Simulation._of_engine(
+            self._planned.simulate(
+                units={name: (time.forward_ms, time.backward_ms) for name, time in (units or {}).items()},
+                links={dim: (rate.latency_us, rate.bytes_per_s) for dim, rate in (links or {}).items()},
+                update_ms=update_ms,
+                steps=steps,
+                slow_ranks=slow_ranks or {},
+                jitter=jitter,
+                seed=seed,
+            )
+        )
 
     def __str__(self) -> str:
         """Returns the plan as a table."""
-        return self._table
+        return self._planned.text()
 
     def _repr_html_(self) -> str:
-        """Returns a chart of the memory at the peak, and the table of the rest, for a notebook."""
+        """Returns a chart of the memory at the peak, one over the step, and the table of the rest, for a notebook."""
         whole = max(self.peak["device"], 1)
         rows = [
             f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{count / 2**20:,.1f} MiB</td>"
@@ -175,8 +224,8 @@ class Plan:
         ]
         title = f"{self.ranks:,} ranks: {whole / 2**20:,.1f} MiB of a device, in {html.escape(self.moment)}"
         return (
-            f"<div><b>{title}</b><table>{''.join(rows)}</table>"
-            f"<details><summary>all</summary><pre>{html.escape(self._table)}</pre></details></div>"
+            f"<div><b>{title}</b><table>{''.join(rows)}</table>{self.svg()}"
+            f"<details><summary>all</summary><pre>{html.escape(str(self))}</pre></details></div>"
         )
 
 
@@ -203,63 +252,6 @@ class _Sizes:
 
     def size(self, dim: int) -> int:
         return self._sizes[dim]
-
-
-class _Walk:
-    """Finds the units of a module, and the order in which a step uses them: that in which its modules were registered."""
-
-    def __init__(self, root: nn.Module, is_unit: Callable[[str, nn.Module], bool], ignored: set[nn.Parameter]) -> None:
-        self.names: list[str] = []
-        self.modules: list[nn.Module] = []
-        self.parents: list[int | None] = []
-        self.parameters: list[list[tuple[str, nn.Parameter]]] = []
-        self.visits: list[tuple[str, int, bool, list[int]]] = []
-        self._is_unit = is_unit
-        self._ignored = ignored
-        self._unit_of: dict[nn.Parameter, int] = {}
-        self._unit_of_module: dict[nn.Module, int] = {}
-        self._trains = False
-        self._walk(root, "", None)
-
-    def _walk(self, module: nn.Module, name: str, enclosing: int | None) -> None:
-        unit = enclosing
-        begins = enclosing is None or self._is_unit(name, module)
-        if begins:
-            if module not in self._unit_of_module:
-                self._unit_of_module[module] = len(self.names)
-                self.names.append(name or "(root)")
-                self.modules.append(module)
-                self.parents.append(enclosing)
-                self.parameters.append([])
-            unit = self._unit_of_module[module]
-            self.visits.append(("begin", unit, True, []))
-        assert unit is not None
-        self._use(module, name, unit)
-        for child_name, child in module.named_children():
-            self._walk(child, f"{name}.{child_name}" if name else child_name, unit)
-        if begins:
-            # Backward enters it by its output's gradient, if that has one.
-            self.visits.append(("end", unit, self._trains, []))
-
-    def _use(self, module: nn.Module, name: str, unit: int) -> None:
-        first: list[int] = []
-        for own_name, parameter in module.named_parameters(recurse=False):
-            if parameter in self._ignored:
-                continue
-            full_name = f"{name}.{own_name}" if name else own_name
-            if self._unit_of.setdefault(parameter, unit) != unit:
-                raise ValueError(
-                    f"parameter '{full_name}' is in two units, '{self.names[self._unit_of[parameter]]}' and '{self.names[unit]}': tied "
-                    "parameters belong to one unit"
-                )
-            known = self.parameters[unit]
-            if all(parameter is not one for _, one in known):
-                if parameter.requires_grad:
-                    first.append(len(known))
-                known.append((full_name, parameter))
-            self._trains = self._trains or parameter.requires_grad
-        if first:
-            self.visits.append(("use", unit, True, first))
 
 
 def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
@@ -348,7 +340,7 @@ def plan(
         refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS)}")
     ranks = _PlannedRanks(mesh=_Sizes(mesh.sizes), engine_mesh=mesh._of_engine(), sizes=mesh.sizes)
     of_units = _sharding_options(options, ranks)
-    walk = _Walk(module, _predicate(units), check_ignored(options.get("ignored_params")))
+    walk = UnitOrder(module, _predicate(units), check_ignored(options.get("ignored_params")))
     no_units = set(activations or {}) - set(walk.names)
     if no_units:
         raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
@@ -371,7 +363,7 @@ def plan(
         made.append((unit, None if parent is None else position_of[parent], kept.get(name, 0)))
     if not made:
         raise ValueError(f"{type(module).__name__} has no parameters to plan for")
-    table, text = _C.plan(
+    planned = _C.plan(
         ranks.engine_mesh,
         made,
         [(what, position_of[k], enters, first) for what, k, enters, first in walk.visits if k in position_of],
@@ -379,7 +371,7 @@ def plan(
         prefetch_depth=prefetch_depth,
         keep_gathered_bytes=of_units.keep_gathered_bytes,
     )
-    return _read(table, text)
+    return _read(planned)
 
 
 def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOptions:
@@ -451,8 +443,8 @@ def _unit(
     return unit
 
 
-def _read(table: str, text: str) -> Plan:
-    fields: dict[str, Any] = json.loads(text)
+def _read(planned: _C.Plan) -> Plan:
+    fields: dict[str, Any] = json.loads(planned.json())
     return Plan(
         ranks=fields["ranks"],
         elements=fields["elements"],
@@ -462,6 +454,6 @@ def _read(table: str, text: str) -> Plan:
         wire=fields["wire"],
         links={link["dim"]: link["sent"] for link in fields["links"]},
         units=tuple(PlannedUnit(**unit) for unit in fields["units"]),
-        _table=table,
-        _json=text,
+        moments=tuple((moment["what"], moment["most"]) for moment in fields["moments"]),
+        _planned=planned,
     )

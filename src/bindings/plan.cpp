@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "fsdp/goodput.h"
+#include "fsdp/simulate.h"
 #include "hooks/hooked_model.h"
 #include "plan/planned_step.h"
 #include "torch_python/shown_unit.h"
@@ -52,9 +55,8 @@ std::int64_t optimizer_bytes(const hooks::HookedUnit& unit, std::int64_t values)
   return bytes;
 }
 
-/// Returns the plan as a table and as JSON.
-std::pair<std::string, std::string> plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits,
-                                         std::int64_t optimizer_values, int prefetch_depth, std::int64_t keep_gathered_bytes) {
+Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits, std::int64_t optimizer_values,
+          int prefetch_depth, std::int64_t keep_gathered_bytes) {
   const py::gil_scoped_release no_gil;
   const auto engine = std::make_shared<engine::Engine>(engine::EngineOptions{.mesh = mesh,
                                                                              .tensor_parallel = {},
@@ -89,7 +91,18 @@ std::pair<std::string, std::string> plan(const DeviceMesh& mesh, const std::vect
   steps.set_activations(std::move(activations));
   auto plan = steps.run();
   for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = of_optimizer[k];
-  return {plan.text(), plan.json()};
+  return plan;
+}
+
+/// `units`: milliseconds forward and backward by name; `links`: microseconds and bytes per second.
+Simulation simulate_plan(const Plan& plan, const std::map<std::string, std::pair<double, double>>& units,
+                         const std::map<std::string, std::pair<double, double>>& links, double update_ms, std::int64_t steps,
+                         const std::map<std::int64_t, double>& slow_ranks, double jitter, std::uint64_t seed) {
+  const py::gil_scoped_release no_gil;
+  SimulationOptions options{.update_ms = update_ms, .steps = steps, .slow_ranks = slow_ranks, .jitter = jitter, .seed = seed};
+  for (const auto& [name, time] : units) options.units[name] = {.forward_ms = time.first, .backward_ms = time.second};
+  for (const auto& [dim, rate] : links) options.links[dim] = {.latency_us = rate.first, .bytes_per_s = rate.second};
+  return simulate(plan, options);
 }
 
 DeviceMesh planned_mesh(const std::string& device_type, const std::vector<std::string>& dims, const std::vector<std::int64_t>& sizes,
@@ -106,7 +119,40 @@ void bind_plan(py::module_& module) {
              py::arg("ranks_per_host"), py::arg("shared_memory"), py::arg("rank"), "A mesh that need not exist, for plan().");
   module.def("plan", &plan, py::arg("mesh"), py::arg("units"), py::arg("visits"), py::kw_only(), py::arg("optimizer_values"),
              py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"),
-             "What training of these units needs and sends, as a table and as JSON. The units can't be used for anything else.");
+             "What training of these units needs and sends. The units can't be used for anything else.");
+  py::class_<Plan>(module, "Plan", "What a rank needs and sends in one step.")
+      .def("text", &Plan::text)
+      .def("json", &Plan::json)
+      .def("svg", &Plan::svg)
+      .def("simulate", &simulate_plan, py::kw_only(), py::arg("units"), py::arg("links"), py::arg("update_ms"), py::arg("steps"),
+           py::arg("slow_ranks"), py::arg("jitter"), py::arg("seed"), "Steps of it on all ranks, with a time for everything.");
+  py::class_<Simulation>(module, "Simulation", "The times of simulated steps.")
+      .def_readonly("step_ms", &Simulation::step_ms)
+      .def_readonly("compute_ms", &Simulation::compute_ms)
+      .def_readonly("exposed_ms", &Simulation::exposed_ms)
+      .def_readonly("exposed_by_unit_ms", &Simulation::exposed_by_unit_ms)
+      .def("average_ms", &Simulation::average_ms);
+  py::class_<Goodput>(module, "Goodput", "What became of the time of a run that fails.")
+      .def_readonly("seconds", &Goodput::seconds)
+      .def_readonly("failures", &Goodput::failures)
+      .def_readonly("fraction", &Goodput::fraction)
+      .def_readonly("checkpoints", &Goodput::checkpoints)
+      .def_readonly("lost", &Goodput::lost)
+      .def_readonly("restarts", &Goodput::restarts);
+  module.def(
+      "simulate_failures",
+      [](double between_failures, double checkpoint, double restart, double interval, double training, std::uint64_t seed) {
+        return simulate_failures({.between_failures = between_failures,
+                                  .checkpoint = checkpoint,
+                                  .restart = restart,
+                                  .interval = interval,
+                                  .training = training,
+                                  .seed = seed});
+      },
+      py::kw_only(), py::arg("between_failures"), py::arg("checkpoint"), py::arg("restart"), py::arg("interval"), py::arg("training"),
+      py::arg("seed"), "A run that saves checkpoints and fails; all times in seconds.");
+  module.def("best_checkpoint_interval", &best_checkpoint_interval, py::arg("between_failures"), py::arg("checkpoint"),
+             "The interval for which training takes the shortest time, in seconds.");
 }
 
 }  // namespace fsdp::bindings

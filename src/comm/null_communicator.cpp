@@ -4,6 +4,7 @@
 #include <ATen/ops/unsqueeze.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "comm/parts.h"
@@ -16,23 +17,40 @@ class Nothing final : public Pending {
   void wait() override {}
 };
 
+class ToldOf final : public Pending {
+ public:
+  ToldOf(CollectiveListener& listener, std::size_t number) : listener_(&listener), number_(number) {}
+  void wait() override {
+    if (auto* listener = std::exchange(listener_, nullptr)) listener->waited(number_);
+  }
+
+ private:
+  CollectiveListener* listener_;
+  const std::size_t number_;
+};
+
 }  // namespace
+
+std::unique_ptr<Pending> NullCommunicator::post(const Sent& sent, const Label& label) {
+  if (listener_ == nullptr) return std::make_unique<Nothing>();
+  return std::make_unique<ToldOf>(*listener_, listener_->posted(*this, sent, label));
+}
 
 std::unique_ptr<Pending> NullCommunicator::all_gather(std::span<const GatherPart> parts, const Label& label) {
   const std::int64_t bytes = check_parts(parts, size_);
-  const auto [wire, shared_memory] = traffic_.sent(bytes, bytes);
-  stats_.all_gather_bytes += wire + shared_memory;
-  stats_.shared_memory_bytes += shared_memory;
+  const auto sent = traffic_.sent(bytes, bytes);
+  stats_.all_gather_bytes += sent.wire + sent.shared_memory;
+  stats_.shared_memory_bytes += sent.shared_memory;
   ++stats_.all_gathers;
-  return std::make_unique<Nothing>();
+  return post(sent, label);
 }
 
 std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) {
-  const auto [wire, shared_memory] = traffic_.sent(check_parts(parts, *this), summed_bytes(parts));
-  stats_.reduce_scatter_bytes += wire + shared_memory;
-  stats_.shared_memory_bytes += shared_memory;
+  const auto sent = traffic_.sent(check_parts(parts, *this), summed_bytes(parts));
+  stats_.reduce_scatter_bytes += sent.wire + sent.shared_memory;
+  stats_.shared_memory_bytes += sent.shared_memory;
   ++stats_.reduce_scatters;
-  return std::make_unique<Nothing>();
+  return post(sent, label);
 }
 
 std::unique_ptr<Pending> NullCommunicator::gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives,

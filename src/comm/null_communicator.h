@@ -1,5 +1,9 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -7,13 +11,26 @@
 
 namespace fsdp::comm {
 
+class NullCommunicator;
+
+/// Is told of the gathers and reductions that a NullCommunicator is asked for, and of the first wait for each of them.
+class CollectiveListener {
+ public:
+  virtual ~CollectiveListener() = default;
+  /// Returns the number by which waited() will name the collective.
+  virtual std::size_t posted(const NullCommunicator& row, const Sent& sent, const Label& label) = 0;
+  virtual void waited(std::size_t number) = 0;
+};
+
 /// A row of any size in which nothing moves: collectives return at once, leave all buffers as they are, and count the bytes that a real
 /// communicator would send, by default in messages between all pairs. It serves to plan, and to measure host time and memory for worlds
 /// that are larger than the available machines.
 class NullCommunicator : public Communicator {
  public:
   NullCommunicator(int rank, int size) : NullCommunicator(rank, size, Traffic::by_messages(size)) {}
-  NullCommunicator(int rank, int size, Traffic traffic) : rank_(rank), size_(size), traffic_(traffic) {}
+  /// `stride`: how far apart the global ranks of neighbours in the row are.
+  NullCommunicator(int rank, int size, Traffic traffic, std::int64_t stride = 1)
+      : rank_(rank), size_(size), traffic_(traffic), stride_(stride) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -34,10 +51,18 @@ class NullCommunicator : public Communicator {
   void expect_equal(const std::string& text, const Label& label) override {}
   void barrier() override {}
 
+  std::int64_t stride() const { return stride_; }
+  /// Tells `listener` of all collectives from now on, for as long as it lives; nobody if it is null.
+  void tell(CollectiveListener* listener) { listener_ = listener; }
+
  private:
+  std::unique_ptr<Pending> post(const Sent& sent, const Label& label);
+
   const int rank_;
   const int size_;
   const Traffic traffic_;
+  const std::int64_t stride_;
+  CollectiveListener* listener_ = nullptr;
 };
 
 }  // namespace fsdp::comm

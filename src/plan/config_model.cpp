@@ -58,6 +58,14 @@ at::Tensor with_weight(ConfigModule& module, const char* name, const ParameterSi
   return weight;
 }
 
+double matrix_elements(const torch::nn::Module& module) {
+  double elements = 0;
+  for (const auto& weight : module.parameters()) {
+    if (weight.dim() == 2) elements += static_cast<double>(weight.numel());
+  }
+  return elements;
+}
+
 void add_attention(ConfigModule& block, const Config& config, const std::string& type) {
   const auto width = config.size("hidden_size");
   const auto heads = config.size("num_attention_heads");
@@ -69,6 +77,8 @@ void add_attention(ConfigModule& block, const Config& config, const std::string&
   with_weight(*attention, "k_proj", {of_keys * of_head, width}, bias);
   with_weight(*attention, "v_proj", {of_keys * of_head, width}, bias);
   with_weight(*attention, "o_proj", {width, heads * of_head}, bias && type != "qwen2");
+  block.attention_width = static_cast<double>(heads * of_head);
+  block.multiplications += matrix_elements(*attention);
   if (type != "qwen3") return;
   with_weight(*attention, "q_norm", {of_head});
   with_weight(*attention, "k_norm", {of_head});
@@ -83,6 +93,7 @@ void add_layers_of_two_widths(ConfigModule& block, const Config& config, const s
     with_weight(*mlp, "gate_proj", {hidden, width}, bias);
     with_weight(*mlp, "up_proj", {hidden, width}, bias);
     with_weight(*mlp, "down_proj", {width, hidden}, bias);
+    block.multiplications += matrix_elements(*mlp);
     return;
   }
   auto mixture = below(block, "block_sparse_moe");
@@ -95,6 +106,8 @@ void add_layers_of_two_widths(ConfigModule& block, const Config& config, const s
     with_weight(*expert, "w2", {width, hidden});
     with_weight(*expert, "w3", {hidden, width});
   }
+  const auto of_token = static_cast<double>(config.size("num_experts_per_tok", experts));
+  block.multiplications += static_cast<double>(experts * width) + of_token * static_cast<double>(3 * width * hidden);
 }
 
 ModulePtr llama_like(const Config& config, const std::string& type) {
@@ -118,6 +131,7 @@ ModulePtr llama_like(const Config& config, const std::string& type) {
   } else {
     parameter(*head, "weight", {config.size("vocab_size"), width});
   }
+  root->multiplications = static_cast<double>(config.size("vocab_size") * width);
   return root;
 }
 
@@ -149,6 +163,8 @@ ModulePtr gpt2(const Config& config) {
     auto mlp = below(*block, "mlp");
     add_projection(*mlp, "c_fc", width, hidden);
     add_projection(*mlp, "c_proj", hidden, width);
+    block->multiplications = matrix_elements(*block);
+    block->attention_width = static_cast<double>(width);
   }
   add_norm(*model, "ln_f", width);
   auto head = below(*root, "lm_head");
@@ -157,6 +173,7 @@ ModulePtr gpt2(const Config& config) {
   } else {
     parameter(*head, "weight", {config.size("vocab_size"), width});
   }
+  root->multiplications = static_cast<double>(config.size("vocab_size") * width);
   return root;
 }
 

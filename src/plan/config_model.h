@@ -11,6 +11,11 @@ namespace fsdp::planning {
 class ConfigModule : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
+
+  /// Of a unit: the multiplications that a token takes in forward, without attention. Of experts, those that it comes to count.
+  double multiplications = 0;
+  /// Of a block: the elements of a query over all heads. Attention takes two multiplications for each of them and each token before.
+  double attention_width = 0;
 };
 
 /// A block of such a model, which is a unit.

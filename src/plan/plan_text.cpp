@@ -148,9 +148,9 @@ std::string Plan::text() const {
   }
   text += table(rows) + "\nUnits:\n" + table(unit_rows(*this)) + "\nSent by a rank in a step:\n";
   rows = {{"dimension", "ranks", "gathers", "reductions", "control"}};
-  for (const auto& [dim, of, sent] : links) {
-    rows.push_back({dim, std::to_string(of), bytes_text(sent.all_gather_bytes), bytes_text(sent.reduce_scatter_bytes),
-                    bytes_text(sent.control_bytes)});
+  for (const auto& link : links) {
+    rows.push_back({link.dim, std::to_string(link.ranks), bytes_text(link.sent.all_gather_bytes),
+                    bytes_text(link.sent.reduce_scatter_bytes), bytes_text(link.sent.control_bytes)});
   }
   return text + table(rows);
 }
@@ -171,6 +171,7 @@ std::string Plan::json() const {
                              {"padding", unit.padding},
                              {"activations", unit.activations}});
   }
+  for (const auto& [what, most] : moments) json["moments"].push_back({{"what", what}, {"most", json_of(most)}});
   for (const auto& link : links) json["links"].push_back({{"dim", link.dim}, {"ranks", link.ranks}, {"sent", json_of(link.sent)}});
   return json.dump(2);
 }

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <array>
-#include <set>
+#include <map>
 #include <utility>
 
+#include "comm/null_communicator.h"
 #include "engine/gradient_accumulator.h"
 #include "engine/wire_stats.h"
 #include "memory/accounting.h"
@@ -61,6 +62,14 @@ PlannedUnit describe(Unit& unit, std::int64_t activations) {
   return planned;
 }
 
+comm::NullCommunicator& null(comm::Communicator& communicator) {
+  return dynamic_cast<comm::NullCommunicator&>(communicator);  // A planned mesh has no others.
+}
+
+const comm::NullCommunicator& null(const comm::Communicator& communicator) {
+  return dynamic_cast<const comm::NullCommunicator&>(communicator);
+}
+
 /// The name of the dimension along which a communicator of a unit's connects ranks.
 std::string name_of(const comm::Communicator* communicator, const Unit& unit, const DeviceMesh& mesh) {
   const auto& [gather, reduce, outer, neighbours] = unit.communicators;
@@ -70,18 +79,19 @@ std::string name_of(const comm::Communicator* communicator, const Unit& unit, co
   return communicator == neighbours.get() ? inner + " (neighbours)" : inner;
 }
 
-/// What each row has sent. A row that has several communicators counts once.
-std::vector<PlannedLink> links_of(const engine::Engine& engine) {
+/// The dimensions over which units communicate. A row that has several communicators counts once.
+std::vector<PlannedLink> links_of(const engine::Engine& engine, std::map<const comm::Communicator*, std::size_t>& link_of) {
   std::vector<PlannedLink> links;
-  std::set<const comm::Communicator*> seen;
   for (const auto& unit : engine.units()) {
     const auto& [gather, reduce, outer, neighbours] = unit->communicators;
     for (const auto* communicator : {outer.get(), gather.get(), reduce.get(), neighbours.get()}) {
-      if (communicator == nullptr || !seen.insert(communicator).second) continue;
+      if (communicator == nullptr || link_of.contains(communicator)) continue;
       const auto dim = name_of(communicator, *unit, engine.options().mesh);
-      auto link = std::ranges::find_if(links, [&](const auto& other) { return other.dim == dim && other.ranks == communicator->size(); });
-      if (link == links.end()) link = links.insert(link, {.dim = dim, .ranks = communicator->size(), .sent = {}});
-      engine::add(link->sent, engine::stats_of(communicator->stats()));
+      const PlannedLink link{.dim = dim, .ranks = communicator->size(), .stride = null(*communicator).stride(), .sent = {}};
+      auto place = std::ranges::find_if(
+          links, [&](const auto& other) { return other.dim == link.dim && other.ranks == link.ranks && other.stride == link.stride; });
+      if (place == links.end()) place = links.insert(place, link);
+      link_of[communicator] = static_cast<std::size_t>(place - links.begin());
     }
   }
   return links;
@@ -104,16 +114,19 @@ Highest::Highest(memory::Accounting& accounting) : accounting_(accounting) {
 
 Highest::~Highest() { accounting_.watch({}); }
 
-void Highest::look() {
-  const auto bytes = sum(bytes_of(accounting_), outside);
-  if (bytes.device() <= bytes_.device()) return;
-  bytes_ = bytes;
-  moment_ = now_;
+void Highest::at(const std::string& what) {
+  if (moments_.empty() || moments_.back().what != what) moments_.push_back({what, sum(bytes_of(accounting_), outside)});
 }
 
-void Highest::reset() {
-  bytes_ = {};
-  look();
+void Highest::look() {
+  if (moments_.empty()) return;
+  const auto bytes = sum(bytes_of(accounting_), outside);
+  auto& most = moments_.back().most;
+  if (bytes.device() > most.device()) most = bytes;
+}
+
+const PlannedMoment& Highest::highest() const {
+  return *std::ranges::max_element(moments_, {}, [](const auto& moment) { return moment.most.device(); });
 }
 
 PlannedSteps::PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes, Trigger trigger, std::function<void(Highest&)> update)
@@ -128,19 +141,30 @@ Plan PlannedSteps::run() {
   for (int k = 0; k < kStepsUntilAlike; ++k) step();
   auto& accounting = engine_->accounting();
   accounting.reset_peaks();
-  for (auto* communicator : engine::communicators_of(engine_->units())) communicator->reset_stats();
-  highest_.at("the beginning of a step");
+  const auto communicators = engine::communicators_of(engine_->units());
+  std::map<const comm::Communicator*, std::size_t> link_of;
+  Plan plan;
+  plan.ranks = engine_->options().mesh.size();
+  plan.links = links_of(*engine_, link_of);
+  StepRecorder recorder(engine_->units(), link_of);
+  for (auto* communicator : communicators) {
+    communicator->reset_stats();
+    null(*communicator).tell(&recorder);
+  }
+  recorder_ = &recorder;
   highest_.reset();
+  highest_.at("the beginning of a step");
   step();
+  recorder_ = nullptr;
+  for (auto* communicator : communicators) null(*communicator).tell(nullptr);
 
-  Plan plan{.ranks = engine_->options().mesh.size(),
-            .memory = accounting.stats(),
-            .wire = {},
-            .peak = highest_.bytes(),
-            .moment = highest_.moment(),
-            .units = {},
-            .links = links_of(*engine_)};
+  for (const auto& [communicator, link] : link_of) engine::add(plan.links[link].sent, engine::stats_of(communicator->stats()));
   for (const auto& link : plan.links) engine::add(plan.wire, link.sent);
+  plan.memory = accounting.stats();
+  plan.peak = highest_.highest().most;
+  plan.moment = highest_.highest().what;
+  plan.moments = highest_.moments();
+  plan.actions = recorder.take();
   for (const auto& unit : engine_->units()) {
     plan.units.push_back(describe(*unit, activations_[unit->place.index]));
     plan.elements += plan.units.back().elements;
@@ -158,6 +182,7 @@ void PlannedSteps::step() {
   forward();
   backward();
   highest_.at("the update");
+  if (recorder_ != nullptr) recorder_->update();
   update_(highest_);
   engine_->main().zero_grad();
   highest_.outside.main_gradients = 0;
@@ -169,6 +194,10 @@ void PlannedSteps::enter(const Visit& visit, Pass pass) {
   if (!units[0]->whole.in_use(pass)) engine_->enter(units, pass);
 }
 
+void PlannedSteps::compute(const Visit& visit, Pass pass) {
+  if (recorder_ != nullptr) recorder_->compute(visit.unit, pass);
+}
+
 void PlannedSteps::forward() {
   std::vector<std::size_t> last(activations_.size());  // the last visit of each unit
   for (std::size_t k = 0; k < passes_.forward.size(); ++k) last[passes_.forward[k].unit] = k;
@@ -177,7 +206,10 @@ void PlannedSteps::forward() {
     auto& unit = *engine_->units()[visit.unit];
     highest_.at("forward of " + quoted(unit));
     if (visit.what == What::kBegin) engine_->begin_unit_forward(unit);
-    if (visit.what != What::kEnd) enter(visit, Pass::kForward);
+    if (visit.what != What::kEnd) {
+      enter(visit, Pass::kForward);
+      compute(visit, Pass::kForward);
+    }
     if (last[visit.unit] == k) {
       highest_.outside.activations += activations_[visit.unit];
       highest_.look();
@@ -201,6 +233,7 @@ void PlannedSteps::backward() {
     highest_.at("backward of " + quoted(unit));
     const auto enters_at = trigger_ == Trigger::kHooks ? What::kBegin : What::kUse;
     if (visit.what == enters_at && visit.enters) enter(visit, Pass::kBackward);
+    if (visit.what != What::kEnd) compute(visit, Pass::kBackward);
     for (const auto i : visit.gradients) {
       const auto compute = unit.formats[unit.layout.positions()[i].sub_buffer].compute;
       engine_->gradient(unit, i, at::empty(unit.parameters[i].shape, at::device(at::kMeta).dtype(compute)));

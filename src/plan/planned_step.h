@@ -9,6 +9,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/plan.h"
+#include "plan/step_recorder.h"
 
 // A training step that nobody computes: the engine is told of it, and does all that it does in a run.
 namespace fsdp::planning {
@@ -36,7 +37,7 @@ std::vector<Visit> reversed(const std::vector<Visit>& forward);
 /// Which trigger the engine is told by.
 enum class Trigger : std::uint8_t { kPaging, kHooks };
 
-/// Finds the moment at which a rank has to have most.
+/// Finds how much a rank has to have in each part of a step.
 class Highest {
  public:
   explicit Highest(memory::Accounting& accounting);
@@ -47,20 +48,19 @@ class Highest {
   /// What is not the engine's: activations, and what a program's own optimizer keeps.
   PlanBytes outside;
   /// What happens from now on ("forward of 'blocks.3'").
-  void at(std::string moment) { now_ = std::move(moment); }
+  void at(const std::string& what);
   /// `outside` may have grown.
   void look();
-  /// Forgets what was highest so far.
-  void reset();
+  /// Forgets all moments.
+  void reset() { moments_.clear(); }
 
-  const PlanBytes& bytes() const { return bytes_; }
-  const std::string& moment() const { return moment_; }
+  const std::vector<PlannedMoment>& moments() const { return moments_; }
+  /// The first of those that need most.
+  const PlannedMoment& highest() const;
 
  private:
   memory::Accounting& accounting_;
-  std::string now_;
-  PlanBytes bytes_;
-  std::string moment_;
+  std::vector<PlannedMoment> moments_;
 };
 
 /// The steps of one planned model.
@@ -80,6 +80,7 @@ class PlannedSteps {
   void forward();
   void backward();
   void enter(const Visit& visit, engine::Pass pass);
+  void compute(const Visit& visit, engine::Pass pass);
   void take_gradients();
 
   std::shared_ptr<engine::Engine> engine_;
@@ -88,6 +89,7 @@ class PlannedSteps {
   std::function<void(Highest&)> update_;
   std::vector<std::int64_t> activations_;
   Highest highest_;
+  StepRecorder* recorder_ = nullptr;  // in the last step
   bool has_stepped_ = false;
   std::int64_t taken_to_host_ = 0;  // bytes of offloaded gradients that the program has
 };

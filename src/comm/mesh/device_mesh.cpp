@@ -333,7 +333,8 @@ DeviceMesh comm::make_null_mesh(NullMesh options) {
     stride /= dims[d].size;
     const auto make = [position = static_cast<int>(state->coordinates[d]), stride, traffic = options.traffic](std::int64_t neighbours) {
       const int size = static_cast<int>(neighbours);
-      return std::make_shared<NullCommunicator>(position % size, size, traffic ? traffic(size, stride) : Traffic::by_messages(size));
+      return std::make_shared<NullCommunicator>(position % size, size, traffic ? traffic(size, stride) : Traffic::by_messages(size),
+                                                stride);
     };
     state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = make(dims[d].size), .make = make}));
   }

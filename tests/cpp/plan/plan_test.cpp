@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -370,6 +371,29 @@ TEST(Plan, FindsTheSmallestWorld) {
   EXPECT_FALSE(fsdp::smallest_world(plan_for, 1000, 1, 100));
   EXPECT_FALSE(fsdp::smallest_world(plan_for, 1000, 3, 100));  // which 3 does not divide
   EXPECT_LE(calls, 16);
+}
+
+TEST(Plan, TellsTheMomentsOfAStep) {
+  auto model = make_gpt();
+  const auto plan = fsdp::plan(*model, {.mesh = planned_device_mesh("cpu", {{"dp_shard", 4}}), .units = fsdp::each<GPTBlock>()},
+                               {.activations = {{"blocks.1", 1'000'000}}});
+  std::vector<std::string> names;
+  std::int64_t most = 0;
+  for (const auto& moment : plan.moments) {
+    names.push_back(moment.what);
+    most = std::max(most, moment.most.device());
+  }
+  EXPECT_EQ(most, plan.peak.device());
+  const auto place = [&](const std::string& name) { return std::ranges::find(names, name) - names.begin(); };
+  EXPECT_EQ(place("the beginning of a step"), 0);
+  EXPECT_LT(place("forward of 'blocks.0'"), place("forward of 'blocks.2'"));
+  EXPECT_LT(place("forward of 'blocks.2'"), place("backward of 'blocks.2'"));
+  EXPECT_LT(place("backward of 'blocks.2'"), place("backward of 'blocks.0'"));
+  EXPECT_EQ(names.back(), "the update");
+  const auto activations = [&](const std::string& name) { return plan.moments[static_cast<std::size_t>(place(name))].most.activations; };
+  EXPECT_EQ(activations("forward of 'blocks.0'"), 0);
+  EXPECT_EQ(activations("forward of 'blocks.2'"), 1'000'000);
+  EXPECT_EQ(activations("backward of 'blocks.0'"), 0);
 }
 
 TEST(Plan, IsATableAndJson) {

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "support/temporary_folder.h"
 #include "test_paths.h"
@@ -34,6 +35,9 @@ class FsdpPlan : public ::testing::Test {
     std::ofstream(folder_.path() / "config.json")
         << R"({"model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
                "num_attention_heads": 128, "num_key_value_heads": 8})";
+    std::ofstream(folder_.path() / "small.json")
+        << R"({"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
+               "num_attention_heads": 32, "num_key_value_heads": 8})";
   }
 
   Outcome run(const std::string& arguments) const {
@@ -45,6 +49,87 @@ class FsdpPlan : public ::testing::Test {
 
   testing::TemporaryFolder folder_;
 };
+
+/// The number after a text.
+double number_after(const std::string& output, const std::string& text) {
+  const auto place = output.find(text);
+  return place == std::string::npos ? -1 : std::stod(output.substr(place + text.size()));
+}
+
+TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
+  const auto kept = run("small.json --ranks 64 --memory 4GB --keep");
+  EXPECT_EQ(kept.exit_code, 1) << kept.errors;
+  const auto place = kept.output.find("GiB without --keep (units are gathered once more, for backward), with --prefetch 0 (");
+  EXPECT_NE(place, std::string::npos) << kept.output;
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --prefetch 0").exit_code, 0);  // It is right,
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB").exit_code, 1);               // and both are needed.
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --prefetch 0 --keep").exit_code, 1);
+  const auto never = run("small.json --ranks 1 --memory 1GB");
+  EXPECT_EQ(never.output.find("It fits in"), std::string::npos) << never.output;
+}
+
+TEST_F(FsdpPlan, RecommendsWhatSendsLess) {
+  const auto fits = run("small.json --ranks 64 --memory 100GB");
+  EXPECT_NE(fits.output.find("It also fits with --keep, in"), std::string::npos) << fits.output;
+  EXPECT_NE(fits.output.find("GiB less"), std::string::npos) << fits.output;
+  EXPECT_EQ(fits.output.find("--offload none"), std::string::npos) << fits.output;  // It is so.
+}
+
+TEST_F(FsdpPlan, ComparesTwoPlans) {
+  for (const auto& [name, placements] : {std::pair{"a", "optim_grads_params"}, {"b", "optim_grads"}}) {
+    const auto planned =
+        run("small.json --ranks 64 --json --flops 400e12 --sequence 8192 --rate 50GB --placements " + std::string(placements));
+    EXPECT_EQ(planned.exit_code, 0) << planned.errors;
+    std::ofstream(folder_.path() / (std::string(name) + ".json")) << planned.output;
+  }
+  const auto compared = run("--compare a.json b.json");
+  EXPECT_EQ(compared.exit_code, 0) << compared.errors;
+  for (const char* row : {"gathered parameters", "optimizer state", "all gather bytes", "step ms"}) {
+    EXPECT_NE(compared.output.find(row), std::string::npos) << row << "\n" << compared.output;
+  }
+  const auto line = compared.output.substr(compared.output.find("gathered parameters", compared.output.find("The most in a step")) + 19);
+  const auto json = nlohmann::json::parse(read(folder_.path() / "b.json"));
+  std::istringstream numbers(line);
+  double a = 0, b = 0, ratio = 0;
+  numbers >> a >> b >> ratio;
+  EXPECT_EQ(b, json["memory"]["gathered_parameters"]["peak"].get<double>());
+  EXPECT_NEAR(ratio, b / a, 0.001);
+  EXPECT_GT(ratio, 1.5);  // The second keeps all units gathered.
+  EXPECT_EQ(run("--compare a.json config.json").exit_code, 2);
+  EXPECT_EQ(run("--compare a.json").exit_code, 2);
+  EXPECT_EQ(run("--ranks 8").exit_code, 2);
+  EXPECT_EQ(run("config.json").exit_code, 2);
+}
+
+TEST_F(FsdpPlan, DrawsTheMemoryOfAStep) {
+  EXPECT_EQ(run("small.json --ranks 64 --svg memory.svg").exit_code, 0);
+  const auto svg = read(folder_.path() / "memory.svg");
+  for (const char* part : {"<svg ", "</svg>", "forward of 'model.layers.5'", "the update", "optimizer state"}) {
+    EXPECT_NE(svg.find(part), std::string::npos) << part;
+  }
+  EXPECT_EQ(run("small.json --ranks 64 --svg missing/memory.svg").exit_code, 2);
+}
+
+TEST_F(FsdpPlan, TellsTheTimeOfAStep) {
+  const std::string step = "small.json --ranks 256 --flops 400e12 --sequence 8192";
+  const auto fast = run(step + " --rate 1000TB --latency 0");
+  EXPECT_EQ(fast.exit_code, 0) << fast.errors;
+  // Without waits: two operations for each weight but the embedding's and norms', and attention; three times for forward and backward.
+  const double width = 4096;
+  const double blocks = 6 * (2 * width * width + 2 * width * 1024 + 3 * width * 14'336 + width * 8192);
+  const double head = width * 32'000;
+  EXPECT_NEAR(number_after(fast.output, "computation "), 1e3 * 8192 * 6 * (blocks + head) / 400e12, 0.1) << fast.output;
+  EXPECT_NEAR(number_after(fast.output, "waits "), 0, 0.1) << fast.output;
+  const auto json = nlohmann::json::parse(run(step + " --rate 1000TB --latency 0 --json").output);
+  EXPECT_NEAR(json["time"]["compute_ms"].get<double>(), number_after(fast.output, "computation "), 0.1);
+  EXPECT_LT(json["time"]["from_ms"].get<double>(), json["time"]["step_ms"].get<double>());
+  EXPECT_GT(json["time"]["to_ms"].get<double>(), json["time"]["step_ms"].get<double>());
+  const auto slow = run(step + " --rate 1GB");
+  EXPECT_GT(number_after(slow.output, "waits "), 1e3) << slow.output;
+  const auto again = run(step + " --rate 1000TB --latency 0 --recompute");
+  EXPECT_NEAR(number_after(again.output, "computation "), 1e3 * 8192 * (8 * blocks + 6 * head) / 400e12, 0.1) << again.output;
+  EXPECT_EQ(run("small.json --ranks 8 --flops 400e12").exit_code, 2);  // without the length of sequences
+}
 
 TEST_F(FsdpPlan, SaysWhetherAModelFits) {
   const auto fits = run("config.json --ranks 16384 --memory 80GB");

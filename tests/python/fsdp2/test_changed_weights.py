@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.marks import at_night
 from support.megatron import batch, plain_model
 from support.megatron import shard as shard_as_megatron
 from support.ranks import StartRanks
@@ -119,7 +120,7 @@ def random_updates(case: str, updates: int, replicas: int, dtype: torch.dtype | 
         (2, "mlp", 24, 1, None, None),
         (2, "tied", 24, 1, BF16, "cpu"),
         (4, "odd_shapes", 24, 2, None, None),
-        pytest.param(2, "mlp", 200, 1, None, None, marks=pytest.mark.nightly),
+        at_night(2, "mlp", 200, 1, None, None),
     ],
 )
 def test_random_updates(
@@ -191,7 +192,7 @@ def strategies() -> None:
         assert len(full_weights(model, since=receivers[1].snapshot, **receivers[1].options)) == 0
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size", [2, at_night(4)])
 def test_every_strategy(ranks: StartRanks, size: int) -> None:
     ranks(size).run(strategies)
 

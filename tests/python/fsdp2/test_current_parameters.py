@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparison import differences  # noqa: F401  # it makes MKL's products independent of addresses
+from support.marks import at_night
 from support.ranks import ComparedRanks, StartRanks
 from support.training import api, full
 from torch import Tensor, nn
@@ -236,8 +237,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 # A case in which parameters are kept in each way; the rest is for the night.
-IN_SHORT = ("zero3", "zero1", "kept", "neighbours", "hsdp kept")
-EACH_CASE = [pytest.param(case, marks=[] if case in IN_SHORT else pytest.mark.nightly) for case in CASES]
+IN_SHORT = ("zero3", "zero1", "kept", "hsdp kept")
+EACH_CASE = [case if case in IN_SHORT else at_night(case) for case in CASES]
 
 
 @pytest.mark.parametrize("case", EACH_CASE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparison import assert_same_runs, differences
+from support.marks import at_night
 from support.models import Case, Transformer, next_token_loss, tokens
 from support.ranks import ComparedRanks, StartRanks
 from support.training import (
@@ -306,12 +307,20 @@ def runs(compared_ranks: ComparedRanks) -> Runs:
     return Runs(compared_ranks)
 
 
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in FSDP2_FAILS])
+# Compiling takes longest. "compile_eager" and "compile_aot_eager" are what the others are variants of.
+AT_NIGHT = ("compile_bf16", "compile_replaced", "compile_whole_aot_eager", "compile_aot_eager_no_sync")
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [at_night(name) if name in AT_NIGHT else name for name in names]
+
+
+@pytest.mark.parametrize("feature", each(name for name in FEATURES if name not in FSDP2_FAILS))
 def test_equals_fsdp2(runs: Runs, feature: str) -> None:
     assert_same_runs(runs.get(feature, "libfsdp"), runs.get(feature, "fsdp2"))
 
 
-@pytest.mark.parametrize("feature", SAME_AS_PLAIN)
+@pytest.mark.parametrize("feature", each(SAME_AS_PLAIN))
 def test_changes_nothing(runs: Runs, feature: str) -> None:
     plain = runs.get("plain", "libfsdp")
     for mine, other in zip(runs.get(feature, "libfsdp"), plain, strict=True):
@@ -348,7 +357,7 @@ def gathers_of_a_step(feature_name: str) -> tuple[int, int]:
         return counts[-1]
 
 
-@pytest.mark.parametrize("feature", ONE_FORWARD)
+@pytest.mark.parametrize("feature", each(ONE_FORWARD))
 def test_gathers_each_unit_once_in_each_direction(ranks: StartRanks, feature: str) -> None:
     """Recomputation gathers nothing twice. The root stays, and the last block is there when backward begins."""
     assert ranks(2).run(gathers_of_a_step, feature) == [(2 * BLOCKS, BLOCKS + 1)] * 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import clients, lora
+from support.marks import at_night
 from support.ranks import StartRanks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -148,7 +149,7 @@ def least_bytes() -> None:
         assert 2 * 4096 < peak <= 2 * max(4096, whole) + adapters + 2 * 4 * whole
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, at_night(4)])
 def test_the_least_bytes(ranks: StartRanks, size: int) -> None:
     ranks(size).run(least_bytes)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import hugging_face, training
+from support.marks import at_night
 from support.models import Case, Transformer, floats
 from support.ranks import StartRanks
 from support.training import batch_of, mesh_of, seeded
@@ -24,17 +26,15 @@ STEPS = 6  # From the sixth on, steps are alike.
 BF16 = torch.bfloat16
 
 
-def units_of(case_name: str) -> Any:
+def units_of(case: Case) -> Any:
     """Which modules are units, for plan()."""
-    case = CASES[case_name]
     model = seeded(case)
     names = {name for name, module in model.named_modules() if module in case.units(model)}
     return lambda name, module: name in names
 
 
-def real(case_name: str, options: dict[str, Any], replicas: int) -> tuple[dict[str, int], dict[str, int]]:
+def real(case: Case, options: dict[str, Any], replicas: int) -> tuple[dict[str, int], dict[str, int]]:
     """memory_stats after a step, and what the step adds to wire_stats."""
-    case = CASES[case_name]
     model = seeded(case)
     for unit in case.units(model):
         libfsdp.fully_shard(unit, mesh=mesh_of(replicas), **options)
@@ -51,10 +51,10 @@ def real(case_name: str, options: dict[str, Any], replicas: int) -> tuple[dict[s
     return libfsdp.memory_stats(model), {name: after[name] - before[name] for name in after}
 
 
-def compare(case_name: str, options: dict[str, Any], replicas: int = 1) -> None:
+def compare(case: Case, options: dict[str, Any], replicas: int = 1) -> None:
     """A plan and a run on this rank."""
-    model = seeded(CASES[case_name])
-    without_memory = seeded(CASES[case_name]).to("meta")
+    model = seeded(case)
+    without_memory = seeded(case).to("meta")
     if len(list(without_memory.parameters())) == len(list(model.parameters())):  # No tied one has become two.
         model = without_memory
     plan = libfsdp.plan(
@@ -62,10 +62,10 @@ def compare(case_name: str, options: dict[str, Any], replicas: int = 1) -> None:
         libfsdp.PlannedMesh(
             dist.get_world_size() // replicas, replicas=replicas, rank=dist.get_rank(), device_type="cpu"
         ),
-        units=units_of(case_name),
+        units=units_of(case),
         **options,
     )
-    memory, wire = real(case_name, options, replicas)
+    memory, wire = real(case, options, replicas)
     # Peaks are since the start here, and the pool's first steps are not as good as later ones. What peers read is not in plans.
     left_out = {"slots.peak", "shared_slots.live", "shared_slots.peak", "slot_allocations"}
     for planned, found in ((plan.memory, memory), (plan.wire, wire)):
@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def compare_all(case_name: str, names: list[str], replicas: int, more: dict[str, Any]) -> None:
     for name in names:
         try:
-            compare(case_name, {**OPTIONS[name], **more}, replicas)
+            compare(CASES[case_name], {**OPTIONS[name], **more}, replicas)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -127,6 +127,64 @@ def test_other_models(ranks: StartRanks, case: str) -> None:
     # Batch norms keep averages in fp32, which torch does not mix with bf16 on a CPU.
     options = ["fsdp"] if case == "batch_norm" else ["fsdp", "bf16 reductions"]
     ranks(2).run(compare_all, case, options, 1, {})
+
+
+class RandomBlock(nn.Module):
+    """A residual block of layers that are drawn; it may hold another one."""
+
+    def __init__(self, draw: random.Random, width: int, depth: int) -> None:
+        super().__init__()
+        hidden = draw.randint(1, 3 * width)
+        self.norm = nn.LayerNorm(width) if draw.random() < 0.7 else nn.Identity()
+        self.up = nn.Linear(width, hidden, bias=draw.random() < 0.5)
+        self.inner = RandomBlock(draw, hidden, depth - 1) if depth > 0 and draw.random() < 0.5 else nn.Tanh()
+        self.down = nn.Linear(hidden, width)
+        if draw.random() < 0.15:
+            self.up.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inner(self.up(self.norm(x))))
+
+
+def random_case(seed: int) -> tuple[Case, dict[str, Any]]:
+    """A model with its units, and options."""
+    draw = random.Random(seed)
+    width, blocks, share = draw.randint(2, 24), draw.randint(1, 5), draw.choice((0.3, 0.6, 1.0))
+
+    def build() -> nn.Module:
+        layers = random.Random(seed)
+        return nn.Sequential(*(RandomBlock(layers, width, 2) for _ in range(blocks)), nn.Linear(width, layers.randint(1, 9)))
+
+    def units(model: nn.Module) -> list[nn.Module]:
+        chosen = random.Random(seed)
+        modules = [module for module in model.modules() if isinstance(module, RandomBlock) and chosen.random() < share]
+        return modules[::-1]  # Inner ones come first.
+
+    options = dict(OPTIONS[draw.choice(sorted(OPTIONS))])
+    if draw.random() < 0.3:
+        options["keep_gathered_bytes"] = draw.randint(1, 20_000)
+    return Case(build, floats(3, width), units), options
+
+
+def compare_random(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        case, options = random_case(seed)
+        replicas = 2 if dist.get_world_size() == 4 and seed % 2 else 1
+        try:
+            compare(case, options, replicas)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {replicas} replicas, {options}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "count"),
+    [
+        (2, 0, 4),
+        *(at_night(size, first, 25) for size in (2, 4) for first in range(100, 200, 25)),
+    ],
+)
+def test_random_models(ranks: StartRanks, size: int, first: int, count: int) -> None:
+    ranks(size).run(compare_random, first, count)
 
 
 @pytest.mark.skipif(not hugging_face.available(), reason="transformers is not installed")
@@ -212,7 +270,7 @@ def test_activations(case: str, dtype: torch.dtype | None, *, recomputes: bool) 
     plan = libfsdp.plan(
         model.to("meta"),
         libfsdp.PlannedMesh(4),
-        units=units_of(case),
+        units=units_of(CASES[case]),
         inputs={name: value.to("meta") for name, value in inputs.items()},
         mp_policy=libfsdp.MixedPrecisionPolicy(param_dtype=dtype),
     )
@@ -227,7 +285,7 @@ def test_activations(case: str, dtype: torch.dtype | None, *, recomputes: bool) 
     given = libfsdp.plan(
         model,
         libfsdp.PlannedMesh(4),
-        units=units_of(case),
+        units=units_of(CASES[case]),
         inputs=inputs,
         activations={plan.units[1].name: 7},
     )
@@ -275,3 +333,14 @@ class Tied(nn.Module):
 def test_errors(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(error, match=text):
         libfsdp.plan(Tied(), **{"mesh": libfsdp.PlannedMesh(4), **arguments})
+
+
+def test_moments_and_their_picture() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    plan = libfsdp.plan(model, libfsdp.PlannedMesh(4), units=nn.Linear)
+    names = [name for name, _ in plan.moments]
+    assert names.index("forward of '0'") < names.index("forward of '2'") < names.index("backward of '2'") < names.index("backward of '0'")
+    assert max(most["device"] for _, most in plan.moments) == plan.peak["device"]
+    assert all(f"{name}: " in plan.svg() for name in names)
+    assert plan.svg() in plan._repr_html_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.marks import at_night
 from support.megatron import batch, mesh_of, plain_model, shard, whole
 from support.quantized_training import model_of, sharded
 from support.ranks import StartRanks
@@ -53,7 +54,7 @@ def strategies(kind: str) -> None:
         assert not torch.equal(next(iter(after.values())), next(iter(first.values())))
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), pytest.param(4, "hsdp", marks=pytest.mark.nightly), (4, "hfsdp")])
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), at_night(4, "hsdp"), (4, "hfsdp")])
 def test_the_state_dict(ranks: StartRanks, size: int, kind: str) -> None:
     ranks(size).run(strategies, kind)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.marks import at_night
 from support.ranks import RankError, StartRanks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,7 +67,7 @@ def join_and_split() -> None:
                 assert bits(uneven.uneven_dtensor_to_full_tensor(one)) == bits(other)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, at_night(4)])
 def test_parts_become_the_whole_and_sections(ranks: StartRanks, size: int) -> None:
     ranks(size).run(join_and_split)
 

@@ -56,7 +56,7 @@ CASES = {
     "full_disk": Case(("has failed first", "No space left on device", LINE), FAILED),
     "store_gone": Case(("has failed first", "DistNetworkError", LINE), FAILED),
 }
-QUICK = ("data_loader", "killed", "skips_a_block")
+QUICK = ("killed", "skips_a_block")
 assert set(QUICK) <= CASES.keys()
 
 
