@@ -37,7 +37,7 @@ class SleepInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        return x.view_as(x)
+        return x.clone()  # A view would be warned of.
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -103,12 +103,12 @@ def simulated(seed: int, replicas: int, ranks: int) -> float:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--draws", type=int, default=3)
-    arguments.add_argument("--run", type=int, nargs=3, help=argparse.SUPPRESS)
+    arguments.add_argument("--measured", type=int, nargs=3, help=argparse.SUPPRESS)
     given = arguments.parse_args()
-    if given.run is not None:
+    if given.measured is not None:
         dist.init_process_group("gloo")
         torch.set_num_threads(1)
-        times = measured(*given.run)
+        times = measured(*given.measured)
         if dist.get_rank() == 0:
             print(json.dumps(times), flush=True)
         dist.destroy_process_group()
@@ -124,7 +124,7 @@ def main() -> int:
                 f"--nproc-per-node={replicas * ranks}",
             ]
             ran = subprocess.run(
-                [*command, sys.argv[0], "--run", str(seed), str(replicas), str(ranks)],
+                [*command, sys.argv[0], "--measured", str(seed), str(replicas), str(ranks)],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 text=True,
