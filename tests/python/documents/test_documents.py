@@ -59,9 +59,10 @@ def write(program: str, folder: Path) -> Path:
 
 def run(program: str, folder: Path) -> list[str]:
     """The lines that it prints, sorted; on two ranks if it is made for ranks."""
-    outcomes = run_program(write(program, folder), 2 if "init_process_group" in program else 1)
+    for_ranks = "init_process_group" in program
+    outcomes = run_program(write(program, folder), 2 if for_ranks else 1, folder, alone=not for_ranks)
     for outcome in outcomes:
-        assert outcome.exit_code == 0, outcome.output[-4000:]
+        assert outcome.exit_code == 0, outcome.errors[-4000:]
     return sorted(line for outcome in outcomes for line in outcome.output.splitlines())
 
 

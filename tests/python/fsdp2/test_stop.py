@@ -55,9 +55,9 @@ sys.stderr.write(f"rank {rank} ends after step {step}\\n")
 dist.destroy_process_group()
 """,
     )
-    for rank, outcome in enumerate(run_program(program, 2)):
-        assert outcome.exit_code == 0, outcome.output
-        assert f"rank {rank} ends after step 3\n" in outcome.output, outcome.output
+    for rank, outcome in enumerate(run_program(program, 2, tmp_path)):
+        assert outcome.exit_code == 0, outcome.errors
+        assert f"rank {rank} ends after step 3\n" in outcome.errors, outcome.errors
 
 
 def test_without_other_ranks() -> None:

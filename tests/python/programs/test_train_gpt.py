@@ -1,4 +1,4 @@
-"""examples/train_gpt.py under torchrun, on two ranks."""
+"""examples/train_gpt.py on two ranks, of which torchrun starts those that Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import run_program
 
 SOURCE = Path(__file__).parents[3]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-COMMAND = [*TORCHRUN, str(SOURCE / "examples" / "train_gpt.py")]
+EXAMPLE = SOURCE / "examples" / "train_gpt.py"
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
 )
@@ -35,23 +35,18 @@ def text(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *options: object) -> str:
-    command = [*COMMAND, *(str(option) for option in options)]
-    done = subprocess.run(command, text=True, capture_output=True, cwd=folder)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    outcomes = run_program(EXAMPLE, 2, folder, *options)
+    for outcome in outcomes:
+        assert outcome.exit_code == 0, outcome.errors
+    return outcomes[0].output
 
 
 def end_at_once(folder: Path, *options: object, fails: bool = True) -> str:
     """What one rank says that trains nothing, or fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, COMMAND[-1], *(str(option) for option in options)]
-    done = subprocess.run(command, text=True, capture_output=True, cwd=folder, env={**os.environ, **rank})
-    assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
-    assert "loss" not in done.stdout
-    return done.stdout + done.stderr
+    (outcome,) = run_program(EXAMPLE, 1, folder, *options)
+    assert (outcome.exit_code != 0) == fails, f"{outcome.output}\n{outcome.errors}"
+    assert "loss" not in outcome.output
+    return outcome.output + outcome.errors
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

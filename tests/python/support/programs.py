@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from support.ranks import forking_context
 
@@ -25,17 +29,26 @@ class Outcome:
 
     exit_code: int | None
     output: str
-    """Of stdout and stderr."""
+    errors: str
+    """What it has written to stderr."""
 
 
-def run_program(path: Path, ranks: int) -> list[Outcome]:
-    """Runs it in its folder, on each rank; without the environment of torchrun if there is one rank."""
+def run_program(path: Path, ranks: int, folder: Path, *arguments: object, alone: bool = False) -> list[Outcome]:
+    """Runs it in a folder, on each rank, with one thread; `alone`, without what torchrun puts into the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = forking_context()
-    outputs = [path.parent / f"output-{rank}" for rank in range(ranks)]
-    processes = [context.Process(target=_run, args=(path, rank, ranks, port, outputs[rank])) for rank in range(ranks)]
+    words = [str(argument) for argument in arguments]
+    environment = {} if alone else {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    places = [Path(tempfile.mkdtemp(prefix="fsdp-program-")) for _ in range(ranks)]
+    processes = [
+        context.Process(
+            target=_run,
+            args=(path, words, folder, environment | ({} if alone else {"RANK": str(rank), "LOCAL_RANK": str(rank)}), place),
+        )
+        for rank, place in enumerate(places)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + LIMIT
@@ -44,20 +57,23 @@ def run_program(path: Path, ranks: int) -> list[Outcome]:
     exit_codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    texts = [output.read_text(encoding="utf-8") if output.exists() else "" for output in outputs]
-    return [Outcome(exit_code, text) for exit_code, text in zip(exit_codes, texts, strict=True)]
+    outcomes = []
+    for exit_code, place in zip(exit_codes, places, strict=True):
+        texts = [(place / name).read_text(encoding="utf-8") if (place / name).exists() else "" for name in ("out", "err")]
+        outcomes.append(Outcome(exit_code, *texts))
+        shutil.rmtree(place)
+    return outcomes
 
 
-def _run(path: Path, rank: int, ranks: int, port: int, output: Path) -> None:
-    os.chdir(path.parent)
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    if ranks > 1:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-    sys.argv = [str(path)]
+def _run(path: Path, words: list[str], folder: Path, environment: dict[str, str], place: Path) -> None:
+    os.chdir(folder)
+    for name, descriptor in (("out", 1), ("err", 2)):
+        with (place / name).open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [str(path), *words]
+    sys.path.insert(0, str(path.parent))
     try:
         runpy.run_path(str(path), run_name="__main__")
     except Exception:
