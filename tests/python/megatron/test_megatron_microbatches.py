@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import at_night
 from support.megatron import STRATEGIES, batch, mean_gradients, plain_model, shard, whole
 from support.ranks import StartRanks
 from torch.distributed.tensor import DTensor
@@ -97,7 +98,9 @@ def test_on_two_ranks(ranks: StartRanks, program: str) -> None:
         ranks(2).run(follow, strategy, "fsdp", SWITCHES, [PROGRAMS[program]], 2)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [name if name == "optim_grads_params" else at_night(name) for name in STRATEGIES]
+)
 def test_one_after_the_other_with_replicas(ranks: StartRanks, strategy: str) -> None:
     ranks(4).run(follow, strategy, "hsdp", SWITCHES_ON_4, list(PROGRAMS.values()), 1)
 

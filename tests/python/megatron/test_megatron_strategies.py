@@ -59,11 +59,11 @@ def train_like_others(cases: list[tuple[str, str]], steps: int) -> None:
 
 
 def test_every_strategy_trains_as_without_sharding_on_two_ranks(ranks: StartRanks) -> None:
-    ranks(2).run(train_like_others, [case for case in CASES if case[1] == "fsdp"], 50)
+    ranks(2).run(train_like_others, [case for case in CASES if case[1] == "fsdp"], 20)
 
 
 def test_every_strategy_trains_as_without_sharding_on_four_ranks(ranks: StartRanks) -> None:
-    ranks(4).run(train_like_others, CASES, 20)
+    ranks(4).run(train_like_others, CASES, 8)
 
 
 def bytes_of(strategy: str) -> tuple[int, int, int]:

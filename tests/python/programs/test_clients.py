@@ -49,7 +49,7 @@ def test_accelerate(compared_ranks: ComparedRanks, options: str) -> None:
 
 
 @needs["accelerate"]
-@pytest.mark.parametrize("options", [at_night("hsdp"), at_night("hsdp bf16 full"), "hsdp offload checkpointing"])
+@pytest.mark.parametrize("options", [at_night("hsdp"), at_night("hsdp bf16 full"), at_night("hsdp offload checkpointing")])
 def test_accelerate_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
     """Two replicas of two shards: sums of two numbers in both directions, so they have one order."""
     for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split(), world=4):

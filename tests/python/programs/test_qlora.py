@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     ("options", "world"),
     [
         ("", 2),
-        ("double checkpointing", 4),
+        at_night("double checkpointing", 4),
         ("double float32 policy offload", 2),
         ("bfloat16 policy checkpointing", 2),
         at_night("double", 2),
