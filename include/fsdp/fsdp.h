@@ -25,6 +25,7 @@
 #include "fsdp/optim.h"                  // optimizers on shards
 #include "fsdp/placements.h"             // what is sharded
 #include "fsdp/plan.h"                   // what training will need and send
+#include "fsdp/replay_check.h"         // finding data that a machine has corrupted
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/simulate.h"               // how long a planned step takes, on all ranks
 #include "fsdp/stats.h"                  // memory and wire accounting

@@ -35,6 +35,7 @@ from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._plan import Plan, PlannedMesh, PlannedUnit, plan  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
+from libfsdp._replay_check import ReplayCheck  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._simulation import (  # noqa: E402
     Goodput,
@@ -77,6 +78,7 @@ __all__ = [
     "Plan",
     "PlannedMesh",
     "PlannedUnit",
+    "ReplayCheck",
     "ShardPlacementResult",
     "Simulation",
     "StepReport",

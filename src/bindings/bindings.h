@@ -15,5 +15,6 @@ void bind_export(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_report(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_replay(pybind11::module_& module);
 
 }  // namespace fsdp::bindings

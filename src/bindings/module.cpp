@@ -16,4 +16,5 @@ PYBIND11_MODULE(_C, module) {
   fsdp::bindings::bind_transfer(module);
   fsdp::bindings::bind_report(module);
   fsdp::bindings::bind_plan(module);
+  fsdp::bindings::bind_replay(module);
 }

@@ -192,6 +192,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Pass pass) {
 
 /// The computation is in the unit now.
 void Engine::occupy(Unit& unit, Pass pass) {
+  if (observer_ != nullptr) observer_->present(unit);
   const bool repeated = backward_ == BackwardState::kRunning && pass == Pass::kForward;
   set_use(unit, repeated ? UseState::kRepeated : UseState::kInUse);
   if (!contains(occupied_, unit)) occupied_.push_back(&unit);
@@ -337,6 +338,7 @@ bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
 void Engine::gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient) {
   const auto lock = this->lock();
   const at::NoGradGuard no_grad;
+  if (observer_ != nullptr) observer_->arrived(unit, parameter, gradient);
   guarded([&] { reducer_.collect(unit, parameter, gradient); });
 }
 
@@ -458,6 +460,11 @@ void Engine::reset_locked() {
         "accumulation anew, or leave this step out");
   }
   reducer_.reset(failed_backward || facts_.manual_finalization);  // which has reduced some units only
+  drop_backward();
+}
+
+/// Frees all units: the computation is in none of them any more.
+void Engine::drop_backward() {
   running_.clear();
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);

@@ -21,6 +21,7 @@
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 #include "engine/step_events.h"
+#include "engine/step_observer.h"
 #include "engine/unit.h"
 #include "events/event_ring.h"
 #include "fsdp/device_mesh.h"
@@ -148,6 +149,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   friend class MainAccess;  // Its methods are the engine's, between steps.
+  friend class Observation;
 
   void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
   void occupy(Unit& unit, Pass pass);
@@ -165,6 +167,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void forget_moves();
   void outdate_all();
   void reset_locked();
+  void drop_backward();
   /// Locks the mutex. Every public method that changes something begins with it.
   std::unique_lock<std::mutex> lock();
   /// The same for methods that make collectives, or precede writes to main parameters. Throws Error if an export was left open, which has
@@ -194,6 +197,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer reducer_;
   MainParameters main_parameters_;
   Schedule schedule_;
+  StepObserver* observer_ = nullptr;  ///< Null except while an Observation exists.
   Unit* current_ = nullptr;
   // [A move costs the same however many units there are] The only units that entering a unit has to look at: those that the computation is
   // in (or forward was in when backward began), and those that are being gathered on a prediction.

@@ -9,6 +9,7 @@
 
 #include "base/copies.h"
 #include "engine/buffer_pools.h"
+#include "engine/step_observer.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -21,6 +22,9 @@ class Gatherer {
  public:
   /// Units of up to `keep_bytes` together stay gathered after their forward.
   Gatherer(c10::Device device, BufferPools& pools, std::int64_t keep_bytes) : device_(device), pools_(pools), keep_bytes_(keep_bytes) {}
+
+  /// Null: nobody observes.
+  void set_observer(StepObserver* observer) { observer_ = observer; }
 
   /// Starts gathering the unit if it is sharded, and does nothing otherwise.
   void start(Unit& unit);
@@ -74,6 +78,7 @@ class Gatherer {
   BufferPools& pools_;
   std::int64_t keep_bytes_;
   std::int64_t kept_bytes_ = 0;
+  StepObserver* observer_ = nullptr;
 };
 
 }  // namespace fsdp::engine

@@ -58,7 +58,8 @@ void Reducer::acquire(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   gradients.collected_in = unit.options.requires_gradient_sync ? CollectedIn::kWire : CollectedIn::kLocal;
   auto& buffer = gradients.collected();
-  if (unit.replicated_gradients() && !unit.main_gradient.valid && !under_way(gradients) && &buffer == &gradients.local()) {
+  const bool fits_main = unit.replicated_gradients() && &buffer == &gradients.local();
+  if (fits_main && !unit.main_gradient.valid && !under_way(gradients) && !aside_) {
     // Nothing to add to: gradients are collected, and later reduced, in their final place.
     gradients.collected_in = CollectedIn::kMain;
     allocate_main_gradient(unit);
@@ -195,6 +196,11 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     if (gradients.collected_in == CollectedIn::kMain) memory::detach(*buffer.storage.unsafeGetStorageImpl());
     buffer.release();
   }
+  if (observer_ != nullptr) show_collected(gradients);
+  if (aside_) {
+    collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
+    return release_unreduced(gradients);
+  }
   // The gradients that backwards without synchronization have added up are as large as the model, so no main gradients are allocated in
   // addition before staging is freed.
   const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient.memory &&
@@ -203,6 +209,12 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
   begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = unit.options.requires_all_reduce, .in_place = in_place});
   if (!overlaps_) drain();
+}
+
+void Reducer::show_collected(const GradientAccumulator& gradients) {
+  std::vector<at::Tensor> unreduced;
+  for (std::size_t k = 0; k < gradients.wire.parts.size(); ++k) unreduced.push_back(gradients.unreduced(k));
+  observer_->collected(gradients.unit, unreduced, gradients.state == GradientState::kCollecting);
 }
 
 // [Hops start together]
@@ -241,6 +253,25 @@ void Reducer::complete_oldest_inner() {
 void Reducer::drain() {
   while (!reductions_.empty()) advance_all_but(0);  // one hop of each in turn, so that they overlap
   if (std::exchange(copies_to_host_, false)) memory::synchronize(device_);
+}
+
+// Rehearsals.
+
+void Reducer::begin_rehearsal() {
+  aside_ = {.gradients = std::exchange(gradients_, {}), .collecting = std::exchange(collecting_, {}), .expects = expects_};
+  for (const auto& kept : aside_->gradients) {
+    auto& fresh = *gradients_.emplace_back(std::make_unique<GradientAccumulator>(kept->unit));
+    fresh.departures = kept->departures;
+    fresh.left_to_end = kept->left_to_end;
+  }
+}
+
+void Reducer::end_rehearsal() {
+  drop();
+  gradients_ = std::move(aside_->gradients);
+  collecting_ = std::move(aside_->collecting);
+  expects_ = aside_->expects;
+  aside_.reset();
 }
 
 // Ends.

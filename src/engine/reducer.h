@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/gradient_accumulator.h"
+#include "engine/step_observer.h"
 #include "engine/unit.h"
 #include "memory/slot_pool.h"
 
@@ -35,6 +36,14 @@ class Reducer {
   void add(Unit& unit) { gradients_.push_back(std::make_unique<GradientAccumulator>(unit)); }
   /// Removes all units. No reduction of theirs may be under way.
   void forget_units() { gradients_.clear(); }
+
+  /// Null: nobody observes.
+  void set_observer(StepObserver* observer) { observer_ = observer; }
+  /// From now on, gradients are dropped at the moments at which they would be reduced. Those that there are, are set aside. Call it between
+  /// backwards, when no reduction is under way.
+  void begin_rehearsal();
+  /// Drops what a rehearsal has left, and takes the gradients back that were set aside.
+  void end_rehearsal();
 
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
@@ -94,6 +103,13 @@ class Reducer {
     std::unique_ptr<comm::Pending> pending = {};  ///< Null once the hop is complete.
   };
 
+  /// Gradients from before a rehearsal.
+  struct SetAside {
+    std::vector<std::unique_ptr<GradientAccumulator>> gradients;
+    std::vector<GradientAccumulator*> collecting;
+    bool expects;
+  };
+
   GradientAccumulator& of(const Unit& unit) { return *gradients_[unit.place.index]; }
   bool reduced_on_departure(const GradientAccumulator& gradients, int n) const;
   bool under_way(const GradientAccumulator& gradients) const;
@@ -104,6 +120,7 @@ class Reducer {
   void allocate_reduced(GradientAccumulator& gradients);
   void deliver(GradientAccumulator& gradients);
   void reduce(GradientAccumulator& gradients);
+  void show_collected(const GradientAccumulator& gradients);
   void reduce_at_end(GradientAccumulator& gradients);
   void begin(Reduction reduction);
   void start(Reduction& reduction);
@@ -134,6 +151,8 @@ class Reducer {
   std::vector<GradientAccumulator*> collecting_;
   std::vector<Unit*> entered_;        // by the backward proper, and not departed from
   std::deque<Reduction> reductions_;  // in the order of their start
+  StepObserver* observer_ = nullptr;
+  std::optional<SetAside> aside_;  // in a rehearsal
 };
 
 }  // namespace fsdp::engine

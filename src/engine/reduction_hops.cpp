@@ -61,6 +61,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
                      .accumulate = accumulate,
                      .rounded = !has_outer && unit.formats[k].rounds_sums});
   }
+  if (observer_ != nullptr) observer_->reduces(unit, *unit.communicators.reduce, parts, unit.gradient_scale());
   return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
 }
 
@@ -84,6 +85,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumula
                      .rounded = unit.formats[k].rounds_sums});
   }
   conversions.run();
+  if (observer_ != nullptr) observer_->reduces(unit, *unit.communicators.outer, parts, 1.0);
   return unit.communicators.outer->reduce_scatter(parts, 1.0, unit.label("outer reduce-scatter"));
 }
 
@@ -112,6 +114,7 @@ void Reducer::complete(Reduction& reduction) {
   if (!reduction.pending) return;
   reduction.pending->wait_unconfirmed();
   reduction.pending.reset();
+  if (observer_ != nullptr) observer_->reduced(reduction.gradients->unit);
   auto& gradients = *reduction.gradients;
   const bool has_outer = gradients.unit.communicators.outer != nullptr;
   if (reduction.hop == Hop::kInnerReduce) {

@@ -17,6 +17,7 @@ DOCUMENTS = [
     "docs/use/plan.md",
     "docs/use/steps.md",
     "docs/use/weights.md",
+    "docs/run/corruption.md",
     "docs/migrate/from-megatron-fsdp.md",
     "docs/migrate/megatron-per-module.md",
 ]

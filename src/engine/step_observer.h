@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <span>
+
+#include "comm/communicator.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+/// Sees what an engine works with, for who checks it: see Observation. Called under the engine's lock, in its stream; it must not call the
+/// engine, and keeps no tensor beyond the call unless its method says so.
+class StepObserver {
+ public:
+  virtual ~StepObserver() = default;
+
+  /// The unit's whole parameters are present: they are about to be used, or have been used and are about to be freed.
+  virtual void present(const Unit& unit) = 0;
+  /// Autograd has delivered a gradient of this rank for one parameter, of any strides.
+  virtual void arrived(const Unit& unit, std::size_t parameter, const at::Tensor& gradient) = 0;
+  /// The unit's gradients, per trainable sub-buffer, are about to be reduced; in a rehearsal, to be dropped. `of_one_backward` is false if
+  /// they are a sum with those of earlier backwards. Called at the same moment by all ranks of the unit.
+  virtual void collected(const Unit& unit, std::span<const at::Tensor> unreduced, bool of_one_backward) = 0;
+  /// A reduce-scatter of the unit over `ranks` is about to begin. The tensors of `parts` may be kept until reduced(). Called at the same
+  /// moment by all ranks of the unit, so that it may start collectives itself.
+  virtual void reduces(const Unit& unit, comm::Communicator& ranks, std::span<const comm::ReducePart> parts, double scale) = 0;
+  /// The unit's last such reduce-scatter has ended. Ranks call it at different moments.
+  virtual void reduced(const Unit& unit) = 0;
+};
+
+}  // namespace fsdp::engine

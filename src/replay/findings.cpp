@@ -1,0 +1,38 @@
+#include "replay/findings.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+
+namespace fsdp::replay {
+
+Verdict decide(std::span<const Vote> votes) {
+  std::map<std::int64_t, std::size_t> counts;
+  for (const auto& vote : votes) ++counts[vote.value];
+  Verdict verdict;
+  verdict.agreed = counts.size() <= 1;
+  const auto most = std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  // Of two votes that differ, none has more than half, and so it is with a tie of four.
+  verdict.decided = !verdict.agreed && most->second * 2 > votes.size();
+  const auto add = [](std::vector<std::int64_t>& ranks, std::int64_t rank) {
+    if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) ranks.push_back(rank);
+  };
+  for (const auto& vote : votes) {
+    if (verdict.decided && vote.value != most->first) add(verdict.wrong, vote.rank);
+  }
+  for (const auto& vote : votes) {
+    if (std::find(verdict.wrong.begin(), verdict.wrong.end(), vote.rank) == verdict.wrong.end()) add(verdict.right, vote.rank);
+  }
+  return verdict;
+}
+
+std::string ranks_text(std::span<const std::int64_t> ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace fsdp::replay

@@ -1,0 +1,212 @@
+"""Replay checks: clean steps are as without them, and one flipped bit is found on the rank and in the unit where it was."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import RankError, StartRanks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import libfsdp
+
+Batch = dict[str, Any]
+
+
+class Damage(torch.autograd.Function):
+    """Passes a parameter on, and flips one bit of its gradient, once."""
+
+    bit: int | None = None
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        gradient = gradients[0].clone()
+        if Damage.bit is not None:
+            flip(gradient, Damage.bit)
+            Damage.bit = None
+        return gradient
+
+
+def flip(tensor: torch.Tensor, at: int) -> None:
+    data = tensor.detach().view(-1).view(torch.uint8)
+    data[at % (8 * data.numel()) // 8] ^= 1 << (at % 8)
+
+
+class Block(nn.Module):
+    """With dropout, buffers that differ from rank to rank and are read, and a gradient that can be damaged."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.damaged = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().float().abs().sum()
+        weight: torch.Tensor = Damage.apply(self.weight) if self.damaged else self.weight
+        y: torch.Tensor = self.dropout(self.norm(x @ weight)) * (1 + self.seen.to(x.dtype))
+        return y
+
+
+def blocks(options: dict[str, Any], replicas: int) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Block() for _ in range(3)))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("outer", "inner"))
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("inner",))
+    for block in model:
+        libfsdp.fully_shard(block, mesh=mesh, **options)
+    return libfsdp.fully_shard(model, mesh=mesh, **options)
+
+
+def forward_and_backward(model: Any, batch: Batch) -> float:
+    loss = (model(batch["x"]) - batch["more"][0]).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def batch_of(step: int) -> Batch:
+    # Of another length on each rank, and views of a larger tensor.
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x = torch.randn(12, 8, generator=generator)[1 : 5 + dist.get_rank()]
+    return {"x": x, "more": [torch.ones(8)], "note": "as it is"}
+
+
+def trained(options: dict[str, Any], replicas: int, accumulates: bool, every: int) -> list[Any]:
+    """What three steps leave; without a check if `every` is 0."""
+    model = blocks(options, replicas)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    check = libfsdp.ReplayCheck(model, every=every) if every else None
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for step in range(3):
+        for part in range(3 if accumulates else 1):
+            model.set_requires_gradient_sync(not accumulates or part == 2)
+            batch = batch_of(10 * step + part)
+            if check is None:
+                losses.append(forward_and_backward(model, batch))
+            else:
+                losses.append(check.run(lambda given: forward_and_backward(model, given), batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if check is not None:
+            check.remember_parameters()
+    if check is not None:
+        runs = 9 if accumulates else 3
+        assert check.checked == runs // every - (every == 1)  # The first microbatch forms the model.
+    return [*(p.to_local().clone() for p in model.parameters()), *model.buffers(), losses, torch.rand(1)]
+
+
+def clean_steps_are_as_without_checks(size: int) -> None:
+    bf16 = libfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    cases: list[tuple[dict[str, Any], int, bool]] = [({}, 1, False), ({}, 1, True), ({"mp_policy": bf16}, 1, True)]
+    cases += [({"reshard_after_forward": False}, 1, False)]
+    if size == 4:
+        cases += [({}, 2, True)]
+    for options, replicas, accumulates in cases:
+        expected = trained(options, replicas, accumulates, 0)
+        for every in (1, 2):
+            found = trained(options, replicas, accumulates, every)
+            for a, b in zip(expected, found, strict=True):
+                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (
+                    options,
+                    replicas,
+                    accumulates,
+                    every,
+                )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_clean_steps_are_as_without_checks(ranks: StartRanks, size: int) -> None:
+    ranks(size).run(clean_steps_are_as_without_checks, size)
+
+
+def flipped_bits_are_found(flips: int) -> None:
+    chosen = random.Random(3)
+    model = blocks({}, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    check = libfsdp.ReplayCheck(model, every=1)
+
+    def step(number: int) -> str:
+        try:
+            check.run(lambda batch: forward_and_backward(model, batch), batch_of(number))
+        except libfsdp.Error as error:
+            optimizer.zero_grad()
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        return ""
+
+    assert step(0) == ""
+    for number in range(1, flips + 1):
+        damager, block, bit = chosen.randrange(dist.get_world_size()), chosen.randrange(3), chosen.randrange(1 << 30)
+        here = dist.get_rank() == damager
+        if number % 2:
+            check.remember_parameters()
+            shard = model[block].weight.to_local()
+            if here:
+                flip(shard, bit)
+            error = step(number)
+            if here:
+                flip(shard, bit)
+            assert "are not those that remember_parameters() has seen" in error
+        else:
+            model[block].damaged = True
+            if here:
+                Damage.bit = bit
+            error = step(number)
+            model[block].damaged = False
+            assert f"from the batch of rank {damager} are wrong on rank {damager}" in error
+        assert f"unit '{block}'" in error, error
+        assert f"on rank {damager}" in error, error
+        assert step(number) == ""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_flipped_bits_are_found(ranks: StartRanks, size: int) -> None:
+    ranks(size).run(flipped_bits_are_found, 8)
+
+
+def what_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not sharded"):
+        libfsdp.ReplayCheck(nn.Linear(2, 2), every=1)
+    with pytest.raises(libfsdp.Error, match="every must be positive, got 0"):
+        libfsdp.ReplayCheck(blocks({}, 1), every=0)
+
+
+def test_what_is_not_sharded_is_refused(ranks: StartRanks) -> None:
+    ranks(1).run(what_is_not_sharded_is_refused)
+
+
+def one_rank_fails() -> None:
+    model = blocks({}, 1)
+    check = libfsdp.ReplayCheck(model, every=1)
+    check.run(lambda batch: forward_and_backward(model, batch), batch_of(0))
+    calls = 0
+
+    def fails(batch: Batch) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == 1:
+            raise KeyError("of the program's own")
+        return forward_and_backward(model, batch)
+
+    check.run(fails, batch_of(1))
+
+
+def test_an_exception_on_one_rank_ends_all(ranks: StartRanks) -> None:
+    with pytest.raises(RankError, match="of the program's own"):
+        ranks(2).run(one_rank_fails)
