@@ -123,7 +123,7 @@ case $target in
     # matplotlib is the benchmark's, whose arithmetic has tests. tensorboard reads what an example writes. accelerate, peft, lightning,
     # torchao and bitsandbytes (60 MB each) are programs that it is tried with, and torchtitan's function that shards needs nothing else.
     need_python_packages 'pytest>=8' 'scikit-build-core>=0.11' 'transformers>=5' sentencepiece protobuf expecttest hypothesis matplotlib \
-      tensorboard \
+      highspy tensorboard \
       accelerate==1.15.0 peft==0.21.2 lightning==2.6.6 torchao==0.18.0 bitsandbytes==0.50.2
     (need_python_packages --no-deps torchtitan==0.3.0) || echo "setup: going on without torchtitan; its tests are skipped" >&2
     # Megatron-FSDP itself, whose checkpoints are read, and Megatron-Core (20 MB), whose adapter is tried.

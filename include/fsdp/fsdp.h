@@ -19,13 +19,14 @@
 #include "fsdp/local_shards.h"           // shards by address, for readers
 #include "fsdp/lr_schedule.h"            // learning-rate schedules
 #include "fsdp/megatron_names.h"         // reading checkpoints of Megatron-FSDP
+#include "fsdp/memory_budget.h"          // options chosen for a number of bytes
 #include "fsdp/mixed_precision.h"        // dtypes of parameters and gradients
 #include "fsdp/muon.h"                   // Muon for matrices, AdamW for the rest
 #include "fsdp/offload.h"                // offload to host memory
 #include "fsdp/optim.h"                  // optimizers on shards
 #include "fsdp/placements.h"             // what is sharded
 #include "fsdp/plan.h"                   // what training will need and send
-#include "fsdp/replay_check.h"         // finding data that a machine has corrupted
+#include "fsdp/replay_check.h"           // finding data that a machine has corrupted
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/simulate.h"               // how long a planned step takes, on all ranks
 #include "fsdp/stats.h"                  // memory and wire accounting

@@ -14,6 +14,7 @@
 #include "fsdp/fsdp_module.h"
 #include "fsdp/gather_format.h"
 #include "fsdp/granularity.h"
+#include "fsdp/memory_budget.h"
 #include "fsdp/mixed_precision.h"
 #include "fsdp/offload.h"
 #include "fsdp/placements.h"
@@ -111,6 +112,12 @@ struct FullyShardOptions {
   std::int64_t keep_gathered_bytes = 0;
   /// How many units ahead all-gathers are started; 0 turns read-ahead off.
   int prefetch_depth = 1;
+  /// How much memory of its device each rank may use. What the other options leave open is then chosen from a plan (fsdp/plan.h), so that
+  /// the peak of every step stays within it: which units stay gathered between forward and backward (those that save most communication),
+  /// and, only if nothing else fits, a smaller prefetch_depth, then offload of the optimizer state. All ranks choose alike. fully_shard
+  /// throws Error on every rank if nothing fits; the error says by how much, and which option would help. Not together with
+  /// keep_gathered_bytes. explain() says what was chosen.
+  std::optional<MemoryBudget> memory_budget = {};
   /// Where each parameter may be cut; by default anywhere (element).
   std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
   /// Dtypes of parameters and gradients. Without a policy, everything has the parameters' own dtypes.

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -12,6 +11,7 @@
 
 #include "fsdp/device_mesh.h"
 #include "fsdp/fully_shard.h"
+#include "fsdp/memory_budget.h"
 #include "fsdp/stats.h"
 
 namespace fsdp {
@@ -29,30 +29,6 @@ struct PlannedMeshOptions {
 /// (Gloo and shared memory) or "cuda" (NCCL); neither has to be there. A model that is sharded over it has no memory. Its collectives
 /// return at once and count bytes. Throws Error if a size is missing, a name is empty or repeated, or the device type is not known.
 DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, PlannedMeshOptions options = {});
-
-/// Optimizers of this library that plan() knows.
-enum class PlannedOptimizer : std::uint8_t {
-  kNone,         ///< No state. (SGD without momentum.)
-  kSGDMomentum,  ///< One value per element.
-  kAdamW,        ///< Two values per element.
-};
-
-/// The order in which a step enters units, by their names as in UnitInfo. A unit may be entered several times.
-struct UnitOrder {
-  std::vector<std::string> forward;   ///< Empty: the order of the modules.
-  std::vector<std::string> backward;  ///< Empty: the order of forward in reverse.
-};
-
-/// What plan() assumes of a training step: forward, backward, and an update, after which gradients are dropped (zero_grad()).
-struct PlanOptions {
-  PlannedOptimizer optimizer = PlannedOptimizer::kAdamW;  ///< Whose state counts.
-  /// By default, units are used in the order in which their modules were registered, and backward uses them in the reverse order. Give the
-  /// order of models that use them otherwise.
-  UnitOrder order = {};
-  /// The bytes of activations that autograd keeps from a unit's forward to its backward, by unit name. What a program measured; not in
-  /// here: 0.
-  std::map<std::string, std::int64_t> activations = {};
-};
 
 /// This rank's bytes, by what they are for.
 struct PlanBytes {

@@ -71,6 +71,7 @@ class ShownUnit:
     reshard_after_forward: bool
     reshard_after_backward: bool
     kept_across_forwards: bool
+    kept_after_forward: bool
     updated_after_backward: bool
     keeps_storage: bool
     requires_gradient_sync: bool
@@ -435,3 +436,14 @@ def simulate_failures(
     *, between_failures: float, checkpoint: float, restart: float, interval: float, training: float, seed: int
 ) -> Goodput: ...
 def best_checkpoint_interval(between_failures: float, checkpoint: float) -> float: ...
+def choose_within_budget(
+    units: Sequence[tuple[ShownUnit, int | None, int]],
+    visits: Sequence[tuple[str, int, bool, Sequence[int]]],
+    *,
+    bytes: int,
+    optimizer_values: int,
+    prefetch_depth: int,
+) -> tuple[int, list[bool], str]: ...
+def choose_kept(
+    loads: Sequence[int], units: Sequence[tuple[int, int, int, int]], limit: int
+) -> tuple[list[bool], int, int]: ...

@@ -31,6 +31,7 @@ from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, shar
 from libfsdp._install import install, installed, uninstall  # noqa: E402
 from libfsdp._load_weights import load_weights  # noqa: E402
 from libfsdp._local_shards import LocalShard, LocalShards, local_shards  # noqa: E402
+from libfsdp._memory_budget import MemoryBudget  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
 from libfsdp._plan import Plan, PlannedMesh, PlannedUnit, plan  # noqa: E402
@@ -45,7 +46,7 @@ from libfsdp._simulation import (  # noqa: E402
     best_checkpoint_interval,
     simulate_failures,
 )
-from libfsdp._statistics import UnitInfo, memory_stats, unit_info, wire_stats  # noqa: E402
+from libfsdp._statistics import UnitInfo, explain, memory_stats, unit_info, wire_stats  # noqa: E402
 from libfsdp._step_report import ExposedWaits, StepReport, step_report  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
 from libfsdp._transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
@@ -72,6 +73,7 @@ __all__ = [
     "Loaded",
     "LocalShard",
     "LocalShards",
+    "MemoryBudget",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PhaseReport",
@@ -97,6 +99,7 @@ __all__ = [
     "best",
     "best_checkpoint_interval",
     "clip_grad_norm_",
+    "explain",
     "full_weights",
     "fully_shard",
     "fuse",

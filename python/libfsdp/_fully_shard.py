@@ -28,6 +28,7 @@ from libfsdp._arguments import (
 from libfsdp._as_fsdp2_state import FSDP2State
 from libfsdp._forward_hooks import CALLS, ForwardHooks
 from libfsdp._fsdp_module import FSDPModule
+from libfsdp._memory_budget import MemoryBudget, check_budget
 from libfsdp._mesh import default_mesh, sharding_mesh
 from libfsdp._model import state_of
 from libfsdp._optimizers import remember
@@ -73,6 +74,7 @@ def fully_shard(
     outer_placements: str = "no_shard",
     gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None,
     keep_gathered_bytes: int = 0,
+    memory_budget: MemoryBudget | int | None = None,
     report_nan_in_param_grad: bool = False,
     follow_grad_dtype: bool | None = None,
     main_params_dtype: torch.dtype | None = None,
@@ -111,6 +113,11 @@ def fully_shard(
             computation.
         keep_gathered_bytes: the number of bytes of whole parameters that stay gathered from forward into backward, in
             the units that forward used first. The value of the root's call counts.
+        memory_budget: how many bytes of its device each rank may use, as a number or a :class:`MemoryBudget`. At the
+            first forward, it is chosen from a plan which units stay gathered between forward and backward (those that save
+            most communication), and, only if nothing else fits, that fewer units are gathered ahead. :func:`explain` says
+            what was chosen. If nothing fits, that forward raises ``Error`` on all ranks, which says by how much, and which
+            option would help. Not together with ``keep_gathered_bytes``. The value of the root's call counts.
         report_nan_in_param_grad: whether each backward looks for NaN in gradients, and raises ``Error`` on all ranks
             with the names of parameters, units and ranks. The value of the root's call counts.
         follow_grad_dtype: whether gradients get the ``grad_dtype`` that was set on a parameter before this call, and
@@ -143,6 +150,7 @@ def fully_shard(
     check_policies(mp_policy, offload_policy)
     check_functions(shard_placement_fn=shard_placement_fn, gather_format=gather_format)
     check_bytes("keep_gathered_bytes", keep_gathered_bytes)
+    budget = check_budget(memory_budget)
     check_flags(report_nan_in_param_grad=report_nan_in_param_grad, follow_grad_dtype=follow_grad_dtype or False)
     ignored = check_ignored(ignored_params)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
@@ -159,6 +167,7 @@ def fully_shard(
         gather_format=gather_format,
         follow_grad_dtype=follow_grad_dtype,
         keep_gathered_bytes=keep_gathered_bytes,
+        memory_budget=budget,
         report_nan=report_nan_in_param_grad,
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype,

@@ -13,6 +13,7 @@ import torch
 
 from libfsdp import _C
 from libfsdp._agreement import agree
+from libfsdp._budget_choice import BudgetedUnit, choose
 from libfsdp._calling import outside_transforms, untraced, weak_method
 from libfsdp._collectives import are_replaced
 from libfsdp._finalization import GradientReductionHandle
@@ -229,7 +230,8 @@ class Model:
         if not provisional:
             self._warnings.options([(name, state) for name, state, _ in below])
         position_of: dict[MemberState, int] = {}
-        for _, state, enclosing in below:
+        units: list[BudgetedUnit] = []
+        for name, state, enclosing in below:
             state.model = self
             if state.unit is not None:
                 while enclosing is not None and enclosing not in position_of:  # it has no parameters of its own
@@ -238,6 +240,8 @@ class Model:
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
                 state.connect()
+                state.unit.kept_after_forward = False
+                units.append(BudgetedUnit(name or "(root)", state, parent))
         try:
             agree(
                 self.engine,
@@ -246,10 +250,12 @@ class Model:
                     "keep_gathered_bytes": root.options.keep_gathered_bytes,
                     "report_nan_in_param_grad": root.options.report_nan,
                     "prefetch_depth": root.running.prefetch_depth,
+                    "memory_budget": root.options.memory_budget,
                 },
             )
-        except _C.Error:
-            self.dissolve()  # No other forward may use a model on which the ranks do not agree.
+            self.explanation = self._choose(root, units)
+        except (_C.Error, ValueError):
+            self.dissolve()  # No other forward may use a model on which the ranks do not agree, or that needs too much memory.
             raise
         self.choose_memory()
         if root.running.buffers is not None:
@@ -258,6 +264,14 @@ class Model:
             state.apply_prefetch_lists()
             if state.unsharded_early and not provisional:
                 state.unshard(wait=True)
+
+    def _choose(self, root: MemberState, units: list[BudgetedUnit]) -> str:
+        """Chooses what a memory budget leaves open, and returns what that is, and why."""
+        budget = root.options.memory_budget
+        if budget is None or self.provisional or not units:
+            return "no memory_budget: all options are as they were given\n"
+        self.prefetch_depth, text = choose(root.modules, units, budget, self.prefetch_depth)
+        return text
 
     def set_is_last_backward(self, last: bool) -> None:
         """With False, the end of a backward leaves reductions under way."""

@@ -400,6 +400,7 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
         gather_format=given.get("gather_format"),
         follow_grad_dtype=given.get("follow_grad_dtype"),
         keep_gathered_bytes=keep_gathered_bytes,
+        memory_budget=None,
         report_nan=False,
         main_params_dtype=given.get("main_params_dtype"),
         main_grads_dtype=given.get("main_grads_dtype"),

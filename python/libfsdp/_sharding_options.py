@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+    from libfsdp._memory_budget import MemoryBudget
     from libfsdp._mesh import ShardingMesh
     from libfsdp._spmd import SpmdMesh
 
@@ -53,6 +54,7 @@ class ShardingOptions:
         follow_grad_dtype: whether gradients get the ``grad_dtype`` that users have set.
         keep_gathered_bytes: how many bytes of whole parameters stay from forward into backward; the root's value
             counts.
+        memory_budget: how much memory of its device each rank may use; the root's value counts.
         report_nan: whether to look for NaN in gradients; the root's value counts.
         main_params_dtype: the dtype of shards, and with them of optimizer state; None: that of the module's parameters.
         main_grads_dtype: the dtype of the shards' gradients; None: that of the shards; "own": that of the module's
@@ -69,6 +71,7 @@ class ShardingOptions:
     gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None
     follow_grad_dtype: bool | None
     keep_gathered_bytes: int
+    memory_budget: MemoryBudget | None
     report_nan: bool
     main_params_dtype: torch.dtype | None
     main_grads_dtype: torch.dtype | Literal["own"] | None
@@ -135,6 +138,10 @@ def check_options(options: ShardingOptions, ranks: ShardingMesh) -> None:
         raise ValueError(f"outer_placements='optim' needs placements 'optim_grads_params', not '{placements}'")
     if options.keep_gathered_bytes < 0:
         raise ValueError(f"keep_gathered_bytes is {options.keep_gathered_bytes}; give 0 (keep none) or more")
+    if options.memory_budget is not None and options.keep_gathered_bytes:
+        raise ValueError(
+            f"memory_budget chooses what stays gathered, and keep_gathered_bytes={options.keep_gathered_bytes} says it; give one of them"
+        )
     for name in ("main_params_dtype", "main_grads_dtype"):
         dtype = getattr(options, name)
         if dtype == "own" and name == "main_grads_dtype":

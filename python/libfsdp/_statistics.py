@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from libfsdp import _C
+    from libfsdp._model import Model
 
 
 def memory_stats(module: nn.Module) -> dict[str, int]:
@@ -45,6 +46,18 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
     """
     engine = engine_of(module)
     return engine.wire_stats(known_further_meshes(state for _, state, _ in states_in(module)))
+
+
+def explain(module: nn.Module) -> str:
+    """Says what a memory budget has chosen for a model, and why: a line for each option.
+
+    Args:
+        module: the root, or any sharded module of the model.
+
+    Raises:
+        ValueError: if the module is not sharded, or no forward of the model has run yet.
+    """
+    return _model_of(module).explanation
 
 
 @dataclass(frozen=True)
@@ -143,9 +156,13 @@ def unit_info(module: nn.Module) -> Units:
 
 
 def engine_of(module: nn.Module) -> _C.HookedModel:
+    return _model_of(module).engine
+
+
+def _model_of(module: nn.Module) -> Model:
     if not isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     model = module._get_fsdp_state().model
     if model is None:
         raise ValueError("the engine counts from the model's first forward on; run one first")
-    return model.engine
+    return model

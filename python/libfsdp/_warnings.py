@@ -56,7 +56,11 @@ class Warnings:
     def options(self, states: Sequence[tuple[str, ShardState]]) -> None:
         """Warns of options of the whole model that were given to other modules than the root, whose state is the first."""
         (_, root), *others = states
-        for option, attribute in (("keep_gathered_bytes", "keep_gathered_bytes"), ("report_nan_in_param_grad", "report_nan")):
+        for option, attribute in (
+            ("keep_gathered_bytes", "keep_gathered_bytes"),
+            ("memory_budget", "memory_budget"),
+            ("report_nan_in_param_grad", "report_nan"),
+        ):
             names = [name for name, state in others if getattr(state.options, attribute)]
             if names and not getattr(root.options, attribute):
                 self._tell(option, f"{option} of {names} does nothing: it is an option of the whole model. Give it in the root's call")

@@ -16,5 +16,6 @@ void bind_transfer(pybind11::module_& module);
 void bind_report(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_replay(pybind11::module_& module);
+void bind_budget(pybind11::module_& module);
 
 }  // namespace fsdp::bindings

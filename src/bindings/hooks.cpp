@@ -413,6 +413,7 @@ void bind_hooks(py::module_& module) {
       .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); });
   bind_option(unit, "reshard_after_forward", &engine::UnitOptions::reshard_after_forward);
   bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
+  bind_option(unit, "kept_after_forward", &engine::UnitOptions::kept_after_forward);
   bind_option(unit, "kept_across_forwards", &engine::UnitOptions::kept_across_forwards);
   bind_option(unit, "updated_after_backward", &engine::UnitOptions::updated_after_backward);
   bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);

@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, module) {
   fsdp::bindings::bind_report(module);
   fsdp::bindings::bind_plan(module);
   fsdp::bindings::bind_replay(module);
+  fsdp::bindings::bind_budget(module);
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/planned_units.h"
 #include "fsdp/goodput.h"
 #include "fsdp/simulate.h"
 #include "hooks/hooked_model.h"
@@ -25,35 +26,7 @@ namespace py = pybind11;
 
 namespace fsdp::bindings {
 
-using planning::Visit;
-using torch_python::ShownUnit;
-
 namespace {
-
-/// A unit of a planned model, with the position of the one around it, and the bytes of its activations.
-using GivenUnit = std::tuple<std::shared_ptr<ShownUnit>, std::optional<std::size_t>, std::int64_t>;
-
-/// What happens in forward: "begin", "use" or "end", the unit, whether backward enters the unit when it comes back, and the parameters that
-/// are used here first.
-using GivenVisit = std::tuple<std::string, std::size_t, bool, std::vector<std::size_t>>;
-
-Visit::What what_of(const std::string& name) {
-  if (name == "use") return Visit::What::kUse;
-  return name == "begin" ? Visit::What::kBegin : Visit::What::kEnd;
-}
-
-/// What torch's optimizer keeps for this rank's part of a unit's trained parameters: `values` for each element.
-std::int64_t optimizer_bytes(const hooks::HookedUnit& unit, std::int64_t values) {
-  std::int64_t bytes = 0;
-  for (std::size_t i = 0; i < unit.spec().parameters.size(); ++i) {
-    const auto& parameter = unit.spec().parameters[i];
-    if (!parameter.trainable) continue;
-    std::int64_t numel = 1;
-    for (const auto size : unit.shard_shape(i)) numel *= size;
-    bytes += values * numel * static_cast<std::int64_t>(c10::elementSize(parameter.dtype));
-  }
-  return bytes;
-}
 
 Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits, std::int64_t optimizer_values,
           int prefetch_depth, std::int64_t keep_gathered_bytes) {
@@ -76,11 +49,7 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
     activations.push_back(bytes);
     (unit.offloaded() ? of_optimizer_on_host : of_optimizer_on_device) += of_optimizer.back();
   }
-  planning::Passes passes;
-  for (const auto& [what, unit, enters, gradients] : visits) {
-    passes.forward.push_back({.what = what_of(what), .unit = unit, .enters = enters, .gradients = gradients});
-  }
-  passes.backward = planning::reversed(passes.forward);
+  auto passes = passes_of(visits);
   const auto update = [&, has_state = false](planning::Highest& highest) mutable {
     if (std::exchange(has_state, true)) return;
     highest.outside.optimizer_state += of_optimizer_on_device;

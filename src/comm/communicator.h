@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/unit_facts.h"
+#include "comm/traffic.h"
 
 // Collectives over buffers. A communicator knows ranks and bytes, but no parameters or units.
 namespace fsdp::comm {
@@ -118,6 +119,9 @@ class Communicator {
 
   /// The same for one dtype of `unreduced`. It is never more, and much less for dtypes that NCCL sums by itself.
   virtual std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const { return staging_numel(shard_numel); }
+
+  /// How the collectives of this row move bytes, for plans of it.
+  virtual Traffic traffic() const { return Traffic::by_messages(size()); }
 
   virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) = 0;
   virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) = 0;

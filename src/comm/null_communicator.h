@@ -39,6 +39,7 @@ class NullCommunicator : public Communicator {
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
     return size_ == 1 ? 0 : traffic_.staging_numel(shard_numel, wire_dtype);
   }
+  Traffic traffic() const override { return traffic_; }
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) override;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) override;
   std::unique_ptr<Pending> gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives, const Label& label) override;

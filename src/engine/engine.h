@@ -48,6 +48,7 @@ struct EngineOptions {
   int prefetch_depth = 1;      ///< In the beginning.
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
+  std::string explanation = {};                               ///< What a memory budget has chosen, and why. Empty: there was none.
   std::uint32_t events_source = events::new_source("model");  ///< The source of the engine's events (events/event.h); 0: it has none.
 
   c10::Device device() const { return mesh.device(); }

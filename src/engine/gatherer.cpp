@@ -119,7 +119,8 @@ void Gatherer::widen(Unit& unit) {
 }
 
 bool Gatherer::leave_forward(Unit& unit) {
-  if (!unit.replicated_parameters() && kept_bytes_ + unit.whole.buffer.bytes <= keep_bytes_) {
+  const bool has_room = unit.options.kept_after_forward || kept_bytes_ + unit.whole.buffer.bytes <= keep_bytes_;
+  if (!unit.replicated_parameters() && has_room) {
     kept_bytes_ += unit.whole.buffer.bytes;
     return true;
   }

@@ -30,10 +30,10 @@ class Gatherer {
   void start(Unit& unit);
   /// Waits for the gather, and starts it first if necessary.
   void finish(Unit& unit);
-  /// Called when forward has left the unit. If the budget has room for the unit, it stays gathered until unkeep, and this returns true.
-  /// Otherwise it is freed, except for the part that neighbours keep.
+  /// Called when forward has left the unit. If it is to be kept, or `keep_bytes` has room for it, it stays gathered until unkeep, and this
+  /// returns true. Otherwise it is freed, except for the part that neighbours keep.
   bool leave_forward(Unit& unit);
-  /// Takes a kept unit's bytes from the budget again.
+  /// Takes a kept unit's bytes from the sum again.
   void unkeep(const Unit& unit) { kept_bytes_ -= unit.whole.buffer.bytes; }
   /// Writes back what operators wrote, and frees the unit, including the part that neighbours keep. Waits for a gather under way first.
   void evict(Unit& unit);

@@ -52,7 +52,7 @@ enum class UseState : std::uint8_t {
   kInUse,     ///< The computation is in it, so entering it again changes nothing. A trigger's fast path checks for this state only.
   kRepeated,  ///< Used by the forward that is repeated. The backward proper still has to enter it.
   kLeft,      ///< The computation has moved on. If it is present, an option keeps it.
-  kKept,      ///< As kLeft, and present within keep_gathered_bytes.
+  kKept,      ///< As kLeft, and present: chosen by a memory budget, or within keep_gathered_bytes.
 };
 
 /// True if `next` may follow `now`.
@@ -103,6 +103,8 @@ struct UnitOptions {
   bool outer_sharded_optimizer = false;
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  /// With reshard_after_forward: whether whole parameters stay from forward into backward nevertheless, as a memory budget has chosen.
+  bool kept_after_forward = false;
   /// Whether whole parameters that stay after forward also serve the next root forward [Current when forward begins]. Otherwise they stay
   /// for backward only.
   bool kept_across_forwards = false;

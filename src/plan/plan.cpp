@@ -13,6 +13,7 @@
 #include "fsdp/error.h"
 #include "memory/slot_storage.h"
 #include "optim/shard_optimizer.h"
+#include "plan/observe.h"
 #include "plan/planned_step.h"
 #include "plan/unit_order.h"
 #include "shard/model_draft.h"
@@ -100,7 +101,8 @@ DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshD
                                }});
 }
 
-Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned) {
+planning::Observed planning::observe(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned,
+                                     const std::vector<bool>& kept) {
   const torch::NoGradGuard no_grad;
   if (!options.mesh.defined() || !options.mesh.device().is_meta()) {
     throw Error("plan(): options.mesh is no planned mesh; make it, and the meshes of units, by planned_device_mesh()");
@@ -109,6 +111,7 @@ Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, con
   shard::draft_model(module, options, draft);
   auto passes = planning::module_order(module, draft.plans);
   const auto engine = make_engine(draft, options);
+  for (std::size_t k = 0; k < kept.size(); ++k) engine->units()[k]->options.kept_after_forward = kept[k];
   if (!planned.order.forward.empty()) passes = planning::given_order(planned.order, *engine);
   const auto algorithm = make_algorithm(engine, planned.optimizer);
   const auto update = [&](Highest&) {  // as Optimizer::step()
@@ -119,11 +122,15 @@ Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, con
   };
   planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kPaging, update);
   steps.set_activations(activations_of(*engine, planned));
-  auto plan = steps.run();
+  auto observed = steps.observe();
   for (const auto& state : algorithm->state()) {
-    plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
+    observed.plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
   }
-  return plan;
+  return observed;
+}
+
+Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned) {
+  return planning::observe(module, options, planned, {}).plan;
 }
 
 std::optional<Plan> smallest_world(const std::function<Plan(std::int64_t ranks)>& plan_for, std::int64_t bytes, std::int64_t step,

@@ -119,14 +119,23 @@ void Highest::at(const std::string& what) {
 }
 
 void Highest::look() {
-  if (moments_.empty()) return;
   const auto bytes = sum(bytes_of(accounting_), outside);
+  const auto slots = accounting_.stats().slots.live;
+  load_.slots = std::max(load_.slots, slots - bytes.unused_slots);
+  load_.rest = std::max(load_.rest, bytes.device() - slots);
+  ever_ = std::max(ever_, bytes.device());
+  if (moments_.empty()) return;
   auto& most = moments_.back().most;
   if (bytes.device() > most.device()) most = bytes;
 }
 
 const PlannedMoment& Highest::highest() const {
   return *std::ranges::max_element(moments_, {}, [](const auto& moment) { return moment.most.device(); });
+}
+
+Highest::Load Highest::take_load() {
+  look();
+  return std::exchange(load_, {});
 }
 
 PlannedSteps::PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes, Trigger trigger, std::function<void(Highest&)> update)
@@ -172,7 +181,63 @@ Plan PlannedSteps::run() {
   return plan;
 }
 
+Observed PlannedSteps::observe() {
+  observes_ = true;
+  Observed observed{.plan = run(), .most = highest_.ever(), .loads = loads(), .units = {}};
+  for (const auto& unit : engine_->units()) observed.units.push_back(keepable(*unit));
+  return observed;
+}
+
+void PlannedSteps::note_moment() {
+  if (!observes_) return;
+  auto& moment = moments_.emplace_back(Moment{.load = highest_.take_load(), .present = {}});
+  for (const auto& unit : engine_->units()) moment.present.push_back(unit->state() != engine::ParameterState::kSharded);
+}
+
+/// Blocks of slots stay until the end of the pass on a device, and for ever on a CPU. So what slots hold at one moment is beside all that
+/// is elsewhere later.
+std::vector<std::int64_t> PlannedSteps::loads() const {
+  std::vector<std::int64_t> loads(moments_.size());
+  std::int64_t rest = 0;
+  for (const auto& moment : moments_) rest = std::max(rest, moment.load.rest);
+  const bool stay = engine_->options().on_cpu();
+  std::int64_t later = 0;  // in the same pass
+  for (std::size_t t = moments_.size(); t-- > 0;) {
+    later = t + 1 == first_of_backward_ ? moments_[t].load.rest : std::max(later, moments_[t].load.rest);
+    loads[t] = moments_[t].load.slots + (stay ? rest : later);
+  }
+  return loads;
+}
+
+Keepable PlannedSteps::keepable(const Unit& unit) const {
+  if (unit.replicated_parameters() || !unit.options.reshard_after_forward) return {};
+  std::vector<std::size_t> present;
+  for (std::size_t t = 0; t < moments_.size(); ++t) {
+    if (moments_[t].present[unit.place.index]) present.push_back(t);
+  }
+  // Backward does not enter a unit of which it needs no value.
+  if (present.empty() || present.front() >= first_of_backward_ || present.back() < first_of_backward_) return {};
+  Keepable found{.bytes = unit.whole.buffer.bytes};
+  std::int64_t gathers = 0;
+  for (std::size_t i = 1; i < present.size(); ++i) {
+    if (present[i] == present[i - 1] + 1) continue;
+    if (gathers++ == 0) found.begin = present[i - 1] + 1;
+    found.end = present[i];
+  }
+  const auto& neighbours = unit.communicators.post_forward;
+  const std::int64_t ranks = neighbours ? neighbours->size() : unit.communicators.gather->size();
+  std::int64_t sent = 0;
+  for (std::size_t k = 0; k < unit.formats.size(); ++k) {
+    const auto itemsize = neighbours || !unit.formats[k].gather ? static_cast<std::int64_t>(c10::elementSize(unit.formats[k].compute)) : 1;
+    const auto numel = neighbours ? unit.layout.sub_buffers()[k].shard_numel : unit.travelling_numel(k);
+    sent += numel * unit.layout.world_size() * itemsize / ranks * (ranks - 1);
+  }
+  found.saved = gathers * sent;
+  return found;
+}
+
 void PlannedSteps::step() {
+  moments_.clear();
   if (trigger_ == Trigger::kHooks) {
     highest_.at("the beginning of forward");
     // An optimizer has stepped, whose hooks say so.
@@ -187,6 +252,7 @@ void PlannedSteps::step() {
   engine_->main().zero_grad();
   highest_.outside.main_gradients = 0;
   highest_.outside.host -= std::exchange(taken_to_host_, 0);
+  note_moment();
 }
 
 void PlannedSteps::enter(const Visit& visit, Pass pass) {
@@ -214,10 +280,13 @@ void PlannedSteps::forward() {
       highest_.outside.activations += activations_[visit.unit];
       highest_.look();
     }
-    if (visit.what != What::kEnd) continue;
-    engine_->end_unit_forward(unit);
-    if (unit.communicators.post_forward != nullptr && unit.options.reshard_after_forward) engine_->leave_now(unit);
+    if (visit.what == What::kEnd) {
+      engine_->end_unit_forward(unit);
+      if (unit.communicators.post_forward != nullptr && unit.options.reshard_after_forward) engine_->leave_now(unit);
+    }
+    note_moment();
   }
+  first_of_backward_ = moments_.size();
   if (trigger_ == Trigger::kHooks) engine_->end_forward();
 }
 
@@ -238,11 +307,13 @@ void PlannedSteps::backward() {
       const auto compute = unit.formats[unit.layout.positions()[i].sub_buffer].compute;
       engine_->gradient(unit, i, at::empty(unit.parameters[i].shape, at::device(at::kMeta).dtype(compute)));
     }
+    note_moment();
     if (last[visit.unit] == k) highest_.outside.activations -= activations_[visit.unit];
   }
   highest_.at("the end of backward");
   engine_->end_backward();
   if (trigger_ == Trigger::kHooks) take_gradients();
+  note_moment();
 }
 
 /// The hooks' users own the gradients.

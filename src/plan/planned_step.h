@@ -9,6 +9,7 @@
 
 #include "engine/engine.h"
 #include "fsdp/plan.h"
+#include "plan/kept_units.h"
 #include "plan/step_recorder.h"
 
 // A training step that nobody computes: the engine is told of it, and does all that it does in a run.
@@ -51,16 +52,35 @@ class Highest {
   void at(const std::string& what);
   /// `outside` may have grown.
   void look();
-  /// Forgets all moments.
+  /// Forgets all moments, but for ever().
   void reset() { moments_.clear(); }
 
   const std::vector<PlannedMoment>& moments() const { return moments_; }
   /// The first of those that need most.
   const PlannedMoment& highest() const;
+  /// The most of PlanBytes::device() in all steps.
+  std::int64_t ever() const { return ever_; }
+
+  /// The most bytes that slots lend, and that lie elsewhere on the device, since the last call.
+  struct Load {
+    std::int64_t slots = 0;
+    std::int64_t rest = 0;
+  };
+  Load take_load();
 
  private:
   memory::Accounting& accounting_;
+  std::int64_t ever_ = 0;
+  Load load_;
   std::vector<PlannedMoment> moments_;
+};
+
+/// What steps have shown, for those who choose options.
+struct Observed {
+  Plan plan;
+  std::int64_t most = 0;            ///< Of PlanBytes::device() in all steps: the first ones may need more than later ones.
+  std::vector<std::int64_t> loads;  ///< By moment of the last step: what the device has to have because of it.
+  std::vector<Keepable> units;      ///< One per unit. What can't be kept, or stays anyway, saves nothing.
 };
 
 /// The steps of one planned model.
@@ -74,14 +94,25 @@ class PlannedSteps {
 
   /// Runs steps until they are alike, and returns what the last one needs and sends.
   Plan run();
+  /// The same with what it takes to choose which units are kept. Call one of the two, once.
+  Observed observe();
 
  private:
+  /// What is there at one moment of a step.
+  struct Moment {
+    Highest::Load load;
+    std::vector<bool> present;  ///< By unit: whether it is whole, or on its way.
+  };
+
   void step();
   void forward();
   void backward();
   void enter(const Visit& visit, engine::Pass pass);
   void compute(const Visit& visit, engine::Pass pass);
   void take_gradients();
+  void note_moment();
+  std::vector<std::int64_t> loads() const;
+  Keepable keepable(const engine::Unit& unit) const;
 
   std::shared_ptr<engine::Engine> engine_;
   Passes passes_;
@@ -92,6 +123,9 @@ class PlannedSteps {
   StepRecorder* recorder_ = nullptr;  // in the last step
   bool has_stepped_ = false;
   std::int64_t taken_to_host_ = 0;  // bytes of offloaded gradients that the program has
+  bool observes_ = false;
+  std::vector<Moment> moments_;  // of the present step
+  std::size_t first_of_backward_ = 0;
 };
 
 }  // namespace fsdp::planning

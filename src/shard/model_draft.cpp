@@ -159,6 +159,18 @@ std::string describe_pieces(const std::vector<UnitPlan>& plans, const FullyShard
   return text.str();
 }
 
+std::string describe(const std::optional<MemoryBudget>& budget) {
+  if (!budget) return "";
+  const auto& [optimizer, order, activations] = budget->planned;
+  auto text =
+      ", memory_budget " + std::to_string(budget->bytes) + ", planned with optimizer " + std::to_string(static_cast<int>(optimizer));
+  for (const auto& [unit, bytes] : activations) text += ", activations of '" + unit + "' " + std::to_string(bytes);
+  for (const auto* pass : {&order.forward, &order.backward}) {
+    for (const auto& unit : *pass) text += (pass == &order.forward ? ", forward of '" : ", backward of '") + unit + "'";
+  }
+  return text;
+}
+
 std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions& options) {
   std::ostringstream text;
   const auto digits = [](const Placements& placements) {
@@ -172,7 +184,8 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
        << options.prefetch_depth << ", outer placements " << digits(options.outer_placements) << ", reshard_after_forward_size "
        << options.reshard_after_forward_size << ", separate_reduce_group " << options.separate_reduce_group << ", offload "
        << static_cast<int>(options.offload) << ", keep_gathered_bytes " << options.keep_gathered_bytes << ", report_nan_in_param_grad "
-       << options.report_nan_in_param_grad << ", check_initial_values " << options.check_initial_values << "\n";
+       << options.report_nan_in_param_grad << ", check_initial_values " << options.check_initial_values << describe(options.memory_budget)
+       << "\n";
   for (const auto& plan : plans) {
     if (plan.parameters.empty()) text << "unit '" << shown(plan.name) << "': no parameters\n";
     for (const auto& [name, parameter] : plan.parameters) {
@@ -269,6 +282,14 @@ void validate(const FullyShardOptions& options) {
   }
   if (options.keep_gathered_bytes < 0) {
     throw Error("keep_gathered_bytes " + std::to_string(options.keep_gathered_bytes) + "; give 0 (nothing is kept) or more");
+  }
+  if (options.memory_budget && options.memory_budget->bytes < 1) {
+    throw Error("memory_budget " + std::to_string(options.memory_budget->bytes) +
+                " bytes; give how many bytes of its device a rank may use");
+  }
+  if (options.memory_budget && options.keep_gathered_bytes != 0) {
+    throw Error("memory_budget chooses what stays gathered, and keep_gathered_bytes " + std::to_string(options.keep_gathered_bytes) +
+                " says it; give one of them");
   }
   if (options.check_initial_values && options.initial_values != InitialValues::kOwn) {
     throw Error("check_initial_values compares the ranks' own values, which only InitialValues::kOwn takes; leave it out");

@@ -25,6 +25,7 @@ class VisibleCommunicator final : public comm::Communicator {
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
     return own_->staging_numel(shard_numel, wire_dtype);
   }
+  comm::Traffic traffic() const override { return own_->traffic(); }
 
   std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override;
   std::unique_ptr<comm::Pending> reduce_scatter(std::span<const comm::ReducePart> parts, double scale, const comm::Label& label) override;

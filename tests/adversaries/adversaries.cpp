@@ -97,6 +97,7 @@ void differs_in_an_option() {
       {"reshard_after_forward", [](Options& o, const auto&) { o.reshard_after_forward = false; }},
       {"reshard_after_forward_size", [](Options& o, const auto&) { o.reshard_after_forward_size = 2; }},
       {"keep_gathered_bytes", [](Options& o, const auto&) { o.keep_gathered_bytes = 100; }},
+      {"memory_budget", [](Options& o, const auto&) { o.memory_budget = fsdp::MemoryBudget{.bytes = std::int64_t{1} << 30}; }},
       {"prefetch_depth", [](Options& o, const auto&) { o.prefetch_depth = 2; }},
       {"granularity", [](Options& o, const auto&) { o.granularity = [](const auto&, const auto&) { return fsdp::Granularity::rows(); }; }},
       {"param_dtype", [](Options& o, const auto&) { o.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16}; }},

@@ -22,6 +22,7 @@ class NativeCommunicator final : public GroupCommunicator {
   bool is_alone() const override;
   std::int64_t staging_numel(std::int64_t shard_numel) const override { return staging_numel(shard_numel, at::kHalf); }
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override;
+  Traffic traffic() const override { return traffic_; }
   MemorySource use_memory(c10::Device device, BufferMemory memory) override;  ///< Its collectives need nothing beside the caller's buffers.
 
  private:

@@ -29,6 +29,7 @@ class SharedCommunicator final : public PairwiseCommunicator {
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
     return traffic_.staging_numel(shard_numel, wire_dtype);
   }
+  Traffic traffic() const override { return traffic_; }
 
  private:
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;

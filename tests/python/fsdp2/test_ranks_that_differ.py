@@ -97,6 +97,7 @@ def other_options(name: str) -> str:
         "output_dtype": {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.bfloat16)},
         "reshard_after_forward": {"reshard_after_forward": True},
         "keep_gathered_bytes": {"keep_gathered_bytes": 100},
+        "memory_budget": {"memory_budget": 1 << 30},
         "report_nan_in_param_grad": {"report_nan_in_param_grad": True},
         "placements": {"placements": "optim"},
     }
@@ -128,6 +129,7 @@ def test_parameters_in_another_order(two: Ranks) -> None:
         "output_dtype",
         "reshard_after_forward",
         "keep_gathered_bytes",
+        "memory_budget",
         "report_nan_in_param_grad",
         "placements",
     ],

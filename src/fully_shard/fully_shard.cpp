@@ -13,6 +13,7 @@
 #include "deferred/deferred_record.h"
 #include "engine/agreement.h"
 #include "fsdp/error.h"
+#include "fully_shard/budget_choice.h"
 #include "memory/device_memory.h"
 #include "paging/paged_storage.h"
 #include "shard/initial_values.h"
@@ -101,6 +102,8 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
   if (!draft.warning.empty() && options.mesh.rank() == 0) TORCH_WARN("fsdp: ", draft.warning, ".");
+  planning::Chosen chosen;
+  if (options.memory_budget) chosen = choose_within_budget(module, draft, options);
 
   ModelNumbers number_on;
   const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
@@ -108,7 +111,8 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .model = number_on(options.mesh),
                                                                      .prefetch_depth = options.prefetch_depth,
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
-                                                                     .report_nan_in_param_grad = options.report_nan_in_param_grad});
+                                                                     .report_nan_in_param_grad = options.report_nan_in_param_grad,
+                                                                     .explanation = chosen.explanation});
   const auto model = std::make_shared<paging::PagedModel>();
   Steps filling;
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
@@ -117,6 +121,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
         engine::communicators_of(plan.settings.mesh, options.separate_reduce_group, options.reshard_after_forward_size);
     auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators));
     unit.place.model = number_on(plan.settings.mesh);
+    unit.options.kept_after_forward = !chosen.choice.kept.empty() && chosen.choice.kept[k];
     if (plan.parent != shard::UnitPlan::kNoParent) unit.place.parent = engine->units()[plan.parent].get();
     auto* storage = static_cast<paging::PagedStorage*>(unit.whole.buffer.storage.unsafeGetStorageImpl());
     storage->engine = engine.get();

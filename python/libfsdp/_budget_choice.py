@@ -1,0 +1,109 @@
+"""What a memory budget leaves room for, chosen from a plan of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from libfsdp import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from libfsdp._memory_budget import MemoryBudget
+    from libfsdp._state import ShardState
+
+
+@dataclass(frozen=True)
+class BudgetedUnit:
+    """A unit of a model.
+
+    Attributes:
+        name: as in a plan: "(root)" for the root.
+        state: its state, which has a unit.
+        parent: the position of the unit around it.
+    """
+
+    name: str
+    state: ShardState
+    parent: int | None
+
+
+def choose(
+    roots: Iterable[nn.Module], units: list[BudgetedUnit], budget: MemoryBudget, prefetch_depth: int
+) -> tuple[int, str]:
+    """Chooses the prefetch depth, and which units are kept from forward into backward, which it tells the units.
+
+    Modules are taken to be used in the order in which they were registered. The choice is the same on all ranks.
+
+    Args:
+        roots: the root's modules.
+        units: the model's, enclosing ones first.
+        budget: of each rank.
+        prefetch_depth: the largest that may be chosen.
+
+    Returns:
+        The depth, and what was chosen and why.
+
+    Raises:
+        ValueError: if activations are given for what is no unit.
+        Error: if nothing fits.
+    """
+    names = [unit.name for unit in units]
+    unknown = sorted(set(budget.activations) - set(names))
+    if unknown:
+        raise ValueError(f"memory_budget: activations are given for {unknown}, which are no units: they are {names}")
+    depth, kept, text = _C.choose_within_budget(
+        [(_unit_of(one.state), one.parent, budget.activations.get(one.name, 0)) for one in units],
+        _visits(roots, units),
+        bytes=budget.bytes,
+        optimizer_values=budget.optimizer_values,
+        prefetch_depth=prefetch_depth,
+    )
+    for one, keeps in zip(units, kept, strict=True):
+        _unit_of(one.state).kept_after_forward = keeps
+    return depth, text
+
+
+def _unit_of(state: ShardState) -> _C.ShownUnit:
+    assert state.unit is not None
+    return state.unit
+
+
+def _visits(roots: Iterable[nn.Module], units: list[BudgetedUnit]) -> list[tuple[str, int, bool, list[int]]]:
+    """Returns what happens in forward, as _C.plan takes it."""
+    units_of: dict[nn.Module, list[int]] = {}
+    place_of: dict[int, tuple[int, int]] = {}  # of parameters: the unit, and the position there
+    for k, one in enumerate(units):
+        for module in one.state.modules:
+            units_of.setdefault(module, []).append(k)
+        for i, parameter in enumerate(one.state.parameters):
+            place_of[id(parameter.sharded)] = (k, i)
+    visits: list[tuple[str, int, bool, list[int]]] = []
+    used: set[int] = set()
+    trains = False
+
+    def walk(module: nn.Module) -> None:
+        nonlocal trains
+        own = units_of.get(module, [])
+        visits.extend(("begin", k, True, []) for k in own)
+        first: dict[int, list[int]] = {}
+        for _, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in place_of:
+                continue
+            unit, position = place_of[id(parameter)]
+            trains = trains or parameter.requires_grad
+            if parameter.requires_grad and id(parameter) not in used:
+                first.setdefault(unit, []).append(position)
+            used.add(id(parameter))
+        visits.extend(("use", unit, True, positions) for unit, positions in first.items())
+        for child in module.children():
+            walk(child)
+        # Backward enters it by its output's gradient, if that has one.
+        visits.extend(("end", k, trains, []) for k in reversed(own))
+
+    for root in roots:
+        walk(root)
+    return visits

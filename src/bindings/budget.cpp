@@ -1,0 +1,171 @@
+// What a memory budget chooses for models as Python's fully_shard makes them.
+
+#include "plan/budget.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/planned_units.h"
+#include "fsdp/error.h"
+#include "fsdp/plan.h"
+#include "plan/planned_mesh.h"
+
+namespace py = pybind11;
+
+namespace fsdp::bindings {
+
+using planning::Choice;
+using planning::Observed;
+
+namespace {
+
+/// A unit of a model, as it will be planned.
+struct PlannedSpec {
+  hooks::UnitSpec spec;
+  std::optional<std::size_t> parent;
+  std::int64_t activations = 0;
+};
+
+/// The units of a model, on planned meshes.
+std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units) {
+  std::vector<PlannedSpec> specs;
+  std::vector<std::pair<std::pair<bool, std::int64_t>, planning::PlannedMeshes>> twins;
+  for (const auto& [shown, parent, activations] : units) {
+    auto spec = shown->hooked()->spec();
+    spec.name = shown->hooked()->unit().name;
+    spec.options = shown->hooked()->unit().options;
+    spec.options.kept_after_forward = false;
+    const std::pair key{spec.separate_reduce_group, spec.reshard_after_forward_size};
+    auto found = std::ranges::find(twins, key, &decltype(twins)::value_type::first);
+    if (found == twins.end()) found = twins.insert(twins.end(), {key, planning::PlannedMeshes(key.first, key.second)});
+    spec.mesh = found->second.of(spec.mesh);
+    specs.push_back({.spec = std::move(spec), .parent = parent, .activations = activations});
+  }
+  return specs;
+}
+
+struct PlannedModel {
+  DeviceMesh mesh;
+  std::vector<PlannedSpec> units;
+  planning::Passes passes;
+  std::int64_t optimizer_values = 2;
+
+  Observed observe(const Choice& choice) const {
+    const auto engine = std::make_shared<engine::Engine>(
+        engine::EngineOptions{.mesh = mesh, .tensor_parallel = {}, .prefetch_depth = choice.prefetch_depth, .events_source = 0});
+    std::vector<std::int64_t> activations;
+    std::int64_t of_optimizer = 0;
+    for (std::size_t k = 0; k < units.size(); ++k) {
+      hooks::HookedUnit hooked(units[k].spec);
+      const auto bytes = optimizer_bytes(hooked, optimizer_values);
+      auto& unit = engine->add(hooked.release({}));
+      unit.options.kept_after_forward = !choice.kept.empty() && choice.kept[k];
+      if (units[k].parent) unit.place.parent = engine->units()[*units[k].parent].get();
+      unit.allocate_main(engine->accounting());
+      activations.push_back(units[k].activations);
+      if (!unit.offloaded()) of_optimizer += bytes;
+    }
+    const auto update = [of_optimizer, has_state = false](planning::Highest& highest) mutable {
+      if (std::exchange(has_state, true)) return;
+      highest.outside.optimizer_state += of_optimizer;
+      highest.look();
+    };
+    planning::PlannedSteps steps(engine, passes, planning::Trigger::kHooks, update);
+    steps.set_activations(std::move(activations));
+    return steps.observe();
+  }
+
+  /// Returns the bytes that it needs if `change` is made to its units.
+  std::int64_t bytes_with(const Choice& choice, const std::function<void(hooks::UnitSpec&)>& change) const {
+    auto changed = *this;
+    for (auto& unit : changed.units) change(unit.spec);
+    return changed.observe(choice).most;
+  }
+};
+
+bool has_bf16(const PlannedSpec& unit) { return unit.spec.param_dtype.has_value(); }
+
+std::vector<planning::Remedy> remedies_for(const PlannedModel& model, const Choice& choice) {
+  std::vector<planning::Remedy> remedies;
+  const auto add = [&](std::string option, std::function<void(hooks::UnitSpec&)> change) {
+    remedies.push_back(
+        {.option = std::move(option), .bytes = [=, change = std::move(change)] { return model.bytes_with(choice, change); }});
+  };
+  const auto sharded = Placements::optim_grads_params();
+  add("reshard_after_forward=True", [](auto& spec) {
+    spec.options.reshard_after_forward = true;
+    spec.options.kept_across_forwards = false;
+  });
+  if (std::ranges::any_of(model.units, [&](const auto& unit) { return unit.spec.options.placements != sharded; })) {
+    add("placements='optim_grads_params'", [=](auto& spec) { spec.options.placements = sharded; });
+  }
+  if (std::ranges::none_of(model.units, has_bf16)) {
+    add("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)", [](auto& spec) {
+      spec.param_dtype = at::kBFloat16;
+      for (auto& parameter : spec.parameters) {
+        if (at::isFloatingType(parameter.dtype)) parameter.param_dtype = at::kBFloat16;
+      }
+    });
+  }
+  add("offload_policy=CPUOffloadPolicy()", [](auto& spec) { spec.options.offload = Offload::kAll; });
+  if (!std::ranges::all_of(model.units, [&](const auto& unit) { return unit.spec.mesh.size() == model.mesh.size(); })) return remedies;
+  constexpr std::int64_t kMostTimes = 64;
+  for (std::int64_t times = 2; times <= kMostTimes; times *= 2) {
+    auto dims = model.mesh.dims();
+    dims.back().size *= times;
+    const auto mesh = planned_device_mesh(model.mesh.device_type() == c10::kCPU ? "cpu" : "cuda", std::move(dims));
+    remedies.push_back({.option = std::to_string(mesh.size()) + " ranks", .bytes = [=] {
+                          auto larger = model;
+                          larger.mesh = mesh;
+                          return larger.bytes_with(choice, [&](auto& spec) { spec.mesh = mesh; });
+                        }});
+  }
+  return remedies;
+}
+
+/// Returns the prefetch depth, which units are kept, and the explanation.
+std::tuple<int, std::vector<bool>, std::string> choose(const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits,
+                                                       std::int64_t bytes, std::int64_t optimizer_values, int prefetch_depth) {
+  const py::gil_scoped_release no_gil;
+  auto specs = specs_of(units);
+  const auto mesh = specs.front().spec.mesh;  // the root's
+  const PlannedModel model{.mesh = mesh, .units = std::move(specs), .passes = passes_of(visits), .optimizer_values = optimizer_values};
+  const planning::Budget budget{
+      .bytes = bytes, .given = {.prefetch_depth = prefetch_depth}, .observe = [&](const Choice& choice) { return model.observe(choice); }};
+  auto chosen = planning::choose(budget);
+  if (!chosen.fits) throw Error(planning::too_small(budget, chosen, remedies_for(model, chosen.choice)));
+  chosen.choice.kept.resize(units.size());
+  return {chosen.choice.prefetch_depth, std::move(chosen.choice.kept), std::move(chosen.explanation)};
+}
+
+}  // namespace
+
+void bind_budget(py::module_& module) {
+  module.def(
+      "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::kw_only(), py::arg("bytes"), py::arg("optimizer_values"),
+      py::arg("prefetch_depth"),
+      "The prefetch depth, which of these units of a model are kept from forward into backward, and why. Raises Error if nothing fits.");
+  module.def(
+      "choose_kept",
+      [](const std::vector<std::int64_t>& loads, const std::vector<std::tuple<std::size_t, std::size_t, std::int64_t, std::int64_t>>& units,
+         std::int64_t limit) {
+        std::vector<planning::Keepable> keepable;
+        for (const auto& [begin, end, bytes, saved] : units) keepable.push_back({begin, end, bytes, saved});
+        auto found = planning::choose_kept(loads, keepable, limit);
+        return std::tuple{std::move(found.kept), found.saved, found.peak};
+      },
+      py::arg("loads"), py::arg("units"), py::arg("limit"),
+      "Which units (begin, end, bytes, saved) are kept, what that saves, and the peak.");
+}
+
+}  // namespace fsdp::bindings

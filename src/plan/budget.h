@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/planned_step.h"
+
+// What a memory budget chooses: of a model that others make and plan, in any language.
+namespace fsdp::planning {
+
+/// What is open if there is a budget.
+struct Choice {
+  int prefetch_depth = 1;
+  bool offloads_optimizer_state = false;
+  std::vector<bool> kept = {};  ///< By unit: whether it stays gathered from forward into backward. Empty: none does.
+};
+
+struct Budget {
+  std::int64_t bytes = 0;
+  Choice given = {};                ///< The options as they were given; nothing kept.
+  bool may_offload = false;         ///< Whether optimizer state may be offloaded that is not.
+  std::string offload_option = {};  ///< What optimizer state is offloaded by, for texts.
+  /// Plans steps with these options.
+  std::function<Observed(const Choice& choice)> observe;
+  /// Returns, of each number, the largest that any rank has. Collective. Empty: this rank's plan is that of all.
+  std::function<std::vector<std::int64_t>(std::vector<std::int64_t> numbers)> largest = {};
+};
+
+struct Chosen {
+  Choice choice;
+  bool fits = false;
+  std::int64_t bytes = 0;   ///< The most that the device has to have, with this choice, in any step.
+  std::string moment;       ///< When a later step needs most.
+  std::string explanation;  ///< What was chosen and why, a line each, as explain() gives it.
+};
+
+/// Chooses the least costly options whose steps stay within the budget: those that were given; otherwise a smaller prefetch depth;
+/// otherwise offloaded optimizer state. With these, the units stay gathered that save most communication (choose_kept), as long as the plan
+/// of the choice confirms that it fits. If nothing fits, `fits` is false, and the choice is the one that needs least.
+///
+/// A smaller budget never chooses more memory. All ranks that give the same, or share `largest`, choose alike.
+Chosen choose(const Budget& budget);
+
+/// Another option that may help if nothing fits, and what the device has to have with it.
+struct Remedy {
+  std::string option;  ///< "offload = Offload::kAll"
+  std::function<std::int64_t()> bytes;
+};
+
+/// Returns the text of the error for a budget with which nothing fits. It names the first of `remedies` that fits, or otherwise the one
+/// that needs least.
+std::string too_small(const Budget& budget, const Chosen& least, const std::vector<Remedy>& remedies);
+
+}  // namespace fsdp::planning

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "fsdp/device_mesh.h"
+
+namespace fsdp::planning {
+
+/// Planned meshes in the place of real ones: with the same sizes, as their first rank sees them, which has the most. Their rows move bytes
+/// as the real rows do.
+class PlannedMeshes {
+ public:
+  /// The arguments of engine::communicators_of for the units on these meshes.
+  PlannedMeshes(bool separate_reduce_group, std::int64_t neighbours)
+      : separate_reduce_group_(separate_reduce_group), neighbours_(neighbours) {}
+
+  /// The planned mesh of a real one, or of a part of it. Always the same one for the same rows. Collective over the mesh if a communicator
+  /// that its units will need has to be made.
+  DeviceMesh of(const DeviceMesh& mesh);
+
+ private:
+  using Rows = std::vector<std::shared_ptr<comm::Communicator>>;
+  bool separate_reduce_group_;
+  std::int64_t neighbours_;
+  std::vector<std::pair<Rows, DeviceMesh>> known_;
+};
+
+}  // namespace fsdp::planning

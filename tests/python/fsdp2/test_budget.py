@@ -1,0 +1,213 @@
+"""Memory budgets: what is chosen fits in a run, a smaller budget takes no more memory, and one that is too small says what would help."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import training
+from support.ranks import StartRanks
+from support.training import batch_of, mesh_of, seeded
+from torch import nn
+
+import libfsdp
+from libfsdp import _C, MemoryBudget
+
+CASES = training.CASES
+STEPS = 7  # From the sixth on, steps are alike; the first ones may need more.
+MODELS = ["transformer", "mlp", "tied", "odd_shapes", "hf_gpt2", "hf_llama"]
+
+
+def sharded(case_name: str, **options: Any) -> Any:
+    case = CASES[case_name]
+    model = seeded(case)
+    for unit in case.units(model):
+        libfsdp.fully_shard(unit)
+    return libfsdp.fully_shard(model, **options)
+
+
+def train(case_name: str, model: Any, steps: int = STEPS) -> tuple[int, int]:
+    """The peak of the memory that the engine and the optimizer have had, and what the last step has gathered."""
+    case = CASES[case_name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = 0
+    for step in range(steps):
+        if step:
+            before = libfsdp.wire_stats(model)["all_gather_bytes"]
+        case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [state for of_one in optimizer.state.values() for state in of_one.values() if state.ndim]
+    kept = sum(state._local_tensor.nbytes for state in states)
+    gathered = libfsdp.wire_stats(model)["all_gather_bytes"] - before
+    return libfsdp.memory_stats(model)["total.peak"] + kept, gathered
+
+
+def message_of_forward(case_name: str, **options: Any) -> str:
+    case = CASES[case_name]
+    try:
+        case.loss(sharded(case_name, **options), batch_of(case, 0, 0, dist.get_rank()))
+    except (libfsdp.Error, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def needed(case_name: str, **assumed: Any) -> int:
+    """The least that a budget must have, by its error."""
+    text = message_of_forward(case_name, memory_budget=MemoryBudget(1, **assumed))
+    assert "memory_budget 1 bytes is too small by " in text, text
+    return 1 + int(text.split("too small by ")[1].split()[0])
+
+
+def within(case_name: str, count: int) -> None:
+    least = needed(case_name)
+    whole = sum(p.numel() * p.element_size() for p in seeded(CASES[case_name]).parameters())
+    _, without = train(case_name, sharded(case_name))
+    budgets = [least + 2 * whole * k // (count - 1) for k in range(count)]
+    most, gathered = 0, without
+    for budget in budgets:
+        model = sharded(case_name, memory_budget=budget)
+        peak, gathered = train(case_name, model)
+        text = f"{budget} of {budgets}: {libfsdp.explain(model)}"
+        smaller, most = most, int(libfsdp.explain(model).split("a step needs at most ")[1].split()[0])
+        assert peak <= most <= budget, text
+        assert most >= smaller, text
+    assert gathered <= without  # With the largest budget.
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_runs_stay_within_budgets(ranks: StartRanks, case: str) -> None:
+    if case not in CASES:
+        pytest.skip("transformers is not installed")
+    ranks(2).run(within, case, 4)
+
+
+def test_runs_of_four_ranks_stay_within_budgets(ranks: StartRanks) -> None:
+    ranks(4).run(within, "transformer", 10)
+
+
+def as_without() -> None:
+    case = CASES["transformer"]
+    plain, chosen = sharded("transformer"), sharded("transformer", memory_budget=1 << 30)
+    for step in range(3):
+        for model in (plain, chosen):
+            case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    for one, other in zip(plain.parameters(), chosen.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    assert libfsdp.explain(plain) == "no memory_budget: all options are as they were given\n"
+    assert "prefetch_depth: 1, as given" in libfsdp.explain(chosen)
+    assert "which saves " in libfsdp.explain(chosen)
+
+
+def test_what_is_chosen_changes_no_value(ranks: StartRanks) -> None:
+    ranks(2).run(as_without)
+
+
+def explained() -> None:
+    least = needed("transformer")
+    lines = {}
+    for budget in (least, 1 << 30):
+        model = sharded("transformer", memory_budget=budget)
+        train("transformer", model, 1)
+        lines[budget] = libfsdp.explain(model).splitlines()
+    assert lines[least][0].startswith(f"memory_budget: {least} bytes, of which a step needs at most {least} bytes, in ")
+    assert lines[least][1].startswith("prefetch_depth: ")
+    assert lines[least][-1].startswith("kept from forward into backward: ")
+
+
+def test_why_is_said(ranks: StartRanks) -> None:
+    ranks(2).run(explained)
+
+
+def counted() -> None:
+    train("transformer", model := sharded("transformer"), 1)
+    # More than gradients: on a CPU, the larger of the two counts, as activations are gone when gradients are complete.
+    more = {libfsdp.unit_info(model)[1].name: 1 << 20}
+    with_activations = needed("transformer", activations=more)
+    assert needed("transformer") < needed("transformer", optimizer_values=0, activations=more) < with_activations
+    assert with_activations > 1 << 20
+
+
+def test_activations_and_the_optimizer_count_as_given(ranks: StartRanks) -> None:
+    ranks(2).run(counted)
+
+
+def too_small() -> None:
+    least = needed("transformer")
+    text = message_of_forward("transformer", memory_budget=least - 10)
+    assert "is too small by 10 bytes: even with prefetch_depth " in text
+    assert "; it fits with " in text
+    assert "activations are given for ['x'], which are no units" in message_of_forward(
+        "transformer", memory_budget=MemoryBudget(1 << 30, activations={"x": 1})
+    )
+    differing = message_of_forward("transformer", memory_budget=(1 << 30) + dist.get_rank())
+    assert "rank 0 and rank 1 differ" in differing
+    assert "memory_budget" in differing
+
+
+def test_a_budget_that_is_too_small_is_refused_on_all_ranks(ranks: StartRanks) -> None:
+    ranks(2).run(too_small)
+
+
+HALF: Any = 0.5
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"memory_budget": "1GB"}, TypeError, "memory_budget is '1GB': give a whole number of bytes"),
+    ({"memory_budget": True}, TypeError, "memory_budget is True"),
+    ({"memory_budget": MemoryBudget(10, optimizer_values=HALF)}, TypeError, "memory_budget.optimizer_values is 0.5"),
+    (
+        {"memory_budget": MemoryBudget(10, activations={"0": HALF})},
+        TypeError,
+        r"memory_budget.activations\['0'\] is 0.5",
+    ),
+    ({"memory_budget": 0}, ValueError, "memory_budget is 0; give how many bytes"),
+    ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 says it; give one of them"),
+]
+
+
+def refuse() -> None:
+    for options, error, text in WRONG:
+        with pytest.raises(error, match=text):
+            libfsdp.fully_shard(nn.Linear(4, 4), mesh=mesh_of(1), **options)
+
+
+def test_wrong_budgets_are_refused_at_once(ranks: StartRanks) -> None:
+    ranks(2).run(refuse)
+
+
+def test_kept_units_save_as_much_as_a_solver_finds() -> None:
+    highspy = pytest.importorskip("highspy")
+    numbers = random.Random(3)
+    for blocks in (20, 60, 126):
+        for sizes in ([7], [7, 20], range(1, 60)):
+            loads = [numbers.randrange(100) for _ in range(2 * blocks + 2)]
+            units = []
+            for k in range(blocks):
+                size = numbers.choice(list(sizes))
+                units.append((k + 1, 2 * blocks - k, size, numbers.choice((size, 1 + size // 2))))
+            limit = max(loads) + sum(size for _, _, size, _ in units) // 3
+            solver = highspy.Highs()
+            solver.setOptionValue("output_flag", False)
+            solver.setOptionValue("mip_rel_gap", 0.0)
+            solver.setOptionValue("mip_abs_gap", 0.5)
+            keeps = [solver.addBinary(obj=float(saved)) for _, _, _, saved in units]
+            for moment, load in enumerate(loads):
+                held = [
+                    size * keep
+                    for keep, (begin, end, size, _) in zip(keeps, units, strict=True)
+                    if begin <= moment < end
+                ]
+                if held:
+                    solver.addConstr(sum(held[1:], held[0]) <= limit - load)
+            solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+            solver.run()
+            assert solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+            best = round(solver.getInfo().objective_function_value)
+            kept, saved, peak = _C.choose_kept(loads, units, limit)
+            assert saved == best
+            assert peak <= limit
+            assert saved == sum(one[3] for one, keep in zip(units, kept, strict=True) if keep)
