@@ -16,12 +16,12 @@ struct FailureOptions {
 
 /// What became of the time of such a run.
 struct Goodput {
-  double seconds = 0;  ///< From the beginning to the end.
-  std::int64_t failures = 0;
-  double fraction = 0;     ///< The part of the time in which training that lasted was done.
-  double checkpoints = 0;  ///< Seconds of checkpoints that were saved.
-  double lost = 0;         ///< Seconds of training and of checkpoints that failures undid.
-  double restarts = 0;     ///< Seconds of restarts, failed ones included.
+  double seconds = 0;         ///< From the beginning to the end.
+  std::int64_t failures = 0;  ///< How many there were.
+  double fraction = 0;        ///< The part of the time in which training that lasted was done.
+  double checkpoints = 0;     ///< Seconds of checkpoints that were saved.
+  double lost = 0;            ///< Seconds of training and of checkpoints that failures undid.
+  double restarts = 0;        ///< Seconds of restarts, failed ones included.
 };
 
 /// Simulates the run. Failures come independently of each other, in checkpoints and restarts, too; each goes back to the last checkpoint

@@ -74,20 +74,21 @@ struct PlannedLink {
 
 /// Something that a rank does in a step.
 struct PlannedAction {
+  /// What it does.
   enum class What : std::uint8_t {
     kCompute,  ///< Computes a part of `unit`: `share` of its forward or backward.
     kPost,     ///< Begins the collective `number`.
     kWait,     ///< Needs the result of the collective `number`.
     kUpdate,   ///< The optimizer updates.
   };
-  What what = What::kCompute;
-  bool in_backward = false;
-  std::size_t unit = 0;  ///< Its place in Plan::units; of a collective, whose parameters or gradients it moves.
-  double share = 1;
-  std::size_t number = 0;  ///< Of a collective, from 0.
-  std::size_t link = 0;    ///< Its place in Plan::links.
-  std::size_t queue = 0;   ///< Collectives with the same number here follow each other.
-  std::int64_t bytes = 0;  ///< What a rank sends for it.
+  What what = What::kCompute;  ///< See there.
+  bool in_backward = false;    ///< Otherwise in forward.
+  std::size_t unit = 0;        ///< Its place in Plan::units; of a collective, whose parameters or gradients it moves.
+  double share = 1;            ///< Of kCompute.
+  std::size_t number = 0;      ///< Of a collective, from 0.
+  std::size_t link = 0;        ///< Its place in Plan::links.
+  std::size_t queue = 0;       ///< Collectives with the same number here follow each other.
+  std::int64_t bytes = 0;      ///< What a rank sends for it.
 };
 
 /// A part of a step, such as the forward of a unit.

@@ -18,7 +18,7 @@ struct LinkRate {
 
 /// How long a rank computes for one unit in a step.
 struct UnitTime {
-  double forward_ms = 0;
+  double forward_ms = 0;   ///< In forward.
   double backward_ms = 0;  ///< With what is computed again.
 };
 
