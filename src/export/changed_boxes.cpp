@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "base/integer_dtype_of.h"
 #include "export/weight_changes.h"
 #include "fsdp/error.h"
 
@@ -17,20 +18,6 @@ constexpr auto kPositionBytes = static_cast<std::int64_t>(sizeof(std::int32_t));
 at::Tensor changed(const at::Tensor& values, const at::Tensor& saved) {
   const auto differ = bits(values.view({-1})).ne(bits(saved.to(values.device())));
   return differ.dim() == 1 ? differ : differ.any(1);
-}
-
-/// The integers that are as large as an element.
-at::ScalarType bits_of(at::ScalarType dtype) {
-  switch (c10::elementSize(dtype)) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
 }
 
 /// A copy of bytes, which may lie anywhere, as values.
@@ -73,7 +60,7 @@ void place_changes(const SentBox& box, ChangedCount count, const at::Tensor& byt
   if (count == 0) return;
   const auto border = count * kPositionBytes;
   auto rest = copied(bytes.narrow(0, 0, border), at::kInt).to(at::kLong);
-  const auto new_bits = copied(bytes.narrow(0, border, bytes.numel() - border), bits_of(box.dtype));
+  const auto new_bits = copied(bytes.narrow(0, border, bytes.numel() - border), integer_dtype_of(c10::elementSize(box.dtype)));
   std::vector<at::Tensor> indices(box.box.sizes.size());  // in `into`, by dimension
   auto is_there = at::ones_like(rest, at::kBool);
   for (std::size_t d = indices.size(); d-- > 0;) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/integer_dtype_of.h"
 #include "engine/tensor_bytes.h"
 
 namespace fsdp::replay {
@@ -12,23 +13,10 @@ namespace {
 /// Elements that are widened to eight bytes at a time, so that a digest takes little memory.
 constexpr std::int64_t kWidened = std::int64_t{1} << 20;
 
-at::ScalarType integer_of(std::size_t bytes) {
-  switch (bytes) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;  // Elements of 16 bytes (complex) count as two.
-  }
-}
-
 /// On the device: the sum of the elements' bits, each multiplied by an odd number that depends on its place. A flipped bit changes it,
 /// because odd numbers have inverses modulo 2^64.
 std::vector<std::int64_t> digests_by_operators(const at::Tensor& tensor, std::int64_t pieces) {
-  const auto rows = tensor.view(integer_of(tensor.itemsize())).view({pieces, -1});
+  const auto rows = tensor.view(integer_dtype_of(tensor.itemsize())).view({pieces, -1});
   const auto width = std::max<std::int64_t>(kWidened / pieces, 1);
   auto sums = at::zeros({pieces}, rows.options().dtype(at::kLong));
   for (std::int64_t at = 0; at < rows.size(1); at += width) {

@@ -13,6 +13,7 @@
 #include "gpt.h"
 #include "plan/observe.h"
 #include "support/meshes.h"
+#include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/stack.h"
 
@@ -25,6 +26,7 @@ using fsdp::Placements;
 using fsdp::planned_device_mesh;
 using fsdp::testing::line;
 using fsdp::testing::make_stack;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
 using fsdp::testing::stack_loss;
 using fsdp::testing::stack_units;
@@ -216,15 +218,6 @@ TEST(Budget, CountsActivationsAndTheOptimizerAsGiven) {
     EXPECT_NE(explained(bytes, {}).find("prefetch_depth: 0"), std::string::npos);
     EXPECT_NE(explained(bytes, {.optimizer = fsdp::PlannedOptimizer::kNone}).find("prefetch_depth: 1"), std::string::npos);
   });
-}
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 TEST(Budget, ThatIsTooSmallSaysByHowMuchAndWhatHelps) {

@@ -15,6 +15,7 @@
 #include "fsdp/fsdp.h"
 #include "gpt.h"
 #include "support/hosts.h"
+#include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/stack.h"
 
@@ -31,6 +32,7 @@ using fsdp::PlannedMeshOptions;
 using fsdp::PlannedOptimizer;
 using fsdp::PlanOptions;
 using fsdp::WireStats;
+using fsdp::testing::message_of;
 using fsdp::testing::run_ranks;
 
 constexpr int kStepsUntilAlike = 5;
@@ -413,15 +415,6 @@ TEST(Plan, IsATableAndJson) {
   std::int64_t sent = 0;
   for (const auto& link : json["links"]) sent += link["sent"]["all_gather_bytes"].get<std::int64_t>();
   EXPECT_EQ(sent, plan.wire.all_gather_bytes);
-}
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const fsdp::Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 TEST(Plan, RefusesWhatItCanNotPlan) {
