@@ -152,6 +152,13 @@ class Log:
             self.board.flush()
 
 
+def saved_options(run: Path) -> dict[str, object]:
+    """What config.json of a run says; nothing where there is none, or where another program's file has this name."""
+    path = run / "config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    return config if isinstance(config, dict) and {"steps", "layers", "save_every", "data"} <= config.keys() else {}
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT on text, sharded over processes.")
     parser.add_argument("--steps", type=int, default=400, help="default: %(default)s, some minutes on two cores")
@@ -164,11 +171,16 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="a run's folder: go on with it, with its configuration")
     options = parser.parse_args()
     if options.folder and (options.folder / "config.json").exists():
-        parser.error(f"--folder {options.folder} holds a run: go on with --resume, or choose another folder")
+        parser.error(
+            f"--folder {options.folder} holds a run: go on with --resume, or choose another folder"
+            if saved_options(options.folder)
+            else f"--folder {options.folder} has a config.json that is not of a run: choose another folder"
+        )
     if options.resume:
-        if not (options.resume / "config.json").exists():
-            parser.error(f"--resume {options.resume} is not the folder of a run: it has no config.json")
-        parser.set_defaults(**json.loads((options.resume / "config.json").read_text()))
+        saved = saved_options(options.resume)
+        if not saved:
+            parser.error(f"--resume {options.resume} is not the folder of a run: it has no config.json of one")
+        parser.set_defaults(**saved)
         options = parser.parse_args()  # What is given here overrides what is written there.
         options.folder = options.resume
     return options

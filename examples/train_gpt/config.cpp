@@ -19,7 +19,12 @@ std::string path_in(const std::string& folder) { return folder + "/config.json";
 
 }  // namespace
 
-bool has_config(const std::string& folder) { return !folder.empty() && std::filesystem::is_regular_file(path_in(folder)); }
+bool has_config(const std::string& folder) {
+  if (folder.empty() || !std::filesystem::is_regular_file(path_in(folder))) return false;
+  const auto found = nlohmann::json::parse(std::ifstream(path_in(folder)), nullptr, /*allow_exceptions=*/false);
+  if (found.is_discarded()) return true;  // read_config() says what is wrong with it
+  return found.is_object() && found.contains("model") && found["model"].is_object() && found["model"].contains("dim");
+}
 
 Options read_config(const std::string& folder) {
   require(has_config(folder), folder + " is not the folder of a run: it has no config.json");

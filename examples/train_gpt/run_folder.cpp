@@ -93,6 +93,8 @@ std::string checkpoints_of(const Options& options, const std::string& folder) {
 
 void check_folder(const Options& options) {
   if (options.run.empty()) return;
+  require(has_config(options.run) || !fs::exists(options.run + "/config.json"),
+          "--run " + options.run + " can't be the folder of a run: it has a config.json that is not of a run");
   if (fs::exists(options.run + "/.lock")) RunLock(options.run);
   auto above = fs::absolute(options.run);
   while (!fs::exists(above)) above = above.parent_path();

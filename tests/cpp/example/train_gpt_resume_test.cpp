@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <future>
 #include <map>
 #include <string>
@@ -99,12 +100,19 @@ TEST_F(TrainGptResume, SaysWhatIsAtThePlace) {
 
   // A new run from a checkpoint needs the options of the run that saved it.
   expect_refusal({"--data", data(), "--resume", six, "--layers", "2"}, "give --dim 16 --heads 2 --context 32, too, as its run " + folder);
-  fs::copy(six, folder_.path() / "copied", fs::copy_options::recursive);
-  const auto copied = run("copied", tiny({"--resume", folder_.path() / "copied", "--optimizer", "muon"}));
+  // A config.json of another program, where that of a run would lie, is none.
+  const std::string copy = folder_.path() / "model/checkpoints/copied";
+  fs::create_directories(copy);
+  fs::copy(six, copy, fs::copy_options::recursive);
+  std::ofstream(folder_.path() / "model/config.json") << R"({"model_type": "llama", "num_hidden_layers": 126})";
+  const auto copied = run("copied", tiny({"--resume", copy, "--optimizer", "muon"}));
   EXPECT_EQ(copied.exit_code, 1);
   EXPECT_TRUE(has(copied.errors, "copied was saved with other options than --dim 16 --layers 2 --heads 2 --context 32 ")) << copied.errors;
   EXPECT_TRUE(has(copied.errors, "--optimizer muon: give the model and the optimizer of the run that saved it\n")) << copied.errors;
   EXPECT_FALSE(has(copied.errors, "LoadOptions")) << copied.errors;
+  const std::string model = folder_.path() / "model";
+  expect_refusal({"--resume", model}, "it holds no checkpoint, and no config.json of a run");
+  expect_refusal(tiny({"--run", model}), "can't be the folder of a run: it has a config.json that is not of a run");
   EXPECT_FALSE(fs::exists(folder_.path() / "runs"));
 }
 

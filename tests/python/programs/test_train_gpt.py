@@ -128,6 +128,14 @@ def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path:
         "step-14",
     }
 
+    # A config.json of another program is none of a run, and stays.
+    foreign = tmp_path / "model" / "config.json"
+    foreign.parent.mkdir()
+    foreign.write_text('{"model_type": "llama"}')
+    assert "is not the folder of a run" in end_at_once(tmp_path, "--resume", "model")
+    assert "has a config.json that is not of a run" in end_at_once(tmp_path, "--folder", "model")
+    assert foreign.read_text() == '{"model_type": "llama"}'
+
     # Nothing changes where nothing is left, or a load fails, or another process trains there.
     config = tmp_path / "whole" / "config.json"
     before = config.read_text()
