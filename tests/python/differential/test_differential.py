@@ -20,7 +20,7 @@ from differential.generate import generate
 from differential.program import readable
 from differential.runner import Runner
 
-PROGRAMS = 8 if "FSDP_NIGHTLY" in os.environ else 4  # Of each kind, and of those with all features.
+PROGRAMS = 8 if "FSDP_NIGHTLY" in os.environ else 2  # Of each kind, and of those with all features.
 
 
 @pytest.fixture(scope="module")

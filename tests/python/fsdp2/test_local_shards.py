@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support import device
 from support.boxes import reassembled
 from support.extended import EightBits
+from support.marks import at_night
 from support.ranks import StartRanks
 from support.strategies import a_step, every_strategy
 from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
@@ -59,7 +60,7 @@ def strategies() -> None:
             assert any(one.sizes == one.shape for one in libfsdp.local_shards(model))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [at_night(2), 4])
 @pytest.mark.parametrize("what", [cases, strategies])
 def test_all_boxes_are_the_state_dict(ranks: StartRanks, size: int, what: Callable[[], None]) -> None:
     ranks(size).run(what)

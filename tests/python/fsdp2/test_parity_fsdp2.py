@@ -81,7 +81,8 @@ def one_order_on_two(case: str, options: Options) -> bool:
 def pairs(wanted: Callable[[str, Options], bool] = lambda case, options: True) -> list[object]:
     """Each model with the default options, and each of the options with the transformer and one other model."""
     chosen = [(case, "default") for case in CASES]
-    chosen += [(case, name) for name in OPTIONS for case in ("transformer", "nested") if name != "default"]
+    chosen += [("transformer", name) for name in OPTIONS if name != "default"]
+    chosen += [("nested", name) for name in ("no_reshard", "bf16", "reduce_last")]
     chosen += [("unused", "reduce_last"), ("unused", "bf16"), ("batch_norm", "reduce_last"), ("tied", "no_reshard")]
     chosen += [("odd_shapes", "offload"), ("hf_llama", "bf16"), ("hf_mixtral", "bf16"), ("hf_t5", "bf16")]
     chosen += [("hf_gpt2", "offload"), ("hf_qwen2", "reduce_last"), ("hf_bert", "no_reshard"), ("hf_vit", "reshard")]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import at_night
 from support.placements import NESTED, ZERO, batch, mesh_of, plain, shard, whole, wire
 from support.ranks import StartRanks
 from torch import nn
@@ -96,7 +97,7 @@ def equals_unsharded_and_fsdp2(kind: str, microbatches: int, inner: int | None) 
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [at_night(1), 3])
 @pytest.mark.parametrize(
     ("kind", "size", "inner"),
     [(kind, size, None) for kind in ZERO for size in (2, 4)]

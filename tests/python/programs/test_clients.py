@@ -66,7 +66,7 @@ def test_transformers_trainer(compared_ranks: ComparedRanks, options: str) -> No
 
 
 @needs["accelerate"]
-@pytest.mark.parametrize("options", ["hsdp offload"])
+@pytest.mark.parametrize("options", [at_night("hsdp offload")])
 def test_transformers_trainer_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
     for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split(), world=4):
         assert of_rank.notes["placements"] == "(Replicate(), Shard(dim=0))"
