@@ -467,8 +467,10 @@ class Replica:
                 dict(model.named_buffers())[name].copy_(found)
 
     def rebuild(self, results: list[Any]) -> None:
-        """The same values and state; no gradients."""
+        """The same values, and the state as torch loads it: some of it (NAdam's mu_product) in the parameter's dtype. No gradients."""
         self.zero_grad(results, set_to_none=True, of_model=True)
+        for optimizer in self.optimizers:
+            optimizer.load_state_dict(copied(optimizer.state_dict()))
 
     def read(self, results: list[Any]) -> None:
         """Shards, or whole parameters, with the values that there are now."""
