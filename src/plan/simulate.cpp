@@ -16,7 +16,7 @@ template <typename Named, typename Entries>
 void check_names(const std::map<std::string, Named>& given, const Entries& entries, const char* what,
                  std::string Entries::value_type::*name) {
   for (const auto& [key, value] : given) {
-    if (std::ranges::any_of(entries, [&](const auto& entry) { return entry.*name == key; })) continue;
+    if (std::ranges::find(entries, key, name) != entries.end()) continue;
     std::string known;
     for (const auto& entry : entries) known += (known.empty() ? "'" : ", '") + entry.*name + "'";
     throw Error("simulate(): the plan has no " + std::string(what) + " '" + key + "'; it has " + known);
