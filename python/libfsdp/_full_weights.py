@@ -148,7 +148,8 @@ def full_weights(
     Args:
         model: the root, or a module that has sharded modules below it.
         bucket_bytes: the most bytes of a bucket. A tensor that is larger has a bucket of its own.
-        dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards.
+        dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards. Four-bit
+            weights of bitsandbytes, and what is saved of their quant_state, are never converted.
         names: only these of the names of ``state_dict()``.
         ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
             get buckets without tensors.

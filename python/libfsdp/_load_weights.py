@@ -37,7 +37,8 @@ def load_weights(
 
     The module's tensors stay where they are: each value is converted to the dtype and the device of its tensor. Names
     that are one tensor in the module (tied parameters) need to come once only; if they come with different values, that
-    is an error.
+    is an error. Four-bit weights of bitsandbytes take codes and the parts of their quant_state, which modules save behind
+    their names, and neither is converted.
 
     A bucket is checked before any of it is copied. After an error, also of ``buckets`` itself, the buckets before are in
     the module, and a stream of full_weights or a generator is closed. Not collective: it is as collective as ``buckets``.

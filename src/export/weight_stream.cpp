@@ -261,13 +261,21 @@ void WeightStream::detach(Buffer& buffer) {
   buffer.bytes = at::Tensor();
 }
 
+/// True if this rank's part is gathered from where it lies: whoever copies other ranks' parts to their places copies this one, too. (On
+/// devices, copies of a whole bucket are one launch.)
+bool WeightStream::is_gathered_straight(const Place& place) const {
+  const auto& entry = entries_[place.entry];
+  return place.route != nullptr && entry.added.empty() && entry.own.scalar_type() == place.dtype && entry.own.is_contiguous() &&
+         entry.own.is_cpu() && engines_.front()->options().mesh.device().is_cpu();
+}
+
 /// Converts this rank's parts into their places, with what is added to them.
 void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) const {
   Copies conversions;
   for (const auto& place : bucket.places) {
     const auto& entry = entries_[place.entry];
     const auto& range = place.ranges.front();
-    if (range.size == 0) continue;
+    if (range.size == 0 || is_gathered_straight(place)) continue;
     const auto to = view(buffer, range.begin, range.size).view(place.dtype);
     if (entry.added.empty()) {
       conversions.add(to.view(entry.own.sizes()), entry.own);
@@ -290,8 +298,9 @@ void WeightStream::gather(Flight& flight) const {
         if (place.route != route.get()) continue;
         const auto& own = place.ranges[k];
         const auto& whole = place.ranges[k + 1];
+        const bool is_straight = k == 0 && own.size > 0 && is_gathered_straight(place);
         parts.push_back({.whole = row.receives_here() ? view(buffer, whole.begin, whole.size) : at::Tensor(),
-                         .own = view(buffer, own.begin, own.size),
+                         .own = is_straight ? entries_[place.entry].own.view({-1}).view(at::kByte) : view(buffer, own.begin, own.size),
                          .bytes = place.bytes[k]});
       }
       if (parts.empty() || !row.some_receive()) continue;

@@ -108,6 +108,7 @@ class WeightStream {
   std::vector<const Entry*> merged(const BucketPlan& bucket) const;
   Buffer take_buffer(std::int64_t bytes);
   static void detach(Buffer& buffer);
+  bool is_gathered_straight(const Place& place) const;
   void fill(const BucketPlan& bucket, const at::Tensor& buffer) const;
   void gather(Flight& flight) const;
   WeightBucket arrived(const BucketPlan& bucket, const at::Tensor& buffer) const;
