@@ -1,23 +1,17 @@
-"""QLoRA: four-bit weights leave training, and come into other modules, bit by bit, with their quant_state; or one error says why not."""
+"""What QLoRA's tests of exports run on each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from support import clients, qlora
-from support.marks import at_night
-from support.ranks import StartRanks
 from torch import Tensor, nn
 
 import libfsdp
-
-pytestmark = pytest.mark.skipif(
-    not clients.installed_packages("bitsandbytes", "peft", "transformers"),
-    reason="not installed: bitsandbytes, peft and transformers",
-)
+from support import qlora
 
 BF16 = torch.bfloat16
 
@@ -33,7 +27,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def refused(collective: Any) -> str:
+def refused(collective: Callable[[], object]) -> str:
     try:
         collective()
     except libfsdp.Error as error:
@@ -86,13 +80,6 @@ def loads(options: str) -> None:
                 assert torch.equal(tensor.contiguous().view(torch.uint8), expected[name])
 
 
-@pytest.mark.parametrize(
-    ("options", "world"), [("", 2), ("double float32", 2), at_night("double", 4), at_night("bfloat16 policy offload", 2)]
-)
-def test_loads_into_a_quantized_module(ranks: StartRanks, options: str, world: int) -> None:
-    ranks(world).run(loads, options)
-
-
 def does_not_fit() -> None:
     """All ranks get the error, and training goes on."""
     model, _ = trained("")
@@ -125,28 +112,6 @@ def does_not_fit() -> None:
     assert ("and here [3]" if dist.get_rank() == 1 else "rank 1 has stopped before") in text
 
 
-def test_what_does_not_fit_is_one_error(ranks: StartRanks) -> None:
-    ranks(2).run(does_not_fit)
-
-
-class Unwritable(torch.Tensor):
-    """Quantized numbers that nobody can write."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_:
-            raise NotImplementedError("copy_")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_a_class_that_takes_no_values_is_named() -> None:
-    module = nn.Linear(2, 3)
-    module.weight = nn.Parameter(torch.ones(3, 2).as_subclass(Unwritable), requires_grad=False)
-    text = refused(lambda: libfsdp.load_weights(module, [("bias", torch.ones(3)), ("weight", torch.ones(3, 2))]))
-    assert "'weight' is a Unwritable, into which a Tensor of torch.float32 can't be copied (copy_); 1 of 2 were loaded" in text
-    assert "load into a module that is not quantized" in text
-
-
 def sent(options: str) -> None:
     """Rank 1 wants all of it, as two receivers of halves would, and in other dtypes."""
     model, expected = trained(options)
@@ -171,12 +136,7 @@ def sent(options: str) -> None:
     if dtype.is_floating_point:
         for into, travels in ((torch.empty(shape, dtype=BF16), None), (torch.empty(shape, dtype=BF16), dtype)):
             box = [libfsdp.WantedBox(weight, into, dtype=travels)] if dist.get_rank() == 1 else []
-            text = refused(lambda box=box: libfsdp.transfer_plan(model, receivers=[1], wanted=box))
+            text = refused(partial(libfsdp.transfer_plan, model, receivers=[1], wanted=box))
             assert f"rank 1 wants '{weight}' converted, but its elements are codes of quantized numbers" in text
             assert "want them in Float, into a tensor of this dtype" in text
     qlora.train(model, qlora.optimizer_of(model), range(1, 2))
-
-
-@pytest.mark.parametrize(("options", "world"), [("", 2), ("double float32", 2), at_night("double policy", 4)])
-def test_a_plan_sends_codes_as_they_are(ranks: StartRanks, options: str, world: int) -> None:
-    ranks(world).run(sent, options)
