@@ -6,7 +6,10 @@ machine changes less. Contenders: libfsdp's full_weights, also in bfloat16; and 
 of full_tensor() over the state dict, also converted to bfloat16, and torch's get_model_state_dict. Once over messages
 (FSDP_SHARED_MEMORY=0), and once over the memory that ranks of a host share, which FSDP2 does not use; each with 2 and with 4 ranks.
 "hidden" is how much of the gathers lies behind a consumer that takes as long as they do, in each round:
-1 - (together - consumer) / gathers.
+1 - (together - consumer) / gathers. The consumer sleeps, so that it takes nothing from the gathers. Beside it stands how much could be
+hidden at most on this machine: not what comes before the first bucket, for which every consumer waits; and not more than the processors
+have time for while the consumer sleeps. A second consumer computes for as long: it and the gathers share the processors, and what
+these have no time for stands there, too.
 
 With FSDP_TEST_DEVICE=cuda, ranks train on GPUs, over NCCL; of the kit for GPUs (docs/run/gpu.md), this is a program of stage 8.
 """
@@ -42,6 +45,7 @@ OURS, OURS_BF16 = "full_weights", "full_weights, bf16"
 LOOP, LOOP_BF16 = "loop of full_tensor()", "loop of full_tensor(), bf16"
 STATE_DICT = "get_model_state_dict"
 CONSUMED = "full_weights, consumed"
+CONSUMED_BUSILY = "full_weights, consumed by one that computes"
 
 
 class Layer(nn.Module):
@@ -74,24 +78,37 @@ def shard(model: nn.Sequential, by: Callable[..., Any]) -> Any:
 
 
 def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, list[list[float]]]:
-    """By contender and round, of the slowest rank: seconds, seconds of the processor, and those that the consumer has taken last."""
+    """By contender and round, of the slowest rank.
+
+    Seconds; seconds of the processor; those that the consumer has taken last, and of the processor; and those to the first bucket.
+    """
     import libfsdp  # only ranks need it
 
     ours, theirs = (shard(build(layers, dim).to(device.TYPE), by) for by in (libfsdp.fully_shard, fsdp2))
     pause = 0.0  # what the consumer means to take for a bucket
-    consumed = 0.0  # what it has taken, in its last round
+    consumed = (0.0, 0.0)  # what it has taken, in its last round, and of the processor
+    first = 0.0  # what the last stream has taken until its first bucket came
 
     def stream(dtype: torch.dtype | None = None) -> None:
-        for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes, dtype=dtype):
+        nonlocal first
+        begin = time.perf_counter()
+        for k, _ in enumerate(libfsdp.full_weights(ours, bucket_bytes=bucket_bytes, dtype=dtype)):
+            first = time.perf_counter() - begin if k == 0 else first
+
+    def compute(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
             pass
 
-    def consume() -> None:
+    def consume(use: Callable[[float], object]) -> None:
         nonlocal consumed
-        consumed = 0.0
+        seconds = of_processor = 0.0
         for _ in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes):
-            begin = time.perf_counter()
-            time.sleep(pause)
-            consumed += time.perf_counter() - begin
+            begin = time.perf_counter(), time.thread_time()
+            use(pause)
+            seconds += time.perf_counter() - begin[0]
+            of_processor += time.thread_time() - begin[1]
+        consumed = (seconds, of_processor)
 
     def loop(dtype: torch.dtype) -> None:
         for value in theirs.state_dict().values():
@@ -103,7 +120,8 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
         STATE_DICT: lambda: get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True)),
         OURS_BF16: lambda: stream(torch.bfloat16),
         LOOP_BF16: lambda: loop(torch.bfloat16),
-        CONSUMED: consume,
+        CONSUMED: lambda: consume(time.sleep),
+        CONSUMED_BUSILY: lambda: consume(compute),
     }
     expected = theirs.state_dict()
     for bucket in libfsdp.full_weights(ours, bucket_bytes=bucket_bytes):
@@ -119,7 +137,8 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
             run()
             synchronize()
             end = time.perf_counter(), time.process_time()
-            seconds = torch.tensor([end[0] - begin[0], end[1] - begin[1], consumed], dtype=torch.float64)
+            taken = [end[0] - begin[0], end[1] - begin[1], *consumed, first]
+            seconds = torch.tensor(taken, dtype=torch.float64)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if number > 0:  # The first round warms up.
                 times[name].append(seconds.tolist())
@@ -128,35 +147,50 @@ def measure(rounds: int, layers: int, dim: int, bucket_bytes: int) -> dict[str, 
     return times
 
 
-def summary(times: dict[str, list[list[float]]]) -> tuple[list[dict[str, Any]], str]:
-    """A row for each contender, and how much is hidden."""
+def part(values: list[float]) -> str:
+    """A median with its range."""
+    return f"{statistics.median(values):.0%} ({min(values):.0%} to {max(values):.0%})"
+
+
+def hidden_of(consumer: str, times: dict[str, list[list[float]]], ranks: int) -> str:
+    """How much is hidden behind a consumer, and how much could be."""
+    hidden, most, time_left = [], [], []
+    cores = len(os.sched_getaffinity(0))
+    for consumed, (alone, of_processor, _, _, first) in zip(times[consumer], times[OURS], strict=True):
+        together, _, seconds, of_consumer, _ = consumed
+        hidden.append(1 - (together - seconds) / alone)
+        most.append(1 - first / alone)
+        time_left.append(min((cores * seconds - ranks * of_consumer) / (ranks * of_processor), 1.0))
+    return f"{part(hidden)}; could be: {part(most)}; processors had time for {part(time_left)} of the gathers meanwhile"
+
+
+def summary(times: dict[str, list[list[float]]], ranks: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """A row for each contender, and how much is hidden, by consumer."""
     median = {name: [statistics.median(values) for values in zip(*of, strict=True)] for name, of in times.items()}
     best = {False: [min(median[LOOP][k], median[STATE_DICT][k]) for k in (0, 1)], True: median[LOOP_BF16]}
     found = []
     for name, of in times.items():
-        wall, used, _ = median[name]
+        wall, used, *_ = median[name]
         of_wall, of_used = (round(median[name][k] / best["bf16" in name][k], 2) for k in (0, 1))
         least, most = min(one[0] for one in of), max(one[0] for one in of)
         row = {"ms": f"{wall * 1e3:.0f}", "range": f"{least * 1e3:.0f} to {most * 1e3:.0f}", "to FSDP2's best": of_wall}
         found.append({"name": name, **row, "processor ms": f"{used * 1e3:.0f}", "its ratio": of_used})
-    hidden = [
-        1 - (together - consumer) / alone
-        for (together, _, consumer), (alone, *_) in zip(times[CONSUMED], times[OURS], strict=True)
-    ]
-    return found, f"{statistics.median(hidden):.0%} ({min(hidden):.0%} to {max(hidden):.0%})"
+    return found, {consumer: hidden_of(consumer, times, ranks) for consumer in (CONSUMED, CONSUMED_BUSILY)}
 
 
 def report(transport: str, ranks: int, times: dict[str, list[list[float]]]) -> None:
-    found, hidden = summary(times)
+    found, hidden = summary(times, ranks)
     print(f"\n{ranks} ranks, {transport}:\n| {' | '.join(found[0])} |\n{'|---' * len(found[0])}|")
     for row in found:
         print(f"| {' | '.join(str(value) for value in row.values())} |")
-    print(f"\nHidden behind a consumer: {hidden}", flush=True)
+    for consumer, text in hidden.items():
+        print(f"\nHidden in {consumer}: {text}", flush=True)
     if "GPU_KIT_ROWS" in os.environ:
         rows: Any = importlib.import_module("rows")
         for row in found:
             rows.record(f"weights on {ranks} ranks: {row.pop('name')}", "measured", **row)
-        rows.record(f"weights on {ranks} ranks, hidden behind a consumer", "measured", part=hidden)
+        for consumer, text in hidden.items():
+            rows.record(f"weights on {ranks} ranks, hidden in {consumer}", "measured", part=text)
 
 
 def main() -> int:

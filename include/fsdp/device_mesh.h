@@ -80,6 +80,8 @@ class DeviceMesh {
   struct State;
   /// For the library's own use.
   explicit DeviceMesh(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  /// For the library's own use; null if undefined.
+  const std::shared_ptr<State>& state() const { return state_; }
 
  private:
   std::shared_ptr<State> state_;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -53,6 +54,15 @@ class WeightSnapshot {
   std::unique_ptr<weights::SavedWeights> saved_;
 };
 
+/// An adapter of low rank (LoRA): scale * up down, a product of two thin matrices beside a weight.
+struct WeightAdapter {
+  std::string weight;       ///< The name of the matrix to which it is added: [rows, columns].
+  std::string up;           ///< The name of B: [rows, rank].
+  std::string down;         ///< The name of A: [rank, columns].
+  double scale = 1;         ///< The factor.
+  bool transposed = false;  ///< The weight is the transpose of the product: [columns, rows].
+};
+
 /// What full_weights gives, and to whom.
 struct FullWeightsOptions {
   /// The most bytes of a bucket, in the dtype that travels. A tensor that is larger has a bucket of its own.
@@ -62,6 +72,12 @@ struct FullWeightsOptions {
   /// Only these; by default all parameters and buffers.
   std::optional<std::vector<std::string>> names = {};
   WeightReceivers ranks = WeightReceivers::kAll;  ///< The ranks that receive.
+  /// Returns the receiver's name for one of the model's; by default they are the same. Two that come must not have one name.
+  std::function<std::string(const std::string& name)> rename = {};
+  /// These are merged on the way: a weight comes as weight + scale * up down, of all its adapters, and their matrices do not come. The
+  /// model stays as it is. Each rank adds its own part, from whole adapters; sums are computed in fp32 (fp64, if one of the tensors has it)
+  /// and rounded once, to the dtype that travels.
+  std::vector<WeightAdapter> merge_adapters = {};
   /// Only what is not as it is there comes, as a change of single elements (WeightBucket::changes) where that has fewer bytes, and whole
   /// where not. The snapshot then has what has come.
   std::shared_ptr<WeightSnapshot> since = {};
@@ -150,8 +166,8 @@ class FullWeights {
 
 /// Gives the whole main parameters and buffers of a sharded model, bucket by bucket. `module`: the root, or a unit, of which the whole
 /// model is given. Tensor-parallel parameters are whole, too. Collective, also over the ranks that have their pieces. Main parameters are
-/// read, and nothing is changed: between steps, and between microbatches. Throws Error on every rank if names are unknown, if the ranks ask
-/// for different things, and inside of a backward.
+/// read, and nothing is changed: between steps, and between microbatches. Throws Error on every rank if names are unknown, if adapters do
+/// not fit their weights, or these are tensor-parallel, if the ranks ask for different things, and inside of a backward.
 FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options = {});
 
 }  // namespace fsdp

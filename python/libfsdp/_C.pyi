@@ -264,7 +264,7 @@ class WeightReceivers:
     def value(self) -> int: ...
 
 _GivenAssembly = tuple[list[DeviceMesh], list[list[int]], list[list[tuple[list[int], list[int], list[int]]]]]
-_GivenEntry = tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int, _GivenAssembly | None]
+_GivenEntry = tuple[list[str], list[int], torch.Tensor, ShownUnit | None, int, int, _GivenAssembly | None, bool]
 
 class WeightStream:
     def __init__(
@@ -272,8 +272,8 @@ class WeightStream:
         models: Sequence[HookedModel],
         state: tuple[
             Sequence[_GivenEntry],
-            Sequence[_GivenEntry],
-            Sequence[tuple[int, int, int, float, bool]],
+            Sequence[tuple[str, str, str, float, bool]],
+            Mapping[str, str],
         ],
         *,
         bucket_bytes: int,
@@ -321,7 +321,7 @@ class PlannedTransfer:
         device: torch.device,
         group: object,
         *,
-        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor]],
+        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor, bool]],
         targets: Sequence[TransferTarget],
         aliases: Sequence[tuple[str, str]],
         settings: tuple[Sequence[int], int, timedelta],
@@ -329,7 +329,7 @@ class PlannedTransfer:
     ) -> None: ...
     def run(
         self,
-        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor]],
+        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor, bool]],
         *,
         problem: str,
         timeout: timedelta,

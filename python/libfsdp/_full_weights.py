@@ -13,6 +13,7 @@ from libfsdp._adapters import adapters_of
 from libfsdp._assembly import assembly_of, dims_of, further_dims, meshes_of_all
 from libfsdp._changed_weights import ChangedWeights, WeightSnapshot
 from libfsdp._model import form, states_in
+from libfsdp._packed import is_of_packed, packed_among
 from libfsdp._weight_names import names_that_come
 
 if TYPE_CHECKING:
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from libfsdp._adapters import Adapters
     from libfsdp._assembly import Assembly
     from libfsdp._model import MemberState
 
-    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None]
-    AddedProduct = tuple[int, int, int, float, bool]
+    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None, bool]
+    Adapter = tuple[str, str, str, float, bool]
 
 Receivers = Literal["all", "first", "one_per_host"]
 _RECEIVERS = {
@@ -148,7 +148,8 @@ def full_weights(
     Args:
         model: the root, or a module that has sharded modules below it.
         bucket_bytes: the most bytes of a bucket. A tensor that is larger has a bucket of its own.
-        dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards.
+        dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards. Four-bit
+            weights of bitsandbytes, and what is saved of their quant_state, are never converted.
         names: only these of the names of ``state_dict()``.
         ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
             get buckets without tensors.
@@ -186,7 +187,9 @@ def full_weights(
             form(state, provisional=True)
         if state.model is not None and state.model.engine not in engines:
             engines.append(state.model.engine)
-    asked: tuple[list[Entry], list[Entry], list[AddedProduct]] = ([], [], [])
+    entries: list[Entry] = []
+    merged: list[Adapter] = []
+    received: dict[str, str] = {}
     meshes: list[_C.DeviceMesh] = []
     try:
         # Of all parameters, whatever is asked for: ranks must agree on whom they ask.
@@ -198,9 +201,9 @@ def full_weights(
             members = [state for state, _ in states]
             adapters = adapters_of(model, values, members) if merge_adapters else None
             received = names_that_come(values, names, rename, adapters)
-            chosen = {*received, *(adapters.factors(received) if adapters else ())}
-            found = _entries_of({name: value for name, value in values.items() if name in chosen}, members)
-            asked = _asked_for(found, received, adapters)
+            merged = adapters.merged_into(received) if adapters else []
+            chosen = {*received, *(name for _, up, down, *_ in merged for name in (up, down))}
+            entries = _entries_of({name: value for name, value in values.items() if name in chosen}, members)
     except _C.Error as error:
         problem = str(error)
     for state, _ in states:
@@ -208,7 +211,7 @@ def full_weights(
             torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
     stream = _C.WeightStream(
         engines,
-        asked,
+        (entries, merged, received),
         bucket_bytes=1 if problem else bucket_bytes,
         dtype=None if problem else dtype,
         ranks=_RECEIVERS["all" if problem else ranks],
@@ -241,6 +244,7 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
         Error: for a tensor that the engine can't put together.
     """
     sharded = {id(p.sharded): (state, i, p) for state in states for i, p in enumerate(state.parameters)}
+    packed = packed_among(values)
     entries: dict[int, Entry] = {}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -248,35 +252,20 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
         if id(value) in entries:
             entries[id(value)][0].append(name)
             continue
+        as_is = is_of_packed(name, packed)
         state, i, parameter = sharded.get(id(value), (None, 0, None))
         if state is None or parameter is None or parameter.spec is None:
             local, assembly = _plain(name, value), None
             if isinstance(value, DTensor):
                 assembly = assembly_of(name, value.shape, local.shape, dims_of(value._spec))
-            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly)
+            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly, as_is)
             continue
         dims = further_dims(parameter, state)
         shape = parameter.spec.shape if dims else parameter.shape
         assembly = assembly_of(name, shape, parameter.shape, dims)
         local = _plain(name, parameter.local)
-        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly)
+        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly, as_is)
     return list(entries.values())
-
-
-def _asked_for(
-    entries: list[Entry], received: dict[str, str], adapters: Adapters | None
-) -> tuple[list[Entry], list[Entry], list[AddedProduct]]:
-    """Returns the entries that come, under the receiver's names, the factors of products, and what they add to which entry."""
-    weights = [entry for entry in entries if entry[0][0] in received]
-    factors = [entry for entry in entries if entry[0][0] not in received]
-    places = {name: i for i, entry in enumerate(factors) for name in entry[0]}
-    added = adapters.products if adapters else {}
-    products = [
-        (i, places[product.up], places[product.down], product.scale, product.transposed)
-        for i, entry in enumerate(weights)
-        for product in added.get(entry[0][0], [])
-    ]
-    return [([received[name] for name in entry[0]], *entry[1:]) for entry in weights], factors, products
 
 
 def _plain(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 from libfsdp import _C
 from libfsdp._changed_weights import ChangedWeights, WeightChange
 from libfsdp._full_weights import FullWeights
+from libfsdp._packed import is_packed, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
+
+    from libfsdp._packed import QuantStatePart
 
     Pair = tuple[str, torch.Tensor]
 
@@ -34,7 +37,8 @@ def load_weights(
 
     The module's tensors stay where they are: each value is converted to the dtype and the device of its tensor. Names
     that are one tensor in the module (tied parameters) need to come once only; if they come with different values, that
-    is an error.
+    is an error. Four-bit weights of bitsandbytes take codes and the parts of their quant_state, which modules save behind
+    their names, and neither is converted.
 
     A bucket is checked before any of it is copied. After an error, also of ``buckets`` itself, the buckets before are in
     the module, and a stream of full_weights or a generator is closed. Not collective: it is as collective as ``buckets``.
@@ -86,6 +90,15 @@ class _Loading:
         self._rename = rename
         self._come: dict[str, str] = {}  # the names that have come, by those that they have in the module
         self._filled: dict[int, str] = {}  # the name by which a tensor was filled, by its id
+        # Of packed weights, their quant_state comes, too, under names behind theirs.
+        self._parts: dict[str, QuantStatePart] = {}
+        faults: list[str] = []
+        for name, target in list(self._targets.items()):
+            parts = parts_of(target) if is_packed(target) else {}
+            if parts is None:
+                faults.append(f"'{name}' is quantized in a way that is not known here, by a {type(target).__name__}")
+            self._parts.update({f"{name}.{key}": part for key, part in (parts or {}).items()})
+        self._targets.update({name: part.value for name, part in self._parts.items()})
         if names is not None:
             if isinstance(names, str):
                 raise _C.Error(f"load_weights: names must be a list of names, or None, got {names!r}")
@@ -94,7 +107,7 @@ class _Loading:
                 raise _C.Error(f"load_weights: names: {told(unknown)} in {type(module).__name__}")
             wanted = set(names)
             self._targets = {name: target for name, target in self._targets.items() if name in wanted}
-        faults = [fault for name, target in self._targets.items() if (fault := fault_of_target(name, target))]
+        faults += [fault for name, target in self._targets.items() if (fault := fault_of_target(name, target))]
         if faults:
             raise _C.Error(f"load_weights: {told(faults)}")
 
@@ -116,6 +129,16 @@ class _Loading:
                 faults.append(f"no parameter or buffer {label}")
             elif earlier is not None:
                 faults.append(f"{label} has come before" + (f", as '{earlier}'" if earlier != name else ""))
+            elif mine in self._parts:
+                fault = self._parts[mine].fault_of(tensor)
+                if fault:
+                    faults.append(f"{label} {fault}")
+                found[mine] = (name, tensor)
+            elif is_packed(target) and (target.shape != tensor.shape or target.dtype != tensor.dtype):
+                faults.append(
+                    f"{label} is {list(tensor.shape)} of {tensor.dtype}, and here {list(target.shape)} of {target.dtype}, codes of "
+                    "quantized numbers, which are not converted: load codes, or into a module that is not quantized"
+                )
             elif target.shape != tensor.shape:
                 faults.append(f"{label} is {list(tensor.shape)}, and here {list(target.shape)}")
             else:
@@ -138,9 +161,19 @@ class _Loading:
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copies one tensor into that of this name."""
         target = self._targets[name]
+        if name in self._parts:
+            self._filled[id(target)] = name
+            self._parts[name].fill(tensor)
+            return
         first = self._filled.setdefault(id(target), name)
         if first == name:
-            target.copy_(tensor)
+            try:
+                target.copy_(tensor)
+            except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:  # of a tensor's class that can't
+                raise _C.Error(
+                    f"load_weights: '{name}' is a {type(target).__name__}, into which a {type(tensor).__name__} of {tensor.dtype} can't be "
+                    f"copied ({error}); {self._loaded()}; load into a module that is not quantized, and quantize it then"
+                ) from error
         elif not torch.equal(target.detach(), tensor.to(device=target.device, dtype=target.dtype)):
             raise _C.Error(
                 f"load_weights: '{first}' and '{name}' are tied here, and came with different values; {self._loaded()}"

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from libfsdp import _C
 from libfsdp._boxes import LocalBox, local_boxes
 from libfsdp._changed_weights import WeightSnapshot
-from libfsdp._checkpoint._items import MODEL, Item, model_state, values_of
+from libfsdp._checkpoint._items import MODEL, Item, clean, model_state, values_of
 from libfsdp._model import states_in
+from libfsdp._packed import is_of_packed, is_packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
-    _Held = tuple[str, Sequence[int], Sequence[int], torch.Tensor]  # name, shape of the whole, offsets and values
+    # name, shape of the whole, offsets, values, and whether they are codes
+    _Held = tuple[str, Sequence[int], Sequence[int], torch.Tensor, bool]
 
 
 _TIMEOUT = timedelta(minutes=5)
@@ -251,13 +253,15 @@ def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
         if state.post_optim_event is not None:  # The next forward waits for it, too.
             torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
     held: list[_Held] = []
+    packed = [clean(name) for name, p in model.named_parameters(remove_duplicate=False) if is_packed(p)]
 
     def add(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
         name = ".".join(path[1:])
         shape = list(tensor.shape)
         local = values_of(name, tensor)
         if local.numel() > 0:
-            held.extend((name, shape, box.offsets, box.values) for box in _boxes_of(name, tensor, local))
+            as_is = is_of_packed(name, packed)
+            held.extend((name, shape, box.offsets, box.values, as_is) for box in _boxes_of(name, tensor, local))
         return Item(path, shape, [0] * len(shape), local)
 
     found = model_state(model, add)

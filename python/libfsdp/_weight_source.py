@@ -11,6 +11,7 @@ from libfsdp import _C
 from libfsdp._adapters import adapters_of
 from libfsdp._full_weights import Receivers, full_weights, problem_of
 from libfsdp._model import states_in
+from libfsdp._packed import is_of_packed, packed_among
 from libfsdp._weight_names import names_that_come
 
 if TYPE_CHECKING:
@@ -98,10 +99,12 @@ class WeightSource:
         tensors: dict[int, list[str]] = {}
         for name in received:
             tensors.setdefault(id(values[name]), []).append(name)
+        packed = packed_among(values)
         found = []
         for name in (name for tied in tensors.values() for name in tied):
             value = values[name]
-            dtype = value.dtype if self._dtype is None or not value.is_floating_point() else self._dtype
+            is_converted = value.is_floating_point() and not is_of_packed(name, packed)
+            dtype = value.dtype if self._dtype is None or not is_converted else self._dtype
             found.append(WeightMetadata(received[name], dtype, tuple(value.shape)))
         return found
 

@@ -9,6 +9,7 @@
 #include "api/registry.h"
 #include "base/tensor_over.h"
 #include "comm/communicator.h"
+#include "comm/mesh/joined_row.h"
 #include "engine/engine.h"
 #include "engine/wire_stats.h"
 #include "fsdp/error.h"
@@ -200,11 +201,13 @@ void FSDPModule::reset_peak_memory_stats() { engine_->accounting().reset_peaks()
 WireStats FSDPModule::wire_stats() const {
   WireStats sum;
   for (const auto* communicator : engine::communicators_of(engine_->units())) engine::add(sum, engine::stats_of(communicator->stats()));
+  for (const auto* communicator : comm::joined_rows_of(engine_->options().mesh)) engine::add(sum, engine::stats_of(communicator->stats()));
   return sum;
 }
 
 void FSDPModule::reset_wire_stats() {
   for (auto* communicator : engine::communicators_of(engine_->units())) communicator->reset_stats();
+  for (auto* communicator : comm::joined_rows_of(engine_->options().mesh)) communicator->reset_stats();
 }
 
 FSDPModule handle(const torch::nn::Module& module) {

@@ -3,14 +3,18 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <map>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/outside_transforms.h"
 #include "bindings/bindings.h"
+#include "export/chosen_entries.h"
 #include "export/weight_stream.h"
+#include "fsdp/error.h"
 #include "hooks/hooked_model.h"
 #include "torch_python/shown_unit.h"
 
@@ -29,12 +33,15 @@ using Sizes = std::vector<std::int64_t>;
 using GivenAssembly = std::tuple<std::vector<DeviceMesh>, std::vector<Sizes>, std::vector<std::vector<std::tuple<Sizes, Sizes, Sizes>>>>;
 
 /// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, the
-/// dimension that is cut, and how the whole is put together if a unit has pieces only (or None).
+/// dimension that is cut, how the whole is put together if a unit has pieces only (or None), and whether it is never converted.
 using GivenEntry = std::tuple<std::vector<std::string>, Sizes, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t,
-                              std::optional<GivenAssembly>>;
+                              std::optional<GivenAssembly>, bool>;
 
-/// What is added to an entry: its index, the indices of two factors, the scale, and whether the entry is the transpose.
-using GivenProduct = std::tuple<std::size_t, std::size_t, std::size_t, double, bool>;
+/// A WeightAdapter: the names of the weight, of B and of A, the scale, and whether the weight is the transpose.
+using GivenAdapter = std::tuple<std::string, std::string, std::string, double, bool>;
+
+/// The tensors, the adapters that are added to some of them, and the receiver's names of those that come, by their own.
+using GivenState = std::tuple<std::vector<GivenEntry>, std::vector<GivenAdapter>, std::map<std::string, std::string>>;
 
 /// The whole tensors, what has changed in others (name, shape, positions, values), and the buffer of all these.
 using GivenBucket =
@@ -57,36 +64,45 @@ std::shared_ptr<const weights::Assembly> assembly_of(const std::optional<GivenAs
 
 std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
   std::vector<weights::Entry> entries;
-  for (const auto& [names, shape, own, unit, parameter, cut, assembly] : given) {
+  for (const auto& [names, shape, own, unit, parameter, cut, assembly, as_is] : given) {
     entries.push_back({.names = names,
                        .shape = shape,
                        .own = own,
                        .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
                        .parameter = parameter,
                        .cut = cut,
-                       .assembly = assembly_of(assembly)});
+                       .assembly = assembly_of(assembly),
+                       .as_is = as_is});
   }
   return entries;
 }
 
-std::shared_ptr<WeightStream> make_stream(
-    const std::vector<std::shared_ptr<hooks::HookedModel>>& models,
-    const std::tuple<std::vector<GivenEntry>, std::vector<GivenEntry>, std::vector<GivenProduct>>& state, std::int64_t bucket_bytes,
-    const py::object& dtype, WeightReceivers ranks, std::shared_ptr<WeightSnapshot> since, std::string problem,
-    std::vector<DeviceMesh> meshes) {
+std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hooks::HookedModel>>& models, const GivenState& state,
+                                          std::int64_t bucket_bytes, const py::object& dtype, WeightReceivers ranks,
+                                          std::shared_ptr<WeightSnapshot> since, std::string problem, std::vector<DeviceMesh> meshes) {
   weights::Request request;
   for (const auto& model : models) request.engines.push_back(model->shared_engine());
   request.meshes = std::move(meshes);
-  const auto& [entries, factors, products] = state;
+  const auto& [entries, adapters, come] = state;
   request.entries = entries_of(entries);
-  request.factors = entries_of(factors);
-  for (const auto& [entry, up, down, scale, transposed] : products)
-    request.entries.at(entry).added.push_back({up, down, scale, transposed});
+  for (const auto& [weight, up, down, scale, transposed] : adapters) {
+    request.options.merge_adapters.push_back({.weight = weight, .up = up, .down = down, .scale = scale, .transposed = transposed});
+  }
   request.options.bucket_bytes = bucket_bytes;
   if (!dtype.is_none()) request.options.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   request.options.ranks = ranks;
   request.options.since = std::move(since);
   request.problem = std::move(problem);
+  if (request.problem.empty()) {
+    try {
+      std::vector<std::string> names;
+      for (const auto& [name, renamed] : come) names.push_back(name);
+      weights::choose(request, names, [&](const std::string& name) { return come.at(name); });
+    } catch (const Error& error) {
+      request.problem = error.what();
+      request.entries.clear();
+    }
+  }
   const py::gil_scoped_release no_gil;
   const OutsideTransforms outside;
   return {new WeightStream(std::move(request)), [](WeightStream* stream) {

@@ -94,6 +94,7 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
     auto first = std::make_shared<VisibleCommunicator>(own.communicator(name), collectives(d, position, size));
     state->rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = std::move(first), .make = std::move(make)}));
   }
+  state->joined = own.state()->joined;
   return DeviceMesh(std::move(state));
 }
 

@@ -32,7 +32,7 @@ using weights::PlannedTransfer;
 using weights::Target;
 
 /// Name, shape of the whole, offsets of the box, and its values.
-using GivenHeld = std::tuple<std::string, Sizes, Sizes, at::Tensor>;
+using GivenHeld = std::tuple<std::string, Sizes, Sizes, at::Tensor, bool>;
 /// Name, offsets and sizes of the box, and the dtype in which it is sent.
 using ShownSent = std::tuple<std::string, Sizes, Sizes, at::ScalarType>;
 /// Sender, receiver, and what is sent.
@@ -90,9 +90,9 @@ class PythonPeers final : public weights::TransferPeers {
 
 std::vector<HeldValues> held_of(const std::vector<GivenHeld>& given) {
   std::vector<HeldValues> all;
-  for (const auto& [name, shape, offsets, values] : given) {
-    all.push_back(
-        {.held = {.name = name, .shape = shape, .dtype = values.scalar_type(), .box = {offsets, values.sizes().vec()}}, .values = values});
+  for (const auto& [name, shape, offsets, values, as_is] : given) {
+    const ckpt::Box box = {offsets, values.sizes().vec()};
+    all.push_back({.held = {.name = name, .shape = shape, .dtype = values.scalar_type(), .box = box, .as_is = as_is}, .values = values});
   }
   return all;
 }

@@ -65,12 +65,14 @@ void encode(Encoder& encoder, const RankBoxes& boxes) {
     encoder.numbers(held.shape);
     encoder.number(static_cast<std::int64_t>(held.dtype));
     encode(encoder, held.box);
+    encoder.number(held.as_is ? 1 : 0);
   }
   encoder.number(static_cast<std::int64_t>(boxes.wanted.size()));
   for (const auto& wanted : boxes.wanted) {
     encoder.text(wanted.name);
     encode(encoder, wanted.box);
     encoder.number(static_cast<std::int64_t>(wanted.dtype));
+    encoder.number(wanted.is_converted ? 1 : 0);
   }
 }
 
@@ -82,6 +84,7 @@ RankBoxes decode_boxes(Decoder& decoder) {
     held.shape = decoder.numbers();
     held.dtype = decode_dtype(decoder);
     held.box = decode_box(decoder);
+    held.as_is = decoder.number() != 0;
     boxes.held.push_back(std::move(held));
   }
   for (auto count = decoder.number(); count > 0; --count) {
@@ -89,6 +92,7 @@ RankBoxes decode_boxes(Decoder& decoder) {
     wanted.name = decoder.text();
     wanted.box = decode_box(decoder);
     wanted.dtype = decode_dtype(decoder);
+    wanted.is_converted = decoder.number() != 0;
     boxes.wanted.push_back(std::move(wanted));
   }
   return boxes;

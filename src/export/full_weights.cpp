@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/engine.h"
 #include "export/assembly.h"
+#include "export/chosen_entries.h"
 #include "export/weight_stream.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -85,18 +85,6 @@ std::vector<weights::Entry> entries_of(const torch::nn::Module& module, const en
   return entries;
 }
 
-/// Keeps the entries, and the names of them, that are asked for. Returns what is wrong with the names; nothing if they are all there.
-std::string select(std::vector<weights::Entry>& entries, const std::vector<std::string>& names) {
-  std::set<std::string> wanted(names.begin(), names.end());
-  std::set<std::string> unknown = wanted;
-  for (auto& entry : entries) {
-    for (const auto& name : entry.names) unknown.erase(name);
-    std::erase_if(entry.names, [&](const std::string& name) { return !wanted.contains(name); });
-  }
-  std::erase_if(entries, [](const weights::Entry& entry) { return entry.names.empty(); });
-  return unknown.empty() ? std::string() : "full_weights: the model has no parameter or buffer '" + *unknown.begin() + "'";
-}
-
 }  // namespace
 
 FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options) {
@@ -114,7 +102,12 @@ FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options) 
   const auto assemblies = assemblies_of(engine);
   if (request.problem.empty()) {
     request.entries = entries_of(module, engine, assemblies);
-    if (request.options.names) request.problem = select(request.entries, *request.options.names);
+    try {
+      choose(request, request.options.names, request.options.rename);
+    } catch (const Error& error) {
+      request.problem = error.what();
+      request.entries.clear();
+    }
   }
   return FullWeights(std::make_unique<weights::WeightStream>(std::move(request)));
 }

@@ -30,6 +30,7 @@ struct Origin {
 struct Tensor {
   ckpt::Shape shape;
   at::ScalarType dtype = at::kFloat;
+  bool as_is = false;
   int first_rank = 0;  ///< The first one that has something of it.
   std::vector<Origin> origins;
 };
@@ -102,7 +103,7 @@ class Planner {
         const auto [found, is_new] = index_.try_emplace(held.name, tensors_.size());
         if (is_new) {
           plan_.names.push_back(held.name);
-          tensors_.push_back({.shape = held.shape, .dtype = held.dtype, .first_rank = rank, .origins = {}});
+          tensors_.push_back({.shape = held.shape, .dtype = held.dtype, .as_is = held.as_is, .first_rank = rank, .origins = {}});
         }
         likely = found->second;
       }
@@ -142,6 +143,10 @@ class Planner {
     if (wanted.dtype != tensor.dtype && !(c10::isFloatingType(wanted.dtype) && c10::isFloatingType(tensor.dtype))) {
       throw Error(who + "'" + wanted.name + "' in " + c10::toString(wanted.dtype) + ", but it is " + c10::toString(tensor.dtype) +
                   "; only floating-point tensors are converted");
+    }
+    if (tensor.as_is && (wanted.dtype != tensor.dtype || wanted.is_converted)) {
+      throw Error(who + "'" + wanted.name + "' converted, but its elements are codes of quantized numbers; want them in " +
+                  c10::toString(tensor.dtype) + ", into a tensor of this dtype, with what is named behind them");
     }
     return found->second;
   }

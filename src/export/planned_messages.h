@@ -21,6 +21,7 @@ struct HeldBox {
   ckpt::Shape shape;  ///< Of the whole tensor.
   at::ScalarType dtype = at::kFloat;
   ckpt::Box box;
+  bool as_is = false;  ///< It is never converted: its elements are codes, also where their dtype is one of numbers.
 };
 
 /// What a rank wants of a tensor.
@@ -28,6 +29,7 @@ struct AskedBox {
   std::string name;
   ckpt::Box box;
   at::ScalarType dtype = at::kFloat;  ///< In which it is sent.
+  bool is_converted = false;          ///< It goes into a tensor of another dtype.
 };
 
 /// What a rank has, and what it wants.

@@ -42,7 +42,9 @@ void for_each_box(const OwnMessage& own, const at::Tensor& bytes, const Visit& v
 
 at::Tensor values_of(const SentBox& box, const at::Tensor& bytes) { return bytes.view(box.dtype).view(box.box.sizes); }
 
-bool same(const HeldBox& a, const HeldBox& b) { return a.name == b.name && a.shape == b.shape && a.dtype == b.dtype && a.box == b.box; }
+bool same(const HeldBox& a, const HeldBox& b) {
+  return a.name == b.name && a.shape == b.shape && a.dtype == b.dtype && a.box == b.box && a.as_is == b.as_is;
+}
 
 std::string handled_exception_text() {
   auto text = current_exception_text();

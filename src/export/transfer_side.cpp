@@ -46,7 +46,11 @@ Target target_of(const std::string& name, const at::Tensor& into, std::optional<
     throw Error("'" + name + "' is to travel as " + dtype_name(travels) + " into a tensor of " + dtype_name(into.scalar_type()) +
                 "; only floating-point tensors are converted");
   }
-  return {.wanted = {.name = name, .box = {.offsets = begin, .sizes = into.sizes().vec()}, .dtype = travels}, .into = into.detach()};
+  return {.wanted = {.name = name,
+                     .box = {.offsets = begin, .sizes = into.sizes().vec()},
+                     .dtype = travels,
+                     .is_converted = travels != into.scalar_type()},
+          .into = into.detach()};
 }
 
 }  // namespace fsdp::weights

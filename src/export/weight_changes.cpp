@@ -74,7 +74,7 @@ bool is_converted(at::ScalarType dtype) { return at::isFloatingType(dtype) && dt
 
 at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype) {
   const auto own = entry.own.scalar_type();
-  return dtype && is_converted(own) ? *dtype : own;
+  return dtype && is_converted(own) && !entry.as_is ? *dtype : own;
 }
 
 std::vector<std::int64_t> begins_by_rank(const Entry& entry) {
@@ -287,16 +287,16 @@ Counts WeightStream::exchange(const std::vector<Entry>& entries, const std::vect
   if (entries.empty()) return counts;
   const auto own = at::tensor(changed, at::kLong);
   auto received = own.clone();
-  std::vector<const Rows*> rows_of_entries;
-  for (const auto& entry : entries) rows_of_entries.push_back(entry.is_cut() ? rows_of(entry) : nullptr);
-  for (const auto& rows : rows_) {
+  std::vector<const Route*> routes;
+  for (const auto& entry : entries) routes.push_back(entry.is_cut() ? &routes_->of(entry) : nullptr);
+  for (const auto& route : routes_->all()) {
     std::vector<std::int64_t> cut;
     for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (rows_of_entries[i] == rows.get()) cut.push_back(static_cast<std::int64_t>(i));
+      if (routes[i] == route.get()) cut.push_back(static_cast<std::int64_t>(i));
     }
     const auto indices = at::tensor(cut, at::kLong);
     auto owners = own.index_select(0, indices);
-    for (const auto& row : *rows) owners = row.ranks->exchange(owners, kComparison);
+    for (const auto& row : route->rows) owners = row.ranks->exchange(owners, kComparison);
     owners = owners.view({-1, indices.numel()}).t().contiguous();
     received.index_copy_(0, indices, owners.sum(1));
     for (std::size_t k = 0; k < cut.size(); ++k) {

@@ -48,6 +48,7 @@ struct Entry {
   std::shared_ptr<const Assembly> assembly = {};  ///< If the tensor is cut over further dimensions of the mesh: the unit cuts a piece.
   std::optional<Changed> changed = {};
   std::vector<Product> added = {};  ///< Not in `own`. The tensor has two dimensions then.
+  bool as_is = false;               ///< It is never converted: its elements are codes, also where their dtype is one of numbers.
 
   /// True if ranks of the unit have parts of it.
   bool is_cut_by_unit() const { return unit != nullptr && !unit->replicated_optimizer(); }
@@ -58,7 +59,7 @@ struct Entry {
   Cut cut_by_unit() const { return {.dim = cut, .ranks = is_cut_by_unit() ? unit->communicators.gather->size() : 1}; }
 };
 
-/// The dtype in which an entry travels: floating-point numbers are converted to `dtype`.
+/// The dtype in which an entry travels: floating-point numbers are converted to `dtype`, codes are not.
 at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype);
 /// True for dtypes of which an element is one floating-point number.
 bool is_converted(at::ScalarType dtype);

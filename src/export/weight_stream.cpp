@@ -135,30 +135,11 @@ void WeightStream::choose_receivers(WeightReceivers receivers) {
     const auto hosts = ranks_.exchange(mine, {.operation = "full_weights: hosts", .unit = {}});
     for (std::int64_t rank = 0; rank < ranks_.index(); ++rank) receives_ = receives_ && !at::equal(hosts[rank], mine);
   }
-}
-
-const WeightStream::Rows* WeightStream::rows_of(const Entry& entry) {
-  std::vector<std::shared_ptr<comm::Communicator>> found;
-  if (entry.is_cut_by_unit()) {
-    if (entry.unit->options.outer_sharded_optimizer) found.push_back(entry.unit->communicators.outer);
-    found.push_back(entry.unit->communicators.gather);
-  }
-  if (entry.assembly != nullptr) found.insert(found.end(), entry.assembly->rows.rbegin(), entry.assembly->rows.rend());
-  const auto same = [&](const auto& rows) { return std::ranges::equal(*rows, found, {}, &Row::ranks); };
-  if (const auto known = std::ranges::find_if(rows_, same); known != rows_.end()) return known->get();
-  auto rows = std::make_unique<Rows>();
-  for (auto& ranks : found) rows->push_back({.ranks = std::move(ranks), .receives = {}});
-  bool needs = receives_;
-  for (auto row = rows->rbegin(); row != rows->rend(); ++row) {
-    const auto all = row->ranks->exchange(at::full({1}, needs, at::kByte), {.operation = "full_weights: receivers", .unit = {}});
-    const auto* data = all.const_data_ptr<std::uint8_t>();
-    row->receives.assign(data, data + row->ranks->size());
-    needs = row->some_receive();
-  }
-  return rows_.emplace_back(std::move(rows)).get();
+  routes_.emplace(engines_.front()->options().mesh, receives_);
 }
 
 void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype) {
+  auto courses = courses_of(entries_, *routes_);
   std::int64_t whole_bytes = 0;  // of the last bucket, as a receiver holds it
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     const auto& entry = entries_[i];
@@ -175,7 +156,7 @@ void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType>
     }
     whole_bytes += bytes;
     auto& bucket = buckets_.back();
-    bucket.places.push_back(place(i, travels, bucket.bytes));
+    bucket.places.push_back(place(i, std::move(courses[i]), travels, bucket.bytes));
     for (const auto& range : bucket.places.back().ranges) bucket.bytes = std::max(bucket.bytes, aligned(range.begin + range.size));
     capacity_ = std::max(capacity_, bucket.bytes);
   }
@@ -185,64 +166,21 @@ void WeightStream::plan(std::int64_t bucket_bytes, std::optional<at::ScalarType>
 }
 
 /// Lays out what this rank holds of an entry, from `begin` on. Ranges that it does not hold are empty.
-WeightStream::Place WeightStream::place(std::size_t i, at::ScalarType dtype, std::int64_t begin) {
-  const auto& entry = entries_[i];
+WeightStream::Place WeightStream::place(std::size_t i, Course course, at::ScalarType dtype, std::int64_t begin) const {
   const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype));
-  Place place{.entry = i, .dtype = dtype, .rows = nullptr, .ranges = {}, .bytes = {}};
-  if (!entry.is_cut()) {
-    place.ranges = {receives_ ? Range{begin, c10::multiply_integers(entry.shape) * itemsize} : Range{}};
+  Place place{.entry = i, .dtype = dtype, .route = course.route, .ranges = std::move(course.ranges), .bytes = std::move(course.numel)};
+  if (place.route == nullptr) {
+    place.ranges = {receives_ ? Range{begin, place.ranges.front().size * itemsize} : Range{}};
     return place;
-  }
-  place.rows = rows_of(entry);
-  // In the tensor as it arrives, elements.
-  auto& ranges = place.ranges;
-  if (entry.is_cut_by_unit()) {
-    const auto& unit = *entry.unit;
-    const auto begins = begins_by_rank(entry);
-    const auto range_of = [&](engine::Pieces pieces) {
-      const auto from = begins[static_cast<std::size_t>(pieces.first)];
-      return Range{from, begins[static_cast<std::size_t>(pieces.first + pieces.count)] - from};
-    };
-    const auto inner = unit.inner_pieces();
-    ranges.push_back(range_of(unit.main_pieces()));
-    if (unit.options.outer_sharded_optimizer) {
-      auto& numel = place.bytes.emplace_back();
-      for (int rank = 0; rank < unit.communicators.outer_size(); ++rank) numel.push_back(range_of({inner.first + rank, 1}).size);
-      ranges.push_back(range_of(inner));
-    }
-    auto& numel = place.bytes.emplace_back();
-    for (int rank = 0; rank < unit.communicators.gather->size(); ++rank) numel.push_back(range_of({rank * inner.count, inner.count}).size);
-    ranges.push_back({0, begins.back()});
-  }
-  if (entry.assembly != nullptr) {
-    const auto& assembly = *entry.assembly;
-    const auto numel = entry.changed ? entry.changed->numel_of_rank : assembly.numel();
-    const auto range_of = [&](std::size_t first, std::size_t count) {
-      const auto from = numel.begin() + static_cast<std::ptrdiff_t>(first);
-      return Range{std::accumulate(numel.begin(), from, std::int64_t{0}),
-                   std::accumulate(from, from + static_cast<std::ptrdiff_t>(count), std::int64_t{0})};
-    };
-    const auto mine = range_of(assembly.rank(), 1);
-    if (ranges.empty()) ranges.push_back({0, mine.size});
-    for (auto& range : ranges) range.begin += mine.begin;
-    std::size_t together = 1;  // ranks whose pieces one rank of the row has
-    for (auto row = assembly.rows.rbegin(); row != assembly.rows.rend(); ++row) {
-      const auto size = static_cast<std::size_t>((*row)->size());
-      const auto first = assembly.rank() / (together * size) * (together * size);
-      auto& of_rank = place.bytes.emplace_back();
-      for (std::size_t rank = 0; rank < size; ++rank) of_rank.push_back(range_of(first + rank * together, together).size);
-      together *= size;
-      ranges.push_back(range_of(first, together));
-    }
   }
   for (auto& numel : place.bytes) {
     for (auto& of_rank : numel) of_rank *= itemsize;
   }
-  auto held = ranges.front();
-  for (std::size_t k = 0; k < place.rows->size(); ++k) {
-    if ((*place.rows)[k].receives_here()) held = ranges[k + 1];
+  auto held = place.ranges.front();
+  for (std::size_t k = 0; k < place.route->rows.size(); ++k) {
+    if (place.route->rows[k].receives_here()) held = place.ranges[k + 1];
   }
-  for (auto& range : ranges) {
+  for (auto& range : place.ranges) {
     const bool is_held = held.begin <= range.begin && range.begin + range.size <= held.begin + held.size;
     range = is_held ? Range{begin + (range.begin - held.begin) * itemsize, range.size * itemsize} : Range{};
   }
@@ -323,13 +261,21 @@ void WeightStream::detach(Buffer& buffer) {
   buffer.bytes = at::Tensor();
 }
 
+/// True if this rank's part is gathered from where it lies: whoever copies other ranks' parts to their places copies this one, too. (On
+/// devices, copies of a whole bucket are one launch.)
+bool WeightStream::is_gathered_straight(const Place& place) const {
+  const auto& entry = entries_[place.entry];
+  return place.route != nullptr && entry.added.empty() && entry.own.scalar_type() == place.dtype && entry.own.is_contiguous() &&
+         entry.own.is_cpu() && engines_.front()->options().mesh.device().is_cpu();
+}
+
 /// Converts this rank's parts into their places, with what is added to them.
 void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) const {
   Copies conversions;
   for (const auto& place : bucket.places) {
     const auto& entry = entries_[place.entry];
     const auto& range = place.ranges.front();
-    if (range.size == 0) continue;
+    if (range.size == 0 || is_gathered_straight(place)) continue;
     const auto to = view(buffer, range.begin, range.size).view(place.dtype);
     if (entry.added.empty()) {
       conversions.add(to.view(entry.own.sizes()), entry.own);
@@ -343,21 +289,23 @@ void WeightStream::fill(const BucketPlan& bucket, const at::Tensor& buffer) cons
 void WeightStream::gather(Flight& flight) const {
   const comm::Label label = {.operation = "gather of weights", .unit = flight.plan->label, .model = engines_.front()->options().model};
   const auto& buffer = flight.buffer.bytes;
-  for (const auto& rows : rows_) {
-    for (std::size_t k = 0; k < rows->size(); ++k) {
-      const auto& row = (*rows)[k];
+  for (const auto& route : routes_->all()) {
+    const auto& rows = route->rows;
+    for (std::size_t k = 0; k < rows.size(); ++k) {
+      const auto& row = rows[k];
       std::vector<comm::UnevenPart> parts;
       for (const auto& place : flight.plan->places) {
-        if (place.rows != rows.get()) continue;
+        if (place.route != route.get()) continue;
         const auto& own = place.ranges[k];
         const auto& whole = place.ranges[k + 1];
+        const bool is_straight = k == 0 && own.size > 0 && is_gathered_straight(place);
         parts.push_back({.whole = row.receives_here() ? view(buffer, whole.begin, whole.size) : at::Tensor(),
-                         .own = view(buffer, own.begin, own.size),
+                         .own = is_straight ? entries_[place.entry].own.view({-1}).view(at::kByte) : view(buffer, own.begin, own.size),
                          .bytes = place.bytes[k]});
       }
       if (parts.empty() || !row.some_receive()) continue;
       auto pending = row.ranks->gather_uneven(parts, row.receives, label);
-      if (k + 1 < rows->size()) {
+      if (k + 1 < rows.size()) {
         pending->wait();  // The next row sends what has come.
       } else {
         flight.pending.push_back(std::move(pending));

@@ -16,6 +16,7 @@
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
 #include "export/adapters.h"
+#include "export/route.h"
 #include "export/weight_changes.h"
 #include "export/weight_entry.h"
 #include "fsdp/device_mesh.h"
@@ -68,29 +69,12 @@ class WeightStream {
   StreamState state() const { return state_; }
 
  private:
-  /// A row of ranks along which entries are gathered. In it, those ranks receive that are to have whole tensors, or pass on in the rows
-  /// behind it what they receive.
-  struct Row {
-    std::shared_ptr<comm::Communicator> ranks;
-    std::vector<bool> receives;
-
-    bool receives_here() const { return receives[static_cast<std::size_t>(ranks->rank())]; }
-    bool some_receive() const { return std::ranges::find(receives, true) != receives.end(); }
-  };
-  /// In the order of the gathers: that of an outer dimension that cuts shards once more, the one that shards, and those of the assembly,
-  /// from the last dimension to the first. What a rank has after each of them lies within what it has after the next.
-  using Rows = std::vector<Row>;
-  /// Bytes [begin, begin + size) of a bucket's buffer.
-  struct Range {
-    std::int64_t begin = 0;
-    std::int64_t size = 0;
-  };
   /// An entry in its bucket. This rank holds the whole tensor if it receives, and otherwise what it sends.
   struct Place {
     std::size_t entry = 0;
     at::ScalarType dtype = at::kFloat;  ///< In which it travels.
-    const Rows* rows = nullptr;         ///< Null for an entry that is not cut.
-    std::vector<Range> ranges;          ///< What this rank owns, and what it has after each gather; the last one is the whole tensor.
+    const Route* route = nullptr;       ///< Null for an entry that is not cut.
+    std::vector<Range> ranges;  ///< What this rank owns, and has after each gather, in the bucket's buffer; the last is the whole tensor.
     std::vector<std::vector<std::int64_t>> bytes;  ///< What the ranks of each row bring, by row and rank.
   };
   struct BucketPlan {
@@ -114,17 +98,17 @@ class WeightStream {
 
   void check(Request& request);
   void choose_receivers(WeightReceivers receivers);
-  const Rows* rows_of(const Entry& entry);
   void on_all(const std::function<void()>& work) const;
   void keep_changes(const FullWeightsOptions& options);
   Counts exchange(const std::vector<Entry>& entries, const std::vector<std::int64_t>& changed);
   void plan(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype);
-  Place place(std::size_t entry, at::ScalarType dtype, std::int64_t begin);
+  Place place(std::size_t entry, Course course, at::ScalarType dtype, std::int64_t begin) const;
   void start();
   void go_on(const BucketPlan& bucket, const std::function<void()>& work) const;
   std::vector<const Entry*> merged(const BucketPlan& bucket) const;
   Buffer take_buffer(std::int64_t bytes);
   static void detach(Buffer& buffer);
+  bool is_gathered_straight(const Place& place) const;
   void fill(const BucketPlan& bucket, const at::Tensor& buffer) const;
   void gather(Flight& flight) const;
   WeightBucket arrived(const BucketPlan& bucket, const at::Tensor& buffer) const;
@@ -142,7 +126,7 @@ class WeightStream {
   std::shared_ptr<WeightSnapshot> since_;  ///< Or null.
   double changed_fraction_ = 1;
   comm::Ranks ranks_;
-  std::vector<std::unique_ptr<Rows>> rows_;
+  std::optional<Routes> routes_;  ///< None before it is known who receives.
   bool receives_ = true;
   std::vector<BucketPlan> buckets_;
   std::int64_t capacity_ = 0;  ///< The size of a buffer, which fits every bucket.

@@ -251,7 +251,8 @@ class SharedGather final : public SharedPending {
 };
 
 /// On one host: each rank that receives copies the peers' bytes from where they lie, as soon as they are there. Who gathers ahead of a
-/// consumer waits only when the consumer has finished with what came before.
+/// consumer waits only when the consumer has finished with what came before. So the thread that advances collectives also brings this
+/// rank's own bytes to their place, where peers read them.
 class SharedUneven final : public SharedPending {
  public:
   SharedUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
@@ -264,18 +265,12 @@ class SharedUneven final : public SharedPending {
  protected:
   void post() override {
     shared_.announce_parts();
-    std::vector<ByteRange> ranges;
-    for (const UnevenPart& part : parts_) {
-      copy_own_bytes(part, row().rank);
-      const at::Tensor lies_in = part.whole.defined() ? region_of_rank(part, row().rank) : part.own;
-      ranges.push_back({.data = lies_in.const_data_ptr(), .bytes = lies_in.numel()});
-    }
-    offer(ranges);
     begin_waiting();
     advance_all_beside(shared_.host_memory());
   }
 
   bool read_all() override {
+    if (!offered_) offer_own();
     bool all = true;
     for (int k = 1; k < shared_.size(); ++k) {
       const int neighbour = (shared_.rank() + k) % shared_.size();  // no rank is everybody's first
@@ -285,6 +280,21 @@ class SharedUneven final : public SharedPending {
   }
 
  private:
+  void offer_own() {
+    std::vector<ByteRange> ranges;
+    for (const UnevenPart& part : parts_) {
+      const at::Tensor lies_in = part.whole.defined() ? region_of_rank(part, row().rank) : part.own;
+      const auto bytes = static_cast<std::int64_t>(lies_in.nbytes());
+      if (bytes > 0 && lies_in.const_data_ptr() != part.own.const_data_ptr()) {
+        parallel_copy(lies_in.mutable_data_ptr(), part.own.const_data_ptr(), bytes);
+      }
+      ranges.push_back({.data = lies_in.const_data_ptr(), .bytes = bytes});
+    }
+    offer(ranges);
+    offered_ = true;
+    shared_.host_memory().ask_peers_to_advance();  // who may be computing, and has found nothing before
+  }
+
   bool read(int neighbour) {
     const std::int64_t* const offsets = parts_of(neighbour);
     if (offsets == nullptr) return false;
@@ -299,6 +309,7 @@ class SharedUneven final : public SharedPending {
 
   const std::vector<UnevenPart> parts_;
   std::vector<bool> read_;  // by neighbour; true from the start if this rank does not receive
+  bool offered_ = false;
 };
 
 class SharedReduce final : public SharedPending {

@@ -4,8 +4,10 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "comm/collectives/group.h"
 #include "comm/communicator.h"
 #include "fsdp/device_mesh.h"
 
@@ -20,6 +22,14 @@ struct MeshRow {
       {};  ///< The communicators that second_communicator() has made, by its argument.
 };
 
+/// Communicators of the ranks along several rows at once. Sub-meshes share it.
+struct JoinedRows {
+  /// Makes one of these ranks of the world. `name` is equal on them, and differs between all that are made.
+  std::function<std::shared_ptr<comm::Communicator>(const comm::Row& ranks, const std::string& name)> make;
+  /// Those that comm::joined_row() has made, by their rows.
+  std::map<std::vector<std::shared_ptr<comm::Communicator>>, std::shared_ptr<comm::Communicator>> made = {};
+};
+
 /// What the copies of a mesh share.
 struct DeviceMesh::State {
   c10::Device device = c10::kCPU;
@@ -28,6 +38,7 @@ struct DeviceMesh::State {
   std::vector<MeshDim> dims;
   std::vector<std::int64_t> coordinates;       ///< This rank's coordinates, one per dimension.
   std::vector<std::shared_ptr<MeshRow>> rows;  ///< This rank's rows, one per dimension.
+  std::shared_ptr<JoinedRows> joined = {};     ///< Null where none can be made, on all ranks alike.
 };
 
 }  // namespace fsdp

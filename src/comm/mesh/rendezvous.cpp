@@ -120,7 +120,8 @@ std::chrono::milliseconds watchdog_timeout(std::chrono::milliseconds timeout) {
 
 Rendezvous::Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout) : world_(world), timeout_(timeout) {
   if (world.size == 1) return;
-  store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), world_store(world, timeout));
+  common_ = world_store(world, timeout);
+  store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), common_);
   gloo_device_ = make_gloo_device(world);
 }
 
@@ -130,15 +131,16 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank,
   if (world_size == 1) return;
   ignore_broken_pipes();
   if (is_served_by_agent(process_environment)) tell_endings_by(store, rank);
-  store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), std::move(store));
+  common_ = std::move(store);
+  store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), common_);
   gloo_device_ = make_gloo_device(world_);
 }
 
 template <typename Make>
-c10::intrusive_ptr<c10d::Backend> Rendezvous::group(const Row& row, const std::string& name, const Make& make) {
+c10::intrusive_ptr<c10d::Backend> Rendezvous::group(const Row& row, const c10::intrusive_ptr<c10d::Store>& store, const Make& make) {
   if (row.size() == 1) return {};
   try {
-    return make(c10::make_intrusive<c10d::PrefixStore>(name, store_));
+    return make(store);
   } catch (...) {
     throw CommError(
         "rank " + std::to_string(world_.rank) + " of " + std::to_string(world_.size) +
@@ -152,17 +154,24 @@ c10::intrusive_ptr<c10d::Store> Rendezvous::store(const std::string& name) const
   return c10::make_intrusive<c10d::PrefixStore>(name, store_);
 }
 
-c10::intrusive_ptr<c10d::Backend> Rendezvous::gloo_group(const Row& row, const std::string& name) {
-  return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
+c10::intrusive_ptr<c10d::Backend> Rendezvous::make_gloo(const Row& row, const c10::intrusive_ptr<c10d::Store>& store) {
+  return group(row, store, [&](const c10::intrusive_ptr<c10d::Store>& of_group) {
     auto options = c10d::ProcessGroupGloo::Options::create(timeout_);
     options->devices.push_back(gloo_device_);
-    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, row.rank, row.size(), options);
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(of_group, row.rank, row.size(), options);
   });
 }
 
+c10::intrusive_ptr<c10d::Backend> Rendezvous::gloo_group(const Row& row, const std::string& name) { return make_gloo(row, store(name)); }
+
+c10::intrusive_ptr<c10d::Backend> Rendezvous::gloo_group_across(const Row& row, const std::string& name) {
+  if (common_ == nullptr) return {};
+  return make_gloo(row, c10::make_intrusive<c10d::PrefixStore>("libfsdp/across meshes/" + name, common_));
+}
+
 c10::intrusive_ptr<c10d::Backend> Rendezvous::device_group(const Row& row, const std::string& name, c10::Device device) {
-  return group(row, name, [&](const c10::intrusive_ptr<c10d::Store>& store) {
-    return device_groups().at(device.type())({.store = store, .row = row, .name = name, .device = device, .timeout = timeout_});
+  return group(row, store(name), [&](const c10::intrusive_ptr<c10d::Store>& of_group) {
+    return device_groups().at(device.type())({.store = of_group, .row = row, .name = name, .device = device, .timeout = timeout_});
   });
 }
 

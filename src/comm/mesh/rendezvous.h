@@ -31,16 +31,20 @@ class Rendezvous {
   c10::intrusive_ptr<c10d::Store> store(const std::string& name) const;
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
-  /// The same with the backend that moves tensors of this device; see register_device_groups().
+  /// The same for ranks of several meshes. `name` differs between all groups that are made so.
+  c10::intrusive_ptr<c10d::Backend> gloo_group_across(const Row& row, const std::string& name);
+  /// As gloo_group(), with the backend that moves tensors of this device; see register_device_groups().
   c10::intrusive_ptr<c10d::Backend> device_group(const Row& row, const std::string& name, c10::Device device);
 
  private:
   template <typename Make>
-  c10::intrusive_ptr<c10d::Backend> group(const Row& row, const std::string& name, const Make& make);
+  c10::intrusive_ptr<c10d::Backend> group(const Row& row, const c10::intrusive_ptr<c10d::Store>& store, const Make& make);
+  c10::intrusive_ptr<c10d::Backend> make_gloo(const Row& row, const c10::intrusive_ptr<c10d::Store>& store);
 
   const World world_;
   const std::chrono::milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::Store> common_;                // Of all meshes; null for a world of one rank.
+  c10::intrusive_ptr<c10d::Store> store_;                 // Of this one.
   std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
 };
 

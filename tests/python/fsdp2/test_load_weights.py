@@ -280,3 +280,23 @@ def test_an_error_of_the_iterator_passes() -> None:
     with pytest.raises(ConnectionError, match="gone"):
         libfsdp.load_weights(module, buckets())
     assert torch.equal(module.first.bias, new["first.bias"])
+
+
+class Unwritable(torch.Tensor):
+    """Quantized numbers that nobody can write."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            raise NotImplementedError("copy_")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_class_that_takes_no_values_is_named() -> None:
+    module = nn.Linear(2, 3)
+    module.weight = nn.Parameter(torch.ones(3, 2).as_subclass(Unwritable), requires_grad=False)
+    with pytest.raises(libfsdp.Error) as caught:
+        libfsdp.load_weights(module, [("bias", torch.ones(3)), ("weight", torch.ones(3, 2))])
+    text = str(caught.value)
+    assert "'weight' is a Unwritable, into which a Tensor of torch.float32 can't be copied (copy_); 1 of 2 were loaded" in text
+    assert "load into a module that is not quantized" in text

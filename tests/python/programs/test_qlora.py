@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import clients, qlora
+from support import clients, qlora, qlora_export
 from support.comparison import differences
 from support.marks import at_night
 from support.ranks import ComparedRanks, StartRanks
@@ -100,3 +100,19 @@ def test_frozen_units_stay_for_the_microbatches_of_a_step(ranks: StartRanks, how
     for sent, sizes in ranks(2).run(qlora.gathers_of_a_step, how):
         each = sizes["root"] + 3 * sizes["others"] // 2
         assert sent == [4 * each + count * sizes["codes"] for count in gathers]
+
+
+@pytest.mark.parametrize(
+    ("options", "world"), [("", 2), ("double float32", 2), at_night("double", 4), at_night("bfloat16 policy offload", 2)]
+)
+def test_loads_into_a_quantized_module(ranks: StartRanks, options: str, world: int) -> None:
+    ranks(world).run(qlora_export.loads, options)
+
+
+def test_what_does_not_fit_is_one_error(ranks: StartRanks) -> None:
+    ranks(2).run(qlora_export.does_not_fit)
+
+
+@pytest.mark.parametrize(("options", "world"), [("", 2), ("double float32", 2), at_night("double policy", 4)])
+def test_a_plan_sends_codes_as_they_are(ranks: StartRanks, options: str, world: int) -> None:
+    ranks(world).run(qlora_export.sent, options)
