@@ -58,7 +58,9 @@ class Position {
       case EventKind::kFailed:
         waits_ = false;
         break;
+      case EventKind::kMemoryHeld:
       case EventKind::kMemoryPeaked:
+      case EventKind::kKindPeaked:
       case EventKind::kPosted:
       case EventKind::kArrived:
       case EventKind::kGivenUp:
