@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "events/event_memory.h"
+#include "events/program_stack.h"
 
 namespace fsdp::events {
 namespace {
@@ -165,6 +166,7 @@ void keep_in_file_if_asked(std::int64_t rank, std::int64_t world_size) noexcept 
   try {
     keep_in_file(folder, rank, world_size);
     note_ends();
+    write_stack_when_asked(folder);
   } catch (const std::exception& error) {
     std::cerr << "libfsdp: rank " + std::to_string(rank) +
                      " keeps no events in a file, so `fsdp why` will not know of it: FSDP_EVENTS: " + error.what() + "\n"

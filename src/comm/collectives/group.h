@@ -25,12 +25,15 @@
 
 namespace fsdp::comm {
 
+class StoreProgress;
+
 /// The ranks of one row of a mesh, in order.
 struct Row {
   std::string dim;                         ///< The mesh dimension along which the row runs.
   int rank = 0;                            ///< This rank's position in the row.
   std::vector<std::int64_t> global_ranks;  ///< One per position.
   std::int64_t world_size = 1;
+  std::shared_ptr<StoreProgress> progress = {};  ///< How ranks of different hosts tell each other what they do; may be null.
 
   int size() const { return static_cast<int>(global_ranks.size()); }
 };
@@ -139,6 +142,7 @@ class Group {
     Message sent;
   };
 
+  std::shared_ptr<StoreProgress> progress() const;
   void compare(Header& header);
   void compare_beside(Header& header) noexcept;
   void look_for_alarm() noexcept;
