@@ -25,6 +25,8 @@ enum class EventKind : std::uint8_t {
   kArrived,     ///< What the others have sent is there; what is missing is this rank's own arithmetic. Not all transports tell.
   kWaitEnded,   ///< The result may be used. If the data move on a device, its stream waits, and the host went on.
   kFailed,      ///< Posting it, or waiting for it, has thrown.
+  kHeldStream,  ///< Where the data move on a device: its stream has waited for them for `bytes` nanoseconds of the device's time. It is
+                ///< told when the device has come so far, which may be long after kWaitEnded.
   // Of a row, which is the source.
   kGivenUp,  ///< After its first failure: `operation` is the text of the error.
   // Of the process; there is no source.

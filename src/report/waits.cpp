@@ -63,6 +63,7 @@ class Position {
       case EventKind::kKindPeaked:
       case EventKind::kPosted:
       case EventKind::kArrived:
+      case EventKind::kHeldStream:
       case EventKind::kGivenUp:
       case EventKind::kEnded:
         break;
@@ -165,6 +166,9 @@ std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events
         break;
       case EventKind::kWaitEnded:
         all[key].wait_ended = event.time;
+        break;
+      case EventKind::kHeldStream:
+        if (const auto found = all.find(key); found != all.end()) found->second.held_stream = event.bytes;
         break;
       default:
         break;

@@ -16,6 +16,7 @@
 
 #include "comm/call.h"
 #include "comm/collectives/message_thread.h"
+#include "comm/collectives/stream_times.h"
 #include "comm/collectives/wait_notice.h"
 #include "comm/communicator.h"
 #include "comm/host_memory/shared_row.h"
@@ -127,6 +128,7 @@ class Group {
   const std::shared_ptr<SharedRow> shared;
   const Compares compares;
   const std::shared_ptr<WaitNotice> notice;
+  StreamTimes stream_times;  ///< Of the collectives on `data`.
 
  private:
   static constexpr std::int64_t kAlarmBytes = 1024;
