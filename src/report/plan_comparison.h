@@ -18,7 +18,7 @@ struct PlannedStep {
   BytesByKind peaks = {};          ///< The most of each kind.
   std::int64_t sent = 0;           ///< All that a rank sends.
   std::int64_t read_by_peers = 0;  ///< The part of it that peers read from its memory.
-  std::optional<double> ms = {};        ///< How long it takes; none if the plan was made without rates.
+  std::optional<double> ms = {};   ///< How long it takes; none if the plan was made without rates.
 };
 
 /// Reads what `fsdp plan --json` has printed, or Plan::json() returned. Throws Error, which names the option --plan, if it is no such file.
