@@ -9,15 +9,14 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
-#include <iostream>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "gpt.h"
+#include "turns.h"
 
 namespace {
 
@@ -226,15 +225,7 @@ int run(int rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 3) {
-    std::cerr << "usage: bench_levers [RANKS] [ROUNDS]\n";
-    return 2;
-  }
-  const int ranks = argc > 1 ? std::atoi(argv[1]) : 2;
-  const int rounds = argc > 2 ? std::atoi(argv[2]) : 10;
-  if (ranks < 1 || rounds < 1) {
-    std::cerr << "bench_levers: ranks and rounds must be positive\n";
-    return 2;
-  }
-  return fsdp::launch_local(ranks, [&] { return run(rounds); });
+  const auto turns = fsdp::bench::read_turns("bench_levers", argc, argv, {.ranks = 2, .rounds = 10});
+  if (!turns) return 2;
+  return fsdp::launch_local(turns->ranks, [&] { return run(turns->rounds); });
 }

@@ -1,14 +1,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <iomanip>
 #include <iostream>
 #include <memory>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "checkpoint/printable.h"
+#include "report/plan_comparison.h"
 #include "report/timeline_files.h"
 #include "report/timeline_page.h"
 #include "report/trace_json.h"
@@ -24,6 +27,7 @@ struct TimelineOptions {
   std::string html;
   std::string json;
   std::string steps;
+  std::string plan;
 };
 
 std::string counted(std::size_t count, const std::string& what) { return std::to_string(count) + " " + what + (count == 1 ? "" : "s"); }
@@ -36,6 +40,25 @@ std::string contents(const report::Timeline& timeline) {
   std::string text = counted(timeline.ranks.size(), "rank") + ", " + counted(steps.size(), "step");
   if (!steps.empty()) text += " (" + std::to_string(*steps.begin()) + " to " + std::to_string(*steps.rbegin()) + ")";
   return text;
+}
+
+/// A table of what was planned and what was measured.
+std::string text_of(const report::PlanComparison& comparison) {
+  std::ostringstream text;
+  const auto number = [](const report::ComparedValue& value, double of) {
+    std::ostringstream digits;
+    digits << std::fixed << std::setprecision(value.is_time ? 1 : 0) << of;
+    return of < 0 ? std::string("-") : digits.str();
+  };
+  text << std::left << std::setw(26) << "planned and measured" << std::right << std::setw(18) << "planned" << std::setw(18) << "measured"
+       << "  rank\n";
+  for (const auto& value : comparison.values) {
+    text << std::left << std::setw(26) << value.name + (value.is_time ? ", ms" : ", B") << std::right << std::setw(18)
+         << number(value, value.planned) << std::setw(18) << number(value, value.measured);
+    if (value.rank >= 0) text << "  " << value.rank;
+    text << "\n";
+  }
+  return text.str();
 }
 
 void write(const std::string& file, const std::string& text) {
@@ -51,11 +74,14 @@ int draw(const TimelineOptions& options) {
   std::cout << contents(timeline) << "\n";
   if (const auto longest = report::longest_wait(timeline); !longest.empty())
     std::cout << "longest wait: " << ckpt::printable_line(longest) << "\n";
+  std::optional<report::PlanComparison> plan;
+  if (!options.plan.empty()) plan = report::compare(report::read_plan(options.plan), timeline);
+  if (plan) std::cout << text_of(*plan);
   for (const auto& line : unreadable) std::cout << "Not read: " << ckpt::printable_line(line) << "\n";
   if (!options.json.empty()) write(options.json, report::trace_json(timeline));
   if (!options.html.empty() || options.json.empty()) {
     const auto file = options.html.empty() ? (fs::path(options.folder) / "timeline.html").string() : options.html;
-    write(file, report::timeline_page(timeline, report::title_of(options.folder)));
+    write(file, report::timeline_page(timeline, report::title_of(options.folder), plan));
   }
   return 0;
 }
@@ -69,6 +95,8 @@ std::function<int()> add_timeline(CLI::App& command) {
   command.add_option("--json", options->json, "Perfetto's JSON, for https://ui.perfetto.dev");
   command.add_option("--steps", options->steps,
                      "The first and the last step, as in 12-14, or one (default: all of which there are events)");
+  command.add_option("--plan", options->plan,
+                     "What `fsdp plan --json` has printed for this run: the page shows it beside what was measured");
   return [options] { return draw(*options); };
 }
 

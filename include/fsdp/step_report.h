@@ -20,6 +20,7 @@ struct ExposedWaits {
   std::string operation;                          ///< "all-gather", "reduce-scatter", ...
   bool in_backward = false;                       ///< Whether the computation was in a backward.
   double ms = 0;                                  ///< The sum of `reasons`.
+  double device_ms = -1;                          ///< As StepTimes::device_exposed_ms, of these.
   std::array<double, kWaitReasons> reasons = {};  ///< By WaitReason.
   std::int64_t late_rank = -1;                    ///< The global rank that was waited for the longest; -1 if none was late.
   std::string late_rank_was;                      ///< What it was doing, such as "in forward of 'blocks.3'". Empty if none was late.
@@ -40,6 +41,9 @@ struct StepTimes {
   double between_ms = 0;       ///< The rest: the optimizer, loading data, saving.
   double compute_ms = 0;       ///< step_ms without the waits.
   double exposed_ms = 0;       ///< The waits for collectives.
+  /// How long the device's stream waited for gathers and reductions, by the device's clock, where the host does not wait for them. -1: not
+  /// measured, as on the CPU, and in steps before the program's first report.
+  double device_exposed_ms = -1;
 };
 
 /// Where the time of training steps went on this rank, and what moved.
@@ -66,7 +70,8 @@ std::ostream& operator<<(std::ostream& stream, const StepReport& report);
 /// gradients to the optimizer (under gradient accumulation, the last one). Fewer steps are reported if fewer have ended, or if their events
 /// are no longer kept (some 16,000 are).
 ///
-/// Always on: the events cost well under a microsecond each. On a device, the times are those of the host, which does not wait for data.
+/// Always on: the events cost well under a microsecond each. On a device, the times are those of the host, which does not wait for data;
+/// but for device_exposed_ms, which is measured from the first report of the process on (two events of the stream for each collective).
 ///
 /// Collective over the ranks of the model; call it between steps. Ranks of one host compare their clocks directly, others by the times at
 /// which they exchange messages. Throws Error if the module is not sharded or `steps` is not positive; CommError.

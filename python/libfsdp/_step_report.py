@@ -21,6 +21,7 @@ class ExposedWaits:
         operation: "all-gather", "reduce-scatter", ...
         in_backward: whether the computation was in a backward.
         ms: the sum of ``reasons``.
+        device_ms: as StepReport's ``device_exposed_ms``, of these.
         reasons: by the names of StepReport's.
         late_rank: the rank that was waited for the longest, or None if none was late.
         late_rank_was: what it was doing, such as "in forward of 'blocks.3'".
@@ -30,6 +31,7 @@ class ExposedWaits:
     operation: str
     in_backward: bool
     ms: float
+    device_ms: float | None
     reasons: dict[str, float]
     late_rank: int | None
     late_rank_was: str
@@ -50,6 +52,9 @@ class StepReport:
         between_ms: the rest: the optimizer, loading data, saving.
         compute_ms: ``step_ms`` without the waits.
         exposed_ms: the waits for collectives: the sum of ``reasons``.
+        device_exposed_ms: how long the device's stream waited for gathers and reductions, by the device's clock, where the
+            host does not wait for them; None if it was not measured, as on the CPU, and in steps before the program's
+            first report.
         reasons: "late rank" (another rank had not made the call yet), "prefetch" (the gather began only when its unit
             was needed), "queue" (earlier collectives were under way), "link" (the data were on their way), and "host"
             (this rank was copying or adding up what had arrived).
@@ -73,6 +78,7 @@ class StepReport:
     between_ms: float
     compute_ms: float
     exposed_ms: float
+    device_exposed_ms: float | None
     reasons: dict[str, float]
     overlap: float
     waits: tuple[ExposedWaits, ...]
@@ -105,7 +111,7 @@ def step_report(module: nn.Module, steps: int = 1) -> StepReport:
     A step begins with the first forward after a backward that gives gradients to the optimizer; under gradient
     accumulation with ``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``, after the last one. The
     events that it reads are always written, and cost well under a microsecond each. On a device, the times are those of
-    the host, which does not wait for data.
+    the host, which does not wait for data; but for ``device_exposed_ms``, which is measured from the first report on.
 
     Collective over the ranks of the model; call it between steps.
 

@@ -21,6 +21,8 @@ std::map<std::string, double> by_name(const std::array<double, kWaitReasons>& re
   return named;
 }
 
+py::object measured(double ms) { return ms < 0 ? py::object(py::none()) : py::object(py::float_(ms)); }
+
 /// The values of libfsdp.StepReport's fields, and of its text.
 py::dict report(hooks::HookedModel& model, std::int64_t steps) {
   StepReport report;
@@ -37,6 +39,7 @@ py::dict report(hooks::HookedModel& model, std::int64_t steps) {
     entry["operation"] = exposed.operation;
     entry["in_backward"] = exposed.in_backward;
     entry["ms"] = exposed.ms;
+    entry["device_ms"] = measured(exposed.device_ms);
     entry["reasons"] = by_name(exposed.reasons);
     entry["late_rank"] = exposed.late_rank < 0 ? py::object(py::none()) : py::object(py::int_(exposed.late_rank));
     entry["late_rank_was"] = exposed.late_rank_was;
@@ -53,6 +56,7 @@ py::dict report(hooks::HookedModel& model, std::int64_t steps) {
   fields["between_ms"] = report.times.between_ms;
   fields["compute_ms"] = report.times.compute_ms;
   fields["exposed_ms"] = report.times.exposed_ms;
+  fields["device_exposed_ms"] = measured(report.times.device_exposed_ms);
   fields["reasons"] = by_name(report.reasons);
   fields["overlap"] = report.overlap;
   fields["waits"] = waits;

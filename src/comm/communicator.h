@@ -152,6 +152,10 @@ class Communicator {
   /// The source of the events of this row's collectives (events/event.h); 0 if they have none.
   virtual std::uint32_t events_source() const { return 0; }
 
+  /// Where collectives move data on a device, and the program measures for how long they hold its stream: writes the events of those that
+  /// the device has passed by now (kHeldStream). Does not wait.
+  virtual void note_stream_times() {}
+
   /// Throws CommError if this rank and the one before it in the row have not made the same calls, or if a failure of another rank is known.
   /// Blocks where wait_unconfirmed() has not.
   virtual void confirm() {}

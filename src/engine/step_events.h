@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -12,8 +13,8 @@
 
 namespace fsdp::engine {
 
-/// Writes an engine's events: where steps and backwards begin and end, and in which unit the computation is. Called under the engine's
-/// lock.
+/// Writes an engine's events: where steps and backwards begin and end, in which unit the computation is, and what the engine holds then.
+/// Called under the engine's lock.
 class StepEvents {
  public:
   StepEvents(std::uint32_t source, memory::Accounting& accounting) : source_(source), accounting_(accounting) {}
@@ -30,17 +31,23 @@ class StepEvents {
   std::string last_units() const;
 
  private:
+  enum class Told : std::uint8_t { kChanges, kAll };
+
+  /// What is held now, by kind.
+  void note_memory(Told told);
   void note_peak();
+  /// The most that the step has held, by kind.
+  void note_peaks_of_kinds();
   void record(events::Event event) const noexcept;
-  /// With what the engine holds.
-  void record_with_memory(events::Event event) const noexcept;
 
   const std::uint32_t source_;
   memory::Accounting& accounting_;
   std::uint64_t steps_ = 0;  ///< How many have ended.
   bool step_ended_ = true;
-  std::uint32_t unit_ = 0;  ///< Where the computation is, by name.
-  std::int64_t peak_ = 0;   ///< Bytes, of this step.
+  std::uint32_t unit_ = 0;                                         ///< Where the computation is, by name.
+  std::int64_t peak_ = 0;                                          ///< Bytes, of this step.
+  std::array<std::int64_t, events::kMemoryKinds.size()> held_{};   ///< As told last, by kind.
+  std::array<std::int64_t, events::kMemoryKinds.size()> peaks_{};  ///< Likewise, of this step.
 };
 
 }  // namespace fsdp::engine

@@ -19,7 +19,7 @@ namespace fsdp::events {
 /// Who wrote a file of events. Numbers that are not known are -1. The first two members stay where they are in all versions.
 struct EventWriter {
   static constexpr std::array<char, 8> kFormat = {'f', 's', 'd', 'p', '-', 'e', 'v', 's'};
-  static constexpr std::uint64_t kVersion = 1;
+  static constexpr std::uint64_t kVersion = 2;
 
   std::array<char, 8> format = kFormat;
   std::uint64_t version = kVersion;

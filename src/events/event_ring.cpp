@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "events/event_memory.h"
+#include "events/program_stack.h"
 
 namespace fsdp::events {
 namespace {
@@ -79,6 +80,7 @@ class Memory {
 
 std::atomic<std::uint32_t> sources{0};
 std::atomic<pid_t> ended{0};  ///< The process whose end is noted: a forked one has an end of its own.
+std::atomic<bool> streams_are_measured{false};
 std::atomic<pid_t> asked{0};  ///< The process that has looked at FSDP_EVENTS.
 
 void end_by_signal(int signal) {
@@ -124,6 +126,10 @@ void record_end(EndKind end, std::string_view text) noexcept {
 
 std::vector<Event> recorded() { return Memory::instance().now().read(); }
 
+void measure_streams() noexcept { streams_are_measured.store(true, std::memory_order_relaxed); }
+
+bool measures_streams() noexcept { return streams_are_measured.load(std::memory_order_relaxed); }
+
 std::uint32_t new_source(const std::string& what) {
   const auto source = sources.fetch_add(1, std::memory_order_relaxed) + 1;
   auto& memory = Memory::instance();
@@ -165,6 +171,7 @@ void keep_in_file_if_asked(std::int64_t rank, std::int64_t world_size) noexcept 
   try {
     keep_in_file(folder, rank, world_size);
     note_ends();
+    write_stack_when_asked(folder);
   } catch (const std::exception& error) {
     std::cerr << "libfsdp: rank " + std::to_string(rank) +
                      " keeps no events in a file, so `fsdp why` will not know of it: FSDP_EVENTS: " + error.what() + "\n"

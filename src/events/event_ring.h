@@ -18,6 +18,12 @@ void record_end(EndKind end, std::string_view text = {}) noexcept;
 /// The events of this process that are kept, the oldest first. A forked process begins with none.
 std::vector<Event> recorded();
 
+/// From now on, waits of a device's streams are measured and told (kHeldStream): somebody looks at them, and they cost the host more than
+/// other events. Any thread.
+void measure_streams() noexcept;
+/// Whether that is so.
+bool measures_streams() noexcept;
+
 /// A number for an engine or a row, which no other one of this process has. `what` tells who reads the events elsewhere what it is: of a
 /// row, name_of_row(), otherwise one word.
 std::uint32_t new_source(const std::string& what);

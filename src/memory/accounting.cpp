@@ -33,11 +33,18 @@ const char* allocation_range(Kind kind) {
 }
 
 void Accounting::add(Kind kind, std::int64_t bytes) {
-  grow(by_kind_[static_cast<std::size_t>(kind)], bytes);
+  const auto place = static_cast<std::size_t>(kind);
+  grow(by_kind_[place], bytes);
+  peaks_of_step_[place] = std::max(peaks_of_step_[place], by_kind_[place].live);
   if (kind == Kind::kHost) return;
   grow(total_, bytes);
   peak_of_step_ = std::max(peak_of_step_, total_.live);
   if (grew_) grew_();
+}
+
+void Accounting::begin_step() {
+  peak_of_step_ = total_.live;
+  for (std::size_t place = 0; place < by_kind_.size(); ++place) peaks_of_step_[place] = by_kind_[place].live;
 }
 
 void Accounting::lend(Kind kind, std::int64_t bytes) {

@@ -49,9 +49,10 @@ class Accounting {
   /// Calls `grew` whenever held() may have grown, from now on. For plans; it must not use the engine.
   void watch(std::function<void()> grew) { grew_ = std::move(grew); }
 
-  /// The peak of the total since the last begin_step(), whatever reset_peaks() does.
+  /// The peak of the total, or of one kind, since the last begin_step(), whatever reset_peaks() does.
   std::int64_t peak_of_step() const { return peak_of_step_; }
-  void begin_step() { peak_of_step_ = total_.live; }
+  std::int64_t peak_of_step(Kind kind) const { return peaks_of_step_[static_cast<std::size_t>(kind)]; }
+  void begin_step();
 
  private:
   std::array<MemoryUse, 7> by_kind_{};
@@ -60,6 +61,7 @@ class Accounting {
   MemoryUse shared_;
   std::int64_t pool_allocations_ = 0;
   std::int64_t peak_of_step_ = 0;
+  std::array<std::int64_t, 7> peaks_of_step_{};
   std::int64_t lent_ = 0;
   std::function<void()> grew_;
 };

@@ -112,7 +112,22 @@ void RankComparison::add_flags(std::vector<std::string>& lines, const engine::Un
   add(kWholeChanged, "gathered parameters", " have changed in memory while they were in use");
   if (!whole_differs) add(kOwnDiffers, "gathered parameters", ", the same on all ranks, are not the main parameters that were sent");
   add(kUnreducedChanged, "unreduced gradients", " have changed in memory while they were reduced");
-  add(kSumsDiffer, "reduced gradients", " had other bits when they were reduced again: a message was damaged, or the sum was wrong,");
+  add_sums(lines, unit, column);
+}
+
+/// Two sums of the same gradients say that one of them is wrong, and not where: on the rank that has them, or on the way there.
+void RankComparison::add_sums(std::vector<std::string>& lines, const engine::Unit& unit, const Column& column) const {
+  const auto inner = static_cast<std::size_t>(unit.communicators.gather->size());
+  for (std::size_t rank = 0; rank < column.flags.size(); ++rank) {
+    if ((column.flags[rank] & kSumsDiffer) == 0) continue;
+    std::vector<std::int64_t> senders;  // of its row, and its replicas
+    for (std::size_t other = 0; other < column.flags.size(); ++other) {
+      if (other != rank && (other / inner == rank / inner || other % inner == rank % inner)) senders.push_back(global_ranks_[other]);
+    }
+    lines.push_back("reduced gradients" + of_unit(unit) + " had other bits when they were reduced again on rank " +
+                    std::to_string(global_ranks_[rank]) + ": it has summed wrongly, or what " + ranks_text(senders) +
+                    (senders.size() == 1 ? " has" : " have") + " sent to it was damaged");
+  }
 }
 
 /// Finds the ranks whose whole parameters are wrong, and from which rank they have the wrong piece.

@@ -63,6 +63,7 @@ class RankComparison {
   };
 
   std::vector<std::int64_t> numbers_of(std::size_t unit) const;
+  void add_sums(std::vector<std::string>& lines, const engine::Unit& unit, const Column& column) const;
   void add_flags(std::vector<std::string>& lines, const engine::Unit& unit, const Column& column) const;
   std::vector<std::string> compare_whole(std::size_t unit, const Column& column) const;
   std::vector<Vote> votes_on(const Column& column, std::size_t origin) const;

@@ -15,11 +15,17 @@
 namespace fsdp {
 namespace {
 
-/// A batch as bytes. Copies first: a view would bring along all that it views.
+/// A batch as bytes. Copies first: a view would bring along all that it views. They are on the CPU, because what is loaded comes to the
+/// device that it was saved on, which is the sender's; behind them is where each of them was.
 at::Tensor batch_as_bytes(const std::vector<at::Tensor>& batch) {
   std::vector<at::Tensor> copies;
-  copies.reserve(batch.size());
-  for (const auto& tensor : batch) copies.push_back(tensor.detach().clone());
+  copies.reserve(batch.size() + 1);
+  const auto on_device = at::empty({static_cast<std::int64_t>(batch.size())}, at::kBool);
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    on_device.mutable_data_ptr<bool>()[i] = !batch[i].is_cpu();
+    copies.push_back(batch[i].is_cpu() ? batch[i].detach().clone() : batch[i].detach().cpu());
+  }
+  copies.push_back(on_device);
   std::ostringstream stream;
   torch::save(copies, stream);
   const auto text = std::move(stream).str();
@@ -32,9 +38,10 @@ std::vector<at::Tensor> batch_of_bytes(const at::Tensor& bytes, c10::Device devi
   std::istringstream stream(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
   std::vector<at::Tensor> batch;
   torch::load(batch, stream);
-  // Each tensor is where it was: on the CPU, or on this rank's device, which may have another number than the sender's.
-  for (auto& tensor : batch) {
-    if (!tensor.is_cpu()) tensor = tensor.to(device);
+  const auto on_device = batch.back();
+  batch.pop_back();
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    if (on_device.const_data_ptr<bool>()[i]) batch[i] = batch[i].to(device);
   }
   return batch;
 }

@@ -15,7 +15,9 @@
 
 #include "events/event_file.h"
 #include "events/process_stat.h"
+#include "events/program_stack.h"
 #include "fsdp/error.h"
+#include "report/native_stack.h"
 
 namespace fsdp::report {
 
@@ -177,10 +179,11 @@ std::vector<std::string> lines_of_program(const fs::path& folder, const EventWri
     auto now = read();
     now.erase(0, before.size());
     // It is written line by line, and may come in parts.
-    if (!now.empty() && now == text) break;
+    if (!now.empty() && now == text && (!now.starts_with(events::kNativeStack) || now.find(events::kEndOfStack) != std::string::npos))
+      break;
     text = std::move(now);
   }
-  return lines_of_main_thread(text);
+  return text.find(events::kNativeStack) == std::string::npos ? lines_of_main_thread(text) : lines_of_native_stack(text, writer.process);
 }
 
 }  // namespace fsdp::report

@@ -38,7 +38,8 @@ std::vector<RankEvents> read_all_events(const std::filesystem::path& folder, std
 double processor_seconds(const events::EventWriter& writer);
 
 /// The lines of its program at which a process is, from the outermost to the innermost, if it can tell them: its Python package has said so
-/// in a file of the folder, and it runs on this host. Empty otherwise. Waits up to a second for the answer.
+/// in a file of the folder, or the engine has for a C++ program (see lines_of_native_stack()), and it runs on this host. Empty otherwise.
+/// Waits up to a second for the answer.
 std::vector<std::string> lines_of_program(const std::filesystem::path& folder, const events::EventWriter& writer);
 
 }  // namespace fsdp::report

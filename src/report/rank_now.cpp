@@ -85,7 +85,10 @@ void RankNow::take(const Event& event, OfSource& source) {
       last_move = time;
       break;
     case EventKind::kArrived:
+    case EventKind::kHeldStream:
+    case EventKind::kMemoryHeld:
     case EventKind::kMemoryPeaked:
+    case EventKind::kKindPeaked:
       break;
   }
 }

@@ -107,6 +107,7 @@ std::map<std::uint64_t, LatePost> late_posts(comm::Communicator& row, const std:
 /// Waits of one kind, added up.
 struct Sum {
   std::array<std::int64_t, kWaitReasons> reasons{};
+  std::int64_t held_stream = -1;                                       // -1: not measured
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> late;  // by rank and activity
 };
 using WaitKind = std::tuple<std::string, std::string, bool>;  // unit, operation, in backward
@@ -164,6 +165,7 @@ class Reporter {
     auto& sum = sums_[{std::string(events::text_of(collective.call.unit)), std::string(events::text_of(collective.call.operation)),
                        collective.in_backward}];
     for (std::size_t i = 0; i < kWaitReasons; ++i) sum.reasons[i] += reasons[i];
+    if (collective.held_stream >= 0) sum.held_stream = std::max<std::int64_t>(sum.held_stream, 0) + collective.held_stream;
     const auto late = reasons[static_cast<std::size_t>(WaitReason::kLateRank)];
     if (late > 0) sum.late[{call.last.rank, call.activity}] += late;
     if (collective.posted != 0) under_way_ += collective.wait_ended - collective.posted;
@@ -211,6 +213,10 @@ class Reporter {
       ExposedWaits waits;
       std::tie(waits.unit, waits.operation, waits.in_backward) = kind;
       waits.ms = per_step(total(sum.reasons));
+      if (sum.held_stream >= 0) {
+        waits.device_ms = per_step(sum.held_stream);
+        report_.times.device_exposed_ms = std::max(report_.times.device_exposed_ms, 0.0) + waits.device_ms;
+      }
       for (std::size_t i = 0; i < kWaitReasons; ++i) {
         reasons[i] += sum.reasons[i];
         waits.reasons[i] = per_step(sum.reasons[i]);
@@ -284,9 +290,12 @@ StepReport step_report(const FSDPModule& sharded, std::int64_t steps) {
   auto& engine = *sharded.engine();
   engine.main().refuse_export();
   const auto asked = report::now();
-  report::Reporter reporter(engine, events::recorded(), asked);
   StepReport report;
-  engine.main().exclusively([&] { report = reporter.make(steps); });
+  engine.main().exclusively([&] {
+    for (auto* row : engine::communicators_of(engine.units())) row->note_stream_times();
+    report = report::Reporter(engine, events::recorded(), asked).make(steps);
+  });
+  events::measure_streams();
   return report;
 }
 
@@ -299,6 +308,7 @@ std::string to_line(const StepReport& report) {
                      ms(report.times.backward_ms) + ", between " + ms(report.times.between_ms) + "; waits " + ms(report.times.exposed_ms);
   const auto reasons = report::reasons_text(report.reasons, -1, {});
   if (!reasons.empty()) text += " (" + reasons + ")";
+  if (report.times.device_exposed_ms >= 0) text += "; the device waited " + ms(report.times.device_exposed_ms);
   if (!report.waits.empty() && report.waits.front().ms >= 0.005) {
     const auto& longest = report.waits.front();
     text += "; longest: " + report::named(longest.unit, longest.operation, longest.in_backward) + " " + ms(longest.ms);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <map>
 #include <set>
 #include <string_view>
@@ -211,15 +212,22 @@ class RankDrawing {
   void draw_computation(RankTimeline& rank) {
     const auto engine = input_.engines.front();
     bool in_step = false;
+    std::array<std::int64_t, 2> sent{};  // until the last step began: all, and what peers have read
     for (const auto& event : input_.events) {
       if (event.source != engine) continue;
-      if (event.kind == EventKind::kMemoryPeaked) rank.peaks.push_back({event.time, event.bytes, name(event.unit)});
+      take_memory(rank, event);
       if (!is_position(event)) continue;
       if (!rank.compute.empty()) rank.compute.back().ended = event.time;
       rank.compute.push_back({.began = event.time, .ended = input_.last, .kind = kind_after(event), .unit = name(event.unit)});
-      add_memory(rank, event);
       if (event.kind == EventKind::kStepBegan) {
-        if (!rank.steps.empty()) rank.steps.back().ended = event.time;
+        const auto read_by_peers = static_cast<std::int64_t>(event.number);
+        if (!rank.steps.empty()) {
+          auto& before = rank.steps.back();
+          before.ended = event.time;
+          before.sent = event.bytes - sent[0];
+          before.read_by_peers = read_by_peers - sent[1];
+        }
+        sent = {event.bytes, read_by_peers};
         const auto before = rank.steps.empty() ? ended_before_ : rank.steps.back().number;
         rank.steps.push_back({.number = before + 1, .began = event.time, .ended = input_.last});
         in_step = true;
@@ -257,12 +265,24 @@ class RankDrawing {
   static std::int64_t began(const Collective& collective) { return collective.posted != 0 ? collective.posted : collective.wait_began; }
   std::uint32_t name(std::uint32_t local) { return names_.add(input_.name(local)); }
 
-  static void add_memory(RankTimeline& rank, const Event& event) {
-    if (event.kind == EventKind::kStepBegan) return;
-    const bool tells_gathered = event.kind != EventKind::kBackwardEnded;
-    const auto before = rank.memory.empty() ? 0 : rank.memory.back().gathered;
-    rank.memory.push_back(
-        {event.time, event.bytes, tells_gathered ? static_cast<std::int64_t>(event.number) : std::min(before, event.bytes)});
+  /// What is held is told behind the position at which it is.
+  void take_memory(RankTimeline& rank, const Event& event) {
+    if (is_position(event)) position_ = event.time;
+    if (event.kind == EventKind::kMemoryPeaked) {
+      rank.peaks.push_back({event.time, event.bytes, name(event.unit)});
+      if (!rank.steps.empty()) rank.steps.back().peak = std::max(rank.steps.back().peak, event.bytes);
+    }
+    if (event.number >= held_.size()) return;
+    if (event.kind == EventKind::kKindPeaked && !rank.steps.empty()) {
+      auto& peak = rank.steps.back().peaks[event.number];
+      peak = std::max(peak, event.bytes);
+    }
+    if (event.kind != EventKind::kMemoryHeld) return;
+    held_[event.number] = event.bytes;
+    known_.set(event.number);
+    if (!known_.all()) return;
+    if (rank.memory.empty() || rank.memory.back().time != position_) rank.memory.push_back({.time = position_});
+    rank.memory.back().held = held_;
   }
 
   CollectiveSpan span_of(const CollectiveKey& key, Collective collective, const Posts& posts,
@@ -308,6 +328,9 @@ class RankDrawing {
 
   const RankInput& input_;
   NameTable& names_;
+  BytesByKind held_ = {};
+  std::bitset<events::kMemoryKinds.size()> known_;    ///< Of which kinds it has been told what is held.
+  std::int64_t position_ = 0;                         ///< When the computation moved last.
   std::int64_t ended_before_ = 0;                     ///< The last step whose beginning is no longer kept.
   std::map<Lane, std::vector<std::int64_t>> tracks_;  ///< When the last one in it ends.
 };

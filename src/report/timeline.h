@@ -60,10 +60,13 @@ struct CollectiveSpan {
 /// From the beginning of the wait to its end; 0 if nobody has waited.
 std::int64_t waited(const CollectiveSpan& collective);
 
+/// Bytes of each of events::kMemoryKinds.
+using BytesByKind = std::array<std::int64_t, events::kMemoryKinds.size()>;
+
+/// What the engine holds from a moment on.
 struct MemoryMoment {
   std::int64_t time = 0;
-  std::int64_t bytes = 0;     ///< What the engine holds, host memory not counted.
-  std::int64_t gathered = 0;  ///< The part of it that is gathered parameters.
+  BytesByKind held = {};
 };
 
 struct MemoryPeak {
@@ -77,6 +80,10 @@ struct StepSpan {
   std::int64_t began = 0;
   std::int64_t ended = 0;  ///< Of one that has not ended: the rank's last moment.
   bool is_whole = false;
+  std::int64_t sent = -1;           ///< Bytes that the rank has sent in it; -1: not known, as no other step has begun since.
+  std::int64_t read_by_peers = -1;  ///< The part of them that peers have read from its memory.
+  std::int64_t peak = 0;            ///< Bytes of all kinds.
+  BytesByKind peaks = {};           ///< Of each kind.
 };
 
 struct RankTimeline {
@@ -85,8 +92,8 @@ struct RankTimeline {
   std::vector<StepSpan> steps;
   std::vector<ComputeSpan> compute;
   std::vector<CollectiveSpan> collectives;  ///< By the time of the call.
-  std::vector<MemoryMoment> memory;
-  std::vector<MemoryPeak> peaks;  ///< Each higher than those before it in its step.
+  std::vector<MemoryMoment> memory;         ///< From the first pass on whose beginning is kept.
+  std::vector<MemoryPeak> peaks;            ///< Each higher than those before it in its step.
 };
 
 struct Timeline {

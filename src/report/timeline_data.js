@@ -10,6 +10,9 @@ const REASONS = [
   { name: "host", colour: "--host-reason", help: "this rank was copying or adding up what had arrived" },
 ];
 const LATE = 0;
+// The kinds of memory by their place in the data, and the order in which they are stacked: what stays is at the bottom.
+const KINDS = ["--main-parameters", "--main-gradients", "--gathered", "--unreduced", "--communication", "--optimizer"];
+const STACK = [0, 5, 1, 3, 4, 2];
 const MOST_TRACKS = 3; // of a lane that are drawn; further ones share the last
 
 function readSpans(numbers, names) {
@@ -46,14 +49,26 @@ function readCollectives(numbers, names, rank) {
   return all;
 }
 
-function readMoments(numbers, make) {
+function readMemory(numbers) {
   const moments = [];
+  let time = 0;
+  let held = KINDS.map(() => 0);
+  for (let i = 0; i < numbers.length; i += 1 + KINDS.length) {
+    time += numbers[i];
+    held = held.map((bytes, kind) => bytes + numbers[i + 1 + kind]);
+    moments.push({ time, held, bytes: held.reduce((sum, bytes) => sum + bytes, 0) });
+  }
+  return moments;
+}
+
+function readPeaks(numbers, names) {
+  const peaks = [];
   let time = 0;
   for (let i = 0; i < numbers.length; i += 3) {
     time += numbers[i];
-    moments.push(make(time, numbers[i + 1], numbers[i + 2]));
+    peaks.push({ time, bytes: numbers[i + 1], unit: names[numbers[i + 2]] });
   }
-  return moments;
+  return peaks;
 }
 
 function readRank(of, names) {
@@ -64,22 +79,22 @@ function readRank(of, names) {
   rank.compute = readSpans(of.compute, names);
   rank.collectives = readCollectives(of.collectives, names, rank);
   rank.waits = rank.collectives.filter((c) => c.waited > 0).sort((a, b) => a.wait - b.wait);
-  rank.memory = readMoments(of.memory, (time, bytes, gathered) => ({ time, bytes, gathered }));
-  rank.peaks = readMoments(of.peaks, (time, bytes, unit) => ({ time, bytes, unit: names[unit] }));
+  rank.memory = readMemory(of.memory);
+  rank.peaks = readPeaks(of.peaks, names);
   rank.tracks = LANES.map(() => []); // by lane and track, in time
   for (const collective of rank.collectives) (rank.tracks[collective.lane][collective.track] ??= []).push(collective);
   rank.tracks = rank.tracks.map((tracks) => Array.from(tracks, (track) => track ?? []));
   return rank;
 }
 
-/** All of it: {title, length, names, missing, ranks, lanes (which are used), mostBytes}. */
+/** All of it: {title, length, names, missing, kinds, plan (or null), ranks, lanes (which are used), mostBytes}. */
 function readTimeline(text) {
   const from = JSON.parse(text);
-  const timeline = { title: from.title, length: Math.max(from.length, 1), names: from.names, missing: from.missing };
+  const timeline = { title: from.title, length: Math.max(from.length, 1), names: from.names, missing: from.missing, kinds: from.kinds, plan: from.plan };
   timeline.ranks = from.ranks.map((rank) => readRank(rank, from.names));
   timeline.byRank = new Map(timeline.ranks.map((rank) => [rank.rank, rank]));
   timeline.lanes = LANES.map((_, lane) => Math.max(...timeline.ranks.map((rank) => rank.tracks[lane].length), 0));
-  timeline.mostBytes = 1;
+  timeline.mostBytes = Math.max(timeline.plan?.peak ?? 0, 1);
   for (const rank of timeline.ranks) {
     for (const moment of rank.memory) timeline.mostBytes = Math.max(timeline.mostBytes, moment.bytes);
     for (const peak of rank.peaks) timeline.mostBytes = Math.max(timeline.mostBytes, peak.bytes);

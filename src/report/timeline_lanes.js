@@ -9,8 +9,9 @@ function readColours() {
   const style = getComputedStyle(document.documentElement);
   const colours = {};
   for (const name of ["paper", "panel", "ink", "faint", "line", "accent", "forward-a", "forward-b", "backward-a", "backward-b", "between", "gather", "reduce",
-    "outer", "host", "memory", "gathered", "chosen", "found"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+    "outer", "host", "chosen", "found"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
   colours.dim = Number(style.getPropertyValue("--dim"));
+  colours.kinds = KINDS.map((kind) => style.getPropertyValue(kind).trim());
   colours.reasons = REASONS.map((reason) => style.getPropertyValue(reason.colour).trim());
   return colours;
 }
@@ -76,7 +77,7 @@ class Lanes {
           const tracks = this.timeline.lanes[lane];
           if (tracks > 0) add("lane", tracks === 1 ? 13 : tracks * 9, { lane, tracks });
         });
-        if (rank.memory.length > 0) add("memory", 34);
+        if (rank.memory.length > 0) add("memory", 44);
       }
       rank.top = top;
       y += isClosed ? 3 : 9;
@@ -256,8 +257,11 @@ class Lanes {
         highest = 0;
       }
     };
-    area(colours.gathered, (moment) => moment.bytes);
-    area(colours.memory, (moment) => moment.bytes - moment.gathered);
+    for (let top = STACK.length; top > 0; top--) {
+      const below = STACK.slice(0, top);
+      area(colours.kinds[STACK[top - 1]], (moment) => below.reduce((sum, kind) => sum + moment.held[kind], 0));
+    }
+    if (timeline.plan) this.drawPlannedPeak(level(timeline.plan.peak), y);
     let peak = null;
     for (const moment of rank.peaks) if (moment.time >= view.begin && moment.time <= view.end && moment.bytes > (peak?.bytes ?? 0)) peak = moment;
     if (peak === null) return;
@@ -268,6 +272,23 @@ class Lanes {
     context.font = `${LABEL - 1}px system-ui, sans-serif`;
     const width = context.measureText(text).width;
     context.fillText(text, Math.max(GUTTER + 4, x - width - 6), y + 9);
+  }
+
+  drawPlannedPeak(height, top) {
+    const { context, colours } = this;
+    context.setLineDash([5, 3]);
+    context.strokeStyle = colours.accent;
+    context.lineWidth = 1;
+    context.beginPath();
+    context.moveTo(GUTTER, height);
+    context.lineTo(this.width, height);
+    context.stroke();
+    context.setLineDash([]);
+    context.fillStyle = colours.ink;
+    context.font = `${LABEL - 1}px system-ui, sans-serif`;
+    context.textAlign = "right";
+    context.fillText("planned peak", this.width - 4, Math.max(height + 7, top + 7));
+    context.textAlign = "left";
   }
 
   /** What the selected wait was for: the time in which the late rank had not come, and its call. */

@@ -29,16 +29,25 @@ std::string quoted(const std::string& text) {
 /// or, where noted, from the entry before. What reads them is timeline_data.js.
 class PageData {
  public:
-  PageData(const Timeline& timeline, const std::string& title) : timeline_(timeline), title_(title) {}
+  PageData(const Timeline& timeline, const std::string& title, const std::optional<PlanComparison>& plan)
+      : timeline_(timeline), title_(title), plan_(plan) {}
 
   std::string write() {
-    text_ = "{\"version\":1,\"title\":" + quoted(title_) + ",\"length\":";
+    text_ = "{\"version\":2,\"title\":" + quoted(title_) + ",\"length\":";
     number(timeline_.ended - timeline_.began);
     text_ += ",\"names\":[";
     for (const auto& name : timeline_.names) separate(quoted(name));
     text_ += "],\"missing\":[";
     for (const auto rank : timeline_.missing) entry({rank});
-    text_ += "],\n\"ranks\":[";
+    text_ += "],\n\"kinds\":[";
+    for (const auto kind : events::kMemoryKinds) separate(quoted(std::string(kind)));
+    text_ += "],\n\"plan\":";
+    if (plan_) {
+      write_plan();
+    } else {
+      text_ += "null";
+    }
+    text_ += ",\n\"ranks\":[";
     for (const auto& rank : timeline_.ranks) write_rank(rank);
     text_ += "]}";
     return std::move(text_);
@@ -71,6 +80,17 @@ class PageData {
     before_ = timeline_.began;
   }
 
+  void write_plan() {
+    text_ += "{\"peak\":";
+    number(plan_->planned_peak);
+    text_ += ",\"values\":[";  // name, whether it is a time (in ms; otherwise bytes), planned, measured (-1: not known), rank
+    for (const auto& value : plan_->values) {
+      separate("[" + quoted(value.name) + (value.is_time ? ",true," : ",false,") + nlohmann::json(value.planned).dump() + "," +
+               nlohmann::json(value.measured).dump() + "," + std::to_string(value.rank) + "]");
+    }
+    text_ += "]}";
+  }
+
   void write_rank(const RankTimeline& rank) {
     text_ += text_.ends_with('[') ? "\n{\"rank\":" : ",\n{\"rank\":";
     number(rank.writer.rank);
@@ -90,8 +110,13 @@ class PageData {
     begin_list("collectives");
     for (const auto& span : rank.collectives) write(span);
     text_ += ']';
-    begin_list("memory");  // time from the one before, bytes, gathered bytes
-    for (const auto& moment : rank.memory) entry({after(moment.time), moment.bytes, moment.gathered});
+    begin_list("memory");  // time from the one before, and how much more there is of each kind than at the one before
+    BytesByKind held = {};
+    for (const auto& moment : rank.memory) {
+      entry({after(moment.time)});
+      for (std::size_t kind = 0; kind < held.size(); ++kind) entry({moment.held[kind] - held[kind]});
+      held = moment.held;
+    }
     text_ += ']';
     begin_list("peaks");  // time from the one before, bytes, unit
     for (const auto& peak : rank.peaks) entry({after(peak.time), peak.bytes, peak.unit});
@@ -118,15 +143,16 @@ class PageData {
 
   const Timeline& timeline_;
   const std::string& title_;
+  const std::optional<PlanComparison>& plan_;
   std::string text_;
   std::int64_t before_ = 0;
 };
 
 }  // namespace
 
-std::string timeline_page(const Timeline& timeline, const std::string& title) {
+std::string timeline_page(const Timeline& timeline, const std::string& title, const std::optional<PlanComparison>& plan) {
   const std::array<std::pair<std::string_view, std::string>, 3> parts = {{{"{{style}}", std::string(kPageStyle)},
-                                                                          {"{{data}}", PageData(timeline, title).write()},
+                                                                          {"{{data}}", PageData(timeline, title, plan).write()},
                                                                           {"{{program}}", std::string(kPageProgram)}}};
   std::string page;
   std::string_view rest = kPageHtml;

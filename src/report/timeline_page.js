@@ -18,6 +18,7 @@ class Page {
     showSummary(this.timeline);
     showVerdict(this.timeline, waits, this.groups, choose);
     showLegend(this.timeline);
+    showPlan(this.timeline);
     this.shown = showWaits(this.groups, this.view, choose);
     for (const step of this.timeline.steps) {
       byId("step").append(make("option", { value: step.number }, `Step ${step.number} (${timeText(step.ended - step.began)})`));
@@ -89,7 +90,7 @@ class Page {
         const at = this.lanes.at(event.offsetX, event.offsetY);
         const rect = canvas.getBoundingClientRect();
         const room = canvas.closest(".picture").getBoundingClientRect();
-        showTip(at, event.clientX - room.left, event.clientY - room.top);
+        showTip(at, event.clientX - room.left, event.clientY - room.top, this.timeline.kinds);
         canvas.style.cursor = at && (at.collective || event.offsetX < GUTTER) && rect.width > 0 ? "pointer" : "";
         return;
       }

@@ -172,12 +172,26 @@ function showLegend(timeline) {
     make("b", {}, "Compute"), entry("--forward-b", "forward"), entry("--backward-b", "backward"), entry("--between", "between steps"),
     make("b", {}, "Waits"), ...REASONS.map((reason) => entry(reason.colour, reason.name, "wait")),
     make("b", {}, "Collectives"), ...LANES.filter((_, i) => timeline.lanes[i] > 0).map((lane) => entry(`--${lane}`, lane)),
-    make("b", {}, "Memory"), entry("--gathered", "gathered parameters"), entry("--memory", "other"));
+    make("b", {}, "Memory"), ...STACK.map((kind) => entry(KINDS[kind], timeline.kinds[kind])));
 }
 
-function showTip(what, x, y) {
+/** The plan beside what was measured, if there is one. */
+function showPlan(timeline) {
+  byId("plan").hidden = timeline.plan === null;
+  if (timeline.plan === null) return;
+  const text = (isTime, value) => (value < 0 ? "\u2013" : isTime ? timeText(value * 1e6) : bytesText(value));
+  const exact = (isTime, value) => (value < 0 ? "not known" : isTime ? `${value} ms` : `${value.toLocaleString("en")} bytes`);
+  const rows = timeline.plan.values.map(([name, isTime, planned, measured, rank]) => make("tr", {},
+    make("th", { scope: "row" }, name),
+    make("td", { title: exact(isTime, planned) }, text(isTime, planned)),
+    make("td", { title: `${exact(isTime, measured)}${rank < 0 ? "" : `, on rank ${rank}`}` }, text(isTime, measured)),
+    make("td", {}, planned > 0 && measured >= 0 ? (measured / planned).toFixed(2) : "")));
+  byId("planned").replaceChildren(...rows);
+}
+
+function showTip(what, x, y, memoryKinds) {
   const tip = byId("tip");
-  const lines = what === null ? null : tipLines(what);
+  const lines = what === null ? null : tipLines(what, memoryKinds);
   tip.hidden = lines === null;
   if (lines === null) return;
   tip.replaceChildren(make("b", {}, lines[0]), ...lines.slice(1).map((line) => make("div", {}, line)));
@@ -186,7 +200,7 @@ function showTip(what, x, y) {
   tip.style.top = `${y + 18 + tip.offsetHeight > room.height ? y - tip.offsetHeight - 10 : y + 18}px`;
 }
 
-function tipLines({ row, collective, span, memory }) {
+function tipLines({ row, collective, span, memory }, memoryKinds) {
   if (collective && row.kind === "compute") {
     const { head, rest } = because(collective);
     return [`${timeText(collective.waited)} waiting for the ${collectiveText(collective)}`, `because ${head}${rest}`];
@@ -196,6 +210,6 @@ function tipLines({ row, collective, span, memory }) {
     return [collectiveText(collective), `${timeText(collective.ended - collective.began)}, ${bytesText(collective.bytes)}; ${wait}`];
   }
   if (span) return [`${span.pass}${span.unit ? ` of '${span.unit}'` : ""}`, `${timeText(span.ended - span.began)} until the next unit, with waits`];
-  if (memory) return [bytesText(memory.bytes), `${bytesText(memory.gathered)} of it gathered parameters`];
+  if (memory) return [bytesText(memory.bytes), ...[...STACK].reverse().filter((kind) => memory.held[kind] > 0).map((kind) => `${bytesText(memory.held[kind])} ${memoryKinds[kind]}`)];
   return null;
 }

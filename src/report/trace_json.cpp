@@ -30,7 +30,7 @@ class Trace {
   explicit Trace(const Timeline& timeline) : timeline_(timeline) {}
 
   std::string write() {
-    text_ = "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"format\":\"libfsdp timeline 1\"},\"traceEvents\":[";
+    text_ = "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"format\":\"libfsdp timeline 2\"},\"traceEvents\":[";
     for (const auto& rank : timeline_.ranks) write_rank(rank);
     text_ += "\n]}\n";
     return std::move(text_);
@@ -78,12 +78,9 @@ class Trace {
     for (const auto& span : rank.compute) write(pid, span);
     for (const auto& span : rank.collectives) write(pid, span);
     for (const auto& moment : rank.memory) {
-      add({{"ph", "C"},
-           {"pid", pid},
-           {"tid", 0},
-           {"ts", us(moment.time)},
-           {"name", "memory of the engine, bytes"},
-           {"args", {{"gathered parameters", moment.gathered}, {"shards, gradients, optimizer", moment.bytes - moment.gathered}}}});
+      OrderedJson held = OrderedJson::object();
+      for (std::size_t kind = 0; kind < moment.held.size(); ++kind) held[std::string(events::kMemoryKinds[kind])] = moment.held[kind];
+      add({{"ph", "C"}, {"pid", pid}, {"tid", 0}, {"ts", us(moment.time)}, {"name", "memory of the engine, bytes"}, {"args", held}});
     }
   }
 

@@ -58,9 +58,12 @@ class Position {
       case EventKind::kFailed:
         waits_ = false;
         break;
+      case EventKind::kMemoryHeld:
       case EventKind::kMemoryPeaked:
+      case EventKind::kKindPeaked:
       case EventKind::kPosted:
       case EventKind::kArrived:
+      case EventKind::kHeldStream:
       case EventKind::kGivenUp:
       case EventKind::kEnded:
         break;
@@ -163,6 +166,9 @@ std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events
         break;
       case EventKind::kWaitEnded:
         all[key].wait_ended = event.time;
+        break;
+      case EventKind::kHeldStream:
+        if (const auto found = all.find(key); found != all.end()) found->second.held_stream = event.bytes;
         break;
       default:
         break;

@@ -38,6 +38,7 @@ struct Collective {
   std::int64_t wait_began = 0;
   std::int64_t arrived = 0;
   std::int64_t wait_ended = 0;
+  std::int64_t held_stream = -1;  ///< How long it has held the device's stream; -1: not measured.
   bool in_backward = false;       ///< Where the computation was when the wait began.
   bool posted_on_demand = false;  ///< No unit was entered between its post and its wait, and one was entered before, in this pass.
   Activity before;                ///< What this rank did for the longest time since its last call in the row.

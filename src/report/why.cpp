@@ -12,6 +12,7 @@
 
 #include "events/row_name.h"
 #include "fsdp/error.h"
+#include "report/native_stack.h"
 
 namespace fsdp::report {
 
@@ -42,7 +43,7 @@ std::string place_in(const std::vector<std::string>& lines) {
   if (lines.empty()) return {};
   const auto is_own = [](const std::string& line) {
     return line.find("site-packages") == std::string::npos && line.find("/lib/python") == std::string::npos &&
-           line.find("File \"<") == std::string::npos;
+           line.find("File \"<") == std::string::npos && is_of_program(line);
   };
   const auto own = std::find_if(lines.rbegin(), lines.rend(), is_own);
   if (own == lines.rend() || own == lines.rbegin()) return lines.back();

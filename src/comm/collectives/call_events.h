@@ -19,6 +19,9 @@ class CallEvents {
                .unit = events::name_of(label.unit),
                .operation = events::name_of(label.operation)} {}
 
+  /// Of no kind.
+  const events::Event& event() const noexcept { return event_; }
+
   void record(events::EventKind kind) const noexcept {
     auto event = event_;
     event.kind = kind;

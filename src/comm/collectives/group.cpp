@@ -10,6 +10,7 @@
 
 #include "base/exception_text.h"
 #include "comm/collectives/stall_watch.h"
+#include "comm/collectives/store_progress.h"
 #include "comm/host_memory/progress.h"
 #include "comm/launch/endings.h"
 
@@ -63,8 +64,8 @@ Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_
       data(std::move(data)),
       shared(std::move(shared)),
       compares(this->control == nullptr ? Compares::kFirst : compares),
-      notice(std::make_shared<WaitNotice>(this->row.global_ranks, this->row.rank,
-                                          events::name_of_row(this->row.dim, this->row.global_ranks), events_source)),
+      notice(std::make_shared<WaitNotice>(this->row.global_ranks, this->row.rank, events_source, progress(),
+                                          events::name_of_row(this->row.dim, this->row.global_ranks))),
       ends_(ends) {
   events::keep_in_file_if_asked(this->row.global_ranks[static_cast<std::size_t>(this->row.rank)], this->row.world_size);
   if (this->control == nullptr) return;
@@ -74,9 +75,18 @@ Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_
     sentinels_.push_back(own ? Message{} : receive(1, peer, tags::kSentinel));
   }
   if (this->compares == Compares::kLate) beside_ = std::make_unique<MessageThread>([this] { look_for_alarm(); });
+  const auto is_whole = [this] {
+    for (int peer = 0; peer < this->row.size(); ++peer) {
+      if (peer != this->row.rank && is_hopeless(peer)) return false;
+    }
+    return true;
+  };
+  if (progress() == nullptr) return;
+  progress()->answer(events_source, {.name = events::name_of_row(this->row.dim, this->row.global_ranks), .is_whole = is_whole});
 }
 
 Group::~Group() {
+  if (progress() != nullptr) progress()->stop_answering(events_source);
   if (beside_ != nullptr) beside_->wait_for_all_but(0);  // The neighbour has what this rank has sent.
   if (ends_ == Ends::kElsewhere || data == nullptr || failed() || getpid() != process_) return;
   try {
@@ -84,6 +94,9 @@ Group::~Group() {
   } catch (...) {  // Nobody needs it any more.
   }
 }
+
+/// How it hears of ranks of other hosts; null if all are on this one.
+std::shared_ptr<StoreProgress> Group::progress() const { return control == nullptr || is_one_host() ? nullptr : row.progress; }
 
 Group::Message Group::receive(std::int64_t bytes, int peer, int tag) {
   std::vector<at::Tensor> argument = {at::empty({bytes}, at::kByte)};

@@ -16,6 +16,7 @@
 
 #include "comm/call.h"
 #include "comm/collectives/message_thread.h"
+#include "comm/collectives/stream_times.h"
 #include "comm/collectives/wait_notice.h"
 #include "comm/communicator.h"
 #include "comm/host_memory/shared_row.h"
@@ -25,12 +26,15 @@
 
 namespace fsdp::comm {
 
+class StoreProgress;
+
 /// The ranks of one row of a mesh, in order.
 struct Row {
   std::string dim;                         ///< The mesh dimension along which the row runs.
   int rank = 0;                            ///< This rank's position in the row.
   std::vector<std::int64_t> global_ranks;  ///< One per position.
   std::int64_t world_size = 1;
+  std::shared_ptr<StoreProgress> progress = {};  ///< How ranks of different hosts tell each other what they do; may be null.
 
   int size() const { return static_cast<int>(global_ranks.size()); }
 };
@@ -124,6 +128,7 @@ class Group {
   const std::shared_ptr<SharedRow> shared;
   const Compares compares;
   const std::shared_ptr<WaitNotice> notice;
+  StreamTimes stream_times;  ///< Of the collectives on `data`.
 
  private:
   static constexpr std::int64_t kAlarmBytes = 1024;
@@ -139,6 +144,7 @@ class Group {
     Message sent;
   };
 
+  std::shared_ptr<StoreProgress> progress() const;
   void compare(Header& header);
   void compare_beside(Header& header) noexcept;
   void look_for_alarm() noexcept;

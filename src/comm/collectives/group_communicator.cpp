@@ -139,6 +139,12 @@ Call GroupCommunicator::begin(const Label& label, std::int64_t bytes, std::uint6
   return call;
 }
 
+void GroupCommunicator::note_stream_times() {
+  group_->stream_times.note();  // A device may say at first that it has not come so far, although it has.
+  while (group_->stream_times.note()) {
+  }
+}
+
 at::Tensor GroupCommunicator::exchange(const at::Tensor& value, const Label& label) {
   const Call call = begin(label, static_cast<std::int64_t>(value.nbytes()), static_cast<std::uint64_t>(value.scalar_type()));
   const BlockingCallEvents events(group_->events_source, call, label);

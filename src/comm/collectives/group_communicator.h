@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -36,6 +37,10 @@ class GroupPending : public Pending {
   void settle() noexcept;
   /// Tells that what the others send is there. finish() calls it, if it knows the moment.
   void arrived() const noexcept { events_.record(events::EventKind::kArrived); }
+  /// Calls `wait`, which makes the current stream of the device wait; see StreamTimes.
+  void wait_on_stream(c10::Device device, const std::function<void()>& wait) {
+    group_->stream_times.measure(device, events_.event(), wait);
+  }
   const std::shared_ptr<Group> group_;
   const Call call_;
 
@@ -71,6 +76,7 @@ class GroupCommunicator : public Communicator {
   void expect_equal(const std::string& text, const Label& label) final;
   void barrier() final;
   void confirm() final;
+  void note_stream_times() final;
   std::uint32_t events_source() const final { return group_->events_source; }
   std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) final;
   std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) final;

@@ -50,7 +50,10 @@ class NativeGather final : public GroupPending {
     }
     works_ = all_gather_together(*group_->data, std::move(wholes), std::move(shards));
   }
-  void finish() override { wait_all(works_); }
+  void finish() override {
+    if (works_.empty()) return;
+    wait_on_stream(parts_.front().full.device(), [this] { wait_all(works_); });
+  }
   void forget() noexcept override { works_.clear(); }
 
  private:
@@ -91,7 +94,7 @@ class NativeReduce final : public GroupPending {
     works_ = works.end();
   }
   void finish() override {
-    wait_all(works_);
+    if (!works_.empty()) wait_on_stream(parts_.front().out.device(), [this] { wait_all(works_); });
     std::vector<RankOrderSum> sums;
     for (const ReducePart& part : parts_) {
       if (part.out.numel() == 0) continue;

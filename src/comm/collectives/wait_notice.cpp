@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
+#include <map>
 #include <thread>
 #include <utility>
 
+#include "comm/collectives/store_progress.h"
 #include "events/event_file.h"
 #include "events/event_ring.h"
 #include "events/whereabouts.h"
@@ -19,6 +21,9 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr double kNoticeAfter = 30;  // s
+// How often ranks look for questions of other hosts: often enough for a wait that is about to be told.
+constexpr std::chrono::milliseconds kShortestInterval{50};
+constexpr std::chrono::milliseconds kLongestInterval{5000};
 
 double patience() {
   static const double seconds = [] {
@@ -34,14 +39,19 @@ double seconds_since(steady_clock::time_point time) { return std::chrono::durati
 
 }  // namespace
 
-struct WaitNotice::Peer {
-  std::uint64_t last_number = 0;  ///< Of its calls in the row.
-  bool waits = false;             ///< For any collective.
-  std::string activity;           ///< "in backward of 'blocks.5'".
-};
+WaitNotice::WaitNotice(std::vector<std::int64_t> global_ranks, int rank, std::uint32_t source, std::shared_ptr<StoreProgress> progress,
+                       std::string row_name)
+    : global_ranks_(std::move(global_ranks)),
+      rank_(rank),
+      row_name_(std::move(row_name)),
+      source_(source),
+      progress_(std::move(progress)) {}
 
-WaitNotice::WaitNotice(std::vector<std::int64_t> global_ranks, int rank, std::string row_name, std::uint32_t source)
-    : global_ranks_(std::move(global_ranks)), rank_(rank), row_name_(std::move(row_name)), source_(source) {}
+std::shared_ptr<StoreProgress> WaitNotice::progress_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank) {
+  if (patience() <= 0) return nullptr;
+  const auto half = std::chrono::milliseconds(static_cast<std::int64_t>(1e3 * patience() / 2));
+  return std::make_shared<StoreProgress>(std::move(store), rank, std::clamp(half, kShortestInterval, kLongestInterval));
+}
 
 bool WaitNotice::is_due(Time since) { return patience() > 0 && seconds_since(since) >= patience(); }
 
@@ -52,7 +62,8 @@ void WaitNotice::tell(const std::shared_ptr<WaitNotice>& notice, int peer, Time 
     // Other ranks' files may lie where reading takes long, and the wait must end when its message comes.
     std::thread([=] {
       try {
-        std::cerr << notice->text(peer, since, last_call) + "\n" << std::flush;
+        const auto text = notice->text(peer, since, last_call);
+        if (!text.empty()) std::cerr << text + "\n" << std::flush;
       } catch (...) {  // It would have been a help.
       }
     }).detach();
@@ -63,26 +74,35 @@ void WaitNotice::tell(const std::shared_ptr<WaitNotice>& notice, int peer, Time 
 std::string WaitNotice::text(int peer, Time since, const std::string& last_call) const {
   const auto wait = own_wait();
   auto awaited = global_ranks_[static_cast<std::size_t>(peer)];
-  Peer found;
-  bool is_known = look_up(awaited, found);
+  std::map<std::int64_t, RankProgress> answers;
+  const auto look = [&](std::int64_t rank) -> std::optional<RankProgress> {
+    if (rank == global_ranks_[static_cast<std::size_t>(rank_)]) return std::nullopt;
+    if (const auto answer = answers.find(rank); answer != answers.end()) return answer->second;
+    return read_progress(rank);
+  };
+  auto found = look(awaited);
+  if (!found && progress_ != nullptr) {
+    answers = progress_->ask();
+    if (own_wait().number != wait.number) return {};
+    found = look(awaited);
+  }
   // A peer may wait itself for one that has not come.
   for (const auto rank : global_ranks_) {
-    Peer other;
-    if ((is_known && !found.waits) || !look_up(rank, other)) continue;
-    if (other.waits || other.last_number >= wait.number) continue;
+    if (found && !found->waits) break;
+    auto other = look(rank);
+    if (!other || other->waits || other->last_numbers[row_name_] >= wait.number) continue;
     awaited = rank;
     found = std::move(other);
-    is_known = true;
   }
   const auto name = "rank " + std::to_string(awaited);
   auto text = "libfsdp: rank " + std::to_string(global_ranks_[static_cast<std::size_t>(rank_)]) + " has been waiting for " + name +
               " for " + std::to_string(static_cast<std::int64_t>(seconds_since(since))) + " s" +
               (wait.text.empty() ? "" : ", in " + wait.text);
   const auto folder = events::asked_folder().string();
-  if (is_known) return text + "; " + name + " was last seen " + found.activity + ". `fsdp why " + folder + "` tells more.";
+  const std::string way = folder.empty() ? ". With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` tells " : ". `fsdp why " + folder + "` tells ";
+  if (found) return text + "; " + name + " was last seen " + found->activity + way + "more.";
   if (!last_call.empty()) text += "; the last call of " + name + " was " + last_call;
-  return text + (folder.empty() ? ". With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` tells what it is doing."
-                                : ". `fsdp why` tells what it is doing, with the files of its host.");
+  return text + (folder.empty() ? way + "what it is doing." : ". `fsdp why` tells what it is doing, with the files of its host.");
 }
 
 WaitNotice::OwnWait WaitNotice::own_wait() const {
@@ -99,33 +119,19 @@ WaitNotice::OwnWait WaitNotice::own_wait() const {
           .text = "the " + std::string(events::text_of(open->operation)) + events::of_unit_text(events::text_of(open->unit))};
 }
 
-/// False if it is not known.
-bool WaitNotice::look_up(std::int64_t rank, Peer& peer) const {
+std::optional<RankProgress> WaitNotice::read_progress(std::int64_t rank) const {
   const auto folder = events::asked_folder();
-  if (folder.empty() || rank == global_ranks_[static_cast<std::size_t>(rank_)]) return false;
+  if (folder.empty()) return std::nullopt;
   const auto memory = std::make_unique<events::EventMemory>();
   try {
     events::read_file(events::file_of(folder, rank), *memory);
   } catch (const std::exception&) {
-    return false;
+    return std::nullopt;
   }
-  const auto sources = memory->sources();
-  const auto is_row = [&](std::uint32_t source) {
-    return std::any_of(sources.begin(), sources.end(),
-                       [&](const auto& known) { return known.first == source && memory->text_of(known.second) == row_name_; });
-  };
-  events::Whereabouts whereabouts;
-  int waits = 0;
-  const auto all = memory->read();
-  for (const auto& event : all) {
-    whereabouts.take(event);
-    if (event.kind == EventKind::kWaitBegan) ++waits;
-    if (event.kind == EventKind::kWaitEnded || event.kind == EventKind::kFailed) waits = std::max(waits - 1, 0);
-    if (event.kind == EventKind::kPosted && is_row(event.source)) peer.last_number = event.number;
-  }
-  peer.waits = waits > 0;
-  peer.activity = whereabouts.describe(memory->text_of(whereabouts.unit()));
-  return true;
+  std::map<std::uint32_t, std::string> rows;
+  for (const auto& [source, name] : memory->sources()) rows[source] = memory->text_of(name);
+  return progress_of(
+      memory->read(), [&](std::uint32_t name) { return memory->text_of(name); }, rows);
 }
 
 }  // namespace fsdp::comm

@@ -92,7 +92,8 @@ comm::Row neighbours_in(const comm::Row& row, std::int64_t neighbours) {
   return {.dim = row.dim,
           .rank = static_cast<int>(row.rank % neighbours),
           .global_ranks = {first, first + neighbours},
-          .world_size = row.world_size};
+          .world_size = row.world_size,
+          .progress = row.progress};
 }
 
 c10::Device local_device(const std::string& device_type, const comm::World& world, bool share_gpus) {
@@ -256,8 +257,9 @@ void DeviceMesh::barrier() const {
 
 namespace {
 
-void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, const comm::Row& row,
-             const MeshOptions& options, const BackendOf& backend_of = {}) {
+void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& rendezvous, comm::Row row, const MeshOptions& options,
+             const BackendOf& backend_of = {}) {
+  row.progress = rendezvous->progress();
   auto communicator = make_communicator(*rendezvous, row, state.device, options, backend_of);
   // All ranks of a row make its communicators in the same order, so the number of a communicator identifies it on all of them.
   const auto made = std::make_shared<int>(0);

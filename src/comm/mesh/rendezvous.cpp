@@ -20,6 +20,8 @@
 namespace fsdp::comm {
 namespace {
 
+constexpr const char* kProgress = "progress";  // the part of the store for it
+
 std::string meeting_point(const World& world) { return world.master_addr + ":" + std::to_string(world.master_port); }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const World& world, std::chrono::milliseconds timeout) {
@@ -122,6 +124,7 @@ Rendezvous::Rendezvous(const World& world, std::string prefix, std::chrono::mill
   if (world.size == 1) return;
   common_ = world_store(world, timeout);
   store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), common_);
+  progress_ = WaitNotice::progress_by(store(kProgress), world.rank);
   gloo_device_ = make_gloo_device(world);
 }
 
@@ -133,6 +136,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank,
   if (is_served_by_agent(process_environment)) tell_endings_by(store, rank);
   common_ = std::move(store);
   store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), common_);
+  progress_ = WaitNotice::progress_by(this->store(kProgress), rank);
   gloo_device_ = make_gloo_device(world_);
 }
 

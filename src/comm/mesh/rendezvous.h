@@ -29,6 +29,8 @@ class Rendezvous {
 
   /// The part of the store under a name; null for a world of one rank.
   c10::intrusive_ptr<c10d::Store> store(const std::string& name) const;
+  /// How the ranks of this mesh tell each other what they do; may be null.
+  const std::shared_ptr<StoreProgress>& progress() const { return progress_; }
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
   /// The same for ranks of several meshes. `name` differs between all groups that are made so.
@@ -45,6 +47,7 @@ class Rendezvous {
   const std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> common_;                // Of all meshes; null for a world of one rank.
   c10::intrusive_ptr<c10d::Store> store_;                 // Of this one.
+  std::shared_ptr<StoreProgress> progress_;
   std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
 };
 

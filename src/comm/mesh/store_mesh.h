@@ -15,7 +15,7 @@ namespace fsdp::comm {
 
 /// Options for a mesh of ranks that are connected already, for example by a process group of torch.distributed.
 struct StoreMesh {
-  c10::intrusive_ptr<c10d::Store> store;  ///< A store that all ranks share. It is needed until the mesh is made.
+  c10::intrusive_ptr<c10d::Store> store;  ///< A store that all ranks share, for as long as the mesh lives.
   std::string prefix;     ///< The prefix of this mesh's keys in the store: the same on its ranks, and different for each mesh.
   std::int64_t rank = 0;  ///< The global rank.
   std::int64_t world_size = 1;

@@ -13,6 +13,7 @@
 
 #include "fsdp/fsdp.h"
 #include "replay/damage.h"
+#include "replay/findings.h"
 #include "support/meshes.h"
 #include "support/multi_rank.h"
 #include "support/stack.h"
@@ -255,14 +256,22 @@ std::string expected_text(Damage damage) {
   return "";
 }
 
-/// The error must name the unit, what was damaged, and the rank.
-void expect_located(const std::string& error, Damage damage, int damager, int block) {
+/// The error must name the unit, what was damaged, and the rank; of a sum, also those from whom it may have come.
+void expect_located(const std::string& error, Damage damage, int nproc, int damager, int block) {
   const auto unit = "unit 'blocks." + std::to_string(damage == Damage::kWhole ? 0 : block) + "'";
   EXPECT_TRUE(contains(error, unit)) << static_cast<int>(damage) << " in " << unit << ": " << error;
   EXPECT_TRUE(contains(error, expected_text(damage))) << error;
   const auto on = " on rank " + std::to_string(damager);
   EXPECT_TRUE(contains(error, on)) << on << ": " << error;
   EXPECT_FALSE(contains(error, "can't be decided")) << error;
+  if (damage != Damage::kReduction) return;
+  std::vector<std::int64_t> senders;
+  for (int rank = 0; rank < nproc; ++rank) {
+    if (rank != damager) senders.push_back(rank);
+  }
+  EXPECT_TRUE(contains(error, on + ": it has summed wrongly, or what " + fsdp::replay::ranks_text(senders) +
+                                  (nproc == 2 ? " has" : " have") + " sent to it was damaged"))
+      << error;
 }
 
 /// A bit of its own each time, the same on all ranks.
@@ -278,7 +287,7 @@ void expect_found(int nproc, int flips) {
           const int block = static_cast<int>(random() % 4);
           const auto bit = random();
           ASSERT_EQ(training.step({}, 0, 0, 0), "");
-          expect_located(training.step(damage, damager, block, bit), damage, damager, block);
+          expect_located(training.step(damage, damager, block, bit), damage, nproc, damager, block);
         }
       },
       std::chrono::seconds(1800));

@@ -31,23 +31,31 @@ class SyntheticRank {
     rank_.sources = {"", "model #1", "dp_shard 0-" + std::to_string(world_size - 1) + " #1"};
   }
 
-  SyntheticRank& step(std::int64_t time) { return add({.time = time, .source = engine_, .kind = events::EventKind::kStepBegan}); }
-  SyntheticRank& enter(std::int64_t time, const std::string& unit, bool in_backward = false, std::int64_t bytes = 0,
-                       std::uint64_t gathered = 0) {
-    return add({.time = time,
-                .bytes = bytes,
-                .number = gathered,
-                .source = engine_,
-                .unit = name(unit),
-                .kind = events::EventKind::kEntered,
-                .in_backward = in_backward});
+  /// `sent` and `read_by_peers`: bytes so far.
+  SyntheticRank& step(std::int64_t time, std::int64_t sent = 0, std::uint64_t read_by_peers = 0) {
+    return add({.time = time, .bytes = sent, .number = read_by_peers, .source = engine_, .kind = events::EventKind::kStepBegan});
+  }
+  SyntheticRank& enter(std::int64_t time, const std::string& unit, bool in_backward = false) {
+    return add({.time = time, .source = engine_, .unit = name(unit), .kind = events::EventKind::kEntered, .in_backward = in_backward});
+  }
+  /// What is held of one kind of memory, told at a time.
+  SyntheticRank& hold(std::int64_t time, std::uint64_t kind, std::int64_t bytes) {
+    return add({.time = time, .bytes = bytes, .number = kind, .source = engine_, .kind = events::EventKind::kMemoryHeld});
+  }
+  SyntheticRank& hold_all(std::int64_t time, const std::array<std::int64_t, events::kMemoryKinds.size()>& held) {
+    for (std::size_t kind = 0; kind < held.size(); ++kind) hold(time, kind, held[kind]);
+    return *this;
+  }
+  /// The most of one kind in the step.
+  SyntheticRank& peak_of_kind(std::int64_t time, std::uint64_t kind, std::int64_t bytes) {
+    return add({.time = time, .bytes = bytes, .number = kind, .source = engine_, .kind = events::EventKind::kKindPeaked});
   }
   SyntheticRank& backward_began(std::int64_t time) {
     return add({.time = time, .source = engine_, .kind = events::EventKind::kBackwardBegan, .in_backward = true});
   }
   /// `step`: its number, or 0 if the step goes on.
-  SyntheticRank& backward_ended(std::int64_t time, std::uint64_t step, std::int64_t bytes = 0) {
-    return add({.time = time, .bytes = bytes, .number = step, .source = engine_, .kind = events::EventKind::kBackwardEnded});
+  SyntheticRank& backward_ended(std::int64_t time, std::uint64_t step) {
+    return add({.time = time, .number = step, .source = engine_, .kind = events::EventKind::kBackwardEnded});
   }
   SyntheticRank& peak(std::int64_t time, std::int64_t bytes, const std::string& unit) {
     return add({.time = time, .bytes = bytes, .source = engine_, .unit = name(unit), .kind = events::EventKind::kMemoryPeaked});

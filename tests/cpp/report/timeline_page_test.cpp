@@ -35,11 +35,14 @@ std::vector<RankEvents> ranks_of(int ranks, int steps, int units) {
     std::uint64_t call = 0;
     for (int step = 1; step <= steps; ++step) {
       rank.step(time += 1'234'567);
+      rank.hold_all(time + 1, {123'456'789, 98'765'432, 0, 0, 5'432'198, 246'913'578});
       for (const bool in_backward : {false, true}) {
         if (in_backward) rank.backward_began(time += 1000);
         for (int i = 0; i < units; ++i) {
           const auto unit = "model.layers." + std::to_string(in_backward ? units - 1 - i : i);
-          rank.enter(time += 2'345'678, unit, in_backward, 987'654'321 + 1000 * i, 123'456'789);
+          rank.enter(time += 2'345'678, unit, in_backward);
+          rank.hold(time + 1, 2, 123'456'789 + 1000 * i);
+          if (in_backward) rank.hold(time + 2, 3, 234'567'891 - 1000 * i);
           const auto begin = time;
           rank.collective(
               {.posted = begin - 1'345'678, .wait_began = begin + 5432, .arrived = begin + 1'198'765, .wait_ended = begin + 1'234'567},
@@ -52,7 +55,8 @@ std::vector<RankEvents> ranks_of(int ranks, int steps, int units) {
         }
         rank.peak(time += 100, 1'234'567'890 + step, "model.layers.0");
       }
-      rank.backward_ended(time += 5'000'000, static_cast<std::uint64_t>(step), 987'654'321);
+      rank.backward_ended(time += 5'000'000, static_cast<std::uint64_t>(step));
+      rank.hold(time + 1, 2, 0);
     }
     all.push_back(rank.events());
   }
@@ -107,7 +111,9 @@ TEST(TimelinePage, DataAreListsOfWholeEntries) {
   auto ranks = ranks_of(2, 2, 4);
   const auto timeline = timeline_of(ranks);
   const auto data = data_of(timeline_page(timeline, "a run"));
-  EXPECT_EQ(data.at("version"), 1);
+  EXPECT_EQ(data.at("version"), 2);
+  EXPECT_TRUE(data.at("plan").is_null());
+  EXPECT_EQ(data.at("kinds"), Json(fsdp::events::kMemoryKinds));
   EXPECT_EQ(data.at("length"), timeline.ended - timeline.began);
   ASSERT_EQ(data.at("ranks").size(), 2U);
   for (std::size_t i = 0; i < 2; ++i) {
@@ -115,7 +121,12 @@ TEST(TimelinePage, DataAreListsOfWholeEntries) {
     const auto& from = timeline.ranks[i];
     EXPECT_EQ(rank.at("steps").size(), 4 * from.steps.size());
     EXPECT_EQ(rank.at("compute").size(), 4 * from.compute.size());
-    EXPECT_EQ(rank.at("memory").size(), 3 * from.memory.size());
+    EXPECT_EQ(rank.at("memory").size(), 7 * from.memory.size());
+    fsdp::report::BytesByKind held{};
+    for (std::size_t at = 0; at < from.memory.size(); ++at) {
+      for (std::size_t kind = 0; kind < held.size(); ++kind) held[kind] += rank.at("memory")[7 * at + 1 + kind].get<std::int64_t>();
+      EXPECT_EQ(held, from.memory[at].held) << at;
+    }
     EXPECT_EQ(rank.at("peaks").size(), 3 * from.peaks.size());
     EXPECT_EQ(rank.at("collectives").size(), (12 + 7) * from.collectives.size()) << "somebody waits for each of them";
     std::int64_t time = 0;
@@ -151,7 +162,7 @@ TEST(TraceJson, IsWhatPerfettoReads) {
       for (const auto& [reason, ns] : event.at("args").at("reasons_ns").items()) sum += ns.get<std::int64_t>();
       EXPECT_NEAR(static_cast<double>(sum) / 1e3, event.at("dur").get<double>(), 1e-3);
     } else if (ph == "C") {
-      EXPECT_TRUE(event.at("args").at("gathered parameters").is_number());
+      for (const auto kind : fsdp::events::kMemoryKinds) EXPECT_TRUE(event.at("args").at(std::string(kind)).is_number());
     } else {
       EXPECT_EQ(ph, "i");
     }

@@ -168,16 +168,39 @@ TEST(Timeline, TheComputationIsInOnePlaceAfterTheOther) {
   EXPECT_FALSE(steps[1].is_whole);
 }
 
-TEST(Timeline, MemoryIsWhatTheEngineHeld) {
+TEST(Timeline, MemoryIsWhatTheEngineHeldOfEachKind) {
+  constexpr std::uint64_t kGathered = 2;
+  constexpr std::uint64_t kUnreduced = 3;
   SyntheticRank rank(0, 1);
-  rank.step(0).enter(10, "a", false, 300, 100).enter(20, "b", false, 400, 200).backward_ended(50, 1, 200);
+  rank.enter(1, "z").hold(2, kGathered, 77);  // What there was of the others is not known any more.
+  rank.step(10).hold_all(11, {100, 0, 70, 0, 0, 200}).enter(20, "a").hold(21, kGathered, 90);
+  rank.backward_began(30).hold_all(31, {100, 0, 90, 0, 0, 200}).enter(40, "a", true).hold(41, kGathered, 60).hold(42, kUnreduced, 25);
+  rank.enter(50, "z", true).backward_ended(60, 1).hold(61, kGathered, 0);
   const auto timeline = timeline_of({rank.events()});
   const auto& memory = timeline.ranks[0].memory;
-  ASSERT_EQ(memory.size(), 3U);
-  EXPECT_EQ(memory[1].bytes, 400);
-  EXPECT_EQ(memory[1].gathered, 200);
-  EXPECT_EQ(memory[2].bytes, 200);
-  EXPECT_LE(memory[2].gathered, memory[2].bytes);
+  std::vector<std::int64_t> times;
+  for (const auto& moment : memory) times.push_back(moment.time);
+  EXPECT_EQ(times, (std::vector<std::int64_t>{10, 20, 30, 40, 60})) << "when the computation moved, if something has changed";
+  using Held = fsdp::report::BytesByKind;
+  EXPECT_EQ(memory[0].held, (Held{100, 0, 70, 0, 0, 200}));
+  EXPECT_EQ(memory[1].held, (Held{100, 0, 90, 0, 0, 200}));
+  EXPECT_EQ(memory[3].held, (Held{100, 0, 60, 25, 0, 200}));
+  EXPECT_EQ(memory[4].held, (Held{100, 0, 0, 25, 0, 200}));
+}
+
+TEST(Timeline, StepsTellWhatTheyHaveSentAndTheirPeaks) {
+  SyntheticRank rank(0, 1);
+  rank.step(0, 1000, 400).enter(10, "a").peak(11, 300, "a").peak(12, 500, "a").backward_ended(20, 1).peak_of_kind(21, 2, 70);
+  rank.peak_of_kind(30, 2, 90).peak_of_kind(30, 5, 8).step(31, 1600, 900).enter(40, "a").peak(41, 200, "a").backward_ended(50, 2);
+  const auto timeline = timeline_of({rank.events()});
+  const auto& steps = timeline.ranks[0].steps;
+  ASSERT_EQ(steps.size(), 2U);
+  EXPECT_EQ(steps[0].sent, 600);
+  EXPECT_EQ(steps[0].read_by_peers, 500);
+  EXPECT_EQ(steps[0].peak, 500);
+  EXPECT_EQ(steps[0].peaks, (fsdp::report::BytesByKind{0, 0, 90, 0, 0, 8})) << "with what the update has needed";
+  EXPECT_EQ(steps[1].sent, -1) << "not known before the next one begins";
+  EXPECT_EQ(steps[1].peak, 200);
 }
 
 TEST(Timeline, StepsChooseWhatIsShown) {

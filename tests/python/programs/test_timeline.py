@@ -150,8 +150,39 @@ def test_the_page_is_one_file(run: Path) -> None:
     assert [rank["rank"] for rank in ranks] == [0, 1]
     # Memory is there where units are entered: more with a gathered unit than between steps.
     memory = ranks[0]["memory"]
-    assert max(memory[2::3]) > 0
-    assert all(gathered <= held for held, gathered in zip(memory[1::3], memory[2::3], strict=True))
+    gathered = list(itertools.accumulate(memory[3::7]))
+    assert max(gathered) > 0
+    assert gathered[-1] < max(gathered)
+
+
+def plan_of_the_run() -> dict[str, Any]:
+    """What `fsdp plan --json` would print, with numbers that are easy to find again."""
+    kinds = ("main_parameters", "main_gradients", "gathered_parameters", "unreduced_gradients", "communication")
+    return {
+        "ranks": SIZE,
+        "memory": {kind: {"peak": 1000 + i} for i, kind in enumerate((*kinds, "optimizer_state", "total"))},
+        "wire": {
+            "all_gather_bytes": 500,
+            "reduce_scatter_bytes": 60,
+            "control_bytes": 7,
+            "shared_memory_bytes": 300,
+        },
+        "time": {"step_ms": 12.5},
+    }
+
+
+def test_a_plan_stands_beside_what_was_measured(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan_of_the_run()))
+    done = timeline(run / "events", "--plan", tmp_path / "plan.json", "--html", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    for name, planned in (("gathered parameters, B", "1002"), ("sent as messages, B", "267"), ("time of a step, ms", "12.5")):
+        assert re.search(rf"^{name} +{planned} +\d[\d.]*  [01]$", done.stdout, re.MULTILINE), done.stdout
+    assert '"plan":{"peak":1006,' in (tmp_path / "page.html").read_text()
+    other = plan_of_the_run() | {"ranks": 8}
+    (tmp_path / "plan.json").write_text(json.dumps(other))
+    done = timeline(run / "events", "--plan", tmp_path / "plan.json")
+    assert done.returncode == 2
+    assert "the plan is for 8 ranks, and these events are of a run of 2" in done.stderr
 
 
 def test_what_is_wrong_is_said(run: Path, tmp_path: Path) -> None:
@@ -213,8 +244,12 @@ def test_the_page_in_a_browser(run: Path, browser: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page = run / "browser.html"
-    assert timeline(run / "events", "--html", page).returncode == 0
+    (run / "plan.json").write_text(json.dumps(plan_of_the_run()))
+    assert timeline(run / "events", "--html", page, "--plan", run / "plan.json").returncode == 0
     browser.get(page.as_uri())
+    planned = browser.find_element(By.ID, "planned").text
+    assert "gathered parameters 1002 B" in planned, planned
+    assert "unreduced gradients" in browser.find_element(By.ID, "legend").text
     verdict = browser.find_element(By.ID, "verdict").text
     assert "because rank 1 came late: it was in forward of 'blocks.2'" in verdict, verdict
 

@@ -1,0 +1,146 @@
+#include "comm/collectives/store_progress.h"
+
+#include <algorithm>
+#include <sstream>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "events/event_ring.h"
+
+namespace fsdp::comm {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+// Keys. A rank that answers for the first time adds its number to the list, and from then on replaces its answer.
+const std::string kQuestions = "questions";
+const std::string kWhoAnswered = "who";
+
+std::string key_of(std::int64_t rank) { return "rank" + std::to_string(rank); }
+
+/// Lines: the number of the question; the activity; and for each row its last number, a blank and its name.
+std::string text_of(std::int64_t question, const RankProgress& progress) {
+  std::string text = std::to_string(question) + "\n" + progress.activity + "\n";
+  for (const auto& [row, number] : progress.last_numbers) text += std::to_string(number) + " " + row + "\n";
+  return text;
+}
+
+RankProgress parse(std::istream& text) {
+  RankProgress progress;
+  std::getline(text, progress.activity);
+  std::uint64_t number = 0;
+  for (std::string row; text >> number && text.get() && std::getline(text, row);) progress.last_numbers[row] = number;
+  return progress;
+}
+
+std::string to_text(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+std::vector<std::uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+}  // namespace
+
+/// The thread of this process that looks for questions, in all stores in which it may answer.
+class StoreProgress::Thread {
+ public:
+  Thread() { std::thread(&Thread::run, this).detach(); }
+
+  void add(const std::shared_ptr<StoreProgress>& progress) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    all_.push_back(progress);
+    interval_ = std::min(interval_, progress->interval_);
+  }
+
+ private:
+  [[noreturn]] void run() {
+    for (;;) {
+      milliseconds interval{};
+      std::vector<std::shared_ptr<StoreProgress>> answering;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::erase_if(all_, [](const auto& progress) { return progress.expired(); });
+        for (const auto& progress : all_) answering.push_back(progress.lock());
+        interval = interval_;
+      }
+      // The store may not answer for long, and nobody else has to wait for that.
+      for (auto& progress : answering) {
+        if (progress != nullptr) progress->look();
+        progress.reset();
+      }
+      std::this_thread::sleep_for(interval);
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<StoreProgress>> all_;
+  milliseconds interval_ = std::chrono::seconds(5);
+};
+
+// Never destroyed: its thread lives as long as the process.
+StoreProgress::Thread& StoreProgress::thread() {
+  static Thread& thread = *new Thread();
+  return thread;
+}
+
+StoreProgress::StoreProgress(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, milliseconds interval)
+    : store_(std::move(store)), rank_(rank), interval_(interval), is_usable_(store_ != nullptr && store_->hasExtendedApi()) {}
+
+void StoreProgress::answer(std::uint32_t source, AnsweringRow row) {
+  bool is_first = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_first = rows_.empty();
+    rows_[source] = std::move(row);
+  }
+  if (is_first && is_usable_) thread().add(shared_from_this());
+}
+
+void StoreProgress::stop_answering(std::uint32_t source) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  rows_.erase(source);
+}
+
+void StoreProgress::look() noexcept {
+  try {
+    std::map<std::uint32_t, std::string> rows;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& [source, row] : rows_) {
+        if (!row.is_whole()) return;
+        rows[source] = row.name;
+      }
+    }
+    if (!is_usable_ || rows.empty()) return;
+    const auto questions = store_->add(kQuestions, 0);
+    if (questions == answered_) return;
+    const auto progress = progress_of(events::recorded(), events::text_of, rows);
+    if (progress.waits) return;
+    store_->set(key_of(rank_), to_bytes(text_of(questions, progress)));
+    if (!std::exchange(has_answered_, true)) store_->append(kWhoAnswered, to_bytes(std::to_string(rank_) + "\n"));
+    answered_ = questions;
+  } catch (...) {  // The rank that has served the store has ended.
+    is_usable_ = false;
+  }
+}
+
+std::map<std::int64_t, RankProgress> StoreProgress::ask() noexcept {
+  std::map<std::int64_t, RankProgress> answers;
+  if (!is_usable_) return answers;
+  try {
+    const auto question = store_->add(kQuestions, 1);
+    std::this_thread::sleep_for(2 * interval_);
+    if (!store_->check({kWhoAnswered})) return answers;
+    std::istringstream ranks(to_text(store_->get(kWhoAnswered)));
+    for (std::int64_t rank = 0; ranks >> rank;) {
+      std::istringstream text(to_text(store_->get(key_of(rank))));
+      std::int64_t answered = 0;
+      // What was told before does not say where the rank is now.
+      if (text >> answered && text.get() && answered >= question) answers.emplace(rank, parse(text));
+    }
+  } catch (...) {
+    is_usable_ = false;
+  }
+  return answers;
+}
+
+}  // namespace fsdp::comm

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/collectives/rank_progress.h"
+
+namespace fsdp::comm {
+
+/// What ranks of other hosts are doing, by the store that all ranks share. A rank that waits long asks; each rank that waits for nothing
+/// answers, as it may be the one that is missing. Answers come from a thread of the process, which looks into the store every few seconds
+/// for questions, and does nothing on the path of a step. All functions may be called by any thread.
+///
+/// When the store has gone, or can't do what is needed (append), there are no answers, and no errors.
+class StoreProgress : public std::enable_shared_from_this<StoreProgress> {
+ public:
+  /// `store` is shared by all ranks, and nobody else uses its keys. `rank`: global. `interval`: how often it looks for questions.
+  StoreProgress(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::chrono::milliseconds interval);
+
+  /// A row of which this rank tells how far it has come.
+  struct AnsweringRow {
+    std::string name;
+    /// False if a rank of it has gone: its waits fail, nobody asks about them, and the store may have gone with that rank.
+    std::function<bool()> is_whole;
+  };
+  /// From now on, this rank answers, with its calls in the row; until stop_answering() of the same source. `source`: the row's, of events.
+  void answer(std::uint32_t source, AnsweringRow row);
+  /// When it returns, nobody is in `is_whole`, and nobody will call it.
+  void stop_answering(std::uint32_t source) noexcept;
+
+  /// Asks, and returns what was answered, by global rank. Takes two intervals.
+  std::map<std::int64_t, RankProgress> ask() noexcept;
+
+ private:
+  class Thread;
+  static Thread& thread();
+
+  /// Answers if somebody has asked. Of the thread.
+  void look() noexcept;
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::int64_t rank_;
+  const std::chrono::milliseconds interval_;
+  std::mutex mutex_;
+  std::map<std::uint32_t, AnsweringRow> rows_;  ///< By source; under the mutex.
+  std::int64_t answered_ = 0;                   ///< How many questions there were when it has answered last. Of the thread, as the next.
+  bool has_answered_ = false;
+  std::atomic<bool> is_usable_;
+};
+
+}  // namespace fsdp::comm

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <filesystem>
+#include <string_view>
+
+// Where a C++ program is, for who asks from outside.
+namespace fsdp::events {
+
+/// The first line of a stack that a process has written on request. A line per frame follows, the innermost first, as
+/// backtrace_symbols_fd() writes it: "program(function+0x12) [0x55d0]".
+inline constexpr std::string_view kNativeStack = "Stack of the main thread, most recent call first:";
+/// The last one.
+inline constexpr std::string_view kEndOfStack = "End of the stack.";
+
+/// From now on, the signal SIGRTMAX - 3 makes this process append the stack of its main thread to FOLDER/stack-PROCESS.txt, whose first
+/// line is the number of the signal. The file goes when the program ends. Does nothing if the program, or Python's package, has a handler
+/// for the signal, or if the file can't be made. One thread at a time.
+void write_stack_when_asked(const std::filesystem::path& folder) noexcept;
+
+}  // namespace fsdp::events
