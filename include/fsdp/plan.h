@@ -97,6 +97,13 @@ struct PlannedMoment {
   PlanBytes most;    ///< When the device has to have most in it.
 };
 
+/// What FSDP2 (torch.distributed.fsdp.fully_shard) needs at its peak for the same model, mesh and options. It always gathers one unit ahead
+/// in backward.
+struct PlannedFSDP2 {
+  PlanBytes peak;      ///< `communication` are the buffers of gathers and reductions; `gathered_parameters` are their copies.
+  std::string moment;  ///< When that is: see Plan::moment.
+};
+
 /// What a rank needs and sends in one step, once steps have become alike (from the sixth on).
 struct Plan {
   std::int64_t ranks = 1;     ///< Of the planned world.
@@ -110,6 +117,9 @@ struct Plan {
   std::vector<PlannedLink> links;      ///< One per dimension over which this rank communicates.
   std::vector<PlannedMoment> moments;  ///< The parts of a step, in their order.
   std::vector<PlannedAction> actions;  ///< What a step does, in its order. simulate() gives it a time.
+  /// None on one rank, and with options that FSDP2 lacks: placements other than optim_grads_params, HFSDP, offload of optimizer state
+  /// alone, gather formats, kept units, and main gradients of another dtype than the main parameters.
+  std::optional<PlannedFSDP2> fsdp2;
 
   /// True if a device with this much memory for the program can hold the peak. What torch's allocator and the device's driver need beside
   /// it is not in the plan.
@@ -134,9 +144,10 @@ std::ostream& operator<<(std::ostream& stream, const Plan& plan);
 /// that is not there.
 Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned = {});
 
-/// Returns the plan for the smallest world whose device holds the peak in `bytes`, by bisection: `plan_for` is called with numbers of
-/// ranks, all multiples of `step` (the ranks of a host, for example) up to `most`. None if none is found. More ranks need less memory; but
-/// for padding, which counts in models of a few thousand parameters.
+/// Returns the plan for the smallest world whose device holds the peak in `bytes`: `plan_for` is called with numbers of ranks, all
+/// multiples of `step` (the ranks of a host, for example) up to `most`. None if none is found. More ranks need less memory, but for
+/// padding. So bisection finds the first world that would fit without padding, and the next 64 are tried one by one; if none of them fits,
+/// bisection goes on from there, and takes padding to be alike in all.
 std::optional<Plan> smallest_world(const std::function<Plan(std::int64_t ranks)>& plan_for, std::int64_t bytes, std::int64_t step = 1,
                                    std::int64_t most = std::int64_t{1} << 17);
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 
 from libfsdp import _C, _updates, optim  # noqa: E402, F401
 from libfsdp._apply_changes import apply_changes  # noqa: E402
+from libfsdp._budget_adjustment import adjust_memory_budget  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
 from libfsdp._changed_weights import ChangeBucket, ChangedWeights, WeightChange, WeightSnapshot  # noqa: E402
 from libfsdp._checkpoint._folder import best, latest  # noqa: E402
@@ -95,6 +96,7 @@ __all__ = [
     "WeightSnapshot",
     "WeightSource",
     "__version__",
+    "adjust_memory_budget",
     "apply_changes",
     "best",
     "best_checkpoint_interval",

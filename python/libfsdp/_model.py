@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from libfsdp._memory_budget import MemoryBudget
     from libfsdp._mesh import ShardingMesh
     from libfsdp._registered_memory import RegisteredMemory
     from libfsdp._sharded_parameter import ManagedParameter, ShardedParameter
@@ -253,7 +254,8 @@ class Model:
                     "memory_budget": root.options.memory_budget,
                 },
             )
-            self.explanation = self._choose(root, units)
+            self.choose = functools.partial(self._choose, root, units)
+            self.explanation = self.choose(root.options.memory_budget)
         except (_C.Error, ValueError):
             self.dissolve()  # No other forward may use a model on which the ranks do not agree, or that needs too much memory.
             raise
@@ -265,12 +267,11 @@ class Model:
             if state.unsharded_early and not provisional:
                 state.unshard(wait=True)
 
-    def _choose(self, root: MemberState, units: list[BudgetedUnit]) -> str:
+    def _choose(self, root: MemberState, units: list[BudgetedUnit], budget: MemoryBudget | None) -> str:
         """Chooses what a memory budget leaves open, and returns what that is, and why."""
-        budget = root.options.memory_budget
         if budget is None or self.provisional or not units:
             return "no memory_budget: all options are as they were given\n"
-        self.prefetch_depth, text = choose(root.modules, units, budget, self.prefetch_depth)
+        self.prefetch_depth, text = choose(root.modules, units, budget, root.running.prefetch_depth)
         return text
 
     def set_is_last_backward(self, last: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from libfsdp._sharding_options import (
     check_options,
     check_placements,
     check_reshard_after_forward,
+    divides_by_all,
     float8_block_of,
 )
 from libfsdp._simulation import LinkRate, Simulation, UnitTime
@@ -140,6 +141,10 @@ class Plan:
         units: enclosing ones first.
         moments: the parts of a step in their order, each as its name and the bytes when the device has to have most in it, as
             in ``peak``.
+        fsdp2: what FSDP2 (``torch.distributed.fsdp.fully_shard``) needs at its own peak for the same, as in ``peak``:
+            "communication" are the buffers of its gathers and reductions, and "gathered_parameters" their copies. None on one
+            rank, and with options that FSDP2 lacks.
+        fsdp2_moment: when FSDP2 has its peak.
     """
 
     ranks: int
@@ -151,6 +156,8 @@ class Plan:
     links: dict[str, dict[str, int]]
     units: tuple[PlannedUnit, ...]
     moments: tuple[tuple[str, dict[str, int]], ...]
+    fsdp2: dict[str, int] | None
+    fsdp2_moment: str | None
     _planned: _C.Plan = field(repr=False, compare=False)
 
     def fits(self, memory: int) -> bool:
@@ -322,8 +329,10 @@ def plan(
             of those that ``inputs`` give.
         prefetch_depth: the number of units that are gathered ahead.
         options: of all calls of fully_shard: reshard_after_forward (None means True, except for the root, where it means
-            False), shard_placement_fn, mp_policy, offload_policy, ignored_params, placements, outer_placements ("no_shard"
-            or "optim"), gather_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype.
+            False), shard_placement_fn, mp_policy, offload_policy, ignored_params, placements, outer_placements,
+            gather_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype. With
+            outer_placements="optim_if_even", parameters that are not cut over both dimensions are in a unit of their own,
+            "... (replicated)".
 
     Raises:
         ValueError: for options that fully_shard would refuse, and for parameters that are scalars, shards, DTensors, or in
@@ -351,27 +360,54 @@ def plan(
         kept = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
     kept |= activations or {}
     made: list[tuple[_C.ShownUnit, int | None, int]] = []
-    position_of: dict[int, int] = {}  # of units that have parameters, in the engine
+    positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
+    places: dict[tuple[int, int], tuple[int, int]] = {}  # of parameters: in which of these, and where there
+    if_even = options.get("outer_placements") == "optim_if_even"
     for k, (name, parent, given) in enumerate(zip(walk.names, walk.parents, walk.parameters, strict=True)):
-        if not given:
-            continue
-        parameters = [_parameter(full_name, one, ranks, of_units, dim_of(one)) for full_name, one in given]
-        unit = _unit(name, parameters, ranks, of_units, is_root=k == 0)
-        while parent is not None and parent not in position_of:
+        while parent is not None and parent not in positions_of:
             parent = walk.parents[parent]
-        position_of[k] = len(made)
-        made.append((unit, None if parent is None else position_of[parent], kept.get(name, 0)))
+        around = None if parent is None else positions_of[parent][-1]
+        outer = [not if_even or divides_by_all(ranks, one, dim_of(one)) for _, one in given]
+        for is_outer in sorted(set(outer), reverse=True):  # Others are not cut over the outer dimension.
+            chosen = [i for i, one in enumerate(outer) if one == is_outer]
+            of_unit = of_units if is_outer else replace(of_units, outer_sharded=False)
+            parameters = [_parameter(given[i][0], given[i][1], ranks, of_unit, dim_of(given[i][1])) for i in chosen]
+            unit = _unit(name if is_outer else f"{name} (replicated)", parameters, ranks, of_unit, is_root=k == 0)
+            positions_of.setdefault(k, []).append(len(made))
+            places.update({(k, i): (len(made), place) for place, i in enumerate(chosen)})
+            made.append((unit, around, kept.pop(name, 0)))
+            around = len(made) - 1
     if not made:
         raise ValueError(f"{type(module).__name__} has no parameters to plan for")
     planned = _C.plan(
         ranks.engine_mesh,
         made,
-        [(what, position_of[k], enters, first) for what, k, enters, first in walk.visits if k in position_of],
+        _visits(walk.visits, positions_of, places),
         optimizer_values=optimizer_values,
         prefetch_depth=prefetch_depth,
         keep_gathered_bytes=of_units.keep_gathered_bytes,
     )
     return _read(planned)
+
+
+def _visits(
+    visits: list[tuple[str, int, bool, list[int]]],
+    positions_of: dict[int, list[int]],
+    places: dict[tuple[int, int], tuple[int, int]],
+) -> list[tuple[str, int, bool, list[int]]]:
+    """Returns what happens to the engine's units, of which those of one module may be several."""
+    found: list[tuple[str, int, bool, list[int]]] = []
+    for what, k, enters, first in visits:
+        if what == "use":
+            used: dict[int, list[int]] = {}
+            for i in first:
+                unit, place = places[k, i]
+                used.setdefault(unit, []).append(place)
+            found.extend(("use", unit, enters, used[unit]) for unit in sorted(used))
+        else:
+            units = positions_of.get(k, [])
+            found.extend((what, unit, enters, first) for unit in (units if what == "begin" else reversed(units)))
+    return found
 
 
 def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOptions:
@@ -388,14 +424,12 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
     )
     check_bytes("keep_gathered_bytes", keep_gathered_bytes)
     check_placements(placements, outer_placements)
-    if outer_placements == "optim_if_even":
-        raise ValueError("plan() knows outer_placements 'no_shard' and 'optim'")
     options = ShardingOptions(
         reshard_after_forward=given.get("reshard_after_forward"),
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         placements=placements,
-        outer_sharded=outer_placements == "optim",
+        outer_sharded=outer_placements != "no_shard",
         spmd=None,
         gather_format=given.get("gather_format"),
         follow_grad_dtype=given.get("follow_grad_dtype"),
@@ -456,5 +490,7 @@ def _read(planned: _C.Plan) -> Plan:
         links={link["dim"]: link["sent"] for link in fields["links"]},
         units=tuple(PlannedUnit(**unit) for unit in fields["units"]),
         moments=tuple((moment["what"], moment["most"]) for moment in fields["moments"]),
+        fsdp2=fields["fsdp2"] and fields["fsdp2"]["peak"],
+        fsdp2_moment=fields["fsdp2"] and fields["fsdp2"]["moment"],
         _planned=planned,
     )

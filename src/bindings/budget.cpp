@@ -143,7 +143,12 @@ std::tuple<int, std::vector<bool>, std::string> choose(const std::vector<GivenUn
   const planning::Budget budget{
       .bytes = bytes, .given = {.prefetch_depth = prefetch_depth}, .observe = [&](const Choice& choice) { return model.observe(choice); }};
   auto chosen = planning::choose(budget);
-  if (!chosen.fits) throw Error(planning::too_small(budget, chosen, remedies_for(model, chosen.choice)));
+  if (!chosen.fits) {
+    // With another option, the least prefetch depth may be another one. It needs least without read-ahead.
+    auto least = chosen.choice;
+    least.prefetch_depth = 0;
+    throw Error(planning::too_small(budget, chosen, remedies_for(model, least)));
+  }
   chosen.choice.kept.resize(units.size());
   return {chosen.choice.prefetch_depth, std::move(chosen.choice.kept), std::move(chosen.explanation)};
 }

@@ -19,6 +19,7 @@
 #include "fsdp/goodput.h"
 #include "fsdp/simulate.h"
 #include "hooks/hooked_model.h"
+#include "plan/fsdp2_memory.h"
 #include "plan/planned_step.h"
 #include "torch_python/shown_unit.h"
 
@@ -50,6 +51,15 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
     (unit.offloaded() ? of_optimizer_on_host : of_optimizer_on_device) += of_optimizer.back();
   }
   auto passes = passes_of(visits);
+  const auto shard_dim = [&units](std::size_t unit, std::size_t parameter) {
+    return std::get<0>(units[unit])->hooked()->spec().parameters[parameter].shard_dim;
+  };
+  const auto fsdp2 = planning::fsdp2_memory({.engine = *engine,
+                                             .passes = passes,
+                                             .activations = activations,
+                                             .optimizer_values = optimizer_values,
+                                             .root_stays = false,  // The unit's option says it.
+                                             .shard_dim = shard_dim});
   const auto update = [&, has_state = false](planning::Highest& highest) mutable {
     if (std::exchange(has_state, true)) return;
     highest.outside.optimizer_state += of_optimizer_on_device;
@@ -59,6 +69,7 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
   planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kHooks, update);
   steps.set_activations(std::move(activations));
   auto plan = steps.run();
+  plan.fsdp2 = fsdp2;
   for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = of_optimizer[k];
   return plan;
 }

@@ -115,7 +115,10 @@ planning::Chosen choose_within_budget(const torch::nn::Module& module, const sha
   }
   auto chosen = planning::choose(budget);
   if (!chosen.fits) {
-    const auto remedies = remedies_for(planned.with(chosen.choice), [&](const FullyShardOptions& changed) {
+    // With another option, the least prefetch depth may be another one. It needs least without read-ahead.
+    auto least = chosen.choice;
+    least.prefetch_depth = 0;
+    const auto remedies = remedies_for(planned.with(least), [&](const FullyShardOptions& changed) {
       std::vector<std::int64_t> most{planning::observe(module, changed, given.memory_budget->planned, {}).most};
       return budget.largest ? budget.largest(std::move(most)).front() : most.front();
     });

@@ -36,6 +36,10 @@ class Config {
     return json_[key].get<std::int64_t>();
   }
   std::int64_t size(const char* key, std::int64_t otherwise) const { return has(key) ? size(key) : otherwise; }
+  /// As size(), but it may be 0.
+  std::int64_t count(const char* key, std::int64_t otherwise) const {
+    return has(key) && json_[key].is_number_integer() && json_[key].get<std::int64_t>() == 0 ? 0 : size(key, otherwise);
+  }
   bool flag(const char* key, bool otherwise) const { return has(key) && json_[key].is_boolean() ? json_[key].get<bool>() : otherwise; }
   std::string type() const { return has("model_type") && json_["model_type"].is_string() ? json_["model_type"].get<std::string>() : ""; }
 
@@ -110,6 +114,77 @@ void add_layers_of_two_widths(ConfigModule& block, const Config& config, const s
   block.multiplications += static_cast<double>(experts * width) + of_token * static_cast<double>(3 * width * hidden);
 }
 
+void with_norm(ConfigModule& module, const char* name, std::int64_t width) { with_weight(module, name, {width}); }
+
+/// Attention of DeepSeek-V3: queries, and keys and values, come from narrow vectors.
+void add_latent_attention(ConfigModule& block, const Config& config) {
+  const auto width = config.size("hidden_size");
+  const auto heads = config.size("num_attention_heads");
+  const auto rotated = config.size("qk_rope_head_dim");
+  const auto of_query = config.size("qk_nope_head_dim") + rotated;
+  const auto of_value = config.size("v_head_dim");
+  const auto narrow = config.size("kv_lora_rank");
+  const bool bias = config.flag("attention_bias", false);
+  auto attention = below(block, "self_attn");
+  if (config.has("q_lora_rank")) {
+    const auto of_queries = config.size("q_lora_rank");
+    with_weight(*attention, "q_a_proj", {of_queries, width}, bias);
+    with_norm(*attention, "q_a_layernorm", of_queries);
+    with_weight(*attention, "q_b_proj", {heads * of_query, of_queries});
+  } else {
+    with_weight(*attention, "q_proj", {heads * of_query, width});
+  }
+  with_weight(*attention, "kv_a_proj_with_mqa", {narrow + rotated, width}, bias);
+  with_norm(*attention, "kv_a_layernorm", narrow);
+  with_weight(*attention, "kv_b_proj", {heads * (of_query - rotated + of_value), narrow});
+  with_weight(*attention, "o_proj", {width, heads * of_value}, bias);
+  block.multiplications += matrix_elements(*attention);
+  block.attention_width = static_cast<double>(heads * (of_query + of_value)) / 2;
+}
+
+void add_gated_layers(ConfigModule& module, const char* name, std::int64_t width, std::int64_t hidden) {
+  auto mlp = below(module, name);
+  with_weight(*mlp, "gate_proj", {hidden, width});
+  with_weight(*mlp, "up_proj", {hidden, width});
+  with_weight(*mlp, "down_proj", {width, hidden});
+}
+
+/// Routed and shared experts of DeepSeek-V3, which transformers keeps in one tensor per matrix.
+void add_experts(ConfigModule& block, const Config& config) {
+  const auto width = config.size("hidden_size");
+  const auto hidden = config.size("moe_intermediate_size");
+  const auto experts = config.size("n_routed_experts");
+  const auto shared = config.size("n_shared_experts") * hidden;
+  auto mixture = below(block, "mlp");
+  auto routed = below(*mixture, "experts");
+  parameter(*routed, "gate_up_proj", {experts, 2 * hidden, width});
+  parameter(*routed, "down_proj", {experts, width, hidden});
+  auto gate = below(*mixture, "gate");
+  parameter(*gate, "weight", {experts, width});
+  gate->register_buffer("e_score_correction_bias", at::empty({experts}, at::device(at::kMeta).dtype(at::kFloat)));
+  add_gated_layers(*mixture, "shared_experts", width, shared);
+  const auto of_token = config.size("num_experts_per_tok") * hidden + shared;
+  block.multiplications += static_cast<double>(experts * width + 3 * width * of_token);
+}
+
+void fill_layer(ConfigModule& block, const Config& config, const std::string& type, std::int64_t index) {
+  const auto width = config.size("hidden_size");
+  if (type == "deepseek_v3") {
+    add_latent_attention(block, config);
+    if (index >= config.count("first_k_dense_replace", 0)) {
+      add_experts(block, config);
+    } else {
+      add_gated_layers(block, "mlp", width, config.size("intermediate_size"));
+      block.multiplications += static_cast<double>(3 * width * config.size("intermediate_size"));
+    }
+  } else {
+    add_attention(block, config, type);
+    add_layers_of_two_widths(block, config, type);
+  }
+  with_norm(block, "input_layernorm", width);
+  with_norm(block, "post_attention_layernorm", width);
+}
+
 ModulePtr llama_like(const Config& config, const std::string& type) {
   const auto width = config.size("hidden_size");
   auto root = std::make_shared<ConfigModule>(type);
@@ -119,12 +194,9 @@ ModulePtr llama_like(const Config& config, const std::string& type) {
   const auto count = config.size("num_hidden_layers");
   for (std::int64_t k = 0; k < count; ++k) {
     auto block = layers->register_module(std::to_string(k), std::make_shared<ConfigLayer>("block"));
-    add_attention(*block, config, type);
-    add_layers_of_two_widths(*block, config, type);
-    with_weight(*block, "input_layernorm", {width});
-    with_weight(*block, "post_attention_layernorm", {width});
+    fill_layer(*block, config, type, k);
   }
-  with_weight(*model, "norm", {width});
+  with_norm(*model, "norm", width);
   auto head = below(*root, "lm_head");
   if (config.flag("tie_word_embeddings", false)) {
     head->register_parameter("weight", embedding);
@@ -183,9 +255,9 @@ std::shared_ptr<torch::nn::Module> model_of_config(const std::string& text) {
   const Config config(text);
   const auto type = config.type();
   if (type == "gpt2") return gpt2(config);
-  const std::set<std::string> alike = {"llama", "mistral", "qwen2", "qwen3", "mixtral"};
+  const std::set<std::string> alike = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"};
   if (!alike.contains(type)) {
-    throw Error("config.json: model_type '" + type + "' is none of llama, mistral, qwen2, qwen3, mixtral and gpt2");
+    throw Error("config.json: model_type '" + type + "' is none of llama, mistral, qwen2, qwen3, mixtral, deepseek_v3 and gpt2");
   }
   return llama_like(config, type);
 }

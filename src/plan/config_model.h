@@ -25,8 +25,8 @@ class ConfigLayer final : public ConfigModule {
 };
 
 /// Makes the model that a config.json of Hugging Face's transformers describes, by its shapes, with parameters of fp32: of model_type
-/// llama, mistral, qwen2, qwen3, mixtral or gpt2. Throws Error for other types, and for a text that is no such configuration; the message
-/// names the key.
+/// llama, mistral, qwen2, qwen3, mixtral, deepseek_v3 (without the layers of multi-token prediction) or gpt2. Throws Error for other types,
+/// and for a text that is no such configuration; the message names the key.
 std::shared_ptr<torch::nn::Module> model_of_config(const std::string& text);
 
 }  // namespace fsdp::planning

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <set>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "fsdp/error.h"
 #include "memory/slot_storage.h"
 #include "optim/shard_optimizer.h"
+#include "plan/fsdp2_memory.h"
 #include "plan/observe.h"
 #include "plan/planned_step.h"
 #include "plan/unit_order.h"
@@ -83,6 +85,71 @@ std::vector<std::int64_t> activations_of(const Engine& engine, const PlanOptions
   return activations;
 }
 
+/// A model on a planned mesh.
+class PlannedTraining {
+ public:
+  /// `kept`: see planning::observe.
+  PlannedTraining(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned,
+                  const std::vector<bool>& kept) {
+    const torch::NoGradGuard no_grad;
+    if (!options.mesh.defined() || !options.mesh.device().is_meta()) {
+      throw Error("plan(): options.mesh is no planned mesh; make it, and the meshes of units, by planned_device_mesh()");
+    }
+    shard::ModelDraft draft;
+    shard::draft_model(module, options, draft);
+    passes_ = planning::module_order(module, draft.plans);
+    engine_ = make_engine(draft, options);
+    for (std::size_t k = 0; k < kept.size(); ++k) engine_->units()[k]->options.kept_after_forward = kept[k];
+    if (!planned.order.forward.empty()) passes_ = planning::given_order(planned.order, *engine_);
+    activations_ = activations_of(*engine_, planned);
+    algorithm_ = make_algorithm(engine_, planned.optimizer);
+  }
+
+  /// Calls `use` with the steps of the model.
+  template <typename Use>
+  auto with_steps(const Use& use) const {
+    const torch::NoGradGuard no_grad;
+    const auto update = [this](Highest&) {  // as Optimizer::step()
+      engine_->main().flush_writes();
+      engine_->main().finish_gradient_sync();
+      algorithm_->step();
+      engine_->main().changed();
+    };
+    planning::PlannedSteps steps(engine_, passes_, planning::Trigger::kPaging, update);
+    steps.set_activations(activations_);
+    return use(steps);
+  }
+
+  /// Adds what steps do not tell, after they have run.
+  void describe(Plan& plan) const {
+    for (const auto& state : algorithm_->state()) {
+      plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
+    }
+    plan.fsdp2 = planning::fsdp2_memory({.engine = *engine_,
+                                         .passes = passes_,
+                                         .activations = activations_,
+                                         .optimizer_values = static_cast<std::int64_t>(algorithm_->kinds().size())});
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  planning::Passes passes_;
+  std::vector<std::int64_t> activations_;
+  std::shared_ptr<optim::Algorithm> algorithm_;
+};
+
+/// At least the bytes of the peak that are padding. Each kind of a unit's memory is padded as much as its whole parameters.
+std::int64_t padding_of(const Plan& plan) {
+  double padding = 0;
+  for (const auto& unit : plan.units) {
+    if (unit.gathered == 0) continue;
+    const auto all =
+        unit.main_parameters + unit.main_gradients + unit.optimizer_state + unit.gathered + unit.unreduced + unit.communication;
+    padding += static_cast<double>(unit.padding) / static_cast<double>(unit.gathered) * static_cast<double>(all);
+  }
+  return static_cast<std::int64_t>(std::ceil(padding));
+}
+
 }  // namespace
 
 DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, PlannedMeshOptions options) {
@@ -103,59 +170,57 @@ DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshD
 
 planning::Observed planning::observe(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned,
                                      const std::vector<bool>& kept) {
-  const torch::NoGradGuard no_grad;
-  if (!options.mesh.defined() || !options.mesh.device().is_meta()) {
-    throw Error("plan(): options.mesh is no planned mesh; make it, and the meshes of units, by planned_device_mesh()");
-  }
-  shard::ModelDraft draft;
-  shard::draft_model(module, options, draft);
-  auto passes = planning::module_order(module, draft.plans);
-  const auto engine = make_engine(draft, options);
-  for (std::size_t k = 0; k < kept.size(); ++k) engine->units()[k]->options.kept_after_forward = kept[k];
-  if (!planned.order.forward.empty()) passes = planning::given_order(planned.order, *engine);
-  const auto algorithm = make_algorithm(engine, planned.optimizer);
-  const auto update = [&](Highest&) {  // as Optimizer::step()
-    engine->main().flush_writes();
-    engine->main().finish_gradient_sync();
-    algorithm->step();
-    engine->main().changed();
-  };
-  planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kPaging, update);
-  steps.set_activations(activations_of(*engine, planned));
-  auto observed = steps.observe();
-  for (const auto& state : algorithm->state()) {
-    observed.plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
-  }
-  return observed;
+  return PlannedTraining(module, options, planned, kept).with_steps([](auto& steps) { return steps.observe(); });
 }
 
 Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned) {
-  return planning::observe(module, options, planned, {}).plan;
+  const PlannedTraining model(module, options, planned, {});
+  auto plan = model.with_steps([](auto& steps) { return steps.run(); });
+  model.describe(plan);
+  return plan;
 }
 
 std::optional<Plan> smallest_world(const std::function<Plan(std::int64_t ranks)>& plan_for, std::int64_t bytes, std::int64_t step,
                                    std::int64_t most) {
   if (step < 1) throw Error("smallest_world(): step " + std::to_string(step) + "; give the ranks of a host, or 1");
-  std::int64_t fails = 0;  // in steps
-  std::int64_t hosts = 1;
-  auto plan = plan_for(step);
-  while (!plan.fits(bytes)) {
-    fails = hosts;
-    if (hosts >= most / step) return std::nullopt;
-    hosts = std::min(2 * hosts, most / step);
-    plan = plan_for(hosts * step);
-  }
-  while (hosts - fails > 1) {
-    const auto middle = fails + (hosts - fails) / 2;
-    auto found = plan_for(middle * step);
-    if (found.fits(bytes)) {
-      hosts = middle;
-      plan = std::move(found);
-    } else {
-      fails = middle;
+  constexpr int kNeighbours = 64;
+  const auto most_steps = most / step;
+  /// The first number of steps after `fails` with which `holds`, if that is so for all larger ones, too.
+  const auto first_after = [&](std::int64_t fails, const std::function<bool(const Plan&)>& holds) {
+    std::optional<std::pair<std::int64_t, Plan>> found;
+    for (std::int64_t ahead = 1; !found; ahead *= 2) {
+      if (fails >= most_steps) return found;
+      const auto next = std::min(fails + ahead, most_steps);
+      auto plan = plan_for(next * step);
+      if (holds(plan)) {
+        found.emplace(next, std::move(plan));
+      } else {
+        fails = next;
+      }
     }
+    while (found->first - fails > 1) {
+      const auto middle = fails + (found->first - fails) / 2;
+      auto plan = plan_for(middle * step);
+      if (holds(plan)) {
+        found.emplace(middle, std::move(plan));
+      } else {
+        fails = middle;
+      }
+    }
+    return found;
+  };
+  // Padding apart, more ranks never need more. So no smaller world fits than the first that would without padding.
+  auto found = first_after(0, [&](const Plan& plan) { return plan.peak.device() - padding_of(plan) <= bytes; });
+  for (int k = 0; k < kNeighbours && found; ++k) {
+    if (found->second.fits(bytes)) return found->second;
+    if (found->first == most_steps) return std::nullopt;
+    const auto next = found->first + 1;
+    found.emplace(next, plan_for(next * step));
   }
-  return plan;
+  if (!found) return std::nullopt;
+  found = first_after(found->first - 1, [&](const Plan& plan) { return plan.fits(bytes); });
+  if (!found) return std::nullopt;
+  return found->second;
 }
 
 }  // namespace fsdp

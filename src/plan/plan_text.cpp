@@ -49,26 +49,28 @@ std::string bar(std::int64_t bytes, std::int64_t whole) {
   return std::string(static_cast<std::size_t>(whole == 0 ? 0 : (bytes * kWidth + whole / 2) / whole), '#');
 }
 
-/// Each kind of memory: its name, its bytes at the peak, and the most of it in a step.
+/// Each kind of memory: its name, its bytes at the peak, the most of it in a step, and its bytes at FSDP2's peak.
 struct PlannedKind {
   const char* name;
   std::int64_t at_peak;
   std::int64_t most;
+  std::int64_t fsdp2;
 };
 
 std::vector<PlannedKind> kinds_of(const Plan& plan) {
   const auto& peak = plan.peak;
   const auto& memory = plan.memory;
+  const auto fsdp2 = plan.fsdp2 ? plan.fsdp2->peak : PlanBytes();
   std::int64_t activations = 0;
   for (const auto& unit : plan.units) activations += unit.activations;
-  return {{"main parameters", peak.main_parameters, memory.main_parameters.peak},
-          {"main gradients", peak.main_gradients, std::max(memory.main_gradients.peak, peak.main_gradients)},
-          {"optimizer state", peak.optimizer_state, std::max(memory.optimizer_state.peak, peak.optimizer_state)},
-          {"gathered parameters", peak.gathered_parameters, memory.gathered_parameters.peak},
-          {"unreduced gradients", peak.unreduced_gradients, memory.unreduced_gradients.peak},
-          {"communication", peak.communication, memory.communication.peak},
-          {"unused slots", peak.unused_slots, peak.unused_slots},
-          {"activations", peak.activations, activations}};
+  return {{"main parameters", peak.main_parameters, memory.main_parameters.peak, fsdp2.main_parameters},
+          {"main gradients", peak.main_gradients, std::max(memory.main_gradients.peak, peak.main_gradients), fsdp2.main_gradients},
+          {"optimizer state", peak.optimizer_state, std::max(memory.optimizer_state.peak, peak.optimizer_state), fsdp2.optimizer_state},
+          {"gathered parameters", peak.gathered_parameters, memory.gathered_parameters.peak, fsdp2.gathered_parameters},
+          {"unreduced gradients", peak.unreduced_gradients, memory.unreduced_gradients.peak, fsdp2.unreduced_gradients},
+          {"communication", peak.communication, memory.communication.peak, fsdp2.communication},
+          {"unused slots", peak.unused_slots, peak.unused_slots, fsdp2.unused_slots},
+          {"activations", peak.activations, activations, fsdp2.activations}};
 }
 
 /// The units, with those that are alike in one row.
@@ -126,6 +128,29 @@ nlohmann::ordered_json json_of(const WireStats& stats) {
           {"all_gathers", stats.all_gathers},           {"reduce_scatters", stats.reduce_scatters}};
 }
 
+/// The table of memory by kind. Bars are text, and stand in the last column.
+std::string memory_table(const Plan& plan) {
+  std::vector<Line> rows = {{"", "at the peak", "most"}};
+  std::vector<std::string> bars = {""};
+  if (plan.fsdp2) rows[0].emplace_back("FSDP2");
+  const auto add = [&](const char* name, std::int64_t at_peak, const std::string& most, std::int64_t fsdp2) {
+    rows.push_back({name, bytes_text(at_peak), most});
+    if (plan.fsdp2) rows.back().push_back(bytes_text(fsdp2));
+  };
+  for (const auto& [name, at_peak, most, fsdp2] : kinds_of(plan)) {
+    add(name, at_peak, bytes_text(most), fsdp2);
+    bars.push_back(at_peak > 0 ? bar(at_peak, plan.peak.device()) : "");
+  }
+  const auto width = std::ranges::max_element(bars, {}, &std::string::size)->size();
+  for (std::size_t k = 0; k < bars.size(); ++k) rows[k].push_back(bars[k] + std::string(width - bars[k].size(), ' '));
+  add("device", plan.peak.device(), "", plan.fsdp2 ? plan.fsdp2->peak.device() : 0);
+  const auto host_of_fsdp2 = plan.fsdp2 ? plan.fsdp2->peak.host : 0;
+  if (plan.memory.host.peak > 0 || plan.peak.host > 0) add("host", plan.peak.host, bytes_text(plan.memory.host.peak), host_of_fsdp2);
+  auto text = table(rows);
+  if (plan.fsdp2) text += "  (FSDP2 has its peak in " + plan.fsdp2->moment + ".)\n";
+  return text;
+}
+
 }  // namespace
 
 std::string Plan::text() const {
@@ -133,21 +158,8 @@ std::string Plan::text() const {
                      in_units(static_cast<double>(elements), 1000, {"", "K", "M", "B"}) + " elements in " + std::to_string(units.size()) +
                      (units.size() == 1 ? " unit\n" : " units\n");
   text += "\nMemory of a rank. Its peak is in " + moment + ":\n";
-  std::vector<Line> rows = {{"", "at the peak", "most"}};
-  for (const auto& [name, at_peak, most] : kinds_of(*this)) {
-    rows.push_back({name, bytes_text(at_peak), bytes_text(most), ""});
-    if (at_peak > 0) rows.back().back() = bar(at_peak, peak.device());
-  }
-  rows.push_back({"device", bytes_text(peak.device())});
-  if (memory.host.peak > 0 || peak.host > 0) rows.push_back({"host", bytes_text(peak.host), bytes_text(memory.host.peak)});
-  // The bar is text.
-  std::size_t width = 0;
-  for (const auto& row : rows) width = std::max(width, row.size() > 3 ? row[3].size() : 0);
-  for (auto& row : rows) {
-    if (row.size() > 3) row[3].resize(width, ' ');
-  }
-  text += table(rows) + "\nUnits:\n" + table(unit_rows(*this)) + "\nSent by a rank in a step:\n";
-  rows = {{"dimension", "ranks", "gathers", "reductions", "control"}};
+  text += memory_table(*this) + "\nUnits:\n" + table(unit_rows(*this)) + "\nSent by a rank in a step:\n";
+  std::vector<Line> rows = {{"dimension", "ranks", "gathers", "reductions", "control"}};
   for (const auto& link : links) {
     rows.push_back({link.dim, std::to_string(link.ranks), bytes_text(link.sent.all_gather_bytes),
                     bytes_text(link.sent.reduce_scatter_bytes), bytes_text(link.sent.control_bytes)});
@@ -157,6 +169,8 @@ std::string Plan::text() const {
 
 std::string Plan::json() const {
   nlohmann::ordered_json json = {{"ranks", ranks}, {"elements", elements}, {"peak", json_of(peak)}, {"moment", moment}};
+  json["fsdp2"] = nullptr;
+  if (fsdp2) json["fsdp2"] = {{"peak", json_of(fsdp2->peak)}, {"moment", fsdp2->moment}};
   json["memory"] = json_of(memory);
   json["wire"] = json_of(wire);
   for (const auto& unit : units) {

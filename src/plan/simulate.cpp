@@ -45,7 +45,12 @@ void check(const Plan& plan, const SimulationOptions& options) {
 class SimulatedRanks {
  public:
   SimulatedRanks(const Plan& plan, const SimulationOptions& options)
-      : plan_(plan), options_(options), random_(options.seed), now_(size(plan.ranks)), factors_(size(plan.ranks), 1.0) {
+      : plan_(plan),
+        options_(options),
+        alike_(options.slow_ranks.empty() && options.jitter == 0 && !options.delay_ms),
+        random_(options.seed),
+        now_(size(alike_ ? 1 : plan.ranks)),
+        factors_(now_.size(), 1.0) {
     for (const auto& [rank, factor] : options.slow_ranks) factors_[size(rank)] = factor;
     for (const auto& unit : plan.units) unit_times_.push_back(value_of(options.units, unit.name));
     for (const auto& link : plan.links) rates_.push_back(value_of(options.links, link.dim));
@@ -62,6 +67,8 @@ class SimulatedRanks {
     }
   }
 
+  /// How many ranks are simulated. If nothing makes them differ, one stands for all.
+  std::int64_t count() const { return static_cast<std::int64_t>(now_.size()); }
   double end() const { return *std::ranges::max_element(now_); }
   double computed() const { return computed_; }
   const std::vector<double>& exposed() const { return exposed_; }
@@ -100,6 +107,7 @@ class SimulatedRanks {
   /// row has the same block and offset.
   template <typename Function>
   void for_each_rank(const PlannedLink& link, const Function& function, std::vector<double>& of_rows) {
+    if (alike_) return function(now_[0], of_rows[0]);
     const auto stride = size(link.stride);
     const auto of_row = size(link.ranks);
     auto* now = now_.data();
@@ -122,7 +130,7 @@ class SimulatedRanks {
     const double ms = rate.latency_us / 1e3 + (rate.bytes_per_s == 0 ? 0 : static_cast<double>(action.bytes) / rate.bytes_per_s * 1e3);
     if (action.queue >= free_.size()) free_.resize(action.queue + 1);
     auto& free = free_[action.queue];
-    free.resize(now_.size() / size(link.ranks));
+    free.resize(alike_ ? 1 : now_.size() / size(link.ranks));
     for_each_rank(
         link, [&](double now, double& row) { row = std::max(row, now); }, free);
     for (auto& row : free) row += ms;
@@ -144,6 +152,7 @@ class SimulatedRanks {
 
   const Plan& plan_;
   const SimulationOptions& options_;
+  bool alike_;
   std::mt19937_64 random_;
   std::vector<double> now_;  // by rank
   std::vector<double> factors_;
@@ -169,7 +178,7 @@ Simulation simulate(const Plan& plan, const SimulationOptions& options) {
     simulation.step_ms.push_back(ranks.end() - begin);
     begin = ranks.end();
   }
-  const double all = static_cast<double>(plan.ranks * options.steps);
+  const double all = static_cast<double>(ranks.count() * options.steps);
   simulation.compute_ms = ranks.computed() / all;
   for (std::size_t k = 0; k < plan.units.size(); ++k) {
     const double exposed = ranks.exposed()[k] / all;

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -217,6 +219,78 @@ TEST(Budget, CountsActivationsAndTheOptimizerAsGiven) {
     const auto bytes = planned({}) - 1;
     EXPECT_NE(explained(bytes, {}).find("prefetch_depth: 0"), std::string::npos);
     EXPECT_NE(explained(bytes, {.optimizer = fsdp::PlannedOptimizer::kNone}).find("prefetch_depth: 1"), std::string::npos);
+  });
+}
+
+/// This rank's part of a layer's hidden units: the first matrix is cut by rows, and the second by columns.
+struct PieceImpl : torch::nn::Module {
+  explicit PieceImpl(std::int64_t hidden) {
+    up = register_parameter("up", torch::randn({hidden, 11}));
+    down = register_parameter("down", torch::randn({11, hidden}));
+    bias = register_parameter("bias", torch::randn({11}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + at::linear(at::tanh(at::linear(x, up)), down, bias); }
+  at::Tensor up, down, bias;
+};
+TORCH_MODULE(Piece);
+
+TEST(Budget, IsThatOfTheRankWithTheLargestPieces) {
+  run_ranks(4, [](int rank) {
+    const auto grid = fsdp::init_device_mesh("cpu", {{"dp_shard", 2}, {"tp", 2}});
+    const auto tp = grid["tp"];
+    const auto make = [&](std::optional<std::int64_t> bytes) {
+      torch::manual_seed(rank);
+      const std::int64_t hidden = tp.coordinate("tp") == 0 ? 30 : 17;
+      torch::nn::Sequential model{Piece(hidden), Piece(hidden), Piece(hidden), Piece(hidden)};
+      FullyShardOptions options{.mesh = grid["dp_shard"],
+                                .units = fsdp::each<Piece>(),
+                                .tensor_parallel = [tp](const std::string& name, const at::Tensor&) -> std::optional<fsdp::TensorParallel> {
+                                  if (name.ends_with("bias")) return std::nullopt;
+                                  return fsdp::TensorParallel{.mesh = tp, .dim = name.ends_with("down") ? 1 : 0};
+                                }};
+      if (bytes) options.memory_budget = MemoryBudget{.bytes = *bytes};
+      fsdp::fully_shard(*model, options);
+      return model;
+    };
+    const auto least_message = message_of([&] { make(1); });
+    EXPECT_NE(least_message.find("too small by "), std::string::npos) << least_message;
+    const std::int64_t least = 1 + std::stoll(least_message.substr(least_message.find("too small by ") + 13));
+    const auto same_on_all = [&](double value) { EXPECT_EQ(grid.sum(value), 4 * value); };
+    same_on_all(static_cast<double>(least));
+    std::size_t most_kept = 0;
+    for (const std::int64_t bytes : {least, least + 6'000, std::int64_t{1} << 30}) {
+      auto model = make(bytes);
+      const auto kept = kept_of(*model);
+      same_on_all(static_cast<double>(kept.size()));
+      EXPECT_GE(kept.size(), most_kept) << fsdp::explain(*model);
+      most_kept = kept.size();
+      fsdp::AdamW optimizer(*model, {.lr = 1e-2});
+      for (int step = 0; step < kSteps; ++step) {
+        model->forward(at::ones({2, 11})).sum().backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      EXPECT_LE(fsdp::handle(*model).memory_stats().total.peak, bytes) << fsdp::explain(*model);
+    }
+    EXPECT_GT(most_kept, 0U);
+  });
+}
+
+TEST(Budget, ThatIsTooSmallNamesWhatHelpsWithoutReadAhead) {
+  run_ranks(2, [](int) {
+    // With all units kept, read-ahead makes no difference; resharded ones fit without it.
+    const auto kept = planned({.reshard_after_forward = false, .prefetch_depth = 0, .offload = Offload::kOptimizerState});
+    const auto resharded = planned({.prefetch_depth = 0, .offload = Offload::kOptimizerState});
+    ASSERT_LT(resharded, kept);
+    ASSERT_GT(planned({.offload = Offload::kOptimizerState}), resharded);
+    auto model = make_stack();
+    const auto message = message_of([&] {
+      fsdp::fully_shard(
+          *model,
+          {.mesh = line(), .units = stack_units(), .reshard_after_forward = false, .memory_budget = MemoryBudget{.bytes = resharded}});
+    });
+    EXPECT_NE(message.find("it fits with reshard_after_forward = true, which needs " + std::to_string(resharded)), std::string::npos)
+        << message;
   });
 }
 

@@ -54,6 +54,43 @@ TEST(ConfigModel, HasThePublishedNumbersOfParameters) {
   for (const auto& [text, elements] : cases) EXPECT_EQ(elements_of(*model_of_config(text)), elements) << text;
 }
 
+/// DeepSeek-V3's sizes.
+constexpr const char* kDeepSeekV3 =
+    R"({"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "first_k_dense_replace": 3, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8})";
+
+TEST(ConfigModel, OfDeepSeekV3HasThePublishedElements) {
+  const auto model = model_of_config(kDeepSeekV3);
+  // Published: 671'026'419'200, of which the biases that balance experts are buffers.
+  const std::int64_t width = 7168;
+  const std::int64_t attention = width * 1536 + 1536 + 1536 * 128 * 192 + width * 576 + 512 + 512 * 128 * 256 + 128 * 128 * width;
+  const std::int64_t expert = 3 * width * 2048;
+  const std::int64_t sum =
+      61 * (attention + 2 * width) + 3 * 3 * width * 18'432 + 58 * (257 * expert + 256 * width) + 2 * std::int64_t{129'280} * width + width;
+  EXPECT_EQ(elements_of(*model), sum);
+  std::int64_t biases = 0;
+  for (const auto& buffer : model->buffers()) biases += buffer.numel();
+  EXPECT_EQ(sum + biases, 671'026'419'200);
+  double of_token = 0;
+  for (const auto& module : model->modules()) {
+    const auto* layer = dynamic_cast<const fsdp::planning::ConfigLayer*>(module.get());
+    if (layer != nullptr) of_token += layer->multiplications;
+  }
+  // Published: 37 billion are active for each token; embeddings and the head are among them.
+  EXPECT_NEAR(of_token + 2.0 * 129'280 * 7168, 37.5e9, 0.2e9);
+}
+
+TEST(ConfigModel, OfDeepSeekV3MayHaveWideQueriesAndNoDenseLayers) {
+  std::string text = kDeepSeekV3;
+  text.replace(text.find("\"q_lora_rank\": 1536"), 19, "\"q_lora_rank\": null");
+  text.replace(text.find("\"first_k_dense_replace\": 3"), 26, "\"first_k_dense_replace\": 0");
+  const auto parameters = model_of_config(text)->named_parameters();
+  EXPECT_EQ(parameters["model.layers.0.self_attn.q_proj.weight"].sizes(), (std::vector<std::int64_t>{128 * 192, 7168}));
+  EXPECT_EQ(parameters["model.layers.0.mlp.experts.down_proj"].sizes(), (std::vector<std::int64_t>{256, 7168, 2048}));
+}
+
 TEST(ConfigModel, IsPlannedBlockByBlock) {
   const auto model = model_of_config(
       R"({"model_type": "llama", "vocab_size": 100, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -373,6 +374,34 @@ TEST(Plan, FindsTheSmallestWorld) {
   EXPECT_FALSE(fsdp::smallest_world(plan_for, 1000, 1, 100));
   EXPECT_FALSE(fsdp::smallest_world(plan_for, 1000, 3, 100));  // which 3 does not divide
   EXPECT_LE(calls, 16);
+}
+
+TEST(Plan, FindsTheSmallestOfAllWorlds) {
+  for (const std::int64_t layers : {1, 2}) {
+    for (const std::int64_t dim : {4, 12}) {
+      torch::manual_seed(5);
+      GPT model(GPTConfig{.vocab = 13, .dim = dim, .layers = layers, .heads = 2, .hidden = 2 * dim + 1, .context = 4});
+      std::map<std::int64_t, Plan> plans;
+      const auto plan_for = [&](std::int64_t ranks) {
+        const auto known = plans.find(ranks);
+        if (known != plans.end()) return known->second;
+        const auto mesh = planned_device_mesh("cpu", {{"dp_shard", ranks}});
+        return plans.emplace(ranks, fsdp::plan(*model, {.mesh = mesh, .units = fsdp::each<GPTBlock>()})).first->second;
+      };
+      constexpr std::int64_t kWorlds = 40;
+      std::vector<std::int64_t> needed;
+      for (std::int64_t ranks = 1; ranks <= kWorlds; ++ranks) needed.push_back(plan_for(ranks).peak.device());
+      EXPECT_FALSE(std::ranges::is_sorted(needed, std::greater())) << "padding counts in none of them";
+      for (const auto bytes : needed) {
+        const auto first = std::ranges::find_if(needed, [&](auto needs) { return needs <= bytes; }) - needed.begin() + 1;
+        const auto found = fsdp::smallest_world(plan_for, bytes, 1, kWorlds);
+        ASSERT_TRUE(found);
+        EXPECT_EQ(found->ranks, first) << bytes << " bytes";
+      }
+      const auto least = *std::ranges::min_element(needed);
+      EXPECT_FALSE(fsdp::smallest_world(plan_for, least - 1, 1, kWorlds)) << least;
+    }
+  }
 }
 
 TEST(Plan, TellsTheMomentsOfAStep) {

@@ -141,7 +141,7 @@ TEST(Simulate, IsWhatRanksDoOneByOne) {
       SimulationOptions options{.update_ms = drawn(random)};
       for (const auto& unit : plan.units) options.units[unit.name] = {.forward_ms = drawn(random), .backward_ms = drawn(random)};
       for (const auto& link : plan.links) options.links[link.dim] = {.latency_us = 500 * drawn(random), .bytes_per_s = 1e7 * drawn(random)};
-      for (int slow = 0; slow < 3; ++slow) options.slow_ranks[static_cast<std::int64_t>(random()) % plan.ranks] = drawn(random);
+      for (int slow = 0; slow < trial; ++slow) options.slow_ranks[static_cast<std::int64_t>(random()) % plan.ranks] = drawn(random);
       const auto simulated = simulate(plan, options);
       const auto expected = OneByOne(plan, options).step_ms(random);
       ASSERT_EQ(simulated.step_ms.size(), expected.size());
@@ -223,6 +223,19 @@ TEST(Simulate, OneSlowRankSlowsAll) {
   const auto simulated = simulate(plan, options);
   EXPECT_NEAR(simulated.average_ms(), 1.5 * 25, 1.5 * 4 + 1);  // The last unit's update does not wait.
   EXPECT_GT(simulated.exposed_ms, 5);
+}
+
+TEST(Simulate, OneRankStandsForAllThatAreAlike) {
+  const auto plan = plan_of_gpt(planned_device_mesh("cuda", {{"dp_outer", 2}, {"dp_shard", 4}}));
+  auto options = times_of(plan);
+  for (const auto& link : plan.links) options.links[link.dim] = {.latency_us = 900, .bytes_per_s = 1e8};
+  const auto one = simulate(plan, options);
+  options.slow_ranks[3] = 1.0;
+  const auto all = simulate(plan, options);
+  EXPECT_NEAR(one.average_ms(), all.average_ms(), 1e-9);
+  EXPECT_NEAR(one.compute_ms, all.compute_ms, 1e-9);
+  EXPECT_NEAR(one.exposed_ms, all.exposed_ms, 1e-9);
+  EXPECT_GT(one.exposed_ms, 1);
 }
 
 TEST(Simulate, WhatIsDrawnDependsOnTheSeed) {

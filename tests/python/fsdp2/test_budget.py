@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import training
+from support.marks import at_night
 from support.ranks import StartRanks
 from support.training import batch_of, mesh_of, seeded
 from torch import nn
@@ -78,11 +79,11 @@ def within(case_name: str, count: int) -> None:
     assert gathered <= without  # With the largest budget.
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_runs_stay_within_budgets(ranks: StartRanks, case: str) -> None:
+@pytest.mark.parametrize(("case", "count"), [*((case, 4) for case in MODELS), *(at_night(case, 10) for case in MODELS)])
+def test_runs_stay_within_budgets(ranks: StartRanks, case: str, count: int) -> None:
     if case not in CASES:
         pytest.skip("transformers is not installed")
-    ranks(2).run(within, case, 4)
+    ranks(2).run(within, case, count)
 
 
 def test_runs_of_four_ranks_stay_within_budgets(ranks: StartRanks) -> None:
@@ -152,6 +153,47 @@ def too_small() -> None:
 
 def test_a_budget_that_is_too_small_is_refused_on_all_ranks(ranks: StartRanks) -> None:
     ranks(2).run(too_small)
+
+
+def adjusted() -> None:
+    case = CASES["transformer"]
+    rank = dist.get_rank()
+    unit = "blocks.1"
+    budget = needed("transformer", activations={unit: 1 << 20})
+    model = sharded("transformer", memory_budget=budget)
+    with pytest.raises(ValueError, match="first forward"):
+        libfsdp.adjust_memory_budget(model, 0)
+    train("transformer", model, 2)
+    before = libfsdp.explain(model)
+    assert "prefetch_depth: 1" in before
+    assert "which saves " in before
+    # The largest of all ranks counts: with it, the budget is the least that there can be.
+    libfsdp.adjust_memory_budget(model, {unit: 1 << 20} if rank == 1 else 0)
+    after = libfsdp.explain(model)
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, after)
+    assert texts[0] == texts[1]
+    assert after != before, before
+    assert int(after.split("a step needs at most ")[1].split()[0]) == budget, after
+    case.loss(model, batch_of(case, 0, 0, rank)).backward()
+    # What can't be is refused on all ranks, and all is as it was.
+    for activations in (1 << 30, {unit: (1 << 20) + 1}):
+        with pytest.raises(libfsdp.Error, match="is too small by"):
+            libfsdp.adjust_memory_budget(model, activations)
+        assert libfsdp.explain(model) == after
+    wrong: Any = {"x": 1} if rank == 0 else {}
+    with pytest.raises(ValueError, match="which are no units" if rank == 0 else "another rank refuses"):
+        libfsdp.adjust_memory_budget(model, wrong)
+    libfsdp.adjust_memory_budget(model, {})
+    assert libfsdp.explain(model) == before
+    plain = sharded("transformer")
+    train("transformer", plain, 1)
+    with pytest.raises(ValueError, match="has no memory_budget"):
+        libfsdp.adjust_memory_budget(plain, 0)
+
+
+def test_measured_activations_correct_the_choice(ranks: StartRanks) -> None:
+    ranks(2).run(adjusted)
 
 
 HALF: Any = 0.5

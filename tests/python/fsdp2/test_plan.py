@@ -118,6 +118,11 @@ def test_shards_that_are_cut_over_both_dimensions(ranks: StartRanks) -> None:
     ranks(4).run(compare_all, "even", sharded, 2, {"outer_placements": "optim"})
 
 
+def test_shards_that_are_cut_over_both_dimensions_if_they_are_even(ranks: StartRanks) -> None:
+    sharded = ["fsdp", "bf16", "kept"]
+    ranks(4).run(compare_all, "transformer", sharded, 2, {"outer_placements": "optim_if_even"})
+
+
 def test_copies_of_neighbours(ranks: StartRanks) -> None:
     ranks(4).run(compare_all, "transformer", ["fsdp", "bf16"], 1, {"reshard_after_forward": 2})
 

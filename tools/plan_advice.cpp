@@ -1,0 +1,100 @@
+#include "plan_advice.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iomanip>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+namespace fsdp::tools {
+namespace {
+
+/// Options that a user may change, and what they change.
+struct Variant {
+  const char* option;
+  const char* why;
+  std::function<bool(PlanQuestion&)> apply;  ///< False if the options are so already.
+};
+
+template <typename Value>
+std::function<bool(PlanQuestion&)> set(Value PlanQuestion::*member, Value value) {
+  return [member, value](PlanQuestion& options) { return std::exchange(options.*member, value) != value; };
+}
+
+std::int64_t sent_by(const Plan& plan) { return plan.wire.all_gather_bytes + plan.wire.reduce_scatter_bytes; }
+
+double gib(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 30); }
+
+}  // namespace
+
+std::string recommendations(const PlanQuestion& question, const torch::nn::Module& model, const Plan& plan) {
+  const auto memory = static_cast<std::int64_t>(question.memory);
+  const bool fits = plan.fits(memory);
+  const std::vector<Variant> less_memory = {
+      {"without --keep", "units are gathered once more, for backward",
+       [](PlanQuestion& changed) { return std::exchange(changed.keeps, false) | (std::exchange(changed.keep_gathered, 0) != 0); }},
+      {"with --placements optim_grads_params", "parameters are sharded, too",
+       set<std::string>(&PlanQuestion::placements, "optim_grads_params")},
+      {"with --param-dtype bf16", "gathered parameters take half as much", set<std::string>(&PlanQuestion::param_dtype, "bf16")},
+      {"with --prefetch 0", "no unit is gathered ahead, so gathers are waited for", set(&PlanQuestion::prefetch, 0)},
+      {"with --hfsdp", "replicas share the main parameters and the optimizer's state",
+       [](PlanQuestion& changed) { return changed.replicas > 1 && !std::exchange(changed.shards_over_replicas, true); }},
+      {"with --replicas 1", "all ranks share one copy of the model", set<std::int64_t>(&PlanQuestion::replicas, 1)},
+      {"with --offload state", "the optimizer's state is in host memory, where the CPU updates",
+       set<std::string>(&PlanQuestion::offload, "state")},
+      {"with --offload all", "main parameters and gradients are in host memory, too", set<std::string>(&PlanQuestion::offload, "all")},
+  };
+  const std::vector<Variant> less_sent = {
+      {"with --keep", "units are gathered once in a step", set(&PlanQuestion::keeps, true)},
+      {"with --offload none", "the device updates, without the way to the host", set<std::string>(&PlanQuestion::offload, "none")},
+      {"with --reduce-dtype bf16", "gradients are sent in half as many bytes, and rounded",
+       set<std::string>(&PlanQuestion::reduce_dtype, "bf16")},
+  };
+  const auto plan_of = [&](const PlanQuestion& tried) { return fsdp::plan(model, sharding(tried, tried.ranks), step(tried, model)); };
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(2);
+  if (fits) {
+    for (const auto& [option, why, apply] : less_sent) {
+      auto tried = question;
+      if (!apply(tried)) continue;
+      const auto planned = plan_of(tried);
+      if (!planned.fits(memory)) continue;
+      text << "It also fits " << option << ", in " << gib(planned.peak.device()) << " GiB: " << why;
+      if (sent_by(planned) < sent_by(plan)) text << "; a rank sends " << gib(sent_by(plan) - sent_by(planned)) << " GiB less";
+      text << ".\n";
+    }
+    return text.str();
+  }
+  // What is not enough alone may be enough together.
+  const auto with = [&](const std::vector<Variant>& variants) {
+    auto tried = question;
+    for (const auto& variant : variants) variant.apply(tried);
+    return plan_of(tried);
+  };
+  std::vector<Variant> chosen;
+  auto all = question;
+  for (const auto& variant : less_memory) {
+    if (!variant.apply(all)) continue;
+    chosen.push_back(variant);
+    if (!plan_of(all).fits(memory)) continue;
+    for (std::size_t k = 0; k + 1 < chosen.size();) {  // Some may be needless with those after them.
+      auto fewer = chosen;
+      fewer.erase(fewer.begin() + static_cast<std::ptrdiff_t>(k));
+      if (with(fewer).fits(memory)) {
+        chosen = fewer;
+      } else {
+        ++k;
+      }
+    }
+    text << "It fits in " << gib(with(chosen).peak.device()) << " GiB";
+    for (const auto& [option, why, apply] : chosen)
+      text << (&option == &chosen.front().option ? " " : ", ") << option << " (" << why << ")";
+    text << ".\n";
+    break;
+  }
+  return text.str();
+}
+
+}  // namespace fsdp::tools
