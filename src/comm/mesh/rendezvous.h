@@ -45,8 +45,8 @@ class Rendezvous {
 
   const World world_;
   const std::chrono::milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Store> common_;                // Of all meshes; null for a world of one rank.
-  c10::intrusive_ptr<c10d::Store> store_;                 // Of this one.
+  c10::intrusive_ptr<c10d::Store> common_;  // Of all meshes; null for a world of one rank.
+  c10::intrusive_ptr<c10d::Store> store_;   // Of this one.
   std::shared_ptr<StoreProgress> progress_;
   std::shared_ptr<gloo::transport::Device> gloo_device_;  // One for all groups: each has a thread.
 };

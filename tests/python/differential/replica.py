@@ -187,12 +187,8 @@ class Replica:
                 )
             if found is not None and gradient is not None:
                 bound = self.gradient_bounds.get(name)
-                same(
-                    f"gradient of {name}",
-                    found,
-                    gradient,
-                    None if bound is None else optimizers.slices(bound, self.cuts[rank][name]),
-                )
+                of_shard = None if bound is None else optimizers.slices(bound, self.cuts[rank][name])
+                same(f"gradient of {name}", found, gradient, of_shard)
                 if bound is not None:
                     self.values[rank][name].grad = found.clone()
 
@@ -438,9 +434,8 @@ class Replica:
         ]
         for rank, result in enumerate(results):
             for name in self.names:
-                same(
-                    f"rank {rank}: state_dict()[{name}]", unpacked(result[name]), self.values[rank][name].detach(), None
-                )
+                mine = self.values[rank][name].detach()
+                same(f"rank {rank}: state_dict()[{name}]", unpacked(result[name]), mine, None)
 
     @torch.no_grad()
     def load(self, results: list[Any], slot: str, assign: bool, optimizer: bool) -> None:
