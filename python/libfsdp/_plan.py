@@ -143,7 +143,7 @@ class Plan:
             in ``peak``.
         fsdp2: what FSDP2 (``torch.distributed.fsdp.fully_shard``) needs at its own peak for the same, as in ``peak``:
             "communication" are the buffers of its gathers and reductions, and "gathered_parameters" their copies. None on one
-            rank, and with options that FSDP2 lacks.
+            rank, with options that FSDP2 lacks, and with ``reshard_after_forward=False``.
         fsdp2_moment: when FSDP2 has its peak.
     """
 

@@ -15,6 +15,7 @@ bool has_counterpart(const Unit& unit) {
   const auto& options = unit.options;
   if (options.placements != Placements::optim_grads_params() || options.outer_sharded_optimizer) return false;
   if (options.offload == Offload::kOptimizerState || options.kept_after_forward) return false;
+  if (!options.reshard_after_forward && unit.place.index != 0) return false;  // How long FSDP2 then has its buffers is not known here.
   return std::ranges::all_of(unit.formats, [](const engine::SubBufferFormat& format) {
     return format.gather == nullptr && !format.extended && format.main_gradient == format.main;
   });
@@ -28,7 +29,6 @@ struct FSDP2Bytes {
   std::int64_t whole = 0;            // padded, as a gather fills it, and as parameters
   std::int64_t unordered = 0;        // what a gather of other dimensions than the first is rearranged from
   std::int64_t reduce_input = 0;     // padded, in the dtype that gradients travel in
-  std::int64_t reduce_copy = 0;      // Gloo reduces in a copy of it
   std::int64_t reduce_output = 0;    // this rank's part of it
   std::int64_t gradient = 0;         // the same in the dtype of the shards
   bool casts_gradient = false;
@@ -59,7 +59,6 @@ FSDP2Bytes sizes_of(const FSDP2Model& model, const Unit& unit) {
     const auto own = std::clamp<std::int64_t>(rows - rank * chunk, 0, chunk) * row;
     sizes.optimizer_state += model.optimizer_values * own * itemsize(format.main);
     sizes.reduce_input += piece * ranks * itemsize(format.wire_gradient);
-    if (on_cpu) sizes.reduce_copy += piece * ranks * itemsize(format.wire_gradient);
     sizes.reduce_output += piece * itemsize(format.wire_gradient);
     sizes.gradient += piece * itemsize(format.main);
     sizes.casts_gradient = sizes.casts_gradient || format.wire_gradient != format.main;
@@ -214,7 +213,7 @@ class FSDP2Step {
     now_.communication += sizes.reduce_input;
     look();
     now_.unreduced_gradients -= std::exchange(one.unreduced, 0);
-    now_.communication += sizes.reduce_output + sizes.reduce_copy;
+    now_.communication += sizes.reduce_output;
     look();
     if (sizes.casts_gradient) {
       now_.main_gradients += sizes.gradient;
@@ -225,7 +224,6 @@ class FSDP2Step {
       now_.communication -= sizes.reduce_output;
       now_.main_gradients += sizes.gradient;
     }
-    now_.communication -= sizes.reduce_copy;
     if (unit.offloaded()) {
       now_.main_gradients -= sizes.gradient;
       now_.host += sizes.gradient;
