@@ -306,8 +306,10 @@ TEST(EventFile, OthersAreErrors) {
   std::filesystem::resize_file(shorter, 300'000);
   EXPECT_NE(message(shorter).find("cut off"), std::string::npos);
   const auto other = copy("other");
-  std::fstream(other, std::ios::in | std::ios::out | std::ios::binary).seekp(8).put(2);
-  EXPECT_NE(message(other).find("version 2, and this program reads version 1"), std::string::npos) << message(other);
+  constexpr auto known = fsdp::events::EventWriter::kVersion;
+  std::fstream(other, std::ios::in | std::ios::out | std::ios::binary).seekp(8).put(static_cast<char>(known + 1));
+  const auto expected = "version " + std::to_string(known + 1) + ", and this program reads version " + std::to_string(known);
+  EXPECT_NE(message(other).find(expected), std::string::npos) << message(other);
 }
 
 }  // namespace event_ring_test
