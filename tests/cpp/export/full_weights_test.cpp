@@ -10,13 +10,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "comm/launch/launch.h"
+#include "export/pieces.h"
 #include "fsdp/fsdp.h"
 #include "support/hosts.h"
 #include "support/messages.h"
@@ -389,28 +389,12 @@ TEST(FullWeights, WhatIsWrongIsOneErrorOnEveryRank) {
   });
 }
 
-/// Matrices of which a rank has rows, or columns, of all that are numbered from 0; and one that all ranks have.
-struct PiecesImpl : torch::nn::Module {
-  PiecesImpl(std::int64_t begin, std::int64_t end) {
-    const auto numbers = at::arange(60, at::kFloat);
-    rows = register_parameter("rows", numbers.view({10, 6}).narrow(0, begin, end - begin).clone());
-    columns = register_parameter("columns", numbers.view({6, 10}).narrow(1, begin, end - begin).clone());
-    all = register_parameter("all", numbers.clone());
-  }
-  at::Tensor rows, columns, all;
-};
-
 TEST(FullWeights, PutTensorParallelPiecesTogether) {
   run_ranks(4, [](int rank) {
     const auto grid = fsdp::init_device_mesh("cpu", {{"tp", 2}, {"dp_shard", 2}});
     const bool is_first = grid.coordinate("tp") == 0;
-    PiecesImpl model(is_first ? 0 : 3, is_first ? 3 : 10);  // of different sizes
-    const auto handle = fsdp::fully_shard(
-        model, {.mesh = grid["dp_shard"],
-                .tensor_parallel = [&](const std::string& name, const at::Tensor&) -> std::optional<fsdp::TensorParallel> {
-                  if (name == "all") return std::nullopt;
-                  return fsdp::TensorParallel{grid["tp"], name == "columns" ? 1 : 0};
-                }});
+    fsdp::testing::PiecesImpl model(is_first ? 0 : 3, is_first ? 3 : 10);  // of different sizes
+    const auto handle = fsdp::testing::shard_pieces(model, grid);
     const auto numbers = at::arange(60, at::kFloat);
     const NamedTensors expected = {{"rows", numbers.view({10, 6})}, {"columns", numbers.view({6, 10})}, {"all", numbers}};
     for (const std::int64_t bucket_bytes : {1, 1 << 20}) expect_same(all_of(model, {.bucket_bytes = bucket_bytes}), expected);

@@ -8,12 +8,12 @@
 
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/mesh/device_mesh_state.h"
 #include "comm/mesh/joined_row.h"
+#include "export/pieces.h"
 #include "fsdp/fsdp.h"
 #include "support/hosts.h"
 #include "support/multi_rank.h"
@@ -147,28 +147,12 @@ TEST(Route, WithoutJoinedRowsPassesBytesOn) {
   });
 }
 
-/// Rows, or columns, of matrices, of which tensor-parallel ranks have different numbers; and a vector that all have.
-struct PiecesImpl : torch::nn::Module {
-  PiecesImpl(std::int64_t begin, std::int64_t end) {
-    const auto numbers = at::arange(60, at::kFloat);
-    rows = register_parameter("rows", numbers.view({10, 6}).narrow(0, begin, end - begin).clone());
-    columns = register_parameter("columns", numbers.view({6, 10}).narrow(1, begin, end - begin).clone());
-    all = register_parameter("all", numbers.clone());
-  }
-  at::Tensor rows, columns, all;
-};
-
 TEST(Route, OfTensorParallelPiecesToTheFirstRankTakesTheLeastBytes) {
   run_ranks(4, [](int rank) {
     const auto grid = fsdp::init_device_mesh("cpu", {{"tp", 2}, {"dp_shard", 2}});
     const bool is_first = grid.coordinate("tp") == 0;
-    PiecesImpl model(is_first ? 0 : 3, is_first ? 3 : 10);
-    const auto handle = fsdp::fully_shard(
-        model, {.mesh = grid["dp_shard"],
-                .tensor_parallel = [&](const std::string& name, const at::Tensor&) -> std::optional<fsdp::TensorParallel> {
-                  if (name == "all") return std::nullopt;
-                  return fsdp::TensorParallel{grid["tp"], name == "columns" ? 1 : 0};
-                }});
+    fsdp::testing::PiecesImpl model(is_first ? 0 : 3, is_first ? 3 : 10);
+    const auto handle = fsdp::testing::shard_pieces(model, grid);
     std::int64_t own = 0;
     for (const auto& shard : handle.parameter_shards()) {
       if (shard.name != "all" || is_first) own += static_cast<std::int64_t>(shard.value.nbytes());
