@@ -41,6 +41,12 @@ void MessageThread::remove(const void* key) {
   queue_->changed.wait(lock, [&] { return waiting.empty() || !has_key(waiting.front()); });
 }
 
+void MessageThread::wait_for(const void* key) {
+  if (getpid() != process_) return;
+  std::unique_lock<std::mutex> lock(queue_->mutex);
+  queue_->changed.wait(lock, [&] { return std::ranges::find(queue_->waiting, key, &Waiting::key) == queue_->waiting.end(); });
+}
+
 void MessageThread::wait_for_all_but(std::size_t newest) {
   if (getpid() != process_) return;
   std::unique_lock<std::mutex> lock(queue_->mutex);

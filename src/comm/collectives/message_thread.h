@@ -12,8 +12,9 @@
 namespace fsdp::comm {
 
 /// A thread that waits for messages where others must not, since Gloo does not tell whether a message has come: for collectives that
-/// advance in shared memory, and for headers where a device goes on meanwhile. Each row has one of its own: its collectives begin in the
-/// same order on all ranks, so that those in front never wait for those behind. Thread-safe.
+/// advance in shared memory, for gathers beside a program that does something else, and for headers where a device goes on meanwhile. Each
+/// row has one of its own: its collectives begin in the same order on all ranks, so that those in front never wait for those behind.
+/// Thread-safe.
 class MessageThread {
  public:
   /// `look`, if there is one, is called some times a second while the thread has nothing to wait for. It must not throw.
@@ -26,6 +27,8 @@ class MessageThread {
   void add(const void* key, std::function<void()> wait);
   /// When this returns, the function of that key is not running and will not be called. Idempotent.
   void remove(const void* key);
+  /// Returns when the function of that key has been called, or has been removed.
+  void wait_for(const void* key);
   /// Returns when all that were added have been called, but for so many of the newest.
   void wait_for_all_but(std::size_t newest);
 

@@ -3,7 +3,9 @@
 #include <ATen/ops/empty.h>
 
 #include <cstring>
+#include <exception>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "comm/collectives/packed_parts.h"
@@ -199,12 +201,17 @@ class PairwiseReduce final : public PairwisePending {
   const double scale_;
 };
 
-/// Small parts are sent in one message, as those of gathers are. Parts and messages without bytes are not sent.
+/// Small parts are sent in one message, as those of gathers are. Parts and messages without bytes are not sent. Who gathers ahead of a
+/// consumer comes back only when that has finished with what came before. So a thread sends, waits, and brings all bytes to their places.
 class PairwiseUneven final : public GroupPending {
  public:
   PairwiseUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
-                 const std::vector<bool>& receives)
-      : GroupPending(std::move(group), call, label), transfers_(*group_), parts_(parts.begin(), parts.end()), receives_(receives) {
+                 const std::vector<bool>& receives, std::shared_ptr<MessageThread> thread)
+      : GroupPending(std::move(group), call, label),
+        thread_(std::move(thread)),
+        transfers_(*group_),
+        parts_(parts.begin(), parts.end()),
+        receives_(receives) {
     std::vector<std::int64_t> sizes;
     for (const UnevenPart& part : parts_) sizes.push_back(std::accumulate(part.bytes.begin(), part.bytes.end(), std::int64_t{0}));
     const PackedParts packed(sizes, 1);
@@ -227,6 +234,27 @@ class PairwiseUneven final : public GroupPending {
       }
     }
     sent_ = at::empty({packed_bytes(row.rank)}, at::kByte);
+    thread_->add(this, [this] {
+      try {
+        bring();
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+    });
+  }
+  void finish() override {
+    thread_->wait_for(this);
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+  }
+  void forget() noexcept override {
+    thread_->remove(this);
+    transfers_.forget();
+  }
+
+ private:
+  /// On the thread.
+  void bring() {
+    const Row& row = group_->row;
     auto* to = static_cast<char*>(sent_.mutable_data_ptr());
     for (const auto i : together_) {
       const auto bytes = parts_[i].own.nbytes();
@@ -243,9 +271,6 @@ class PairwiseUneven final : public GroupPending {
       }
     }
     for (const UnevenPart& part : parts_) copy_own_bytes(part, row.rank);  // While the messages travel.
-  }
-  void finish() override {
-    const Row& row = group_->row;
     transfers_.wait_receives();
     arrived();
     for (std::size_t k = 0; k < received_.size(); ++k) {
@@ -259,9 +284,7 @@ class PairwiseUneven final : public GroupPending {
     }
     transfers_.wait_sends();
   }
-  void forget() noexcept override { transfers_.forget(); }
 
- private:
   /// The size of the message in which a rank sends its small parts.
   std::int64_t packed_bytes(int rank) const {
     std::int64_t bytes = 0;
@@ -269,6 +292,8 @@ class PairwiseUneven final : public GroupPending {
     return bytes;
   }
 
+  const std::shared_ptr<MessageThread> thread_;
+  std::exception_ptr failure_;  // Of the thread, before it is waited for.
   Transfers transfers_;
   const std::vector<UnevenPart> parts_;
   const std::vector<bool> receives_;
@@ -326,7 +351,8 @@ std::unique_ptr<GroupPending> PairwiseCommunicator::make_reduce(const Call& call
 
 std::unique_ptr<GroupPending> PairwiseCommunicator::make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
                                                                 const std::vector<bool>& receives) {
-  return std::make_unique<PairwiseUneven>(group(), call, label, parts, receives);
+  if (gather_thread_ == nullptr) gather_thread_ = std::make_shared<MessageThread>();
+  return std::make_unique<PairwiseUneven>(group(), call, label, parts, receives, gather_thread_);
 }
 
 std::unique_ptr<GroupPending> PairwiseCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "comm/collectives/group_communicator.h"
+#include "comm/collectives/message_thread.h"
 
 namespace fsdp::comm {
 
@@ -27,6 +28,9 @@ class PairwiseCommunicator : public GroupCommunicator {
                                             const std::vector<bool>& receives) override;
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
   std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts, int root) override;
+
+ private:
+  std::shared_ptr<MessageThread> gather_thread_;  // Null before the first gather of uneven parts.
 };
 
 }  // namespace fsdp::comm

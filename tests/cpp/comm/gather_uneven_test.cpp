@@ -141,20 +141,23 @@ TEST_P(GatherUneven, BytesArriveWhileNobodyWaits) {
   if (transport == "native") return;  // That is its backend's matter.
   run_ranks(size, [&, transport = transport, size = size](int rank) {
     const auto communicator = world(transport);
-    const auto bytes = std::int64_t{1} << 20;
-    const UnevenPart part{.whole = at::zeros({bytes * size}, at::kByte),
-                          .own = at::full({bytes}, rank + 1, at::kByte),
-                          .bytes = std::vector<std::int64_t>(static_cast<std::size_t>(size), bytes)};
-    const auto pending = communicator->gather_uneven({&part, 1}, std::vector<bool>(static_cast<std::size_t>(size), true), kLabel);
-    // Other threads write it meanwhile.
-    const auto has_come = [&](int from) {
+    std::vector<UnevenPart> parts;
+    for (const auto bytes : {std::int64_t{64}, std::int64_t{1} << 20}) {  // Small ones travel together.
+      parts.push_back({.whole = at::zeros({bytes * size}, at::kByte),
+                       .own = at::full({bytes}, rank + 1, at::kByte),
+                       .bytes = std::vector<std::int64_t>(static_cast<std::size_t>(size), bytes)});
+    }
+    const auto pending = communicator->gather_uneven(parts, std::vector<bool>(static_cast<std::size_t>(size), true), kLabel);
+    // Other threads write them meanwhile.
+    const auto has_come = [&](const UnevenPart& part, int from) {
+      const auto bytes = part.bytes.front();
       const auto* data = static_cast<const volatile std::uint8_t*>(part.whole.const_data_ptr());
       return data[from * bytes] == from + 1 && data[(from + 1) * bytes - 1] == from + 1;
     };
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
     int from = 0;
     while (from < size && std::chrono::steady_clock::now() < end) {
-      if (has_come(from)) {
+      if (has_come(parts[0], from) && has_come(parts[1], from)) {
         ++from;
       } else {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
