@@ -170,7 +170,8 @@ def states_in(*modules: nn.Module) -> Iterator[tuple[str, MemberState, MemberSta
             else:
                 enclosing = (state, *state.companions)[-1]
         for child_name, child in module.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name, enclosing)
+            if child._modules or state_of(child) is not None:  # Most modules are leaves.
+                yield from walk(child, f"{name}.{child_name}" if name else child_name, enclosing)
 
     for module in modules:
         yield from walk(module, "", None)
