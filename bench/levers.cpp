@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -20,7 +21,7 @@
 
 namespace {
 
-constexpr std::int64_t kBatch = 4, kContext = 128;
+constexpr std::int64_t kBatch = 4;
 constexpr int kWarmUp = 3, kTurn = 2;
 
 /// Counts what torch's own allocator holds for this thread: activations, temporaries, and reduced gradients.
@@ -97,9 +98,10 @@ std::vector<Lever> levers(int ranks) {
 /// A model that trains with one lever.
 class Variant {
  public:
-  Variant(Lever lever, const fsdp::DeviceMesh& line, const fsdp::DeviceMesh& plane) : lever_(std::move(lever)), model_(nullptr) {
+  Variant(Lever lever, const fsdp::DeviceMesh& line, const fsdp::DeviceMesh& plane, std::int64_t context)
+      : lever_(std::move(lever)), context_(context), model_(nullptr) {
     torch::manual_seed(1);
-    model_ = GPT(GPTConfig{.vocab = 4096, .dim = 256, .layers = 8, .heads = 8, .context = kContext, .checkpoint = lever_.checkpoint});
+    model_ = GPT(GPTConfig{.vocab = 4096, .dim = 256, .layers = 8, .heads = 8, .context = context, .checkpoint = lever_.checkpoint});
     auto sharding = lever_.sharding;
     sharding.mesh = lever_.two_dimensions ? plane : line;
     sharding.units = fsdp::each<GPTBlockImpl>();
@@ -117,15 +119,15 @@ class Variant {
 
   /// Milliseconds of a step over kBatch sequences, on this rank.
   double step(const fsdp::DeviceMesh& mesh, std::int64_t number) {
-    const auto tokens = ((at::arange(kBatch * (kContext + 1)) + number * 7919 + mesh.rank() * 104'729) * 48'271).remainder(4096);
-    const auto rows = tokens.view({kBatch, kContext + 1});
+    const auto tokens = ((at::arange(kBatch * (context_ + 1)) + number * 7919 + mesh.rank() * 104'729) * 48'271).remainder(4096);
+    const auto rows = tokens.view({kBatch, context_ + 1});
     mesh.barrier();
     const auto begin = std::chrono::steady_clock::now();
     const auto at_once = kBatch / lever_.backwards;
     for (int part = 0; part < lever_.backwards; ++part) {
       handle_->set_requires_gradient_sync(lever_.sync_each || part + 1 == lever_.backwards);
       const auto some = rows.narrow(0, part * at_once, at_once);
-      const auto loss = model_->loss(some.narrow(1, 0, kContext).contiguous(), some.narrow(1, 1, kContext).contiguous());
+      const auto loss = model_->loss(some.narrow(1, 0, context_).contiguous(), some.narrow(1, 1, context_).contiguous());
       (loss / static_cast<double>(lever_.backwards)).backward();
     }
     const auto update_begin = std::chrono::steady_clock::now();
@@ -142,6 +144,7 @@ class Variant {
 
  private:
   Lever lever_;
+  std::int64_t context_;
   GPT model_;
   std::unique_ptr<fsdp::FSDPModule> handle_;
   std::unique_ptr<fsdp::Optimizer> optimizer_;
@@ -186,14 +189,16 @@ void print(const std::vector<std::unique_ptr<Variant>>& variants, const std::vec
   }
 }
 
-int run(int rounds) {
+int run(int rounds, std::int64_t context) {
   at::set_num_threads(1);
   const auto line = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
   const auto plane = fsdp::init_device_mesh("cpu", {{"dp_outer", line.size() % 2 == 0 ? 2 : 1}, {"dp_shard", -1}});
   const auto bytes = std::make_shared<TensorBytes>();
   const c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, bytes);
   std::vector<std::unique_ptr<Variant>> variants;
-  for (auto& lever : levers(static_cast<int>(line.size()))) variants.push_back(std::make_unique<Variant>(std::move(lever), line, plane));
+  for (auto& lever : levers(static_cast<int>(line.size()))) {
+    variants.push_back(std::make_unique<Variant>(std::move(lever), line, plane, context));
+  }
   std::vector<Result> results(variants.size());
   std::int64_t number = 0;
   for (int i = 0; i < kWarmUp; ++i) {
@@ -225,7 +230,14 @@ int run(int rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto turns = fsdp::bench::read_turns("bench_levers", argc, argv, {.ranks = 2, .rounds = 10});
+  // Shorter sequences leave a rank less to compute while parameters and gradients travel.
+  const bool has_context = argc > 3;
+  const auto turns = fsdp::bench::read_turns("bench_levers", has_context ? 3 : argc, argv, {.ranks = 2, .rounds = 10});
   if (!turns) return 2;
-  return fsdp::launch_local(turns->ranks, [&] { return run(turns->rounds); });
+  const std::int64_t context = has_context ? std::atoll(argv[3]) : 128;
+  if (argc > 4 || context < 1) {
+    std::fprintf(stderr, "usage: bench_levers [RANKS] [ROUNDS] [CONTEXT]\n");
+    return 2;
+  }
+  return fsdp::launch_local(turns->ranks, [&] { return run(turns->rounds, context); });
 }

@@ -1,6 +1,7 @@
-"""Whether simulated steps order the variants of bench_levers as measured ones do: Kendall's tau, which is 1 for the same order.
+"""Whether simulated steps order the variants of bench_levers as measured ones do: Kendall's tau, which is 1 for the same order. Steps that
+differ by less than two percent are in no order.
 
-    python bench/order.py [--levers build/bench/bench_levers] [--ranks 2] [--rounds 5]
+    python bench/order.py [--levers build/bench/bench_levers] [--ranks 2] [--rounds 5] [--context 128]
 
 bench_levers measures; the simulation has a plan of the same transformer, and knows three numbers of this machine, which
 are measured here: how long a block computes on one thread, how fast ranks gather, and how long a small gather takes. Of
@@ -27,8 +28,9 @@ from torch import nn
 
 import libfsdp
 
-DIM, HIDDEN, HEADS, LAYERS, VOCAB, BATCH, CONTEXT = 256, 704, 8, 8, 4096, 4, 128
+DIM, HIDDEN, HEADS, LAYERS, VOCAB, BATCH = 256, 704, 8, 8, 4096, 4
 BASE = "optim_grads_params (the base)"
+RESOLUTION = 0.02  # Steps that differ by less are in no order: repeated measurements differ by as much.
 LEVERS: dict[str, dict[str, Any]] = {
     BASE: {},
     "placements = optim_grads": {"placements": "optim_grads"},
@@ -78,18 +80,20 @@ def least_ms(work: Any, repeats: int = 7) -> float:
     return min(took)
 
 
-def times() -> libfsdp.UnitTime:
+def times(context: int) -> libfsdp.UnitTime:
     """Of a block, on one thread."""
-    block, x = Block(), torch.randn(BATCH, CONTEXT, DIM, requires_grad=True)
+    block, x = Block(), torch.randn(BATCH, context, DIM, requires_grad=True)
     forward = least_ms(lambda: block(x))
     return libfsdp.UnitTime(forward_ms=forward, backward_ms=least_ms(lambda: block(x).sum().backward()) - forward)
 
 
-def measure(rank: int, at: str, ranks: int, results: Any) -> None:
+def measure(rank: int, given: argparse.Namespace, results: Any) -> None:
     """Puts the time of a block, and the rate of gathers, into `results`."""
-    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=ranks)
+    ranks = given.ranks
+    dist.init_process_group("gloo", init_method=given.at, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    block = times()
+    torch.manual_seed(0)
+    block = times(given.context)
     took = []
     for rows in (8, 4096):  # Little, and much to gather.
         model: Any = libfsdp.fully_shard(nn.Linear(1024, rows, bias=False))
@@ -125,20 +129,14 @@ def simulated(options: dict[str, Any], ranks: int, machine: tuple[float, float, 
     return plan.simulate(units=units, links=links).average_ms, plan.wire["all_gather_bytes"] / 2**20
 
 
-def tau(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau-b."""
-    concordant = discordant = only_first = only_second = 0
+def tau(pairs: list[tuple[float, float]]) -> tuple[float, int]:
+    """Kendall's tau of the pairs of variants that both the measurement and the simulation tell apart, and how many these are."""
+    agreements = []
     for (a, b), (c, d) in itertools.combinations(pairs, 2):
-        if (a - c) * (b - d) > 0:
-            concordant += 1
-        elif (a - c) * (b - d) < 0:
-            discordant += 1
-        elif a != c:
-            only_first += 1
-        elif b != d:
-            only_second += 1
-    different = concordant + discordant
-    return (concordant - discordant) / ((different + only_first) * (different + only_second)) ** 0.5
+        if min(max(a / c, c / a), max(b / d, d / b)) < 1 + RESOLUTION:
+            continue
+        agreements.append(1 if (a - c) * (b - d) > 0 else -1)
+    return sum(agreements) / max(len(agreements), 1), len(agreements)
 
 
 def main() -> int:
@@ -146,14 +144,15 @@ def main() -> int:
     parser.add_argument("--levers", default="build/bench/bench_levers")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--context", type=int, default=128, help="tokens of a sequence: with fewer, ranks wait for more of what they send")
     parser.add_argument("--at", default="tcp://127.0.0.1:29532", help="where the ranks meet")
     given = parser.parse_args()
     print("\n".join(f"{key}: {value}" for key, value in describe_machine().items()))
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(measure, (given.at, given.ranks, results), nprocs=given.ranks)
+    mp.spawn(measure, (given, results), nprocs=given.ranks)
     machine = results.get()
     print("a block {:.2f} and {:.2f} ms, a gather {:.0f} us and {:.2e} bytes/s".format(*machine), flush=True)
-    command = [given.levers, str(given.ranks), str(given.rounds)]
+    command = [given.levers, *(str(number) for number in (given.ranks, given.rounds, given.context))]
     printed = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ).stdout
@@ -165,9 +164,10 @@ def main() -> int:
         if name not in LEVERS:
             continue
         ms, planned = simulated(LEVERS[name], given.ranks, machine)
-        pairs.append((float(step), ms))
+        pairs.append((float(step), ms / base))
         print(f"| {name} | {float(step):.2f} | {ms / base:.2f} | {gathered} | {planned:.1f} |")
-    print(f"Kendall's tau of {len(pairs)} variants: {tau(pairs):.2f}")
+    agreement, told_apart = tau(pairs)
+    print(f"Kendall's tau of {len(pairs)} variants: {agreement:.2f}, by {told_apart} pairs that are told apart")
     return 0
 
 
