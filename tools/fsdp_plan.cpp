@@ -94,6 +94,7 @@ std::function<int()> add_plan(CLI::App& command) {
   command.add_option("--optimizer", options->optimizer, "Whose state is kept")
       ->check(CLI::IsMember({"adamw", "momentum", "none"}))
       ->capture_default_str();
+  command.add_flag("--split-root", options->splits_root, "Make the embedding and the head units of their own, if they are not tied");
   command.add_flag("--keep", options->keeps, "Keep units gathered from forward to backward");
   command.add_option("--keep-gathered", options->keep_gathered, "Keep so many bytes of them")->transform(CLI::AsSizeValue(false));
   command.add_option("--prefetch", options->prefetch, "Units that are gathered ahead")->capture_default_str();

@@ -35,6 +35,7 @@ std::string recommendations(const PlanQuestion& question, const torch::nn::Modul
   const std::vector<Variant> less_memory = {
       {"without --keep", "units are gathered once more, for backward",
        [](PlanQuestion& changed) { return std::exchange(changed.keeps, false) | (std::exchange(changed.keep_gathered, 0) != 0); }},
+      {"with --split-root", "gradients of the head are reduced before those of the blocks", set(&PlanQuestion::splits_root, true)},
       {"with --placements optim_grads_params", "parameters are sharded, too",
        set<std::string>(&PlanQuestion::placements, "optim_grads_params")},
       {"with --param-dtype bf16", "gathered parameters take half as much", set<std::string>(&PlanQuestion::param_dtype, "bf16")},

@@ -36,7 +36,11 @@ FullyShardOptions sharding(const PlanQuestion& question, std::int64_t ranks) {
   const std::map<std::string, Offload> offloads = {{"none", Offload::kNone}, {"state", Offload::kOptimizerState}, {"all", Offload::kAll}};
   FullyShardOptions sharding;
   sharding.mesh = planned_device_mesh(question.device, dims, {.ranks_per_host = question.ranks_per_host});
-  sharding.units = each<planning::ConfigLayer>();
+  sharding.units = [splits_root = question.splits_root](const std::string& /*name*/, const torch::nn::Module& module) {
+    if (dynamic_cast<const planning::ConfigLayer*>(&module) != nullptr) return true;
+    const auto* config_module = dynamic_cast<const planning::ConfigModule*>(&module);
+    return splits_root && config_module != nullptr && config_module->is_end;
+  };
   sharding.placements = Placements::from_name(question.placements);
   if (question.shards_over_replicas) sharding.outer_placements = Placements::optim();
   sharding.mixed_precision =

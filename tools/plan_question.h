@@ -29,6 +29,7 @@ struct PlanQuestion {
   std::uint64_t activations = 0;
   int prefetch = 1;
   bool keeps = false;
+  bool splits_root = false;  ///< The embedding and the head are units of their own.
   bool shards_over_replicas = false;
   bool json = false;
   std::string svg;

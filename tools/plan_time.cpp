@@ -1,5 +1,6 @@
 #include "plan_time.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <iomanip>
 #include <map>
@@ -14,7 +15,7 @@ namespace fsdp::tools {
 namespace {
 
 /// How long a rank computes for each unit: a multiplication and an addition in forward, and twice as many in backward.
-std::map<std::string, UnitTime> unit_times(const PlanQuestion& question, const torch::nn::Module& model) {
+std::map<std::string, UnitTime> unit_times(const PlanQuestion& question, const Plan& plan, const torch::nn::Module& model) {
   std::map<std::string, UnitTime> times;
   const auto tokens = static_cast<double>(question.batch * question.sequence);
   for (const auto& item : model.named_modules()) {
@@ -23,8 +24,10 @@ std::map<std::string, UnitTime> unit_times(const PlanQuestion& question, const t
     // Attention is causal: on average, a token looks at half of the sequence.
     const double attention = module->attention_width * static_cast<double>(question.sequence);
     const double forward_ms = 1e3 * 2 * tokens * (module->multiplications + attention) / question.flops;
-    const bool is_block = !item.key().empty();
-    times[shard::shown(item.key())] = {.forward_ms = forward_ms, .backward_ms = (is_block && question.recomputes ? 3 : 2) * forward_ms};
+    const bool is_block = dynamic_cast<const planning::ConfigLayer*>(module) != nullptr;
+    const bool is_unit = std::ranges::find(plan.units, item.key(), &PlannedUnit::name) != plan.units.end();
+    times[is_unit ? item.key() : shard::shown("")] = {.forward_ms = forward_ms,
+                                                      .backward_ms = (is_block && question.recomputes ? 3 : 2) * forward_ms};
   }
   if (times.empty()) throw Error("--flops needs the model's config.json: shapes alone do not say how often a weight is used");
   return times;
@@ -43,7 +46,7 @@ Simulation simulated(const PlanQuestion& question, const Plan& plan, std::map<st
 }  // namespace
 
 PlannedTime time_of(const PlanQuestion& question, const Plan& plan, const torch::nn::Module& model) {
-  const auto units = unit_times(question, model);
+  const auto units = unit_times(question, plan, model);
   const auto middle = simulated(question, plan, units, 1);
   return {.middle = middle,
           .from_ms = simulated(question, plan, units, 1 - question.off).average_ms(),

@@ -185,11 +185,23 @@ void fill_layer(ConfigModule& block, const Config& config, const std::string& ty
   with_norm(block, "post_attention_layernorm", width);
 }
 
+void fill_ends(ConfigModule& embedding, ConfigModule& head, const Config& config, std::int64_t width, bool are_tied) {
+  const auto words = config.size("vocab_size");
+  const auto weight = parameter(embedding, "weight", {words, width});
+  if (are_tied) {
+    head.register_parameter("weight", weight);
+  } else {
+    parameter(head, "weight", {words, width});
+  }
+  embedding.is_end = head.is_end = !are_tied;
+  head.multiplications = static_cast<double>(words * width);
+}
+
 ModulePtr llama_like(const Config& config, const std::string& type) {
   const auto width = config.size("hidden_size");
   auto root = std::make_shared<ConfigModule>(type);
   auto model = below(*root, "model");
-  const auto embedding = with_weight(*model, "embed_tokens", {config.size("vocab_size"), width});
+  auto embedding = below(*model, "embed_tokens");
   auto layers = below(*model, "layers");
   const auto count = config.size("num_hidden_layers");
   for (std::int64_t k = 0; k < count; ++k) {
@@ -198,12 +210,7 @@ ModulePtr llama_like(const Config& config, const std::string& type) {
   }
   with_norm(*model, "norm", width);
   auto head = below(*root, "lm_head");
-  if (config.flag("tie_word_embeddings", false)) {
-    head->register_parameter("weight", embedding);
-  } else {
-    parameter(*head, "weight", {config.size("vocab_size"), width});
-  }
-  root->multiplications = static_cast<double>(config.size("vocab_size") * width);
+  fill_ends(*embedding, *head, config, width, config.flag("tie_word_embeddings", false));
   return root;
 }
 
@@ -221,7 +228,7 @@ ModulePtr gpt2(const Config& config) {
   const auto hidden = config.size("n_inner", 4 * width);
   auto root = std::make_shared<ConfigModule>("gpt2");
   auto model = below(*root, "transformer");
-  const auto embedding = with_weight(*model, "wte", {config.size("vocab_size"), width});
+  auto embedding = below(*model, "wte");
   with_weight(*model, "wpe", {config.size("n_positions"), width});
   auto layers = below(*model, "h");
   const auto count = config.size("n_layer");
@@ -240,12 +247,7 @@ ModulePtr gpt2(const Config& config) {
   }
   add_norm(*model, "ln_f", width);
   auto head = below(*root, "lm_head");
-  if (config.flag("tie_word_embeddings", true)) {
-    head->register_parameter("weight", embedding);
-  } else {
-    parameter(*head, "weight", {config.size("vocab_size"), width});
-  }
-  root->multiplications = static_cast<double>(config.size("vocab_size") * width);
+  fill_ends(*embedding, *head, config, width, config.flag("tie_word_embeddings", true));
   return root;
 }
 

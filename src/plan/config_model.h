@@ -12,10 +12,13 @@ class ConfigModule : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
 
-  /// Of a unit: the multiplications that a token takes in forward, without attention. Of experts, those that it comes to count.
+  /// Of a block and the head: the multiplications that a token takes in forward, without attention. Of experts, those that it comes to
+  /// count.
   double multiplications = 0;
   /// Of a block: the elements of a query over all heads. Attention takes two multiplications for each of them and each token before.
   double attention_width = 0;
+  /// Of an embedding and a head that are not tied: it can be a unit of its own.
+  bool is_end = false;
 };
 
 /// A block of such a model, which is a unit.

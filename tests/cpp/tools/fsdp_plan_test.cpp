@@ -59,13 +59,32 @@ double number_after(const std::string& output, const std::string& text) {
 TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
   const auto kept = run("small.json --ranks 64 --memory 4GB --keep");
   EXPECT_EQ(kept.exit_code, 1) << kept.errors;
-  const auto place = kept.output.find("GiB without --keep (units are gathered once more, for backward), with --prefetch 0 (");
+  const auto place = kept.output.find("GiB without --keep (units are gathered once more, for backward), with --split-root (");
   EXPECT_NE(place, std::string::npos) << kept.output;
-  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --prefetch 0").exit_code, 0);  // It is right,
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --split-root").exit_code, 0);  // It is right,
   EXPECT_EQ(run("small.json --ranks 64 --memory 4GB").exit_code, 1);               // and both are needed.
-  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --prefetch 0 --keep").exit_code, 1);
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --split-root --keep").exit_code, 1);
   const auto never = run("small.json --ranks 1 --memory 1GB");
   EXPECT_EQ(never.output.find("It fits in"), std::string::npos) << never.output;
+}
+
+TEST_F(FsdpPlan, MakesUnitsOfTheEmbeddingAndTheHead) {
+  const std::string time = " --flops 400e12 --sequence 8192 --rate 1000TB --latency 0";
+  const auto whole = nlohmann::json::parse(run("small.json --ranks 64 --json" + time).output);
+  const auto split = nlohmann::json::parse(run("small.json --ranks 64 --json --split-root" + time).output);
+  EXPECT_EQ(whole["units"].size(), 7U);
+  ASSERT_EQ(split["units"].size(), 9U) << split;
+  EXPECT_EQ(split["units"][1]["name"], "model.embed_tokens");
+  EXPECT_EQ(split["units"][8]["name"], "lm_head");
+  EXPECT_EQ(split["units"][0]["elements"], 4096);  // the last norm
+  // Neither the head's gradients nor those of the embedding, each 500 MiB in fp32, are there in backward of a block.
+  const auto difference = whole["peak"]["unreduced_gradients"].get<std::int64_t>() - split["peak"]["unreduced_gradients"].get<std::int64_t>();
+  EXPECT_GE(difference, 2 * std::int64_t{500} << 20) << whole["peak"] << split["peak"];
+  EXPECT_NEAR(split["time"]["compute_ms"].get<double>(), whole["time"]["compute_ms"].get<double>(), 1e-3);
+  auto tied = nlohmann::json::parse(read(folder_.path() / "small.json"));
+  tied["tie_word_embeddings"] = true;
+  std::ofstream(folder_.path() / "tied.json") << tied;
+  EXPECT_EQ(run("tied.json --ranks 64 --split-root").output, run("tied.json --ranks 64").output);
 }
 
 TEST_F(FsdpPlan, RecommendsWhatSendsLess) {

@@ -45,10 +45,11 @@ def test_the_page_has_its_examples() -> None:
         "llama3_8b.json",
         "llama3_70b.json",
         "llama3_405b.json",
+        "llama3_405b.json",
     ]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_an_example_prints_what_the_page_says(number: int) -> None:
     command, printed = examples()[number]
     found = [line.rstrip() for line in run(*shlex.split(command)).splitlines()]
