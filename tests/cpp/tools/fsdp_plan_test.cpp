@@ -78,7 +78,8 @@ TEST_F(FsdpPlan, MakesUnitsOfTheEmbeddingAndTheHead) {
   EXPECT_EQ(split["units"][8]["name"], "lm_head");
   EXPECT_EQ(split["units"][0]["elements"], 4096);  // the last norm
   // Neither the head's gradients nor those of the embedding, each 500 MiB in fp32, are there in backward of a block.
-  const auto difference = whole["peak"]["unreduced_gradients"].get<std::int64_t>() - split["peak"]["unreduced_gradients"].get<std::int64_t>();
+  const auto difference =
+      whole["peak"]["unreduced_gradients"].get<std::int64_t>() - split["peak"]["unreduced_gradients"].get<std::int64_t>();
   EXPECT_GE(difference, 2 * std::int64_t{500} << 20) << whole["peak"] << split["peak"];
   EXPECT_NEAR(split["time"]["compute_ms"].get<double>(), whole["time"]["compute_ms"].get<double>(), 1e-3);
   auto tied = nlohmann::json::parse(read(folder_.path() / "small.json"));
