@@ -109,7 +109,8 @@ const Route& Routes::of(const Entry& entry) {
   auto rows = joined(cut_over, mesh_, receives_);
   const bool is_joined = !rows.empty();
   if (!is_joined) rows = one_after_the_other(cut_over, receives_);
-  return *routes_.emplace_back(std::make_unique<Route>(std::move(cut_over), std::move(rows), is_joined));
+  return *routes_.emplace_back(
+      std::make_unique<Route>(Route{.cut_over = std::move(cut_over), .rows = std::move(rows), .is_joined = is_joined}));
 }
 
 std::vector<Course> courses_of(std::span<const Entry> entries, Routes& routes) {

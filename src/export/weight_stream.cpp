@@ -327,7 +327,12 @@ std::optional<WeightBucket> WeightStream::next() {
       auto flight = std::exchange(ahead_, {});
       given_ = std::move(flight.buffer);
       start();
-      bucket = arrived(*flight.plan, given_.bytes);
+      try {
+        bucket = arrived(*flight.plan, given_.bytes);
+      } catch (...) {
+        stop(Says::kHasFailed);
+        throw;
+      }
       // Nothing more is to be gathered, so the model may be used.
       if (ahead_.plan == nullptr) release_engines();
     } catch (const CommError&) {
@@ -400,10 +405,15 @@ void WeightStream::close() {
 std::string WeightStream::end() {
   const auto text = "full_weights was left open before bucket " + std::to_string(next_ + 1) + " of " + std::to_string(buckets_.size()) +
                     " when the model was used; take all buckets, or close it, first";
+  stop(Says::kStops);
+  return text;
+}
+
+/// Lets go of all, and tells the others when they come to their next bucket.
+void WeightStream::stop(Says says) {
   const bool others_come = next_ < buckets_.size();
   forget(StreamState::kClosed);
-  if (others_come) tell(Says::kStops);
-  return text;
+  if (others_come) tell(says);
 }
 
 /// Waits for what is under way, and lets go of it.

@@ -116,6 +116,7 @@ class WeightStream {
   void put_in_order(const Entry& entry, const at::Tensor& values) const;
   std::vector<Says> tell(Says says) const;
   std::string end();
+  void stop(Says says);
   void count(std::int64_t bytes);
   void forget(StreamState state);
   void release_engines();

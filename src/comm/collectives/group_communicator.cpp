@@ -157,12 +157,13 @@ at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, int tag, con
   std::vector<std::int64_t> shape = {size()};
   shape.insert(shape.end(), value.sizes().begin(), value.sizes().end());
   const std::int64_t numel = value.numel();
-  at::Tensor from_own = at::empty(shape, value.options());  // this rank's first, then the next one's, ...
-  if (numel > 0) std::memcpy(from_own.mutable_data_ptr(), value.const_data_ptr(), value.nbytes());
-  if (size() == 1) return from_own;
+  if (size() == 1) return value.clone(at::MemoryFormat::Contiguous).view(shape);
   const auto of_round = [&](int have) { return std::min(have, size() - have) * numel; };
+  at::Tensor from_own;  // this rank's first, then the next one's, ...
   Transfers transfers(*group_);
   try {
+    from_own = at::empty(shape, value.options());
+    if (numel > 0) std::memcpy(from_own.mutable_data_ptr(), value.const_data_ptr(), value.nbytes());
     for (int have = 1; have < size() && numel > 0; have *= 2) {
       transfers.receive(flat_view(from_own, have * numel, of_round(have)), (rank() + have) % size(), tag);
     }
@@ -175,14 +176,14 @@ at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, int tag, con
     if (numel == 0) group_->compare_headers(call);
     transfers.wait_receives();
     transfers.wait_sends();
+    at::Tensor all = at::empty(shape, value.options());
+    const auto* bytes = static_cast<const char*>(from_own.const_data_ptr());
+    const auto nbytes = static_cast<std::ptrdiff_t>(value.nbytes());
+    std::rotate_copy(bytes, bytes + (size() - rank()) * nbytes, bytes + size() * nbytes, static_cast<char*>(all.mutable_data_ptr()));
+    return all;
   } catch (...) {
     throw group_->failure(label);
   }
-  at::Tensor all = at::empty(shape, value.options());
-  const auto* bytes = static_cast<const char*>(from_own.const_data_ptr());
-  const auto nbytes = static_cast<std::ptrdiff_t>(value.nbytes());
-  std::rotate_copy(bytes, bytes + (size() - rank()) * nbytes, bytes + size() * nbytes, static_cast<char*>(all.mutable_data_ptr()));
-  return all;
 }
 
 /// A message that CommStats counts.
@@ -202,7 +203,6 @@ std::string GroupCommunicator::broadcast(const std::string& text, int root, cons
   // Ranks [own, own + below), as far as they exist, receive it from this rank, directly or through others.
   const int below = own == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(size()))) : own & -own;
   const auto rank_at = [&](int number) { return (number + root) % size(); };
-  const at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong);
   std::string received = text;
   Transfers transfers(*group_);
   const auto pass_on = [&](const at::Tensor& buffer, std::size_t message) {
@@ -215,6 +215,7 @@ std::string GroupCommunicator::broadcast(const std::string& text, int root, cons
     }
   };
   try {
+    const at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong);
     pass_on(length, 0);
     received.resize(static_cast<std::size_t>(length.const_data_ptr<std::int64_t>()[0]));
     const auto bytes = at::from_blob(received.data(), {static_cast<std::int64_t>(received.size())}, at::kByte);
@@ -236,10 +237,10 @@ std::string GroupCommunicator::gather(const std::string& text, const Label& labe
   const int tag = tags::data(call, 0);
   const std::span of_ranks(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(size()));
   std::string all = text;
-  if (rank() == 0) all.resize(static_cast<std::size_t>(std::accumulate(of_ranks.begin(), of_ranks.end(), std::int64_t{0})));
-  const auto bytes = at::from_blob(all.data(), {static_cast<std::int64_t>(all.size())}, at::kByte);
   Transfers transfers(*group_);
   try {
+    if (rank() == 0) all.resize(static_cast<std::size_t>(std::accumulate(of_ranks.begin(), of_ranks.end(), std::int64_t{0})));
+    const auto bytes = at::from_blob(all.data(), {static_cast<std::int64_t>(all.size())}, at::kByte);
     auto begin = static_cast<std::int64_t>(text.size());
     for (int peer = 1; peer < size() && rank() == 0; ++peer) {
       const auto length = of_ranks[static_cast<std::size_t>(peer)];
