@@ -8,6 +8,7 @@ go to the generator, whole tensor by whole tensor, and its samples come back.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -131,6 +132,8 @@ def run(updates: int = 40) -> tuple[Policy, list[float]]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    if dist.get_world_size() != len(TRAINERS) + 1:
+        sys.exit(f"{len(TRAINERS)} ranks train and one generates: start it with --nproc-per-node {len(TRAINERS) + 1}")
     _, found = run()
     if dist.get_rank() == GENERATOR:
         print(f"mean reward {sum(found[:5]) / 5:.2f} at first, {sum(found[-5:]) / 5:.2f} at last")

@@ -225,6 +225,8 @@ def main() -> None:
     options = read_options()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if SEQUENCES % ranks:
+        sys.exit(f"{SEQUENCES} sequences of a step do not divide among {ranks} ranks")
     lock = Lock(options.resume) if options.resume else None
     train, validation = read_text(options.data)
     torch.manual_seed(1)  # the same first values on all ranks

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -35,6 +36,16 @@ std::string json_of(const Plan& plan, const std::optional<PlannedTime>& time) {
   return json.dump(2);
 }
 
+/// The smallest world that fits: a part of a host, or whole hosts.
+std::optional<Plan> smallest_of(const PlanQuestion& question, const std::function<Plan(std::int64_t ranks)>& plan_for) {
+  const auto memory = static_cast<std::int64_t>(question.memory);
+  const auto per_host = std::max<std::int64_t>(question.ranks_per_host, 1);
+  const auto of_hosts = smallest_world(plan_for, memory, std::lcm(per_host, question.replicas));
+  if (!of_hosts || of_hosts->ranks > per_host) return of_hosts;
+  const auto of_one = smallest_world(plan_for, memory, question.replicas, of_hosts->ranks);
+  return of_one ? of_one : of_hosts;
+}
+
 int run(const PlanQuestion& question) {
   if (!question.compared.empty()) return compare_plans(question.compared[0], question.compared[1]);
   if (question.model.empty() || question.ranks == 0) throw Error("give a model and --ranks, or --compare with two plans");
@@ -42,6 +53,9 @@ int run(const PlanQuestion& question) {
   const auto model = model_of(question.model);
   if (question.ranks % question.replicas != 0) {
     throw Error(std::to_string(question.ranks) + " ranks do not divide by " + std::to_string(question.replicas) + " replicas");
+  }
+  if (question.shards_over_replicas && (question.replicas == 1 || question.placements != "optim_grads_params")) {
+    throw Error("--hfsdp shards over replicas what is sharded over the ranks of one: give --replicas, and no other --placements");
   }
   const auto memory = static_cast<std::int64_t>(question.memory);
   const auto plan_for = [&](std::int64_t ranks) { return fsdp::plan(*model, sharding(question, ranks), step(question, *model)); };
@@ -55,8 +69,12 @@ int run(const PlanQuestion& question) {
     std::cout << "\nIt " << (fits ? "fits" : "does not fit") << " into " << question.memory << " bytes"
               << (question.activations == 0 ? ", without activations" : "") << ".\n";
     std::cout << recommendations(question, *model, plan);
-    const auto least = smallest_world(plan_for, memory, std::lcm(std::max<std::int64_t>(question.ranks_per_host, 1), question.replicas));
-    if (least) std::cout << "The smallest world that fits has " << least->ranks << " ranks.\n";
+    const auto least = smallest_of(question, plan_for);
+    const bool has_hosts = least && question.ranks_per_host > 1 && least->ranks > question.ranks_per_host;
+    if (least) {
+      std::cout << "The smallest world that fits has " << least->ranks << " ranks"
+                << (has_hosts ? ", " + std::to_string(question.ranks_per_host) + " on each host" : "") << ".\n";
+    }
     if (!least) std::cout << "It fits on no number of ranks with these options.\n";
   }
   return fits ? 0 : kFound;
@@ -106,11 +124,12 @@ std::function<int()> add_plan(CLI::App& command) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   auto* sequence = command.add_option("--sequence", options->sequence, "Tokens of a sequence, for the time")->check(CLI::PositiveNumber);
-  auto* rate = command.add_option("--rate", options->rate, "Bytes that a rank sends in a second, as 50GB, for the time")
-                   ->transform(CLI::AsSizeValue(false));
+  auto* rate =
+      command.add_option("--rate", options->rate, "Bytes that a rank sends in a second, as 50GB, of 10^9 bytes each, for the time")
+          ->transform(CLI::AsSizeValue(true));
   command.get_option("--flops")->needs(sequence)->needs(rate);
   command.add_option("--replicate-rate", options->replicate_rate, "The same between replicas; otherwise as --rate")
-      ->transform(CLI::AsSizeValue(false));
+      ->transform(CLI::AsSizeValue(true));
   command.add_option("--latency", options->latency_us, "Microseconds of each collective, for the time")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();

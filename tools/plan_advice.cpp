@@ -18,6 +18,8 @@ struct Variant {
   std::function<bool(PlanQuestion&)> apply;  ///< False if the options are so already.
 };
 
+constexpr const char* kAllSharded = "optim_grads_params";
+
 template <typename Value>
 std::function<bool(PlanQuestion&)> set(Value PlanQuestion::*member, Value value) {
   return [member, value](PlanQuestion& options) { return std::exchange(options.*member, value) != value; };
@@ -36,13 +38,18 @@ std::string recommendations(const PlanQuestion& question, const torch::nn::Modul
       {"without --keep", "units are gathered once more, for backward",
        [](PlanQuestion& changed) { return std::exchange(changed.keeps, false) | (std::exchange(changed.keep_gathered, 0) != 0); }},
       {"with --split-root", "gradients of the head are reduced before those of the blocks", set(&PlanQuestion::splits_root, true)},
-      {"with --placements optim_grads_params", "parameters are sharded, too",
-       set<std::string>(&PlanQuestion::placements, "optim_grads_params")},
+      {"with --placements optim_grads_params", "parameters are sharded, too", set<std::string>(&PlanQuestion::placements, kAllSharded)},
       {"with --param-dtype bf16", "gathered parameters take half as much", set<std::string>(&PlanQuestion::param_dtype, "bf16")},
       {"with --prefetch 0", "no unit is gathered ahead, so gathers are waited for", set(&PlanQuestion::prefetch, 0)},
       {"with --hfsdp", "replicas share the main parameters and the optimizer's state",
-       [](PlanQuestion& changed) { return changed.replicas > 1 && !std::exchange(changed.shards_over_replicas, true); }},
-      {"with --replicas 1", "all ranks share one copy of the model", set<std::int64_t>(&PlanQuestion::replicas, 1)},
+       [](PlanQuestion& changed) {
+         return changed.replicas > 1 && changed.placements == kAllSharded && !std::exchange(changed.shards_over_replicas, true);
+       }},
+      {"with --replicas 1", "all ranks share one copy of the model",
+       [](PlanQuestion& changed) {
+         changed.shards_over_replicas = false;
+         return std::exchange(changed.replicas, 1) != 1;
+       }},
       {"with --offload state", "the optimizer's state is in host memory, where the CPU updates",
        set<std::string>(&PlanQuestion::offload, "state")},
       {"with --offload all", "main parameters and gradients are in host memory, too", set<std::string>(&PlanQuestion::offload, "all")},

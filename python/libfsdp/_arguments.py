@@ -57,6 +57,8 @@ def check_number(name: str, value: Any) -> float:
 def check_bytes(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(name, value, "a whole number of bytes")
+    if value < 0:
+        raise ValueError(f"{name} is {value}: give 0 bytes or more")
 
 
 def check_functions(**functions: Any) -> None:

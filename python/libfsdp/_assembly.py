@@ -116,6 +116,9 @@ def meshes_of_all(states: Sequence[MemberState], others: Iterable[torch.Tensor])
     is_cut = False
     of_others = [(states[0], dims_of(tensor._spec)) for tensor in others if isinstance(tensor, DTensor)]
     for state, dims in [*_dims_in(states), *of_others]:
+        for dim in dims:
+            if not isinstance(dim.placement, Replicate):
+                sharding_mesh(dim.mesh)  # assembly_of needs the view, whatever is asked for on this rank.
         is_cut = is_cut or not all(isinstance(dim.placement, Replicate) for dim in dims)
         # Those of experts may be among the ranks of the unit's mesh already, and those of one mesh for all are.
         further = [dim for dim in dims if not set(ranks_of(dim.mesh)) <= set(ranks_of(state.mesh.mesh))]

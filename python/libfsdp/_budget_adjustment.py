@@ -68,7 +68,7 @@ def _by_unit(names: list[str], activations: Mapping[str, int] | int) -> dict[str
     """Returns the bytes of each unit."""
     if isinstance(activations, int):
         check_bytes("activations", activations)
-        below = names[1:] or names
+        below = [name for name in names if name != "(root)"] or names
         share, rest = divmod(activations, len(below))
         return {name: share + (k < rest) for k, name in enumerate(below)}
     if not hasattr(activations, "items"):

@@ -55,8 +55,9 @@ def choose(
     unknown = sorted(set(budget.activations) - set(names))
     if unknown:
         raise ValueError(f"memory_budget: activations are given for {unknown}, which are no units: they are {names}")
+    left = dict(budget.activations)  # Units of one module share its name.
     depth, kept, text = _C.choose_within_budget(
-        [(_unit_of(one.state), one.parent, budget.activations.get(one.name, 0)) for one in units],
+        [(_unit_of(one.state), one.parent, left.pop(one.name, 0)) for one in units],
         _visits(roots, units),
         bytes=budget.bytes,
         optimizer_values=budget.optimizer_values,
@@ -80,7 +81,9 @@ def _visits(roots: Iterable[nn.Module], units: list[BudgetedUnit]) -> list[tuple
         for module in one.state.modules:
             units_of.setdefault(module, []).append(k)
         for i, parameter in enumerate(one.state.parameters):
-            place_of[id(parameter.sharded)] = (k, i)
+            # Modules may show whole parameters now.
+            forms = (parameter.sharded, parameter.whole, parameter.kept)
+            place_of.update({id(form): (k, i) for form in forms if form is not None})
     visits: list[tuple[str, int, bool, list[int]]] = []
     used: set[int] = set()
     trains = False

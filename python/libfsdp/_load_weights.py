@@ -53,8 +53,8 @@ def load_weights(
         Error: if names come that the module does not have, or twice; if shapes differ; if names have not come by the
             end; if a tensor of the module can't be written to. It names them, and tells how much was loaded before.
     """
-    loading = _Loading(module, names, rename)
     try:
+        loading = _Loading(module, names, rename)
         for number, bucket in enumerate(_buckets_of(buckets)):
             loading.take(number, bucket)
     except BaseException:
@@ -174,7 +174,7 @@ class _Loading:
                     f"load_weights: '{name}' is a {type(target).__name__}, into which a {type(tensor).__name__} of {tensor.dtype} can't be "
                     f"copied ({error}); {self._loaded()}; load into a module that is not quantized, and quantize it then"
                 ) from error
-        elif not torch.equal(target.detach(), tensor.to(device=target.device, dtype=target.dtype)):
+        elif not _same(target.detach(), tensor.to(device=target.device, dtype=target.dtype)):
             raise _C.Error(
                 f"load_weights: '{first}' and '{name}' are tied here, and came with different values; {self._loaded()}"
             )
@@ -183,6 +183,11 @@ class _Loading:
         """Tells how much is in the module."""
         last = f", the last of them '{next(reversed(self._come))}'" if self._come else ""
         return f"{len(self._come)} of {len(self._targets)} were loaded before{last}"
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors of one dtype are equal, where NaN is equal to NaN."""
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def fault_of_target(name: str, target: torch.Tensor) -> str:

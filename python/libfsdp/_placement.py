@@ -51,7 +51,7 @@ def placement_of(
     if result is not None and hasattr(result, "placement") and hasattr(result, "mesh_info"):
         placement = result.placement
         ranks = _ranks_of(result.mesh_info, default)
-    return ranks, _dimension(placement, ranks, parameter)
+    return ranks, dimension_of(placement, ranks.shard_size, parameter)
 
 
 def _ranks_of(mesh_info: Any, default: ShardingMesh) -> ShardingMesh:
@@ -63,7 +63,18 @@ def _ranks_of(mesh_info: Any, default: ShardingMesh) -> ShardingMesh:
     return default if mesh == default.mesh else sharding_mesh(mesh)
 
 
-def _dimension(placement: Any, ranks: ShardingMesh, parameter: nn.Parameter) -> int:
+def dimension_of(placement: Any, shard_ranks: int, parameter: nn.Parameter) -> int:
+    """Returns the dimension that a placement cuts.
+
+    Args:
+        placement: what the user's ``shard_placement_fn`` has returned.
+        shard_ranks: over how many ranks.
+        parameter: before it is sharded.
+
+    Raises:
+        AssertionError: if the parameter does not have the dimension, or if the placement is not a Shard.
+        NotImplementedError: if another dimension than the first does not divide by the ranks.
+    """
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
@@ -75,8 +86,8 @@ def _dimension(placement: Any, ranks: ShardingMesh, parameter: nn.Parameter) -> 
     dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < local.ndim:
         raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {local.shape}")
-    if dim > 0 and local.size(dim) % ranks.shard_size != 0:
+    if dim > 0 and local.size(dim) % shard_ranks != 0:
         raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {local.size()} (world size: {ranks.shard_size})"
+            f"FSDP does not support uneven sharding on dim {dim}: {local.size()} (world size: {shard_ranks})"
         )
     return dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from libfsdp._activations import kept_by_unit
 from libfsdp._arguments import check_bytes, check_functions, check_ignored, check_policies, refuse
 from libfsdp._making import make_unit
 from libfsdp._mesh import ShardingMesh
+from libfsdp._placement import dimension_of
 from libfsdp._precision import MixedPrecisionPolicy, keeps_dtype
 from libfsdp._sharded_parameter import ShardedParameter
 from libfsdp._sharding_options import (
@@ -28,11 +29,9 @@ from libfsdp._sharding_options import (
     float8_block_of,
 )
 from libfsdp._simulation import LinkRate, Simulation, UnitTime
-from libfsdp._unit_order import UnitOrder
+from libfsdp._unit_order import UnitOrder, visits_of_units
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.tensor import Shard
 
 # Which modules become units: their classes, or a function of each module's name and the module.
@@ -344,6 +343,11 @@ def plan(
         refuse("module", module, "a module")
     if not isinstance(mesh, PlannedMesh):
         refuse("mesh", mesh, "a PlannedMesh, as PlannedMesh(ranks=8)")
+    if not (inputs is None or isinstance(inputs, tuple | Mapping)):
+        refuse("inputs", inputs, "a tuple of arguments, or arguments by their names")
+    check_bytes("optimizer_values", optimizer_values)
+    for unit_name, count in (activations or {}).items():
+        check_bytes(f"activations['{unit_name}']", count)
     unknown = set(options) - _OPTIONS
     if unknown:
         refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS)}")
@@ -353,7 +357,7 @@ def plan(
     no_units = set(activations or {}) - set(walk.names)
     if no_units:
         raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
-    dim_of = _dim_of(options.get("shard_placement_fn"), of_units)
+    dim_of = _dim_of(options.get("shard_placement_fn"), ranks, of_units)
     kept: dict[str, int] = {}
     if inputs is not None:
         of_names = dict(zip(walk.names, walk.modules, strict=True))
@@ -362,11 +366,14 @@ def plan(
     made: list[tuple[_C.ShownUnit, int | None, int]] = []
     positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
     places: dict[tuple[int, int], tuple[int, int]] = {}  # of parameters: in which of these, and where there
+    of_no_unit: dict[int, int] = {}  # activations of modules that have no parameters, by the unit that holds them
     if_even = options.get("outer_placements") == "optim_if_even"
     for k, (name, parent, given) in enumerate(zip(walk.names, walk.parents, walk.parameters, strict=True)):
         while parent is not None and parent not in positions_of:
             parent = walk.parents[parent]
         around = None if parent is None else positions_of[parent][-1]
+        if not given:  # The unit around it holds its activations, or the first one.
+            of_no_unit[around or 0] = of_no_unit.get(around or 0, 0) + kept.pop(name, 0)
         outer = [not if_even or divides_by_all(ranks, one, dim_of(one)) for _, one in given]
         for is_outer in sorted(set(outer), reverse=True):  # Others are not cut over the outer dimension.
             chosen = [i for i, one in enumerate(outer) if one == is_outer]
@@ -379,35 +386,18 @@ def plan(
             around = len(made) - 1
     if not made:
         raise ValueError(f"{type(module).__name__} has no parameters to plan for")
+    for k, count in of_no_unit.items():
+        unit, around, held = made[k]
+        made[k] = (unit, around, held + count)
     planned = _C.plan(
         ranks.engine_mesh,
         made,
-        _visits(walk.visits, positions_of, places),
+        visits_of_units(walk.visits, positions_of, places),
         optimizer_values=optimizer_values,
         prefetch_depth=prefetch_depth,
         keep_gathered_bytes=of_units.keep_gathered_bytes,
     )
     return _read(planned)
-
-
-def _visits(
-    visits: list[tuple[str, int, bool, list[int]]],
-    positions_of: dict[int, list[int]],
-    places: dict[tuple[int, int], tuple[int, int]],
-) -> list[tuple[str, int, bool, list[int]]]:
-    """Returns what happens to the engine's units, of which those of one module may be several."""
-    found: list[tuple[str, int, bool, list[int]]] = []
-    for what, k, enters, first in visits:
-        if what == "use":
-            used: dict[int, list[int]] = {}
-            for i in first:
-                unit, place = places[k, i]
-                used.setdefault(unit, []).append(place)
-            found.extend(("use", unit, enters, used[unit]) for unit in sorted(used))
-        else:
-            units = positions_of.get(k, [])
-            found.extend((what, unit, enters, first) for unit in (units if what == "begin" else reversed(units)))
-    return found
 
 
 def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOptions:
@@ -446,13 +436,15 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
 
 
 def _dim_of(
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, options: ShardingOptions
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: _PlannedRanks, options: ShardingOptions
 ) -> Callable[[nn.Parameter], int]:
     """Returns a function of a parameter that says which dimension is cut."""
 
     def dim_of(parameter: nn.Parameter) -> int:
         placement = None if shard_placement_fn is None or options.is_replicated else shard_placement_fn(parameter)
-        return 0 if placement is None else placement.dim % parameter.ndim
+        if hasattr(placement, "mesh_info"):
+            refuse("shard_placement_fn's result", placement, "Shard(dim) or None: a plan has one mesh")
+        return dimension_of(placement, ranks.shard_size, parameter)
 
     return dim_of
 

@@ -62,3 +62,23 @@ class UnitOrder:
             self._trains = self._trains or parameter.requires_grad
         if first:
             self.visits.append(("use", unit, True, first))
+
+
+def visits_of_units(
+    visits: list[tuple[str, int, bool, list[int]]],
+    positions_of: dict[int, list[int]],
+    places: dict[tuple[int, int], tuple[int, int]],
+) -> list[tuple[str, int, bool, list[int]]]:
+    """Returns what happens to the engine's units, of which those of one module may be several."""
+    found: list[tuple[str, int, bool, list[int]]] = []
+    for what, k, enters, first in visits:
+        if what == "use":
+            used: dict[int, list[int]] = {}
+            for i in first:
+                unit, place = places[k, i]
+                used.setdefault(unit, []).append(place)
+            found.extend(("use", unit, enters, used[unit]) for unit in sorted(used))
+        else:
+            units = positions_of.get(k, [])
+            found.extend((what, unit, enters, first) for unit in (units if what == "begin" else reversed(units)))
+    return found

@@ -14,6 +14,9 @@ struct BesideReplay {
 /// In the step that this thread captures: what belongs to each of its replays. Without a capture that asks for it, this does nothing.
 void beside_each_replay(BesideReplay actions);
 
+/// Whether this thread captures a step whose replays ask for it: the step does not happen now.
+bool is_asked_for_replays();
+
 /// For as long as it lives, what this thread says by beside_each_replay() is added to the list.
 class ReplayList {
  public:

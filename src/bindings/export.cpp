@@ -97,7 +97,7 @@ std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hook
     try {
       std::vector<std::string> names;
       for (const auto& [name, renamed] : come) names.push_back(name);
-      weights::choose(request, names, [&](const std::string& name) { return come.at(name); });
+      weights::choose(request, names, [&come = come](const std::string& name) { return come.at(name); });
     } catch (const Error& error) {
       request.problem = error.what();
       request.entries.clear();

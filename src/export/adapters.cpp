@@ -127,6 +127,9 @@ void Adapters::gather(const comm::Label& label) {
     if (row.outer != nullptr) run(*row.outer, row.of_outer);
     run(*row.inner, row.of_inner);
   }
+}
+
+void Adapters::put_in_order() {
   for (const auto& [index, bytes] : held_) {
     const auto& factor = factors_[index];
     if (arrives_in_order(nullptr, factor.cut_by_unit(), factor.shape)) continue;

@@ -29,6 +29,8 @@ class Adapters {
   std::int64_t hold(std::span<const Entry* const> entries);
   /// Brings the other ranks' parts of what is held. Collective over the ranks of the factors. Throws CommError.
   void gather(const comm::Label& label);
+  /// Puts what has come in order, before it is used.
+  void put_in_order();
   /// Writes this rank's part of an entry, with what is added to it, to `to`: 1-D, of the dtype that travels. Products and sums are computed
   /// in fp32 (fp64, if one of the tensors has it), and the sum is rounded once.
   void merge(const at::Tensor& to, const Entry& entry) const;

@@ -169,9 +169,10 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   if (since != nullptr) {
     if (said.problem.empty()) said.problem = problem_with(*since);
     said.settings = "a snapshot after " + std::to_string(since->streams) + " runs";
-    said.knows = since->state == SnapshotState::kKnown;
+    said.knows = since->state == SnapshotState::kKnown && since->last_run == runs_;
   }
   const bool everything = !together(said, timeout);
+  ++runs_;
   if (since != nullptr) {
     if (since->id != id_) since->shards.clear();
     since->form = {"a transfer plan"};
@@ -202,7 +203,8 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   since_ = nullptr;
   std::vector<std::string> failures;
   try {
-    failures = peers_->meetings().meet(failure, timeout);
+    // A rank that waits for a message comes here after that time at the latest.
+    failures = peers_->meetings().meet(failure, 2 * timeout);
   } catch (const CommError& error) {
     failure_ = error.what();
     throw CommError(failure_ + ", during the " + said.what + (failure.empty() ? "" : "; here: " + failure));
@@ -212,7 +214,10 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
     failure_ = "rank " + std::to_string(rank) + ": " + failures[rank];
     throw CommError("transfer_plan: the " + said.what + " has failed on rank " + failure_);
   }
-  if (since != nullptr) since->state = SnapshotState::kKnown;
+  if (since != nullptr) {
+    since->state = SnapshotState::kKnown;
+    since->last_run = runs_;
+  }
 }
 
 void PlannedTransfer::copy_own() const {

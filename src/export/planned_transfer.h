@@ -125,6 +125,7 @@ class PlannedTransfer {
   const std::shared_ptr<TransferPeers> peers_;
   PlannedMessages plan_;
   std::int64_t number_ = 0;                   ///< Of the plan, for errors.
+  std::int64_t runs_ = 0;                     ///< That have begun, on all ranks alike.
   std::vector<HeldBox> signature_;            ///< What this rank had when the plan was made.
   std::vector<std::vector<Target>> targets_;  ///< By tensor.
   std::vector<Round> rounds_;

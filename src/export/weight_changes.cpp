@@ -262,6 +262,7 @@ void WeightStream::keep_changes(const FullWeightsOptions& options) {
   if (!merged.empty()) {
     on_all([&] { count(adapters_.hold(merged)); });
     adapters_.gather({.operation = "full_weights: the adapters", .unit = {}});
+    on_all([&] { adapters_.put_in_order(); });
   }
   Comparison comparison(std::move(entries_), saved, options.dtype, receives_, everything, adapters_);
   Counts counts;

@@ -25,6 +25,7 @@ struct SavedWeights {
   std::optional<at::Device> device;
   std::string id;                  ///< The same on all ranks, and another one for each snapshot. Empty before the first stream.
   std::int64_t streams = 0;        ///< How many have begun.
+  std::int64_t last_run = 0;       ///< Of a plan's runs: the number of the last one that had it. Receivers have its values until the next.
   std::vector<std::string> form;   ///< What must stay the same from stream to stream, a line each.
   std::vector<at::Tensor> shards;  ///< By entry, 1-D; empty where this rank sends nothing.
   SnapshotState state = SnapshotState::kUnknown;

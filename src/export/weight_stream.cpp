@@ -80,8 +80,10 @@ WeightStream::WeightStream(Request request) : engines_(request.engines), since_(
       forget(StreamState::kFailed);
       throw;
     }
+    if (buckets_.empty()) return forget(StreamState::kEnded);
     lead.main().set_export([this] { return end(); });
   });
+  if (state_ != StreamState::kOpen) return;
   for (std::size_t k = 1; k < engines_.size(); ++k) {
     engines_[k]->main().exclusively([&] {
       engines_[k]->main().set_export([this] {
@@ -206,7 +208,10 @@ void WeightStream::start() {
   });
   if (!to_merge.empty()) {
     adapters_.gather({.operation = "gather of adapters", .unit = bucket.label, .model = engines_.front()->options().model});
-    go_on(bucket, [&] { fill(bucket, flight.buffer.bytes); });
+    go_on(bucket, [&] {
+      adapters_.put_in_order();
+      fill(bucket, flight.buffer.bytes);
+    });
     count(-adapters_.release());
   }
   ahead_ = std::move(flight);
@@ -225,11 +230,11 @@ void WeightStream::go_on(const BucketPlan& bucket, const std::function<void()>& 
   }
   const auto said = tell(failure ? Says::kHasFailed : Says::kGoesOn);
   if (failure) std::rethrow_exception(failure);
-  for (std::size_t rank = 0; rank < said.size(); ++rank) {
-    if (said[rank] == Says::kGoesOn) continue;
-    throw Error(
-        "full_weights: rank " + std::to_string(rank) + (said[rank] == Says::kStops ? " has stopped before " : " has failed before ") +
-        bucket.label.substr(1, bucket.label.size() - 2) + "; all ranks must take all buckets, or stop together (training can go on)");
+  for (const auto& [rank, says] : said) {
+    if (says == Says::kGoesOn) continue;
+    throw Error("full_weights: rank " + std::to_string(rank) + (says == Says::kStops ? " has stopped before " : " has failed before ") +
+                bucket.label.substr(1, bucket.label.size() - 2) +
+                "; all ranks must take all buckets, or stop together (training can go on)");
   }
 }
 
@@ -388,11 +393,11 @@ void WeightStream::put_in_order(const Entry& entry, const at::Tensor& values) co
   accounting.remove(kKind, bytes);
 }
 
-std::vector<WeightStream::Says> WeightStream::tell(Says says) const {
-  const auto all = ranks_.exchange(at::full({1}, static_cast<std::int64_t>(says), at::kLong), kAgreement);
+std::vector<WeightStream::Said> WeightStream::tell(Says says) const {
+  const auto all = ranks_.exchange(at::tensor({engines_.front()->options().mesh.rank(), static_cast<std::int64_t>(says)}), kAgreement);
   const auto* data = all.const_data_ptr<std::int64_t>();
-  std::vector<Says> said;
-  for (std::int64_t rank = 0; rank < ranks_.size(); ++rank) said.push_back(static_cast<Says>(data[rank]));
+  std::vector<Said> said;
+  for (std::int64_t k = 0; k < ranks_.size(); ++k) said.push_back({.rank = data[2 * k], .says = static_cast<Says>(data[2 * k + 1])});
   return said;
 }
 

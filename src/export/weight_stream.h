@@ -95,6 +95,10 @@ class WeightStream {
   };
   /// What a rank says before a bucket.
   enum class Says : std::uint8_t { kGoesOn, kStops, kHasFailed };
+  struct Said {
+    std::int64_t rank = 0;  ///< The global one.
+    Says says = Says::kGoesOn;
+  };
 
   void check(Request& request);
   void choose_receivers(WeightReceivers receivers);
@@ -114,7 +118,7 @@ class WeightStream {
   WeightBucket arrived(const BucketPlan& bucket, const at::Tensor& buffer) const;
   at::Tensor whole(const Place& place, const at::Tensor& buffer) const;
   void put_in_order(const Entry& entry, const at::Tensor& values) const;
-  std::vector<Says> tell(Says says) const;
+  std::vector<Said> tell(Says says) const;
   std::string end();
   void stop(Says says);
   void count(std::int64_t bytes);

@@ -364,7 +364,7 @@ void Elementwise::step() {
       segment.step.add_(1);
       by_group[segment.group].push_back(&segment);
     }
-    count_step(state);
+    count_step(state, 1);
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     // Gradients of another dtype, and offloaded state, are copied one segment at a time, so that the copies stay small.
@@ -379,12 +379,15 @@ void Elementwise::step() {
     segments.erase(copied, segments.end());
     if (!segments.empty()) update_(groups_[g], groups_[g].lr.now(), segments);
   }
+  if (is_asked_for_replays()) {
+    for (const auto u : updated) count_step(units_[u], -1);  // It is recorded, and happens with each replay.
+  }
   tell_replays(std::move(updated));
 }
 
-void Elementwise::count_step(UnitState& state) {
-  for (auto& parameter : state.parameters) parameter.steps += parameter.active ? 1 : 0;
-  for (auto& segment : state.segments) ++segment.updates;
+void Elementwise::count_step(UnitState& state, int by) {
+  for (auto& parameter : state.parameters) parameter.steps += parameter.active ? by : 0;
+  for (auto& segment : state.segments) segment.updates += by;
 }
 
 /// A graph has the learning rates and the segments of its capture.
@@ -404,7 +407,7 @@ void Elementwise::tell_replays(std::vector<std::size_t> updated) {
         "again");
   };
   const auto count = [this, updated = std::move(updated)] {
-    for (const auto u : updated) count_step(units_[u]);
+    for (const auto u : updated) count_step(units_[u], 1);
   };
   beside_each_replay({.before = check, .after = count});
 }

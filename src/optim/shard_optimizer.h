@@ -170,7 +170,7 @@ class Elementwise final : public BuiltInAlgorithm {
   static std::vector<Piece> pieces_of(const engine::Unit& unit);
   void allocate(const engine::Unit& unit, UnitState& state);
   void divide(const engine::Unit& unit, UnitState& state);
-  static void count_step(UnitState& state);
+  static void count_step(UnitState& state, int by);
   void tell_replays(std::vector<std::size_t> updated);
 
   Update update_;

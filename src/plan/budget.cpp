@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/error.h"
+
 namespace fsdp::planning {
 namespace {
 
@@ -137,7 +139,12 @@ std::string too_small(const Budget& budget, const Chosen& least, const std::vect
   std::string best;
   auto fewest = least.bytes;
   for (const auto& [option, bytes_with] : remedies) {
-    const auto bytes = bytes_with();
+    std::int64_t bytes = 0;
+    try {
+      bytes = bytes_with();
+    } catch (const Error&) {
+      continue;  // It can't be had: a parameter, for example, does not divide by so many ranks.
+    }
     if (bytes <= budget.bytes) return text + "; it fits with " + option + ", which needs " + bytes_text(bytes);
     if (bytes >= fewest) continue;
     fewest = bytes;

@@ -82,6 +82,16 @@ std::vector<std::int64_t> activations_of(const Engine& engine, const PlanOptions
   for (const auto& [name, bytes] : planned.activations) {
     if (!known.contains(name)) throw Error("plan(): activations are given for unit '" + name + "', which the model does not have");
   }
+  // A unit without parameters is never entered: the one around it holds its activations, or the first one.
+  const auto& units = engine.units();
+  for (std::size_t k = 0; k < units.size(); ++k) {
+    if (!units[k]->parameters.empty()) continue;
+    const auto* around = units[k]->place.parent;
+    while (around != nullptr && around->parameters.empty()) around = around->place.parent;
+    const auto holder =
+        std::ranges::find_if(units, [&](const auto& unit) { return around != nullptr ? unit.get() == around : !unit->parameters.empty(); });
+    if (holder != units.end()) activations[static_cast<std::size_t>(holder - units.begin())] += std::exchange(activations[k], 0);
+  }
   return activations;
 }
 

@@ -145,7 +145,9 @@ std::string memory_table(const Plan& plan) {
   for (std::size_t k = 0; k < bars.size(); ++k) rows[k].push_back(bars[k] + std::string(width - bars[k].size(), ' '));
   add("device", plan.peak.device(), "", plan.fsdp2 ? plan.fsdp2->peak.device() : 0);
   const auto host_of_fsdp2 = plan.fsdp2 ? plan.fsdp2->peak.host : 0;
-  if (plan.memory.host.peak > 0 || plan.peak.host > 0) add("host", plan.peak.host, bytes_text(plan.memory.host.peak), host_of_fsdp2);
+  auto host = std::max(plan.memory.host.peak, plan.peak.host);
+  for (const auto& moment : plan.moments) host = std::max(host, moment.most.host);
+  if (host > 0) add("host", plan.peak.host, bytes_text(host), host_of_fsdp2);
   auto text = table(rows);
   if (plan.fsdp2) text += "  (FSDP2 has its peak in " + plan.fsdp2->moment + ".)\n";
   return text;

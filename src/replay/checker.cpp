@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -140,11 +141,20 @@ comm::Communicator& Checker::row() const {
 /// A batch with what its computation depends on. Buffers travel only if they are not the same on all ranks.
 at::Tensor Checker::message(const at::Tensor& batch, MicrobatchState before) const {
   std::int64_t all = 0;
-  for (std::size_t i = 0; i < before.buffers.size(); ++i) all = with_digest(all, digest(before.buffers[i].contiguous()), i);
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < before.buffers.size(); ++i) {
+    all = with_digest(all, digest(before.buffers[i].contiguous()), i);
+    bytes += static_cast<std::int64_t>(before.buffers[i].nbytes());
+  }
   bool same = true;
   engine_->main().exclusively([&] {
-    const auto others = row().exchange(at::full({1}, all, at::kLong), kPassing);
-    same = others.eq(all).all().item<bool>();  // on all ranks alike: where two differ, each rank differs from one
+    const auto others = row().exchange(at::tensor({all, bytes}, at::kLong), kPassing);
+    // On all ranks alike: where two differ, each rank differs from one.
+    same = others.select(1, 0).eq(all).all().item<bool>();
+    if (!others.select(1, 1).eq(bytes).all().item<bool>()) {
+      throw Error("ReplayCheck: another rank's buffers have other sizes than this rank's " + std::to_string(bytes) +
+                  " bytes; the buffers of a model need the same shapes on all ranks");
+    }
   });
   if (same) before.buffers.clear();
   const auto carries = at::full({1}, same ? 0 : 1, at::kByte);
@@ -169,16 +179,20 @@ Repetition Checker::repeat(const Microbatch& run, const OwnMicrobatch& own, int 
   auto like = now;
   if (theirs[0].item<std::uint8_t>() == 0) like.buffers.clear();
   auto [batch, before] = unpacked(theirs.narrow(0, 1, theirs.numel() - 1), like);
-  struct PutBack {
-    const MicrobatchState& copy;
-    c10::Device device;
-    const std::vector<at::Tensor>& buffers;
-    ~PutBack() { put_back(copy, device, buffers); }
-  } const put_back_at_end{now, device, buffers};
   if (like.buffers.empty()) before.buffers = own.before.buffers;  // The same on all ranks: they did not travel.
-  put_back(before, device, buffers);
-  const Observation observation(*engine_, record, ObservationOf::kRehearsal);
-  run(batch);
+  try {
+    put_back(before, device, buffers);
+    const Observation observation(*engine_, record, ObservationOf::kRehearsal);
+    run(batch);
+  } catch (...) {
+    try {
+      put_back(now, device, buffers);
+    } catch (const std::exception&) {
+      // What has failed first says why: a device that has gone, for example.
+    }
+    throw;
+  }
+  put_back(now, device, buffers);
   return {.origin = origin, .record = record};
 }
 

@@ -54,10 +54,7 @@ std::pair<at::Tensor, MicrobatchState> unpacked(const at::Tensor& bytes, const M
   MicrobatchState found;
   std::int64_t at = 0;
   const auto take = [&](std::int64_t count) {
-    if (at + count > bytes.numel()) {
-      throw Error(
-          "ReplayCheck: another rank's buffers are smaller than this rank's; the buffers of a model need the same shapes on all ranks");
-    }
+    if (at + count > bytes.numel()) throw Error("ReplayCheck: another rank's generators have a smaller state than this rank's");
     at += count;
     return bytes.narrow(0, at - count, count).clone();
   };

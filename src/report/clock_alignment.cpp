@@ -50,9 +50,9 @@ class Hosts {
       for (std::size_t to = 0; to < size(); ++to) {
         const auto out = shortest(from, to);
         const auto back = shortest(to, from);
-        if (is_known[to] || out == kNone || back == kNone) continue;
-        of_host[to] = {.ahead = of_host[from].ahead + (out - back) / 2,
-                       .within = of_host[from].within + std::max<std::int64_t>(out + back, 0) / 2};
+        // Where a host does not wait for its device, it may be done with a call before another has posted it: that bounds nothing.
+        if (is_known[to] || out == kNone || back == kNone || out + back < 0) continue;
+        of_host[to] = {.ahead = of_host[from].ahead + (out - back) / 2, .within = of_host[from].within + (out + back) / 2};
         is_known[to] = true;
         next.push_back(to);
       }

@@ -1,7 +1,10 @@
+#include <c10/util/Exception.h>
+
 #include <exception>
 #include <string>
 #include <vector>
 
+#include "comm/mesh/device_mesh_state.h"
 #include "events/event_ring.h"
 #include "fsdp/error.h"
 #include "fsdp/timeline.h"
@@ -13,7 +16,7 @@ namespace fsdp {
 
 void keep_events(const std::filesystem::path& folder, const DeviceMesh& mesh) {
   try {
-    events::keep_in_file(folder, mesh.rank(), mesh.size());
+    events::keep_in_file(folder, mesh.rank(), mesh.state()->world_size);  // The mesh may be a part of a larger one.
   } catch (const std::exception& error) {
     throw Error("keep_events: rank " + std::to_string(mesh.rank()) + ": " + error.what());
   }
@@ -22,6 +25,7 @@ void keep_events(const std::filesystem::path& folder, const DeviceMesh& mesh) {
 void write_timeline(const std::filesystem::path& folder, const std::filesystem::path& file) {
   std::vector<std::string> unreadable;
   const auto timeline = report::read_timeline(folder, {}, unreadable);
+  for (const auto& line : unreadable) TORCH_WARN("write_timeline: not read: ", line);
   report::write_whole(
       file, file.extension() == ".json" ? report::trace_json(timeline) : report::timeline_page(timeline, report::title_of(folder)));
 }

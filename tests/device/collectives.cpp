@@ -187,8 +187,7 @@ class Collectives final : public c10d::Backend {
   Collectives(c10::intrusive_ptr<c10d::Backend> messages, CollectivesOptions options)
       : Backend(messages->getRank(), messages->getSize()),
         messages_(std::move(messages)),
-        options_(c10::make_intrusive<Options>("simccl")),
-        has_rendezvous_(options.in_turn != InTurn::kNo) {
+        options_(c10::make_intrusive<Options>("simccl")) {
     if (options.in_turn == InTurn::kOfOneBackend) turns_ = std::make_shared<Turns>();
     if (options.in_turn == InTurn::kOfAllBackends) turns_ = Turns::of_process();
   }
@@ -398,27 +397,18 @@ class Collectives final : public c10d::Backend {
     return posted;
   }
 
-  // Two tags for each message: the second one's is for the receiver's answer that it is there.
+  // Gloo sends the bytes of a message when its receiver is there, as NCCL does.
   Posted send_message(const at::Tensor& tensor, int peer) {
-    const int tag = 2 * sent_[peer]++;
     std::vector<at::Tensor> values = {taken(tensor)};
-    Posted posted{{messages_->send(values, peer, tag)}, {}};
-    std::vector<at::Tensor> answer = {at::zeros({1})};
-    if (has_rendezvous_) posted.messages.push_back(messages_->recv(answer, peer, tag + 1));
-    return posted;
+    return {{messages_->send(values, peer, sent_[peer]++)}, {}};
   }
   Posted receive_message(const at::Tensor& tensor, int peer) {
-    const int tag = 2 * received_[peer]++;
     std::vector<at::Tensor> values = {at::empty({tensor.numel()}, tensor.options().device(at::kCPU))};
-    Posted posted{{messages_->recv(values, peer, tag)}, [tensor, values] { put(tensor, values[0]); }};
-    std::vector<at::Tensor> answer = {at::zeros({1})};
-    if (has_rendezvous_) posted.messages.push_back(messages_->send(answer, peer, tag + 1));
-    return posted;
+    return {{messages_->recv(values, peer, received_[peer]++)}, [tensor, values] { put(tensor, values[0]); }};
   }
 
   const c10::intrusive_ptr<c10d::Backend> messages_;
   const c10::intrusive_ptr<Options> options_;
-  const bool has_rendezvous_;
   std::shared_ptr<Turns> turns_;        // null: nobody waits for one
   std::shared_ptr<Turn> last_turn_;     // of this backend's
   std::optional<c10::Stream> stream_;   // One for all collectives, as of an NCCL communicator. The first makes it, on its device.

@@ -205,6 +205,7 @@ DeviceMesh DeviceMesh::sub(const std::vector<std::string>& dims) const {
   auto part = std::make_shared<State>(State{.device = state.device,
                                             .stands_for = state.stands_for,
                                             .rank = state.rank,
+                                            .world_size = state.world_size,
                                             .dims = {},
                                             .coordinates = {},
                                             .rows = {},
@@ -288,6 +289,7 @@ DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim>
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = local_device(device_type, world, options.share_gpus);
   state->rank = world.rank;
+  state->world_size = world.size;
   state->dims = std::move(dims);
   state->coordinates = coordinates_of(world.rank, state->dims);
   const auto rendezvous = std::make_shared<comm::Rendezvous>(world, next_mesh_prefix(), options.timeout);
@@ -304,6 +306,7 @@ DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = options.device;
   state->rank = options.rank;
+  state->world_size = options.world_size;
   const auto rendezvous =
       std::make_shared<Rendezvous>(options.store, options.rank, options.world_size, options.prefix, options.options.timeout);
   for (std::size_t d = 0; d < options.dims.size(); ++d) {
@@ -345,6 +348,7 @@ DeviceMesh comm::make_null_mesh(NullMesh options) {
   state->device = options.device;
   state->stands_for = options.stands_for;
   state->rank = rank;
+  state->world_size = world_size;
   state->coordinates = coordinates_of(rank, dims);
   std::int64_t stride = world_size;
   for (std::size_t d = 0; d < dims.size(); ++d) {

@@ -35,6 +35,7 @@ struct DeviceMesh::State {
   c10::Device device = c10::kCPU;
   std::optional<c10::DeviceType> stands_for = {};  ///< The devices of a planned mesh; none: `device` is what it is.
   std::int64_t rank = 0;                           ///< The global rank.
+  std::int64_t world_size = 1;                     ///< Of all ranks, those of the mesh and others.
   std::vector<MeshDim> dims;
   std::vector<std::int64_t> coordinates;       ///< This rank's coordinates, one per dimension.
   std::vector<std::shared_ptr<MeshRow>> rows;  ///< This rank's rows, one per dimension.

@@ -27,7 +27,7 @@ std::shared_ptr<Communicator> joined_row(const DeviceMesh& mesh, const std::vect
   const auto all = ranks.exchange(at::tensor({mesh.rank(), next.load()}, at::kLong), kMeeting);
   const auto number = all.select(1, 1).max().item<std::int64_t>();
   next = number + 1;
-  Row row{.dim = "(several)", .rank = static_cast<int>(ranks.index()), .global_ranks = {}, .world_size = ranks.size()};
+  Row row{.dim = "(several)", .rank = static_cast<int>(ranks.index()), .global_ranks = {}, .world_size = mesh.state()->world_size};
   std::string name;
   for (std::int64_t rank = 0; rank < ranks.size(); ++rank) {
     row.global_ranks.push_back(all.const_data_ptr<std::int64_t>()[2 * rank]);

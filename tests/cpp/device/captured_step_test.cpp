@@ -39,10 +39,11 @@ struct Case {
   int microbatches = 1;
   fsdp::Offload offload = fsdp::Offload::kNone;
   bool report_nan = false;
+  bool one_unit = false;
 
   std::string name() const {
     return strategy + (bf16 ? ", bf16" : ", fp32") + (sgd ? ", SGD" : ", AdamW") + (clipped ? ", clipped" : "") +
-           (microbatches > 1 ? ", microbatches" : "");
+           (microbatches > 1 ? ", microbatches" : "") + (one_unit ? ", one unit" : "");
   }
 };
 
@@ -54,7 +55,7 @@ class Trainee {
   Trainee(const Case& c, const DeviceMesh& mesh) : case_(c), mesh_(mesh), model_(fsdp::testing::make_stack()) {
     model_->to(mesh.device());
     fsdp::FullyShardOptions options{.mesh = mesh,
-                                    .units = fsdp::testing::stack_units(),
+                                    .units = c.one_unit ? fsdp::UnitPredicate() : fsdp::testing::stack_units(),
                                     .placements = fsdp::Placements::from_name(c.strategy),
                                     .offload = c.offload,
                                     .report_nan_in_param_grad = c.report_nan};
@@ -186,6 +187,7 @@ TEST(CapturedStep, TrainsAsWithoutAGraph) {
                                      {.strategy = "optim", .microbatches = 2},
                                      {.strategy = "optim_grads", .sgd = true},
                                      {.clipped = true},
+                                     {.one_unit = true},
                                      {.bf16 = true, .sgd = true, .clipped = true}};
     expect_equal_runs(cases, device_mesh({{"dp_shard", -1}}));
   });

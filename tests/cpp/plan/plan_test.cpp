@@ -297,6 +297,15 @@ TEST(Plan, SaysTheKindsAtThePeakAndItsMoment) {
       << with_activations.moment;
 }
 
+TEST(Plan, CountsActivationsOfUnitsWithoutParameters) {
+  torch::nn::Sequential around;  // whose root has no parameters of its own
+  around->push_back(torch::nn::Linear(8, 8));
+  around->push_back(torch::nn::Linear(8, 8));
+  const FullyShardOptions options{.mesh = planned_device_mesh("cpu", {{"dp_shard", 4}}), .units = fsdp::each<torch::nn::LinearImpl>()};
+  const auto plan = fsdp::plan(*around, options, {.activations = {{"(root)", 1 << 20}, {"1", 1 << 10}}});
+  EXPECT_EQ(plan.peak.activations, (1 << 20) + (1 << 10));
+}
+
 TEST(Plan, SaysWhatEachUnitHas) {
   auto model = make_gpt();
   const auto plan = fsdp::plan(

@@ -15,6 +15,7 @@
 #include "replay/damage.h"
 #include "replay/findings.h"
 #include "support/meshes.h"
+#include "support/messages.h"
 #include "support/multi_rank.h"
 #include "support/stack.h"
 
@@ -325,6 +326,20 @@ TEST(ReplayCheck, RefusesWhatItCantCheck) {
     EXPECT_THROW(ReplayCheck(*model, 1), fsdp::Error);
     fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units()});
     EXPECT_THROW(ReplayCheck(*model, 0), fsdp::Error);
+  });
+}
+
+TEST(ReplayCheck, BuffersOfOtherSizesAreAnErrorOnAllRanks) {
+  run_ranks(3, [](int rank) {
+    auto model = make_stack();
+    model->register_buffer("of_this_rank", at::zeros({rank == 0 ? 3 : 5}));
+    fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units()});
+    ReplayCheck check(*model, 1);
+    const auto text = fsdp::testing::message_of([&] {
+      check.run([&](const std::vector<at::Tensor>& batch) { model->forward(batch.front()).square().mean().backward(); },
+                {stack_input(0, rank)});
+    });
+    EXPECT_TRUE(fsdp::testing::has(text, "another rank's buffers have other sizes than this rank's")) << text;
   });
 }
 

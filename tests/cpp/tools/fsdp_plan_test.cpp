@@ -66,6 +66,26 @@ TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
   EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --split-root --keep").exit_code, 1);
   const auto never = run("small.json --ranks 1 --memory 1GB");
   EXPECT_EQ(never.output.find("It fits in"), std::string::npos) << never.output;
+  // All is tried, one after the other, and nothing that can't be.
+  for (const char* options : {"", " --placements optim", " --hfsdp"}) {
+    const auto replicas = run("small.json --ranks 64 --replicas 4 --memory 3GB" + std::string(options));
+    EXPECT_EQ(replicas.exit_code, 1) << options << replicas.errors;
+    EXPECT_NE(replicas.output.find("It fits in"), std::string::npos) << replicas.output;
+    EXPECT_EQ(replicas.output.find("with --replicas 1"), std::string::npos) << replicas.output;  // It is not needed,
+  }
+  const auto less = run("small.json --ranks 64 --replicas 4 --memory 2600MB --placements optim");
+  EXPECT_NE(less.output.find("with --replicas 1"), std::string::npos) << less.output;  // and here it is, in the place of --hfsdp.
+  EXPECT_EQ(less.output.find("with --hfsdp"), std::string::npos) << less.output;
+  const auto alone = run("small.json --ranks 64 --hfsdp");
+  EXPECT_EQ(alone.exit_code, 2);
+  EXPECT_NE(alone.errors.find("give --replicas"), std::string::npos) << alone.errors;
+}
+
+TEST_F(FsdpPlan, FindsTheSmallestWorldWithinAHostAndOfHosts) {
+  const auto within = run("small.json --ranks 4 --memory 80GB");
+  EXPECT_NE(within.output.find("The smallest world that fits has 1 ranks.\n"), std::string::npos) << within.output;
+  const auto hosts = run("small.json --ranks 64 --memory 5GB");
+  EXPECT_NE(hosts.output.find(" ranks, 8 on each host.\n"), std::string::npos) << hosts.output;
 }
 
 TEST_F(FsdpPlan, MakesUnitsOfTheEmbeddingAndTheHead) {

@@ -205,6 +205,14 @@ def experts() -> None:
     cut(model[1], mesh["ep"], {name: [Shard(0)] for name in ("rows", "columns", "odd", "qkv", "cube")})
     libfsdp.fully_shard(model[1], mesh=mesh["efsdp"])
     libfsdp.fully_shard(model, mesh=flat)
+
+    def fails_on_one(name: str) -> str:
+        if dist.get_rank() == 0:
+            raise ValueError("no name")
+        return name
+
+    with pytest.raises(libfsdp.Error, match="rename failed"):  # Before any export, which makes views of meshes.
+        full_weights(model, rename=fails_on_one)
     for options in ({}, {"bucket_bytes": 100}, {"dtype": BF16}):
         assert_same(whole(model, **options), expected, options.get("dtype"))
     assert_same(whole(model, ranks="first"), expected if dist.get_rank() == 0 else {})

@@ -156,6 +156,14 @@ def test_tied_names_that_differ() -> None:
     refused(r"'first.weight' and 'tied.weight' are tied here, and came with different values; ", [new.items()])
 
 
+def test_tied_names_may_both_have_nan() -> None:
+    new = dict(Net(1).state_dict())
+    new["first.weight"][0, 0] = float("nan")
+    module = Net()
+    libfsdp.load_weights(module, [list(new.items())])
+    assert torch.equal(module.first.weight.isnan(), new["first.weight"].isnan())
+
+
 def test_modules_that_cannot_be_filled() -> None:
     with torch.device("meta"):
         module = Net()
@@ -215,20 +223,22 @@ def stops_early(kind: str) -> None:
     case = CASES["mlp"]
     model = shard(seeded(case), case, "libfsdp", Options())
     receiver = case.build()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and kind != "names":
         receiver.layers[0] = nn.Linear(1, 1)
+    names = ["typo"] if dist.get_rank() == 0 and kind == "names" else None
     weights: Any = libfsdp.full_weights(model, bucket_bytes=1)
     if kind == "generator":
         weights = iter(libfsdp.WeightSource(model, bucket_bytes=1))
     with pytest.raises(libfsdp.Error) as caught:  # which keeps the traceback, and what its frames have
-        libfsdp.load_weights(receiver, weights)
+        libfsdp.load_weights(receiver, weights, names=names)
     rank = dist.get_rank()
-    assert ("load_weights: bucket " if rank == 0 else "rank 0 has stopped before bucket") in str(caught.value)
+    own = "load_weights: names" if kind == "names" else "load_weights: bucket "
+    assert (own if rank == 0 else "rank 0 has stopped before bucket") in str(caught.value)
     case.loss(model, batch_of(case, 0, 0, rank)).backward()
     libfsdp.load_weights(case.build(), libfsdp.full_weights(model))
 
 
-@pytest.mark.parametrize("kind", ["stream", "generator"])
+@pytest.mark.parametrize("kind", ["stream", "generator", "names"])
 def test_a_receiver_that_does_not_fit_stops_the_stream(ranks: StartRanks, kind: str) -> None:
     ranks(2).run(stops_early, kind)
 

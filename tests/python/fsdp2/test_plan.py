@@ -16,6 +16,7 @@ from support.ranks import StartRanks
 from support.training import batch_of, mesh_of, seeded
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard
 
 import libfsdp
 
@@ -239,10 +240,29 @@ def test_what_the_program_has() -> None:
     offloaded = libfsdp.plan(model, mesh, units=blocks, offload_policy=CPUOffloadPolicy())
     assert offloaded.peak["optimizer_state"] == offloaded.peak["main_parameters"] == 0
 
+    of_host = next(line for line in str(offloaded).splitlines() if line.startswith("  host "))
+    at_peak, most, _ = (float(number) for number in of_host.replace("KiB", "").split()[1:])
+    assert most >= at_peak
+
     activations = {unit.name: 1 << 30 for unit in plain.units}
     full = libfsdp.plan(model, mesh, units=blocks, activations=activations)
     assert full.peak["activations"] == 5 << 30
     assert "ward of '" in full.moment
+
+
+def test_activations_of_modules_without_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.ReLU())))
+    mesh = libfsdp.PlannedMesh(4, device_type="cpu")
+    without = libfsdp.plan(model, mesh, units=nn.Linear)
+    assert [unit.name for unit in without.units] == ["0", "2", "4"]
+    given = libfsdp.plan(model, mesh, units=nn.Linear, activations={"(root)": 1 << 20, "2": 1 << 10})
+    assert [unit.activations for unit in given.units] == [1 << 20, 1 << 10, 0]
+    assert given.peak["activations"] == (1 << 20) + (1 << 10)
+    # What ReLU keeps is what the next layer keeps, too, but for the last one.
+    x = torch.empty(1000, 16, device="meta")
+    found = libfsdp.plan(model, mesh, units=nn.Linear, inputs=(x,))
+    assert found.peak["activations"] == 4 * x.nbytes
 
 
 def kept_in_a_run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> int:
@@ -330,6 +350,16 @@ class Tied(nn.Module):
         (ValueError, "\\['block'\\], which are no units", {"activations": {"block": 1}}),
         (ValueError, "give a mesh that has two", {"outer_placements": "optim"}),
         (ValueError, "factor of 4", {"reshard_after_forward": 3}),
+        (TypeError, "inputs is tensor", {"inputs": torch.zeros(2, 3)}),
+        (ValueError, "optimizer_values is -1: give 0 bytes or more", {"optimizer_values": -1}),
+        (ValueError, "activations\\['\\(root\\)'\\] is -5", {"activations": {"(root)": -5}}),
+        (AssertionError, "Shard dim 1 is invalid for 1D tensor", {"shard_placement_fn": lambda p: Shard(p.ndim == 1)}),
+        (NotImplementedError, "uneven sharding on dim 1", {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
+        (
+            TypeError,
+            "a plan has one mesh",
+            {"shard_placement_fn": lambda _: libfsdp.ShardPlacementResult(Shard(0), None)},
+        ),
         (libfsdp.Error, "'tpu' is not known", {"mesh": libfsdp.PlannedMesh(2, device_type="tpu")}),
         (libfsdp.Error, "the size of 'shard' must be given", {"mesh": libfsdp.PlannedMesh(0)}),
         (libfsdp.Error, "has no rank 4", {"mesh": libfsdp.PlannedMesh(4, rank=4)}),

@@ -153,6 +153,30 @@ def test_random_updates_give_the_bits_of_whole_runs(ranks: StartRanks, dtype: to
     ranks(4).run(random_updates, dtype)
 
 
+def takes_turns() -> None:
+    """An element that has again the value that it had when a snapshot was used last, and another one in between."""
+    sides = Sides(BF16)
+    one, other = WeightSnapshot(), WeightSnapshot()
+
+    def fill(value: float) -> None:
+        if sides.trains:
+            with torch.no_grad():
+                sides.model.weights[0]._local_tensor[:5] = value
+
+    for between in (None, other, one):
+        fill(1.0)
+        sides.plan.run(since=one)
+        fill(2.0)
+        sides.plan.run(since=between)
+        fill(1.0)
+        sides.plan.run(since=one)
+        sides.check()
+
+
+def test_snapshots_and_whole_runs_may_take_turns(ranks: StartRanks) -> None:
+    ranks(4).run(takes_turns)
+
+
 def bits() -> None:
     sides = Sides(torch.float32)
     snapshot = WeightSnapshot()

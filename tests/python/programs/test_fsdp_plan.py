@@ -121,6 +121,9 @@ def test_safetensors_files_and_their_index(tmp_path: Path) -> None:
         # In the order of their numbers, with experts in their layers.
         assert [unit["name"] for unit in planned["units"]] == ["(root)", *(f"model.layers.{k}" for k in range(11))]
         assert [unit["elements"] for unit in planned["units"]][1:] == [2 * 8 * (4 + k) + (k == 3) for k in range(11)]
+        split = json.loads(run(str(given), "--ranks", "2", "--split-root", "--json"))
+        assert [unit["name"] for unit in split["units"]][:3] == ["(root)", "lm_head", "model.embed_tokens"]
+        assert split["units"][0]["elements"] == 8
     assert "--flops needs the model's config.json" in run(
         str(tmp_path), *["--ranks", "2", "--flops", "1e12", "--sequence", "8", "--rate", "1GB"], code=2
     )

@@ -76,6 +76,10 @@ def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
     assert len(rows(run)) == 3
     error = end_at_once(tmp_path, "--resume", text)
     assert f"--resume {text} is not the folder of a run" in error
+    for outcome in run_program(EXAMPLE, 3, tmp_path, "--folder", "of_three"):
+        assert outcome.exit_code != 0
+        assert "4 sequences of a step do not divide among 3 ranks" in outcome.errors
+    assert not (tmp_path / "of_three").exists()
 
 
 @needs_tensorboard
