@@ -123,7 +123,7 @@ class Trainee {
   std::vector<at::Tensor> inputs_;
 };
 
-/// What a run has: the losses and norms of the steps behind the warm-up, an evaluation, one more step without a graph, parameters.
+/// What a run has: the losses and norms of the steps behind the warm-up, evaluations, one more step without a graph, parameters.
 struct Outcome {
   std::vector<double> values;
   NamedTensors parameters;
@@ -148,6 +148,7 @@ Outcome eager(const Case& c, const DeviceMesh& mesh) {
     trainee.step();
     values.push_back(trainee.loss.item<double>());
     values.push_back(trainee.norm.item<double>());
+    values.push_back(trainee.evaluate());  // It may leave copies of parameters.
   }
   return finish(trainee, std::move(values));
 }
@@ -164,6 +165,7 @@ Outcome replayed(const Case& c, const DeviceMesh& mesh) {
     EXPECT_TRUE(sim::stats(mesh.device().index()).host_waits.empty());
     values.push_back(trainee.loss.item<double>());
     values.push_back(trainee.norm.item<double>());
+    values.push_back(trainee.evaluate());  // It may leave copies of parameters.
   }
   return finish(trainee, std::move(values));
 }
