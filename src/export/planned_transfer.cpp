@@ -203,8 +203,7 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   since_ = nullptr;
   std::vector<std::string> failures;
   try {
-    // A rank that waits for a message comes here after that time at the latest.
-    failures = peers_->meetings().meet(failure, 2 * timeout);
+    failures = peers_->meetings().meet(failure, timeout);
   } catch (const CommError& error) {
     failure_ = error.what();
     throw CommError(failure_ + ", during the " + said.what + (failure.empty() ? "" : "; here: " + failure));
