@@ -137,11 +137,8 @@ int generate(const std::string& meeting) {
 int main() {
   const auto meeting = (std::filesystem::temp_directory_path() / ("grpo-" + std::to_string(getpid()))).string();
   const auto generator = fork();  // as an inference engine is: not of the trainers' launcher
-  if (generator < 0) {
-    std::perror("grpo: fork");
-    return 1;
-  }
-  if (generator == 0) return generate(meeting);
+  if (generator < 0) std::perror("grpo: fork");
+  if (generator <= 0) return generator < 0 ? 1 : generate(meeting);
   const int code = fsdp::launch_local(kTrainers, [&] { return train(meeting); });
   if (code != 0) kill(generator, SIGTERM);
   int status = 0;
