@@ -157,13 +157,13 @@ at::Tensor GroupCommunicator::exchange_now(const at::Tensor& value, int tag, con
   std::vector<std::int64_t> shape = {size()};
   shape.insert(shape.end(), value.sizes().begin(), value.sizes().end());
   const std::int64_t numel = value.numel();
-  if (size() == 1) return value.clone(at::MemoryFormat::Contiguous).view(shape);
   const auto of_round = [&](int have) { return std::min(have, size() - have) * numel; };
   at::Tensor from_own;  // this rank's first, then the next one's, ...
   Transfers transfers(*group_);
   try {
     from_own = at::empty(shape, value.options());
     if (numel > 0) std::memcpy(from_own.mutable_data_ptr(), value.const_data_ptr(), value.nbytes());
+    if (size() == 1) return from_own;
     for (int have = 1; have < size() && numel > 0; have *= 2) {
       transfers.receive(flat_view(from_own, have * numel, of_round(have)), (rank() + have) % size(), tag);
     }
