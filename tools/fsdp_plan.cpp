@@ -72,7 +72,7 @@ int run(const PlanQuestion& question) {
     const auto least = smallest_of(question, plan_for);
     const bool has_hosts = least && question.ranks_per_host > 1 && least->ranks > question.ranks_per_host;
     if (least) {
-      std::cout << "The smallest world that fits has " << least->ranks << " ranks"
+      std::cout << "The smallest world that fits has " << least->ranks << (least->ranks == 1 ? " rank" : " ranks")
                 << (has_hosts ? ", " + std::to_string(question.ranks_per_host) + " on each host" : "") << ".\n";
     }
     if (!least) std::cout << "It fits on no number of ranks with these options.\n";

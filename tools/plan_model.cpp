@@ -77,7 +77,7 @@ class NamedModules {
       module = next;
     }
     module->register_parameter(path.back(), parameter, /*requires_grad=*/parameter.is_floating_point());
-    module->is_end = module->is_end || (!in_unit && module != root_ && parameter.dim() == 2);
+    module->is_embedding_or_head = module->is_embedding_or_head || (!in_unit && module != root_ && parameter.dim() == 2);
   }
 
   std::shared_ptr<torch::nn::Module> take() { return std::move(root_); }

@@ -39,7 +39,7 @@ FullyShardOptions sharding(const PlanQuestion& question, std::int64_t ranks) {
   sharding.units = [splits_root = question.splits_root](const std::string& /*name*/, const torch::nn::Module& module) {
     if (dynamic_cast<const planning::ConfigLayer*>(&module) != nullptr) return true;
     const auto* config_module = dynamic_cast<const planning::ConfigModule*>(&module);
-    return splits_root && config_module != nullptr && config_module->is_end;
+    return splits_root && config_module != nullptr && config_module->is_embedding_or_head;
   };
   sharding.placements = Placements::from_name(question.placements);
   if (question.shards_over_replicas) sharding.outer_placements = Placements::optim();

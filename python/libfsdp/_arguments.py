@@ -58,7 +58,7 @@ def check_bytes(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(name, value, "a whole number of bytes")
     if value < 0:
-        raise ValueError(f"{name} is {value}: give 0 bytes or more")
+        raise ValueError(f"{name} is {value}: give 0 or more")
 
 
 def check_functions(**functions: Any) -> None:

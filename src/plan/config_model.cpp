@@ -185,7 +185,7 @@ void fill_layer(ConfigModule& block, const Config& config, const std::string& ty
   with_norm(block, "post_attention_layernorm", width);
 }
 
-void fill_ends(ConfigModule& embedding, ConfigModule& head, const Config& config, std::int64_t width, bool are_tied) {
+void fill_embedding_and_head(ConfigModule& embedding, ConfigModule& head, const Config& config, std::int64_t width, bool are_tied) {
   const auto words = config.size("vocab_size");
   const auto weight = parameter(embedding, "weight", {words, width});
   if (are_tied) {
@@ -193,7 +193,7 @@ void fill_ends(ConfigModule& embedding, ConfigModule& head, const Config& config
   } else {
     parameter(head, "weight", {words, width});
   }
-  embedding.is_end = head.is_end = !are_tied;
+  embedding.is_embedding_or_head = head.is_embedding_or_head = !are_tied;
   head.multiplications = static_cast<double>(words * width);
 }
 
@@ -210,7 +210,7 @@ ModulePtr llama_like(const Config& config, const std::string& type) {
   }
   with_norm(*model, "norm", width);
   auto head = below(*root, "lm_head");
-  fill_ends(*embedding, *head, config, width, config.flag("tie_word_embeddings", false));
+  fill_embedding_and_head(*embedding, *head, config, width, config.flag("tie_word_embeddings", false));
   return root;
 }
 
@@ -247,7 +247,7 @@ ModulePtr gpt2(const Config& config) {
   }
   add_norm(*model, "ln_f", width);
   auto head = below(*root, "lm_head");
-  fill_ends(*embedding, *head, config, width, config.flag("tie_word_embeddings", true));
+  fill_embedding_and_head(*embedding, *head, config, width, config.flag("tie_word_embeddings", true));
   return root;
 }
 

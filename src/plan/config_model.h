@@ -17,8 +17,8 @@ class ConfigModule : public torch::nn::Module {
   double multiplications = 0;
   /// Of a block: the elements of a query over all heads. Attention takes two multiplications for each of them and each token before.
   double attention_width = 0;
-  /// Of an embedding and a head that are not tied: it can be a unit of its own.
-  bool is_end = false;
+  /// And not tied to the other one, so that it can be a unit of its own.
+  bool is_embedding_or_head = false;
 };
 
 /// A block of such a model, which is a unit.

@@ -27,7 +27,7 @@ TEST(WeightStream, AnOperatorThatFailsOnOneRankIsAnErrorAndNoHang) {
     // The buckets are the rows; the columns, which are put in order behind the gather; what all have; and the buffer.
     for (int others = 0; others < 40; ++others) {
       SCOPED_TRACE(others);
-      const auto grid = fsdp::init_device_mesh("cpu", {{"tp", 2}, {"dp_shard", 2}});
+      const auto grid = fsdp::init_device_mesh("cpu", {{"dp_shard", 2}, {"tp", 2}});
       const bool is_first = grid.coordinate("tp") == 0;
       fsdp::testing::PiecesImpl model(is_first ? 0 : 3, is_first ? 3 : 10);
       model.register_buffer("buffer", at::ones(3));

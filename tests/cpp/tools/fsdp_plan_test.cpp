@@ -83,7 +83,7 @@ TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
 
 TEST_F(FsdpPlan, FindsTheSmallestWorldWithinAHostAndOfHosts) {
   const auto within = run("small.json --ranks 4 --memory 80GB");
-  EXPECT_NE(within.output.find("The smallest world that fits has 1 ranks.\n"), std::string::npos) << within.output;
+  EXPECT_NE(within.output.find("The smallest world that fits has 1 rank.\n"), std::string::npos) << within.output;
   const auto hosts = run("small.json --ranks 64 --memory 5GB");
   EXPECT_NE(hosts.output.find(" ranks, 8 on each host.\n"), std::string::npos) << hosts.output;
 }

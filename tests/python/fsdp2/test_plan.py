@@ -351,7 +351,7 @@ class Tied(nn.Module):
         (ValueError, "give a mesh that has two", {"outer_placements": "optim"}),
         (ValueError, "factor of 4", {"reshard_after_forward": 3}),
         (TypeError, "inputs is tensor", {"inputs": torch.zeros(2, 3)}),
-        (ValueError, "optimizer_values is -1: give 0 bytes or more", {"optimizer_values": -1}),
+        (ValueError, "optimizer_values is -1: give 0 or more", {"optimizer_values": -1}),
         (ValueError, "activations\\['\\(root\\)'\\] is -5", {"activations": {"(root)": -5}}),
         (AssertionError, "Shard dim 1 is invalid for 1D tensor", {"shard_placement_fn": lambda p: Shard(p.ndim == 1)}),
         (NotImplementedError, "uneven sharding on dim 1", {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
